@@ -1,0 +1,34 @@
+"""When: predicates over moments of training, their algebra and their strings."""
+
+from lightning_perf.schedule.algebra import All, AnyOf, Not
+from lightning_perf.schedule.base import Context, Schedule
+from lightning_perf.schedule.cycles import Cyclic, Fixed
+from lightning_perf.schedule.intervals import Always, At, Every, Never
+from lightning_perf.schedule.outside import Elapsed, HasTag
+from lightning_perf.schedule.parse import as_schedule
+from lightning_perf.schedule.ranks import GlobalRank, LocalRank, Stages
+from lightning_perf.schedule.signals import OnSignal
+from lightning_perf.schedule.triggers import OnSlowBatch, Trigger
+
+__all__ = [
+    "All",
+    "Always",
+    "AnyOf",
+    "At",
+    "Context",
+    "Cyclic",
+    "Elapsed",
+    "Every",
+    "Fixed",
+    "GlobalRank",
+    "HasTag",
+    "LocalRank",
+    "Never",
+    "Not",
+    "OnSignal",
+    "OnSlowBatch",
+    "Schedule",
+    "Stages",
+    "Trigger",
+    "as_schedule",
+]

@@ -1,0 +1,73 @@
+"""The arguments of schedules, checked and parsed once, at construction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.moment import STAGES
+from lightning_perf.time import Time, TimeUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+ALL_UNITS = frozenset(TimeUnit)
+#: What a trigger can last: the fraction done may stand still or be unknown.
+COUNTED_UNITS = ALL_UNITS - {TimeUnit.DURATION}
+
+
+def whole(field: str, value: int, minimum: int, example: str) -> int:
+    """Check a whole number against a minimum."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(field, value, f"is not a whole number from {minimum} up", example)
+    return value
+
+
+def times(
+    field: str,
+    value: Time | str,
+    example: str,
+    *,
+    units: Collection[TimeUnit] = ALL_UNITS,
+    positive: bool = True,
+) -> Time:
+    """Parse a time and check its unit and its sign.
+
+    Args:
+        field: The argument, for the message.
+        value: The time as the user wrote it.
+        example: One that works.
+        units: The units that make sense here.
+        positive: Whether zero is refused; what is negative always is.
+    """
+    example = f'"{example}"'
+    try:
+        time = Time.from_input(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = error.problem if isinstance(error, ConfigError) else f"is no time: {error}"
+        raise ConfigError(field, value, problem, example) from None
+    if time.unit not in units:
+        raise ConfigError(field, str(time), f"is not in {' or '.join(sorted(units))}", example)
+    if time.value < 0 or (positive and time.value == 0):
+        problem = "is not positive" if positive else "is negative"
+        raise ConfigError(field, str(time), problem, example)
+    return time
+
+
+def stage_list(field: str, value: list[str] | str) -> list[str]:
+    """Check one or more names of stages."""
+    names = list(value) if isinstance(value, list | tuple) else [value]
+    unknown = [name for name in names if name not in STAGES]
+    if unknown or not names:
+        raise ConfigError(field, value, f"is not of {', '.join(STAGES)}", '"train"')
+    return names
+
+
+def rank_list(field: str, value: list[int] | int) -> list[int]:
+    """Check one or more ranks."""
+    ranks = list(value) if isinstance(value, list | tuple) else [value]
+    for rank in ranks:
+        whole(field, rank, 0, "0")
+    if not ranks:
+        raise ConfigError(field, value, "names no rank", "0")
+    return ranks

@@ -1,0 +1,98 @@
+"""Schedules that count steps or batches: a fixed stretch, and cycles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_perf.schedule.base import Schedule
+from lightning_perf.schedule.checks import whole
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from lightning_perf.moment import Moment
+
+
+class Fixed(Schedule):
+    """One stretch of optimizer steps.
+
+    Args:
+        warmup_steps: Steps to let pass.
+        active_steps: Steps after these that the window lasts.
+
+    Raises:
+        ConfigError: If a number is out of range.
+    """
+
+    def __init__(self, warmup_steps: int, active_steps: int) -> None:
+        self.warmup_steps = whole("warmup_steps", warmup_steps, 0, "10")
+        self.active_steps = whole("active_steps", active_steps, 1, "5")
+
+    @property
+    def shared(self) -> bool:
+        """True."""
+        return True
+
+    def window(self, moment: Moment) -> Hashable | None:
+        """Give the one window."""
+        return 0 if 0 <= moment.timestamp.step - self.warmup_steps < self.active_steps else None
+
+
+class Cyclic(Schedule):
+    """The active part of a cycle of wait, warm-up and active batches, as in ``torch.profiler``.
+
+    Args:
+        skip_first: Batches before the first cycle.
+        wait: Batches of each cycle to let pass.
+        warmup: Batches of each cycle after these, in which a recorder may warm up.
+        active: Batches of each cycle after these: the window.
+        repeat: Cycles to make; 0 never ends.
+        per_epoch: Whether to count from the start of each epoch, and not of the stage.
+
+    Raises:
+        ConfigError: If a number is out of range.
+
+    Example:
+        >>> from lightning_perf.moment import Moment
+        >>> from lightning_perf.timestamp import Timestamp
+        >>> schedule = Cyclic(wait=1, warmup=1, active=2, repeat=2)
+        >>> [schedule.window(Moment("train", Timestamp(batch=batch), Timestamp()))
+        ...  for batch in range(9)]
+        [None, None, 0, 0, None, None, 1, 1, None]
+    """
+
+    def __init__(
+        self,
+        skip_first: int = 0,
+        wait: int = 0,
+        warmup: int = 1,
+        active: int = 4,
+        repeat: int = 1,
+        per_epoch: bool = False,
+    ) -> None:
+        self.skip_first = whole("skip_first", skip_first, 0, "0")
+        self.wait = whole("wait", wait, 0, "0")
+        self.warmup = whole("warmup", warmup, 0, "1")
+        self.active = whole("active", active, 1, "4")
+        self.repeat = whole("repeat", repeat, 0, "1")
+        self.per_epoch = bool(per_epoch)
+
+    @property
+    def lead(self) -> int:
+        """The warm-up."""
+        return self.warmup
+
+    @property
+    def shared(self) -> bool:
+        """True."""
+        return True
+
+    def window(self, moment: Moment) -> Hashable | None:
+        """Give the number of the cycle, with its epoch if it is counted in each."""
+        timestamp = moment.timestamp
+        batch = timestamp.batch_in_epoch if self.per_epoch else timestamp.batch
+        inactive = self.wait + self.warmup
+        cycle, place = divmod(batch - self.skip_first, inactive + self.active)
+        if cycle < 0 or place < inactive or (self.repeat and cycle >= self.repeat):
+            return None
+        return (timestamp.epoch, cycle) if self.per_epoch else cycle

@@ -1,0 +1,273 @@
+"""How far, and in which unit: epochs, batches, samples, tokens, steps, seconds or a fraction."""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from fractions import Fraction
+from functools import total_ordering
+from math import isfinite
+from typing import SupportsIndex
+
+from lightning_perf.errors import ConfigError
+
+
+class TimeUnit(StrEnum):
+    """The units of a `Time`, by the suffix that stands for each.
+
+    A unit is found by its suffix or its name in any case; another word is a `ConfigError`.
+
+    Example:
+        >>> TimeUnit("ba") is TimeUnit("Batch") is TimeUnit.BATCH
+        True
+    """
+
+    EPOCH = "ep"
+    BATCH = "ba"
+    SAMPLE = "sp"
+    TOKEN = "tok"  # noqa: S105 - a suffix, no password
+    STEP = "step"
+    DURATION = "dur"
+    SECOND = "sec"
+
+    @classmethod
+    def _missing_(cls, value: object) -> TimeUnit:
+        for unit in cls:
+            if str(value).lower() in (unit.value, unit.name.lower()):
+                return unit
+        raise ConfigError("unit", value, f"is none of {', '.join(cls)}", '"ba"')
+
+
+# Whole numbers of other packages, as numpy's, are no int.
+_NUMBER = (float, SupportsIndex)
+
+# Three digits of exponent are beyond any training, and 1e999999999ba would fill the memory.
+_COUNT = re.compile(
+    rf"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{{1,3}})?)({'|'.join(TimeUnit)})",
+    re.ASCII | re.IGNORECASE,
+)
+_CLOCK = re.compile(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
+
+
+@total_ordering
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+class Time:
+    """An amount of training in one unit.
+
+    Amounts of the same unit add, subtract, divide and compare, and so do strings and plain numbers,
+    which are taken in the unit of the other side. An amount times a ``dur`` is that fraction of it,
+    cut to a whole. Whole numbers keep their full precision.
+
+    Args:
+        value: A whole number; for ``dur``, a fraction of the whole training.
+        unit: A `TimeUnit`, or its suffix or name.
+
+    Raises:
+        TypeError: If the value is not a whole number, or the operands make no sense together.
+        RuntimeError: If the operands have different units.
+        ConfigError: If the unit is unknown or the value is not finite.
+
+    Example:
+        >>> Time(7, "ep") * "0.2dur" + 1
+        Time(2, TimeUnit.EPOCH)
+        >>> Time.from_timestring("1h20m40s").to_timestring()
+        '4840sec'
+    """
+
+    value: int | float
+    unit: TimeUnit
+
+    def __init__(self, value: SupportsIndex | float, unit: TimeUnit | str) -> None:
+        unit = TimeUnit(unit)
+        object.__setattr__(self, "unit", unit)
+        object.__setattr__(self, "value", _checked(value, unit))
+
+    @classmethod
+    def from_timestring(cls, timestring: str) -> Time:
+        """Read ``10ep``, ``2048sp``, ``0.7dur``, ``30sec``, ``1h20m40s`` and the like.
+
+        Raises:
+            ConfigError: If the text is none of these.
+            TypeError: If a unit other than ``dur`` has a fraction.
+        """
+        if match := _COUNT.fullmatch(timestring):
+            number, unit = match[1], TimeUnit(match[2])
+            if unit is TimeUnit.DURATION:
+                return cls(float(number), unit)
+            exact = Fraction(number)
+            return cls(exact.numerator if exact.denominator == 1 else float(exact), unit)
+        return cls.from_timedelta(timestring)
+
+    @classmethod
+    def from_input(
+        cls,
+        value: Time | str | timedelta | SupportsIndex | float,
+        default_unit: TimeUnit | str | None = None,
+    ) -> Time:
+        """Make a time of whatever stands for one.
+
+        Args:
+            value: A time, a string, a timedelta, or a number of the default unit.
+            default_unit: The unit of a plain number.
+
+        Raises:
+            RuntimeError: If the value is something else, or a number without a default unit.
+        """
+        if isinstance(value, Time):
+            return value
+        if isinstance(value, str):
+            return cls.from_timestring(value)
+        if isinstance(value, timedelta):
+            return cls.from_timedelta(value)
+        if isinstance(value, _NUMBER) and default_unit is not None:
+            return cls(value, default_unit)
+        raise RuntimeError(f"{value!r} is no time: give a string such as '10ba', or a unit.")
+
+    @classmethod
+    def from_timedelta(cls, value: timedelta | str) -> Time:
+        """Take whole seconds from a timedelta, or from text such as ``90m`` or ``1h20s``."""
+        if isinstance(value, timedelta):
+            return cls(int(value.total_seconds()), TimeUnit.SECOND)
+        match = _CLOCK.fullmatch(value)
+        if match is None:
+            raise ConfigError("time", value, "is no amount of time", '"10ba", "0.5dur" or "1h30m"')
+        hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return cls(hours * 3600 + minutes * 60 + seconds, TimeUnit.SECOND)
+
+    @classmethod
+    def from_epoch(cls, epoch: int) -> Time:
+        """Take that many epochs."""
+        return cls(epoch, TimeUnit.EPOCH)
+
+    @classmethod
+    def from_batch(cls, batch: int) -> Time:
+        """Take that many batches."""
+        return cls(batch, TimeUnit.BATCH)
+
+    @classmethod
+    def from_sample(cls, sample: int) -> Time:
+        """Take that many samples."""
+        return cls(sample, TimeUnit.SAMPLE)
+
+    @classmethod
+    def from_token(cls, token: int) -> Time:
+        """Take that many tokens."""
+        return cls(token, TimeUnit.TOKEN)
+
+    @classmethod
+    def from_step(cls, step: int) -> Time:
+        """Take that many optimizer steps."""
+        return cls(step, TimeUnit.STEP)
+
+    @classmethod
+    def from_duration(cls, duration: float) -> Time:
+        """Take that fraction of the whole training."""
+        return cls(duration, TimeUnit.DURATION)
+
+    @classmethod
+    def from_second(cls, second: int) -> Time:
+        """Take that many seconds."""
+        return cls(second, TimeUnit.SECOND)
+
+    def to_timestring(self) -> str:
+        """Write the time so that `from_timestring` reads the same one."""
+        return f"{self.value}{self.unit}"
+
+    def __str__(self) -> str:
+        return self.to_timestring()
+
+    def __repr__(self) -> str:
+        return f"Time({self.value}, TimeUnit.{self.unit.name})"
+
+    def __hash__(self) -> int:
+        return hash((self.value, self.unit))
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (Time, str, *_NUMBER)):
+            return NotImplemented
+        return self.value == self._operand(other).value
+
+    def __lt__(self, other: Time | str | float) -> bool:
+        return self.value < self._operand(other).value
+
+    def __add__(self, other: Time | str | float) -> Time:
+        return Time(self.value + self._operand(other).value, self.unit)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Time | str | float) -> Time:
+        return Time(self.value - self._operand(other).value, self.unit)
+
+    def __rsub__(self, other: Time | str | float) -> Time:
+        return self._operand(other) - self
+
+    def __mod__(self, other: Time | str | float) -> Time:
+        return Time(self.value % self._operand(other).value, self.unit)
+
+    def __truediv__(self, other: Time | str | float) -> Time:
+        if isinstance(other, _NUMBER):
+            return Time(_cut(_exact(self.value) / _exact(other), self.unit), self.unit)
+        return Time(self.value / self._operand(other).value, TimeUnit.DURATION)
+
+    def __mul__(self, other: Time | str | float) -> Time:
+        if isinstance(other, _NUMBER):
+            return Time(_cut(_exact(self.value) * _exact(other), self.unit), self.unit)
+        time = self._read(other)
+        if TimeUnit.DURATION not in (self.unit, time.unit):
+            raise RuntimeError(f"{self} and {time} do not multiply: neither is a fraction.")
+        return self * time.value if time.unit is TimeUnit.DURATION else time * self.value
+
+    __rmul__ = __mul__
+
+    def _read(self, other: Time | str | SupportsIndex | float) -> Time:
+        try:
+            return Time.from_input(other, self.unit)
+        except RuntimeError:
+            raise TypeError(f"{self} does not go together with {other!r}.") from None
+
+    def _operand(self, other: Time | str | SupportsIndex | float) -> Time:
+        time = self._read(other)
+        if time.unit is not self.unit:
+            raise RuntimeError(f"{self} and {time} have different units.")
+        return time
+
+
+def ensure_time(value: Time | str | timedelta | float, unit: TimeUnit | str) -> Time:
+    """Take a time as it is, or a number in a unit.
+
+    Example:
+        >>> ensure_time(5, "ba")
+        Time(5, TimeUnit.BATCH)
+    """
+    return Time.from_input(value, unit)
+
+
+def _checked(value: SupportsIndex | float, unit: TimeUnit) -> int | float:
+    if isinstance(value, bool):
+        raise TypeError(f"{value} is no amount of {unit}.")
+    if unit is TimeUnit.DURATION:
+        if not isfinite(value):
+            raise ConfigError("time", value, "is not a finite fraction", '"0.5dur"')
+        return float(value)
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{value!r} is not a whole number of {unit}.") from None
+
+
+def _exact(number: float) -> Fraction:
+    # What is written: 0.29 means 29/100, so that 0.29dur of 100ep is 29ep and not 28.
+    return Fraction(str(number))
+
+
+def _cut(exact: Fraction, unit: TimeUnit) -> int | float:
+    return float(exact) if unit is TimeUnit.DURATION else int(exact)

@@ -1,0 +1,114 @@
+"""Where a stage of training stands, counted in every unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.time import Time, TimeUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Timestamp:
+    """What one stage has completed so far, on one rank.
+
+    Example:
+        >>> now = Timestamp().to_next_batch(samples=10, tokens=20, duration=0.5, steps=1)
+        >>> now.get("sp")
+        Time(10, TimeUnit.SAMPLE)
+        >>> now.to_next_epoch().sample_in_epoch
+        0
+    """
+
+    epoch: int = 0
+    #: Batches since the beginning, so also the index of the batch that comes next.
+    batch: int = 0
+    sample: int = 0
+    token: int = 0
+    #: Optimizer steps; fewer than batches where gradients accumulate.
+    step: int = 0
+    batch_in_epoch: int = 0
+    sample_in_epoch: int = 0
+    token_in_epoch: int = 0
+    #: Wall-clock seconds in this stage, in this epoch, and in the last batch.
+    total_wct: float = 0.0
+    epoch_wct: float = 0.0
+    batch_wct: float = 0.0
+
+    def to_next_batch(
+        self,
+        samples: int = 0,
+        tokens: int = 0,
+        duration: float | timedelta = 0.0,
+        steps: int = 0,
+    ) -> Timestamp:
+        """Count one more batch.
+
+        Args:
+            samples: Samples in it.
+            tokens: Tokens in it; 0 where they are not tracked.
+            duration: Seconds that it took.
+            steps: Optimizer steps that it completed.
+        """
+        if isinstance(duration, timedelta):
+            duration = duration.total_seconds()
+        # By position, because this runs once a batch: dataclasses.replace takes four times as long.
+        return Timestamp(
+            self.epoch,
+            self.batch + 1,
+            self.sample + samples,
+            self.token + tokens,
+            self.step + steps,
+            self.batch_in_epoch + 1,
+            self.sample_in_epoch + samples,
+            self.token_in_epoch + tokens,
+            self.total_wct + duration,
+            self.epoch_wct + duration,
+            duration,
+        )
+
+    def to_next_epoch(self, duration: float | timedelta = 0.0) -> Timestamp:
+        """Count one more epoch and begin the counts within it again.
+
+        Args:
+            duration: Seconds since the last batch.
+        """
+        if isinstance(duration, timedelta):
+            duration = duration.total_seconds()
+        return Timestamp(
+            epoch=self.epoch + 1,
+            batch=self.batch,
+            sample=self.sample,
+            token=self.token,
+            step=self.step,
+            total_wct=self.total_wct + duration,
+        )
+
+    def get(self, unit: TimeUnit | str) -> Time:
+        """Tell the total in one unit; seconds are cut to whole ones.
+
+        Raises:
+            ConfigError: For ``dur``, which needs to know how long the training will be.
+        """
+        unit = TimeUnit(unit)
+        if unit is TimeUnit.DURATION:
+            raise ConfigError("unit", "dur", "is no count that a timestamp keeps", '"ba"')
+        if unit is TimeUnit.SECOND:
+            return Time(int(self.total_wct), unit)
+        return Time(getattr(self, unit.name.lower()), unit)
+
+    def state_dict(self) -> dict[str, int | float]:
+        """Give plain numbers by name, which a checkpoint can hold."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Timestamp:
+        """Read what `state_dict` gave; a missing count is zero, an unknown one is left out."""
+        zero = cls()
+        counts = {field.name: getattr(zero, field.name) for field in fields(cls)}
+        return cls(**{name: type(start)(state.get(name, start)) for name, start in counts.items()})

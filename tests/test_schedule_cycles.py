@@ -1,0 +1,78 @@
+"""Schedules that count steps or batches."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerAction
+from torch.profiler import schedule as torch_schedule
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.moment import Limits, Moment
+from lightning_perf.schedule import Cyclic, Fixed
+from lightning_perf.timestamp import Timestamp
+
+START = Moment("train", Timestamp(), Timestamp())
+few = st.integers(0, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*warmup:UserWarning")
+@settings(deadline=None)
+@given(few, few, few, st.integers(1, 4), few)
+def test_cyclic_means_what_torch_means(skip_first, wait, warmup, active, repeat):
+    """A batch is in a window just where torch.profiler would record it."""
+    arguments = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
+    schedule = Cyclic(skip_first=skip_first, **arguments)
+    reference = torch_schedule(skip_first=skip_first, **arguments)
+    recorded = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+    for batch in range(60):
+        assert schedule(START.ahead(batch)) == (reference(batch) in recorded)
+
+
+def test_cyclic_counts_across_epochs_unless_told():
+    """The cycle goes on over the end of an epoch; per_epoch starts it anew, in a new window."""
+    start = Moment("train", Timestamp(), Timestamp(), Limits(batches_per_epoch=3))
+    moments = [start.ahead(batch) for batch in range(6)]
+    across, anew = Cyclic(active=9), Cyclic(active=9, per_epoch=True)
+    assert [across.window(moment) for moment in moments] == [None, 0, 0, 0, 0, 0]
+    assert [anew.window(moment) for moment in moments] == [
+        None, (0, 0), (0, 0), None, (1, 0), (1, 0),
+    ]  # fmt: skip
+
+
+def test_each_cycle_is_a_window():
+    """Cycles without a pause between them are still recorded apart."""
+    schedule = Cyclic(warmup=0, active=2, repeat=0)
+    assert [schedule.window(START.ahead(batch)) for batch in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_cyclic_leads_by_its_warmup():
+    """A recorder looks ahead for as long as the warm-up."""
+    assert Cyclic(warmup=3).lead == 3
+    assert Cyclic(warmup=0).lead == 0
+
+
+def test_fixed_counts_optimizer_steps():
+    """Batches of one step are in the window together, after the warm-up."""
+    start = Moment("train", Timestamp(), Timestamp(), Limits(batches_per_step=2))
+    schedule = Fixed(warmup_steps=1, active_steps=2)
+    assert [schedule.window(start.ahead(batch)) for batch in range(8)] == [
+        None, None, 0, 0, 0, 0, None, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "field"),
+    [
+        (Cyclic, {"active": 0}, "active"),
+        (Cyclic, {"wait": -1}, "wait"),
+        (Cyclic, {"repeat": 1.5}, "repeat"),
+        (Cyclic, {"skip_first": True}, "skip_first"),
+        (Fixed, {"warmup_steps": -1, "active_steps": 1}, "warmup_steps"),
+        (Fixed, {"warmup_steps": 0, "active_steps": 0}, "active_steps"),
+    ],
+)
+def test_refuses(make, arguments, field):
+    """A number that cannot work is refused at construction, by the name of the argument."""
+    with pytest.raises(ConfigError) as caught:
+        make(**arguments)
+    assert caught.value.field == field

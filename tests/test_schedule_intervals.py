@@ -1,0 +1,218 @@
+"""Schedules by how far training is."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.moment import Limits, Moment
+from lightning_perf.schedule import At, Context, Every
+from lightning_perf.timestamp import Timestamp
+
+START = Moment("train", Timestamp(), Timestamp())
+
+
+def moments(samples, stage="train", seconds=1.0):
+    """The moments around batches of so many samples, from the first on."""
+    previous = now = Timestamp()
+    for count in samples:
+        yield Moment(stage, now, previous)
+        previous, now = now, now.to_next_batch(samples=count, duration=seconds)
+    yield Moment(stage, now, previous)
+
+
+def observed(schedule, over):
+    """The windows by batch, with the schedule watching as a driver lets it."""
+    found = {}
+    for moment in over:
+        schedule.observe(moment)
+        found[moment.timestamp.batch] = schedule.window(moment)
+    return {batch: window for batch, window in found.items() if window is not None}
+
+
+def foreseen(schedule, batches, start=START):
+    """The windows by batch, as they are told ahead of time."""
+    found, moment = {}, start
+    for batch in range(batches):
+        found[batch] = schedule.window(moment)
+        moment = moment.ahead(1)
+    return {batch: window for batch, window in found.items() if window is not None}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Every("4ba"), {4: 1, 8: 2, 12: 3}),
+        (Every("4ba", lasting="2ba"), {4: 1, 5: 1, 8: 2, 9: 2, 12: 3}),
+        (Every("4ba", lasting="4ba"), {n: n // 4 for n in range(4, 13)}),
+        (Every("5ba", start="3ba"), {8: 1}),
+        (Every("1ba", start="10ba"), {11: 1, 12: 2}),
+        (At("0ba"), {0: 1}),
+        (At("0ba", lasting="3ba"), {0: 1, 1: 1, 2: 1}),
+        (At("7ba", lasting="2ba"), {7: 1, 8: 1}),
+    ],
+    ids=repr,
+)
+def test_batches_are_foreseen(schedule, expected):
+    """Windows in batches follow from the batch's number alone, and so can be asked about ahead."""
+    assert foreseen(schedule, 13) == expected
+    assert observed(schedule, moments([1] * 12)) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Every("2step"), {4: 1, 7: 2, 10: 3}),
+        (Every("2step", lasting="1step"), {4: 1, 7: 2, 8: 2, 10: 3, 11: 3}),
+        (Every("1ep"), {5: 1, 10: 2}),
+        (Every("1ep", start="1ep", lasting="1ep"), {10: 1, 11: 1}),
+        (At("1ep", lasting="1ep"), dict.fromkeys(range(5, 10), 1)),
+        (Every("0.25dur"), {5: 1, 10: 2}),
+        (At("0.3dur"), {6: 1}),
+        (At("0.2dur", lasting="0.1dur"), {4: 1, 5: 1}),
+    ],
+    ids=repr,
+)
+def test_steps_epochs_and_fractions_are_foreseen(schedule, expected):
+    """Steps of accumulated batches, epochs of known length and fractions are asked about ahead."""
+    limits = Limits(max_epochs=4, batches_per_epoch=5, batches_per_step=2)
+    start = Moment("train", Timestamp(), Timestamp(), limits)
+    assert foreseen(schedule, 12, start) == expected
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 50), max_size=40),
+    st.integers(1, 60),
+    st.integers(0, 40),
+)
+def test_no_interval_is_missed(samples, interval, start):
+    """Whatever the sizes of batches, each crossing opens one window, named by its number."""
+    schedule = Every(f"{interval}sp", start=f"{start}sp")
+    total, expected = 0, {}
+    for batch, count in enumerate(samples, start=1):
+        before, total = max(total - start, 0) // interval, total + count
+        after = max(total - start, 0) // interval
+        if after > before:
+            expected[batch] = after
+    assert observed(schedule, moments(samples)) == expected
+
+
+@settings(deadline=None)
+@given(st.integers(1, 400), st.integers(1, 100))
+def test_no_fraction_is_missed_or_early(steps, parts):
+    """A hundredth is reached at the first step at or past it, however the quotients round."""
+    schedule, limits = Every(f"{1 / parts}dur"), Limits(max_steps=steps)
+    start = Moment("train", Timestamp(), Timestamp(), limits)
+    crossed = {n: n * parts // steps for n in range(1, steps + 1)}
+    expected = {n: number for n, number in crossed.items() if number > (n - 1) * parts // steps}
+    assert foreseen(schedule, steps + 1, start) == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 30), st.integers(1, 5))
+def test_a_window_lasts_from_where_it_opens(samples, interval, lasting):
+    """With mixed units, each crossing opens a window of its own for that many batches."""
+    schedule = Every(f"{interval}sp", lasting=f"{lasting}ba")
+    openings = observed(Every(f"{interval}sp"), moments(samples))
+    expected = {}
+    for batch, number in openings.items():
+        expected |= dict.fromkeys(range(batch, min(batch + lasting, len(samples) + 1)), number)
+    assert observed(schedule, moments(samples)) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (At("10sp", lasting="2ba"), {3: 1, 4: 1}),
+        (At("0ba", lasting="10sp"), {0: 1, 1: 1, 2: 1}),
+        (At("0sp", lasting="3ba"), {0: 1, 1: 1, 2: 1}),
+        (At("0sp", lasting="8sp"), {0: 1, 1: 1}),
+        (Every("10sp", lasting="6sp"), {3: 1, 4: 1, 5: 2, 6: 2}),
+        (At("2sec", lasting="2sec"), {4: 1, 5: 1, 6: 1, 7: 1}),
+        (Every("3ba", lasting="1sec"), {3: 1, 4: 1, 6: 2, 7: 2}),
+        (Every("2sec"), {4: 1}),
+    ],
+    ids=repr,
+)
+def test_mixed_units(schedule, expected):
+    """Any unit may open a window and any end it; a batch is four samples and half a second."""
+    assert observed(schedule, moments([4] * 7, seconds=0.5)) == expected
+
+
+def test_a_second_that_no_batch_ends_in_is_not_missed():
+    """Where a batch takes longer than the interval, the batch after it is in the window."""
+    schedule = Every("10sec", lasting="2sec")
+    assert observed(schedule, moments([1] * 3, seconds=25.0)) == {1: 2, 2: 5, 3: 7}
+
+
+def test_steps_that_advance_by_two_are_not_missed():
+    """Two optimizers make two steps a batch, and an odd interval is still crossed."""
+    schedule, now, found = Every("3step", lasting="1step"), Timestamp(), []
+    for _ in range(6):
+        previous, now = now, now.to_next_batch(steps=2)
+        found.append(schedule.window(Moment("train", now, previous)))
+    assert found == [None, 1, 2, None, 3, 4]
+
+
+def test_stage_restricts():
+    """With a stage, batches of others are in no window, and each stage has windows of its own."""
+    schedule = Every("2ba", stage="train")
+    assert observed(schedule, moments([1] * 4)) == {2: 1, 4: 2}
+    assert observed(schedule, moments([1] * 4, stage="validate")) == {}
+
+
+def test_windows_of_stages_do_not_mix():
+    """A window that training opened is still open after a validation, which was never in it."""
+    schedule = Every("8sp", lasting="3ba")
+    training = list(moments([4] * 5))
+    assert observed(schedule, training[:4]) == {2: 1, 3: 1}
+    assert observed(schedule, moments([4] * 1, stage="validate")) == {}
+    assert observed(schedule, training[4:]) == {4: 2, 5: 2}
+
+
+def test_resume_opens_nothing_by_itself():
+    """The first moment after a resume has crossed nothing, and a window in batches goes on."""
+    resumed = Timestamp(batch=9, sample=36)
+    moment = Moment("train", resumed, resumed)
+    for schedule in (Every("36sp"), At("5ba"), At("20sp", lasting="9ba")):
+        schedule.observe(moment)
+        assert schedule.window(moment) is None
+    assert Every("8ba", lasting="3ba").window(moment) == 1
+
+
+def test_setup_forgets_an_earlier_run():
+    """A window that was open when a run ended is not open in the next."""
+    schedule = At("4sp", lasting="9ba")
+    assert observed(schedule, moments([4] * 2)) == {1: 1, 2: 1}
+    schedule.setup(Context())
+    resumed = Timestamp(batch=2, sample=8)
+    assert schedule.window(Moment("train", resumed, resumed)) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"interval": "0ba"}, "interval"),
+        ({"interval": "-5ba"}, "interval"),
+        ({"interval": "5"}, "interval"),
+        ({"interval": "1.5ba"}, "interval"),
+        ({"interval": 5}, "interval"),
+        ({"interval": "5ba", "lasting": "0ba"}, "lasting"),
+        ({"interval": "5ba", "start": "-1ba"}, "start"),
+        ({"interval": "5ba", "start": "1ep"}, "start"),
+        ({"interval": "5ba", "stage": "fit"}, "stage"),
+    ],
+)
+def test_every_refuses(arguments, field):
+    """What cannot work is refused at construction, by the name of the argument."""
+    with pytest.raises(ConfigError) as caught:
+        Every(**arguments)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("arguments", [("-1ba", "1ba"), ("5ba", "0ba"), ("5", "1ba")])
+def test_at_refuses(arguments):
+    """A time before the beginning, or an empty window, is refused at construction."""
+    with pytest.raises(ConfigError):
+        At(*arguments)

@@ -1,0 +1,105 @@
+"""Schedules that look at the clock and at the tags of the run."""
+
+import pytest
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.moment import Moment
+from lightning_perf.schedule import Context, Elapsed, Every, HasTag
+from lightning_perf.timestamp import Timestamp
+
+START = Moment("train", Timestamp(), Timestamp())
+
+
+def observe(schedule, batch):
+    moment = START.ahead(batch)
+    schedule.observe(moment)
+    return schedule.window(moment)
+
+
+def test_elapsed_is_true_at_first_and_after_each_duration():
+    """The time is counted from when it last was true, not from a raster."""
+    clock = iter([100.0, 101.0, 159.0, 165.0, 221.0, 225.0])
+    schedule = Elapsed("1m")
+    schedule.setup(Context(clock=lambda: next(clock)))
+    found = [observe(schedule, batch) for batch in range(6)]
+    assert found == [1, None, None, 2, None, 3]
+
+
+def test_elapsed_holds_for_its_batch_only():
+    """A window is the batch at which the time had passed, and says nothing of the next."""
+    schedule = Elapsed("1m")
+    schedule.setup(Context(clock=lambda: 0.0))
+    assert observe(schedule, 0) == 1
+    assert not schedule(START.ahead(1))
+
+
+def test_elapsed_begins_anew_at_setup():
+    """In a second run it is true at first again."""
+    schedule = Elapsed("1h")
+    for _ in range(2):
+        schedule.setup(Context(clock=lambda: 7.0))
+        assert observe(schedule, 0) is not None
+        assert observe(schedule, 1) is None
+
+
+@pytest.mark.parametrize("duration", ["0sec", "10ba", "10", None])
+def test_elapsed_refuses(duration):
+    """Only an amount of wall-clock time can elapse."""
+    with pytest.raises(ConfigError, match="duration"):
+        Elapsed(duration)
+
+
+@pytest.mark.parametrize(
+    ("tag", "tags", "held"),
+    [
+        ("profile", {"profile": "anything"}, True),
+        ("profile", {"profile": ""}, True),
+        ("profile", {"other": "1"}, False),
+        ("profile=1", {"profile": "1"}, True),
+        ("profile=1", {"profile": "0"}, False),
+        ("profile=", {"profile": ""}, True),
+        ("profile=", {"profile": "1"}, False),
+        ("url=a=b", {"url": "a=b"}, True),
+    ],
+)
+def test_tag_is_a_key_or_a_key_with_its_value(tag, tags, held):
+    """A key alone takes any value; with a value, that one."""
+    schedule = HasTag(tag)
+    schedule.setup(Context(read_tags=lambda: tags))
+    assert (observe(schedule, 0) is not None) is held
+
+
+def test_tag_comes_and_goes_during_a_run():
+    """The schedule holds as long as the tag does, and only where its inner schedule holds too."""
+    tags = {}
+    schedule = HasTag("profile", schedule="every 2ba")
+    schedule.setup(Context(read_tags=lambda: tags))
+    assert observe(schedule, 2) is None
+    tags["profile"] = "1"
+    assert observe(schedule, 3) is None
+    assert observe(schedule, 4) == Every("2ba").window(START.ahead(4))
+    tags.clear()
+    assert observe(schedule, 6) is None
+
+
+def test_tag_without_a_reader_never_holds():
+    """A run without tags bears none, whatever the run before it bore."""
+    schedule = HasTag("profile")
+    schedule.setup(Context(read_tags=lambda: {"profile": "1"}))
+    assert observe(schedule, 0) is not None
+    schedule.setup(Context())
+    assert not schedule(START)
+    assert observe(schedule, 0) is None
+
+
+@pytest.mark.parametrize("tag", ["", "=1"])
+def test_tag_needs_a_key(tag):
+    """A tag without a key is refused."""
+    with pytest.raises(ConfigError, match="tag"):
+        HasTag(tag)
+
+
+def test_tag_refuses_a_schedule_that_is_none():
+    """The inner schedule is coerced like every other."""
+    with pytest.raises(ConfigError, match="every 100ba"):
+        HasTag("profile", schedule="sometimes")

@@ -1,0 +1,152 @@
+"""Times: what is read, written, computed and refused beyond the tables of the reference."""
+
+import pickle
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.time import Time, TimeUnit, ensure_time
+
+WHOLE_UNITS = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
+whole_numbers = st.integers(-(10**20), 10**20)
+whole_units = st.sampled_from(WHOLE_UNITS)
+fractions = st.floats(allow_nan=False, allow_infinity=False)
+whole_times = st.builds(Time, whole_numbers, whole_units)
+times = whole_times | st.builds(Time.from_duration, fractions)
+
+
+@settings(deadline=None)
+@given(times)
+def test_reads_what_it_writes(time):
+    """Every time survives being written as text and read again."""
+    assert Time.from_timestring(str(time)) == time
+    assert eval(repr(time)) == time
+
+
+@settings(deadline=None)
+@given(whole_numbers, whole_numbers, whole_units)
+def test_counts_like_whole_numbers(a, b, unit):
+    """Sums, differences, order and hashes of times are those of their values, at any size."""
+    left, right = Time(a, unit), Time(b, unit)
+    assert (left + right).value == a + b
+    assert left + right - right == left
+    assert (left < right, left <= right, left == right) == (a < b, a <= b, a == b)
+    assert (hash(left) == hash(right)) == (hash((a, unit)) == hash((b, unit)))
+
+
+@settings(deadline=None)
+@given(whole_numbers, st.integers(1, 10**6), whole_units)
+def test_divides_like_whole_numbers(value, divisor, unit):
+    """A quotient is cut toward zero, and with the remainder gives the dividend."""
+    time = Time(abs(value), unit)
+    assert time / divisor * divisor + time % divisor == time
+    assert Time(-abs(value), unit) / divisor == (time / divisor) * -1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 10**6), whole_units)
+@example(100, 290000, TimeUnit.EPOCH)
+def test_a_fraction_of_a_time_is_cut_to_a_whole(total, millionths, unit):
+    """Times dur gives the floor of the exact product of what is written, in either order."""
+    part = Time.from_timestring(f"{millionths}e-6dur")
+    expected = Time(total * millionths // 10**6, unit)
+    assert Time(total, unit) * part == expected
+    assert part * Time(total, unit) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("10step", Time(10, TimeUnit.STEP)),
+        ("90m", Time(5400, TimeUnit.SECOND)),
+        ("36h", Time(129600, TimeUnit.SECOND)),
+        ("1h20m40s", Time(4840, TimeUnit.SECOND)),
+        ("+5ba", Time(5, TimeUnit.BATCH)),
+        (".5dur", Time(0.5, TimeUnit.DURATION)),
+        ("1e20tok", Time(10**20, TimeUnit.TOKEN)),
+    ],
+)
+def test_reads(text, expected):
+    """Steps, unlimited hours and minutes, and every way to write a number are read."""
+    assert Time.from_timestring(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["5", "1h5", "", "1d", "5s1h", "1.5h", "5 ba", "٣ba", "nandur", "1e999dur", "1e9999ba"]
+)
+def test_refuses_text(text):
+    """Text without a unit, out of order or beyond any training is refused with an example."""
+    with pytest.raises(ConfigError, match=r"10ba|0\.5dur"):
+        Time.from_timestring(text)
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "1", None])
+def test_refuses_what_is_no_whole_number(value):
+    """Only whole numbers count epochs, batches and the like."""
+    with pytest.raises(TypeError):
+        Time(value, "ep")
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_refuses_a_fraction_that_is_not_finite(value):
+    """Neither infinity nor nan is a fraction of training."""
+    with pytest.raises(ConfigError, match="finite"):
+        Time(value, "dur")
+
+
+def test_refuses_an_unknown_unit():
+    """An unknown unit is named beside those that there are."""
+    with pytest.raises(ConfigError, match=r"unit='fortnight' is none of ep, ba, sp"):
+        Time(1, "fortnight")
+
+
+def test_takes_whole_numbers_of_other_packages():
+    """A numpy integer becomes a plain one, so that nothing foreign reaches a checkpoint."""
+    assert type(Time(np.int64(3), "ba").value) is int
+    assert Time(3, "ba") * np.int64(2) == "6ba"
+
+
+def test_from_input_takes_all_that_stands_for_a_time():
+    """Times, strings, timedeltas and numbers with a unit are taken; numbers alone are not."""
+    time = Time(90, "sec")
+    for value in (time, "90sec", "1m30s", timedelta(seconds=90.7), 90):
+        assert Time.from_input(value, "sec") == time
+        assert ensure_time(value, "sec") == time
+    with pytest.raises(RuntimeError, match="unit"):
+        Time.from_input(90)
+
+
+@pytest.mark.parametrize("unit", TimeUnit)
+def test_has_a_constructor_for_each_unit(unit):
+    """Time.from_epoch and its sisters make what the unit says."""
+    constructor = getattr(Time, f"from_{unit.name.lower()}")
+    assert constructor(3) == Time(3, unit)
+    assert int(constructor(3)) == 3
+
+
+def test_right_hand_arithmetic_takes_numbers_and_strings():
+    """A number or a string may stand on the left."""
+    assert 5 - Time(2, "ba") == "3ba"
+    assert "5ba" + Time(2, "ba") == "7ba"
+    assert 2 * Time(2, "ba") == "4ba"
+    assert Time(3, "ba") >= "3ba"
+
+
+def test_other_kinds_of_operands_are_type_errors():
+    """What is no time does not compute with one, and equals none."""
+    for compute in (lambda t: t + None, lambda t: t * None, lambda t: t < [], lambda t: t / {}):
+        with pytest.raises(TypeError):
+            compute(Time(1, "ba"))
+    assert Time(1, "ba") != None  # noqa: E711 - the operator is what is tested
+
+
+def test_is_immutable_and_pickles():
+    """A time cannot be changed, and survives a trip to another process."""
+    time = Time(5, "ba")
+    with pytest.raises(AttributeError):
+        time.value = 6
+    assert pickle.loads(pickle.dumps(time)) == time
