@@ -1,0 +1,37 @@
+"""How much work a model does, and how much a device could do.
+
+Only torch is needed here: no trainer and no tracking server is known.
+"""
+
+from lightning_perf.flops.compiled import is_compiled
+from lightning_perf.flops.counter import Counts, FlopCounter
+from lightning_perf.flops.devices import DevicePeaks, lookup, peak_flops, table
+from lightning_perf.flops.estimate import estimate_from_properties
+from lightning_perf.flops.formulas import TransformerConfig, megatron, nanogpt, palm
+from lightning_perf.flops.measure import measure_peak
+from lightning_perf.flops.peak import Peak, check_peak, device_name, resolve_peak, tf32_is_on
+from lightning_perf.flops.signature import Signature, numel, signature
+
+__all__ = [
+    "Counts",
+    "DevicePeaks",
+    "FlopCounter",
+    "Peak",
+    "Signature",
+    "TransformerConfig",
+    "check_peak",
+    "device_name",
+    "estimate_from_properties",
+    "is_compiled",
+    "lookup",
+    "measure_peak",
+    "megatron",
+    "nanogpt",
+    "numel",
+    "palm",
+    "peak_flops",
+    "resolve_peak",
+    "signature",
+    "table",
+    "tf32_is_on",
+]

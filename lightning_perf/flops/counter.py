@@ -1,0 +1,191 @@
+"""Counting the FLOPs of whatever runs, operator by operator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_perf.flops.recomputation import is_recomputation
+from lightning_perf.flops.registry import Formula, Kind, classify, qualified_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import TracebackType
+
+_SPARSE = frozenset(
+    [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
+)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The work of what ran under a counter.
+
+    FLOPs are given by the dtype of the operands (``"bfloat16"``), which decides the peak that they
+    are held against. Complex numbers count as four times their parts.
+    """
+
+    #: FLOPs without recomputation, for MFU.
+    model: Mapping[str, int] = field(default_factory=dict)
+    #: FLOPs with the recomputation that activation checkpointing adds, for HFU.
+    hardware: Mapping[str, int] = field(default_factory=dict)
+    #: Calls of operators that were counted.
+    tracked_operations: int = 0
+    #: Calls of operators that do work which could not be counted, by name.
+    untracked_names: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def untracked_operations(self) -> int:
+        """Calls of operators that do work which could not be counted."""
+        return sum(self.untracked_names.values())
+
+    @property
+    def model_flops(self) -> int:
+        """FLOPs of all dtypes without recomputation."""
+        return sum(self.model.values())
+
+    @property
+    def hardware_flops(self) -> int:
+        """FLOPs of all dtypes with recomputation."""
+        return sum(self.hardware.values())
+
+
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the FLOPs of all that runs inside, forward and backward.
+
+    It changes no result, and an operator that it cannot count is named, never an error. Entered
+    again inside itself it counts once; entered again later it goes on counting. Tensor parallel
+    modules are counted by the work of this rank.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 8)
+        >>> with FlopCounter() as counter:
+        ...     layer(torch.ones(2, 4)).sum().backward()
+        >>> counter.counts.model
+        {'float32': 256}
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code stay so: else one counted step would leave it eager for good."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._depth = 0
+        self._fake_mode: object = None
+        self._model: Counter[str] = Counter()
+        self._hardware: Counter[str] = Counter()
+        self._tracked = 0
+        self._untracked_names: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> Counts:
+        """What was counted so far."""
+        return Counts(
+            dict(self._model), dict(self._hardware), self._tracked, dict(self._untracked_names)
+        )
+
+    def __enter__(self) -> Self:
+        if self._depth == 0:
+            self._fake_mode = _fake_mode()
+            self._push()
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._pop()
+
+    def _push(self) -> None:
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _pop(self) -> None:
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        operator: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator and count it."""
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # A subclass around other tensors (DTensor, nested, quantised): count what it does to
+            # them, which for a DTensor is this rank's share.
+            return NotImplemented
+        kwargs = kwargs or {}
+        formula = classify(operator)
+        if formula is Kind.COMPOSITE:
+            return self._run_parts(operator, args, kwargs)
+        out = operator(*args, **kwargs)
+        # A fake mode of someone else's only finds out shapes, as DTensor does with the global ones.
+        if formula is not Kind.LIGHT and _fake_mode() is self._fake_mode:
+            self._count(operator, formula, args, out)
+        return out
+
+    def _run_parts(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Not `with self`, which would see that it was entered before and stay out.
+        self._push()
+        try:
+            return operator.decompose(*args, **kwargs)
+        finally:
+            self._pop()
+
+    def _count(
+        self, operator: Any, formula: Formula | Kind, args: tuple[Any, ...], out: object
+    ) -> None:
+        work = _work(formula, args, out)
+        if work is None:
+            self._untracked_names[qualified_name(operator)] += 1
+            return
+        dtype, flops = work
+        self._tracked += 1
+        self._hardware[dtype] += flops
+        if not is_recomputation():
+            self._model[dtype] += flops
+
+
+def _fake_mode() -> object:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def _work(formula: Formula | Kind, args: tuple[Any, ...], out: object) -> tuple[str, int] | None:
+    if isinstance(formula, Kind):
+        return None
+    try:
+        tensors = list(_tensors(args))
+        if any(tensor.layout in _SPARSE for tensor in tensors):
+            return None
+        dtype = tensors[0].dtype
+        return _real_name(dtype), int(formula(args, out)) * (4 if dtype.is_complex else 1)
+    except Exception:  # A shape that we did not foresee must not stop the training step.
+        return None
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
+
+
+@cache
+def _real_name(dtype: torch.dtype) -> str:
+    return str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")

@@ -1,0 +1,135 @@
+"""FLOPs of products, convolutions and recurrent layers: two for a multiply-add.
+
+A formula is called with the operator's positional arguments and with what it returned. It reads
+shapes only, so that meta and fake tensors do as well as real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Args = Sequence[Any]
+
+
+def product(args: Args, out: Tensor) -> int:
+    """Any product that contracts the last dimension of its first argument.
+
+    Args:
+        args: ``a, ...`` with ``a`` of shape ``[..., k]``.
+        out: The product.
+
+    Example:
+        >>> import torch
+        >>> a, b = torch.ones(2, 3), torch.ones(3, 5)
+        >>> product((a, b), a @ b)
+        60
+    """
+    return 2 * out.numel() * _contracted(args[0])
+
+
+def _contracted(a: Tensor) -> int:
+    # A 4-bit dtype such as float4_e2m1fn_x2 holds two values in an element.
+    return int(a.size(-1)) * (2 if str(a.dtype).endswith("_x2") else 1)
+
+
+def added_product(args: Args, out: Tensor) -> int:
+    """A product that is added to the first argument."""
+    return product(args[1:], out)
+
+
+def summed_product(args: Args, out: Tensor) -> int:
+    """A batch of products, added up over the batch to the first argument."""
+    return int(args[1].size(0)) * product(args[1:], out)
+
+
+def listed_products(args: Args, out: Sequence[Tensor]) -> int:
+    """One product for each pair of two lists."""
+    return sum(product([a], one) for a, one in zip(args[0], out, strict=True))
+
+
+def grouped_product(args: Args, out: Tensor) -> int:
+    """One product for each expert."""
+    a, b = args[:2]
+    if a.dim() == b.dim() == 2:
+        # The groups split the contracted dimension; the output has a matrix for each of them.
+        return 2 * int(a.size(0) * b.size(1)) * _contracted(a)
+    return product(args, out)
+
+
+def linear_backward(args: Args, _: object) -> int:
+    """A product for each gradient of input and weight that is asked for."""
+    x, grad, _weight, mask = args
+    return int(sum(mask[:2])) * product([x], grad)
+
+
+def matmul_backward(args: Args, _: object) -> int:
+    """A product for each gradient that is asked for."""
+    grad, a, _b, mask = args
+    return int(sum(mask)) * product([a], grad)
+
+
+def plain_convolution(args: Args, out: Tensor) -> int:
+    """One filter, over the channels of one group, for every output element."""
+    weight = args[1]
+    return int(2 * out.numel() * (weight.numel() // weight.size(0)))
+
+
+def transposed_convolution(args: Args, _: object) -> int:
+    """One filter for every input element."""
+    return plain_convolution(args, args[0])
+
+
+def convolution(args: Args, out: Tensor) -> int:
+    """A convolution of any dimensions and groups, transposed or not."""
+    transposed = args[6]
+    return transposed_convolution(args, out) if transposed else plain_convolution(args, out)
+
+
+def convolution_backward(args: Args, _: object) -> int:
+    """The forward's cost for each gradient of input and weight, whatever the groups."""
+    grad, *forward, mask = args
+    return int(sum(mask[:2])) * convolution(forward, grad)
+
+
+def convolution_backward_overrideable(args: Args, out: object) -> int:
+    """The same, called without the sizes of the bias."""
+    return convolution_backward([*args[:3], None, *args[3:]], out)
+
+
+def recurrent(args: Args, _: object) -> int:
+    """Every weight matrix of every layer and direction, once a step of every sequence.
+
+    Args:
+        args: Input ``[time, batch, features]`` or packed ``[total, features]``, then the list of
+            weights, of which the biases have one dimension.
+    """
+    x, weights = args[:2]
+    steps = x.numel() // x.size(-1)
+    return int(2 * steps * sum(w.numel() for w in weights if w.dim() == 2))
+
+
+def recurrent_backward(args: Args, out: object) -> int:
+    """The gradients of the data, which are always made, and of the weights if asked for."""
+    mask = args[-1]
+    forward = recurrent(args, out)
+    return 2 * forward if mask[3] else forward
+
+
+def recurrent_mps(args: Args, out: object) -> int:
+    """The forward, called with the state before the weights."""
+    x, _state, weights = args[:3]
+    return recurrent([x, weights], out)
+
+
+def recurrent_layer(args: Args, out: object) -> int:
+    """One layer in one direction, with the weights of input and state."""
+    return recurrent([args[0], args[1:3]], out)
+
+
+def recurrent_layer_backward(args: Args, out: object) -> int:
+    """The gradients of the data and of the weights, which are always made."""
+    return 2 * recurrent_layer(args, out)

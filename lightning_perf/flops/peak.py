@@ -1,0 +1,139 @@
+"""Which peak a device's work is held against, and where that number comes from."""
+
+from __future__ import annotations
+
+import math
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.flops.devices import lookup, peak_flops
+from lightning_perf.flops.estimate import estimate_from_properties
+from lightning_perf.flops.measure import measure_peak
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The peak of one device for one dtype."""
+
+    #: FLOP/s.
+    value: float
+    #: ``given``, ``measured``, ``estimated: ...`` or ``table: ...``.
+    source: str
+
+
+def check_peak(given: object, field: str = "peak_flops") -> None:
+    """Refuse a peak that cannot be one.
+
+    Args:
+        given: None, ``"measure"``, or FLOP/s of one device.
+        field: The setting, as the user writes it.
+
+    Raises:
+        ConfigError: If it is anything else.
+    """
+    if given is None or given == "measure":
+        return
+    if isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < math.inf:
+        return
+    raise ConfigError(
+        field, given, "is neither a positive number of FLOP/s nor 'measure'", "312e12"
+    )
+
+
+def resolve_peak(
+    device: torch.device, dtype_name: str, given: float | str | None = None
+) -> Peak | None:
+    """The peak of a device: what the user gave, else the table's, else an estimate.
+
+    A CPU is measured, and so is any device with ``given="measure"``. For float32 on CUDA the peak
+    is that of TensorFloat-32 while products are set to use it.
+
+    Args:
+        device: Where the work runs.
+        dtype_name: The operands', as in ``"bfloat16"``.
+        given: None, ``"measure"``, or FLOP/s of one device.
+
+    Returns:
+        The peak, or None if it cannot be had.
+
+    Raises:
+        ConfigError: If ``given`` cannot be a peak.
+
+    Example:
+        >>> resolve_peak(torch.device("cuda"), "bfloat16", given=312e12)
+        Peak(value=312000000000000.0, source='given')
+    """
+    check_peak(given)
+    if given == "measure" or (given is None and device.type == "cpu"):
+        return _measured(device, dtype_name)
+    if given is not None:
+        return Peak(float(given), "given")
+    return _from_table(device, dtype_name) or _estimated(device, dtype_name)
+
+
+def _measured(device: torch.device, dtype_name: str) -> Peak | None:
+    dtype = getattr(torch, dtype_name, None)
+    value = measure_peak(dtype, device) if isinstance(dtype, torch.dtype) else None
+    return None if value is None else Peak(value, "measured")
+
+
+def _from_table(device: torch.device, dtype_name: str) -> Peak | None:
+    name = device_name(device)
+    value = peak_flops(name, dtype_name, tf32=tf32_is_on())
+    peaks = lookup(name)
+    if value is None or peaks is None:
+        return None
+    return Peak(value, f"table: {peaks.name} ({peaks.confidence})")
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls a device, or its type where nothing tells.
+
+    Example:
+        >>> device_name(torch.device("meta"))
+        'meta'
+    """
+    if device.type == "cpu":
+        return _cpu_name()
+    backend: Any = getattr(torch, device.type, None)
+    if hasattr(backend, "get_device_name"):
+        return str(backend.get_device_name(device))
+    if device.type == "mps" and hasattr(torch.backends.mps, "get_name"):
+        return str(torch.backends.mps.get_name())
+    return device.type
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or "cpu"
+
+
+def _estimated(device: torch.device, dtype_name: str) -> Peak | None:
+    # AMD's devices are called cuda too, but count their units and capabilities in another way.
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    value = estimate_from_properties(
+        properties.multi_processor_count,
+        1e3 * getattr(properties, "clock_rate", 0),
+        (properties.major, properties.minor),
+        dtype_name,
+        tf32=tf32_is_on(),
+        geforce="GeForce" in properties.name,
+    )
+    return Peak(value, f"estimated: {properties.name}") if value else None
+
+
+def tf32_is_on() -> bool:
+    """Whether float32 matrix products may run as TensorFloat-32."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return precision == "tf32" or (precision is None and torch.backends.cuda.matmul.allow_tf32)

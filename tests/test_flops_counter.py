@@ -1,0 +1,330 @@
+"""The counter, held against closed formulas and never against another counter."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from lightning_perf.flops import FlopCounter
+
+ROWS, INPUTS, HIDDEN, OUTPUTS = 6, 8, 16, 4
+
+
+def mlp(dtype=torch.float32):
+    layers = [nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, OUTPUTS)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def count(step):
+    with FlopCounter() as counter:
+        step()
+    return counter.counts
+
+
+def total(step):
+    counts = count(step)
+    assert counts.untracked_names == {}
+    return counts.model_flops
+
+
+FIRST, SECOND = 2 * ROWS * INPUTS * HIDDEN, 2 * ROWS * HIDDEN * OUTPUTS
+
+
+def test_mlp_forward_and_backward():
+    """Two products a layer go backward, but the first layer makes no gradient of the data."""
+    model, x = mlp(), torch.randn(ROWS, INPUTS)
+    counts = count(lambda: model(x).sum().backward())
+    assert counts.model == {"float32": 2 * FIRST + 3 * SECOND}
+    assert counts.hardware == counts.model
+    assert counts.tracked_operations == 5
+    assert counts.untracked_operations == 0
+
+
+def test_frozen_layers_cost_no_weight_gradient():
+    """A frozen layer passes gradients on, and a frozen first layer does not even do that."""
+    model, x = mlp(), torch.randn(ROWS, INPUTS)
+    model[2].requires_grad_(False)
+    assert total(lambda: model(x).sum().backward()) == 2 * FIRST + 2 * SECOND
+    model[2].requires_grad_(True)
+    model[0].requires_grad_(False)
+    assert total(lambda: model(x).sum().backward()) == FIRST + 2 * SECOND
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_without_gradients_operators_are_counted_too(context):
+    """Composite operators arrive whole under inference_mode, and their parts are counted."""
+    x = torch.randn(ROWS, INPUTS)
+
+    def step():
+        with context():
+            mlp()(x)
+            torch.einsum("ij,kj->ik", x, x)
+            nn.Conv1d(INPUTS, HIDDEN, 3)(torch.randn(2, INPUTS, 5))
+            F.scaled_dot_product_attention(*torch.randn(3, 2, 4, 6, 8))
+
+    convolution = 2 * 2 * HIDDEN * 3 * INPUTS * 3
+    attention = 4 * 2 * 4 * 6 * 6 * 8
+    assert total(step) == FIRST + SECOND + 2 * ROWS * ROWS * INPUTS + convolution + attention
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "products"),
+    [
+        (lambda: nn.Conv1d(8, 12, 3, stride=2, padding=1), (2, 8, 10), 12 * 5 * 8 * 3),
+        (lambda: nn.Conv2d(8, 12, 3), (2, 8, 6, 7), 12 * 4 * 5 * 8 * 9),
+        (lambda: nn.Conv2d(8, 12, 3, groups=4), (2, 8, 6, 7), 12 * 4 * 5 * 2 * 9),
+        (lambda: nn.Conv2d(8, 8, 3, groups=8), (2, 8, 6, 7), 8 * 4 * 5 * 9),
+        (lambda: nn.Conv3d(4, 6, 2, dilation=2), (2, 4, 4, 4, 4), 6 * 8 * 4 * 8),
+        (lambda: nn.ConvTranspose1d(8, 12, 4, stride=2), (2, 8, 5), 5 * 8 * 12 * 4),
+        (lambda: nn.ConvTranspose2d(8, 12, 3, groups=2), (2, 8, 5, 6), 5 * 6 * 8 * 6 * 9),
+    ],
+)
+def test_convolution(make, shape, products):
+    """Each gradient of a convolution costs its forward, with groups and transposed as well."""
+    layer, x = make(), torch.randn(shape, requires_grad=True)
+    forward = 2 * 2 * products
+    assert total(lambda: layer(x).sum().backward()) == 3 * forward
+    x = x.detach()
+    assert total(lambda: layer(x).sum().backward()) == 2 * forward
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_lstm(layers, directions):
+    """The four gates of every layer and direction, once a step, and twice that backward."""
+    steps, width, hidden = 5 * 3, 8, 16
+    lstm = nn.LSTM(width, hidden, layers, bidirectional=directions == 2)
+    x = torch.randn(5, 3, width, requires_grad=True)
+    inputs = width + (layers - 1) * directions * hidden
+    matrices = 4 * hidden * directions * (inputs + layers * hidden)
+    assert total(lambda: lstm(x)[0].sum().backward()) == 3 * 2 * steps * matrices
+
+
+def test_gru():
+    """Three gates a step; the gradient of the first state is made because it is asked for."""
+    gru, x = nn.GRU(8, 16), torch.randn(5, 3, 8, requires_grad=True)
+    state = torch.randn(1, 3, 16, requires_grad=True)
+    forward = 2 * 5 * 3 * 3 * 16 * (8 + 16)
+    assert total(lambda: gru(x, state)[0].sum().backward()) == 3 * forward
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, kv_heads):
+        super().__init__()
+        self.heads, self.kv_heads, self.head = heads, kv_heads, width // heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend = nn.Linear(width, (heads + 2 * kv_heads) * self.head)
+        self.project = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x):
+        parts = self.attend(self.norm1(x)).unflatten(-1, (-1, self.head)).transpose(1, 2)
+        q, k, v = parts.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads
+        )
+        x = x + self.project(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, layers=2, width=32, heads=4, kv_heads=4, vocab=50, sequence=16):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocab, width), nn.Embedding(sequence, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, kv_heads) for _ in range(layers)))
+        self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens):
+        places = torch.arange(tokens.size(1), device=tokens.device)
+        x = self.blocks(self.tokens(tokens) + self.places(places))
+        return F.cross_entropy(self.output(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+    def matmul_parameters(self):
+        return sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_transformer_is_six_n_plus_attention(kv_heads):
+    """A transformer costs 6 N + 12 L H Q T a token, attention in full, by its query heads."""
+    model = Transformer(kv_heads=kv_heads)
+    tokens = torch.randint(50, (3, 16))
+    per_token = 6 * model.matmul_parameters() + 12 * 2 * 32 * 16
+    assert total(lambda: model(tokens).backward()) == 3 * 16 * per_token
+
+
+def test_dtypes_are_kept_apart():
+    """Each dtype has its own sum, so that each can be held against its own peak."""
+    x = torch.randn(ROWS, INPUTS)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            mlp()(x)
+        mlp(torch.float64)(x.double())
+
+    assert count(step).model == {"bfloat16": FIRST + SECOND, "float64": FIRST + SECOND}
+
+
+def test_complex_products_count_four_times():
+    """A complex multiply-add is four real ones, at the rate of its parts."""
+    x = torch.randn(4, 4, dtype=torch.complex64)
+    assert count(lambda: x @ x).model == {"float32": 4 * 2 * 4**3}
+
+
+def test_an_entry_inside_itself_counts_once_and_a_later_one_adds():
+    """Backward inside of a counted training step is not counted twice."""
+    model, x, counter = mlp(), torch.randn(ROWS, INPUTS), FlopCounter()
+    with counter:
+        loss = model(x).sum()
+        with counter:
+            loss.backward()
+        model(x)
+    once = 2 * FIRST + 3 * SECOND
+    assert counter.counts.model_flops == once + FIRST + SECOND
+    with counter:
+        model(x)
+    assert counter.counts.model_flops == once + 2 * (FIRST + SECOND)
+
+
+def test_an_exception_leaves_nothing_behind():
+    """After an error inside, no mode is active and nothing more is counted."""
+    x, counter = torch.randn(2, 2), FlopCounter()
+
+    def fail():
+        with counter, counter, torch.inference_mode():
+            torch.einsum("ij,jk->ik", x, torch.randn(3, 3))
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert _get_current_dispatch_mode() is None
+    torch.mm(x, x)
+    assert counter.counts.model_flops == 0
+
+
+def train(counter=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.LayerNorm(16), nn.Linear(16, 4))
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[0].weight.register_hook(lambda _: seen.append("backward"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        with counter or torch.enable_grad():
+            loss = model(torch.randn(5, 8)).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.detach(), *(p.detach() for p in model.parameters()), torch.get_rng_state()], seen
+
+
+def test_training_is_the_same_bit_for_bit():
+    """Losses, weights, random numbers and hooks are those of a run without a counter."""
+    (plain, hooks), (counted, counted_hooks) = train(), train(FlopCounter())
+    assert all(torch.equal(a, b) for a, b in zip(plain, counted, strict=True))
+    assert hooks == counted_hooks
+
+
+def test_second_derivatives():
+    """A gradient penalty, whose backward is itself differentiated, is counted and not disturbed."""
+    layer, x = nn.Linear(8, 4, bias=False), torch.randn(6, 8, requires_grad=True)
+
+    def step():
+        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        grad.sum().backward()
+
+    # Forward 1, its gradient 1; then the gradients of both: two products each.
+    assert total(step) == (2 + 4) * 2 * 6 * 8 * 4
+
+
+def test_work_that_cannot_be_counted_is_named():
+    """Transforms, decompositions, sparse products and custom operators are named, not counted."""
+
+    @torch.library.custom_op("lightning_perf_test::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    x = torch.randn(4, 4)
+
+    def step():
+        torch.fft.fft(x)
+        torch.linalg.svd(x)
+        torch.sparse.mm(x.to_sparse(), x)
+        x.to_sparse() @ x
+        double(x)
+        x.relu().sum().add(1).reshape(1)
+
+    counts = count(step)
+    names = ["aten::_fft_r2c", "aten::_linalg_svd", "aten::_sparse_addmm", "aten::mm"]
+    assert counts.untracked_names == dict.fromkeys([*names, "lightning_perf_test::double"], 1)
+    assert counts.untracked_operations == 5
+    assert counts.model == {}
+
+
+def test_subclasses_are_counted_by_what_they_hold():
+    """A nested tensor costs its real rows and does not break the step."""
+    lengths = 2, 4
+    rows = [torch.randn(length, INPUTS) for length in lengths]
+    model = mlp()
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    expected = 2 * FIRST + 3 * SECOND
+    assert sum(lengths) == ROWS
+    assert total(lambda: model(jagged).values().sum().backward()) == expected
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_encoder_fast_path():
+    """The fused encoder layer costs the real lengths of a padded batch."""
+    width, hidden, lengths = 16, 32, (7, 5, 3)
+    layer = nn.TransformerEncoderLayer(width, 2, hidden, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    padding = torch.arange(7) >= torch.tensor(lengths)[:, None]
+
+    def step():
+        with torch.no_grad():
+            encoder(torch.randn(3, 7, width), src_key_padding_mask=padding)
+
+    layer_weights = 4 * width * width + 2 * width * hidden
+    each = [2 * n * layer_weights + 4 * n * n * width for n in lengths]
+    assert total(step) == 2 * sum(each)
+
+
+def test_compiled_code_stays_compiled():
+    """A step that was counted by mistake does not turn a compiled module eager."""
+    if not hasattr(torch.utils._python_dispatch.TorchDispatchMode, "ignore_compile_internals"):
+        pytest.skip("this torch cannot")
+    runs = []
+
+    def backend(graph, _):
+        def run(*args):
+            runs.append(None)
+            return graph(*args)
+
+        return run
+
+    compiled = torch.compile(nn.Linear(4, 4), backend=backend, fullgraph=True)
+    x = torch.randn(2, 4)
+    with FlopCounter():
+        compiled(x)
+    compiled(x)
+    assert len(runs) == 2
+
+
+@pytest.fixture
+def two_ranks():
+    """A mesh of two ranks, of which only this one is there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def test_tensor_parallel_layers_cost_this_ranks_share(two_ranks):
+    """A layer that is split over two ranks costs each of them half."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    layer = parallelize_module(nn.Linear(INPUTS, HIDDEN), two_ranks, ColwiseParallel())
+    x = torch.randn(ROWS, INPUTS)
+    assert total(lambda: layer(x).sum().backward()) == 2 * FIRST // 2

@@ -1,0 +1,106 @@
+"""Where a peak comes from: what was given, the table, an estimate, or a measurement."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.flops import Peak, check_peak, device_name, peak, resolve_peak, tf32_is_on
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Make torch tell of a GPU of some name, which the machine need not have."""
+
+    def pretend(name, **properties):
+        found = SimpleNamespace(name=name, **properties)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+        monkeypatch.setattr(torch.version, "hip", None)
+
+    return pretend
+
+
+@pytest.fixture
+def rate(monkeypatch):
+    """Make every measurement give the same rate."""
+    monkeypatch.setattr(peak, "measure_peak", lambda *_: 7e9)
+
+
+@pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf"), True, "fast", "1e12", [1]])
+def test_what_cannot_be_a_peak_is_refused(given):
+    """A bad peak is refused by the name of the argument it came by."""
+    with pytest.raises(ConfigError, match="gpu_flops_available"):
+        check_peak(given, "gpu_flops_available")
+    with pytest.raises(ConfigError, match="peak_flops"):
+        resolve_peak(CPU, "float32", given)
+
+
+def test_what_was_given_wins(gpu, rate):
+    """A number of the user's is believed on every device."""
+    gpu("NVIDIA H200")
+    assert resolve_peak(CUDA, "bfloat16", 1e12) == Peak(1e12, "given")
+    assert resolve_peak(CPU, "float32", 5) == Peak(5.0, "given")
+
+
+def test_a_gpu_of_the_table(gpu):
+    """A known GPU has the table's peak, with the entry and how well it is founded."""
+    gpu("NVIDIA H200")
+    assert resolve_peak(CUDA, "bfloat16") == Peak(989.4e12, "table: H200 (datasheet)")
+
+
+def test_an_unknown_nvidia_gpu_is_estimated(gpu):
+    """A slice of an A100 has its own multiprocessors' share."""
+    name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    gpu(name, multi_processor_count=14, clock_rate=1410000, major=8, minor=0)
+    found = resolve_peak(CUDA, "bfloat16")
+    assert found is not None
+    assert found.value == pytest.approx(312e12 * 14 / 108, rel=1e-3)
+    assert found.source == f"estimated: {name}"
+
+
+@pytest.mark.parametrize("properties", [{"clock_rate": 1e6, "major": 99}, {"major": 8}])
+def test_a_gpu_that_nothing_is_known_of(gpu, properties):
+    """Without a known capability, or without a clock, no peak is invented."""
+    gpu("NVIDIA Quantum", multi_processor_count=14, minor=0, **properties)
+    assert resolve_peak(CUDA, "float16") is None
+
+
+def test_an_unknown_amd_gpu_is_not_estimated(gpu, monkeypatch):
+    """AMD's capabilities look like NVIDIA's and mean something else."""
+    gpu("AMD Radeon RX 9999", multi_processor_count=96, clock_rate=2e6, major=9, minor=0)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert resolve_peak(CUDA, "float16") is None
+
+
+def test_a_cpu_is_measured(rate):
+    """There is no table of CPUs; and anything is measured that the user wants measured."""
+    assert resolve_peak(CPU, "float32") == Peak(7e9, "measured")
+    assert resolve_peak(CUDA, "float32", "measure") == Peak(7e9, "measured")
+    assert resolve_peak(CPU, "no_dtype") is None
+
+
+def test_other_devices():
+    """A device that torch has no name for has no peak."""
+    meta = torch.device("meta")
+    assert device_name(meta) == "meta"
+    assert device_name(CPU)  # the maker's name, which differs from machine to machine
+    assert resolve_peak(meta, "float32") is None
+
+
+def test_the_tf32_setting_decides_float32(gpu, monkeypatch):
+    """float32 is held against TF32's peak exactly while products may use it."""
+    gpu("NVIDIA A100-SXM4-40GB")
+    before = torch.get_float32_matmul_precision()
+    try:
+        for setting, expected in (("highest", 19.5e12), ("high", 156e12)):
+            torch.set_float32_matmul_precision(setting)
+            assert tf32_is_on() is (setting == "high")
+            found = resolve_peak(CUDA, "float32")
+            assert found is not None
+            assert found.value == expected
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,83 @@
+"""Activation checkpointing: what is computed again counts for the hardware, not for the model."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_perf.flops import FlopCounter
+
+ROWS, WIDTH, LAYERS = 6, 8, 3
+PRODUCT = 2 * ROWS * WIDTH * WIDTH
+
+
+def segment():
+    # It ends in an operator that saves its output, so that all of it is computed again.
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+
+def count(run):
+    with FlopCounter() as counter:
+        run().sum().backward()
+    return counter.counts
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_segments_forward_is_added_to_the_hardware(reentrant):
+    """Model FLOPs stay as they are; hardware FLOPs grow by one forward of each segment."""
+    segments = [segment() for _ in range(LAYERS)]
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def plain(y=x):
+        for one in segments:
+            y = one(y)
+        return y
+
+    def saved(y=x):
+        for one in segments:
+            y = checkpoint(one, y, use_reentrant=reentrant)
+        return y
+
+    expected = 3 * 2 * LAYERS * PRODUCT
+    without, counts = count(plain), count(saved)
+    assert without.hardware_flops == without.model_flops == expected
+    assert counts.model_flops == expected
+    assert counts.hardware_flops == expected + 2 * LAYERS * PRODUCT
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside_checkpoints(reentrant):
+    """What is computed a third time, without gradients or with, is no model work either."""
+    inner = segment()
+    outer = segment()
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def both(y):
+        return outer(checkpoint(inner, y, use_reentrant=reentrant))
+
+    counts = count(lambda: checkpoint(both, x, use_reentrant=reentrant))
+    assert counts.model_flops == 3 * 4 * PRODUCT
+    # The outer checkpoint runs both segments again, the inner one its own once more.
+    assert counts.hardware_flops == counts.model_flops + (4 + 2) * PRODUCT
+
+
+def test_a_gradient_taken_inside_is_computed_again():
+    """The backward of an energy inside a checkpoint counts once for the model."""
+    layer = nn.Linear(WIDTH, 1, bias=False)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def force(y):
+        y = y * 1.0
+        return torch.autograd.grad(layer(y).square().sum(), y, create_graph=True)[0].relu()
+
+    with FlopCounter() as plain:
+        force(x)
+    with FlopCounter() as once:
+        out = checkpoint(force, x, use_reentrant=False)
+    assert once.counts.model_flops == plain.counts.model_flops == 2 * 2 * ROWS * WIDTH
+    with FlopCounter() as counter:
+        out.sum().backward()
+    counts = counter.counts
+    # Two products, each with two gradients; and the two again.
+    assert counts.model_flops == 4 * 2 * ROWS * WIDTH
+    assert counts.hardware_flops == counts.model_flops + 2 * 2 * ROWS * WIDTH

@@ -1,0 +1,98 @@
+"""What an operator is: counted, light, made of parts, or not to be seen into."""
+
+import pytest
+import torch
+
+from lightning_perf.flops.operators import added_product, product
+from lightning_perf.flops.registry import FORMULAS, Kind, classify
+
+aten = torch.ops.aten
+
+
+def test_every_overload_has_the_formula_of_its_operator():
+    """Out and in-place forms are counted as the plain one."""
+    assert classify(aten.addmm.default) is added_product
+    assert classify(aten.addmm.out) is added_product
+    assert classify(aten.addmm_.default) is added_product
+    assert classify(aten.mm.default) is product
+
+
+def test_formulas_are_of_operators_that_exist():
+    """No formula waits for a misspelt operator."""
+    known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    new_since_2_6 = {
+        "aten::_dyn_quant_matmul_4bit",
+        "aten::_foreach_mm",
+        "aten::_grouped_mm",
+        "aten::_scaled_grouped_mm",
+        "aten::_scaled_grouped_mm_v2",
+        "aten::_scaled_mm_v2",
+        "aten::_weight_int4pack_mm_with_scales_and_zeros",
+    }
+    missing = {name for name in FORMULAS if name.startswith("aten::")} - known - new_since_2_6
+    assert missing == set()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "relu",
+        "add",
+        "_softmax",
+        "view",
+        "t",
+        "transpose.int",
+        "native_layer_norm",
+        "_fused_sdp_choice",
+        "_thnn_fused_lstm_cell",
+        "linalg_vector_norm",
+        "embedding",
+        "_local_scalar_dense",
+        "upsample_bilinear2d",
+        "addr",
+        "_fused_adamw_",
+        "sym_size",
+        "is_contiguous",
+        "_convert_indices_from_coo_to_csr",
+    ],
+)
+def test_light_operators(name):
+    """Elementwise work, views, reductions and metadata are neither counted nor missed."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(aten, packet)
+    overload = overload or next(o for o in operator.overloads() if o != "out")
+    assert classify(getattr(operator, overload)) is Kind.LIGHT
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_fft_r2c",
+        "_linalg_svd",
+        "linalg_lu_factor_ex",
+        "_cdist_forward",
+        "_euclidean_dist",
+        "_sparse_addmm",
+        "_trilinear",
+        "_cudnn_attention_forward",
+        "triangular_solve",
+        "linalg_matrix_exp",
+    ],
+)
+def test_heavy_operators_without_a_formula(name):
+    """Work that counts and has no formula is known to be missed."""
+    operator = getattr(aten, name)
+    assert classify(getattr(operator, operator.overloads()[0])) is Kind.OPAQUE
+
+
+@pytest.mark.parametrize("name", ["conv2d", "einsum", "scaled_dot_product_attention", "multi_dot"])
+def test_composite_operators(name):
+    """Operators that are made of others are taken apart."""
+    operator = getattr(aten, name, None) or getattr(aten, f"linalg_{name}")
+    assert classify(operator.default) is Kind.COMPOSITE
+
+
+def test_other_namespaces():
+    """Communication is light; what another library brings cannot be seen into."""
+    assert classify(torch.ops.prim.device.default) is Kind.LIGHT
+    assert classify(torch.ops.quantized.add.default) is Kind.OPAQUE
