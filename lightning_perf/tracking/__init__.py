@@ -1,0 +1,1 @@
+"""The only rooms that talk to MLflow and to other loggers."""

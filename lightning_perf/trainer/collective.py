@@ -1,0 +1,126 @@
+"""A few numbers of every rank, brought to every rank without making training wait."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_perf.errors import warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lightning.pytorch import Trainer
+
+Rows = list[list[float]]
+
+#: Numbers a rank may send at once; all messages have this size, so that none can be misread.
+WIDTH = 12
+_HEADER = 3
+_MOST_PENDING = 16
+_TIMEOUT = timedelta(minutes=30)
+
+# One group a process, not one a fit: groups are made by all ranks together and never freed.
+_side_group: tuple[Any, Any] | None = None
+
+
+@dataclass(slots=True)
+class _Pending:
+    tag: tuple[int, int]
+    work: Any
+    rows: list[torch.Tensor]
+    then: Callable[[Rows], None]
+
+
+class Gatherer:
+    """Gathers over a gloo group of its own, so that the accelerator is never synchronised.
+
+    A message is sent at one batch and read at a later one, when it has come. Each carries what it
+    is about: where ranks disagree (one of them gave up on a callback), it is dropped.
+
+    Args:
+        trainer: Whose ranks take part. With several, all must construct this together.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._world_size = trainer.world_size
+        self._pending: deque[_Pending] = deque()
+        self._group = _gloo_group() if self._world_size > 1 and _initialized() else None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something was sent that has not been read."""
+        return bool(self._pending)
+
+    def gather(
+        self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]
+    ) -> None:
+        """Send this rank's numbers; ``then`` receives one row a rank, now or at a later batch.
+
+        Args:
+            tag: What and when: the same on every rank.
+            values: At most ``WIDTH`` numbers.
+            then: Called on the training thread with the rows in rank order.
+        """
+        if self._world_size == 1:
+            then([list(values)])
+            return
+        if len(self._pending) >= _MOST_PENDING:  # a rank is gone: nothing will come any more
+            return
+        row = [*map(float, tag), float(len(values)), *values]
+        row += [0.0] * (WIDTH + _HEADER - len(row))
+        message = torch.tensor(row, dtype=torch.float64)
+        if self._group is None:
+            gathered = self._trainer.strategy.all_gather(message)
+            self._deliver(tag, list(gathered.reshape(self._world_size, -1).cpu()), then)
+            return
+        rows = [torch.empty_like(message) for _ in range(self._world_size)]
+        work = dist.all_gather(rows, message, group=self._group, async_op=True)
+        self._pending.append(_Pending(tag, work, rows, then))
+
+    def poll(self) -> None:
+        """Hand over what has come, in the order in which it was sent."""
+        while self._pending and self._pending[0].work.is_completed():
+            sent = self._pending.popleft()
+            self._deliver(sent.tag, sent.rows, sent.then)
+
+    def finish(self, timeout: float) -> None:
+        """Wait a bounded time for what is still on its way.
+
+        Args:
+            timeout: Seconds at most.
+        """
+        until = time.monotonic() + timeout
+        self.poll()
+        while self._pending and time.monotonic() < until:
+            time.sleep(0.005)
+            self.poll()
+        self._pending.clear()
+
+    def _deliver(
+        self, tag: tuple[int, int], rows: list[torch.Tensor], then: Callable[[Rows], None]
+    ) -> None:
+        listed = [row.tolist() for row in rows]
+        if any(tuple(row[:2]) != tuple(map(float, tag)) for row in listed):
+            warn("the ranks report different things at one time, so that report is left out.")
+            return
+        then([row[_HEADER : _HEADER + int(row[2])] for row in listed])
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _gloo_group() -> Any:
+    global _side_group
+    world = dist.group.WORLD
+    if _side_group is None or _side_group[0] is not world:
+        _side_group = (world, dist.new_group(backend="gloo", timeout=_TIMEOUT))
+    return _side_group[1]

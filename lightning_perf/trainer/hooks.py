@@ -1,0 +1,240 @@
+"""Lightning's stage hooks, written once and folded into a few verbs."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback
+
+from lightning_perf.errors import ConfigError, RecorderBusy, warn
+from lightning_perf.moment import STAGES
+from lightning_perf.trainer.driver import Driver
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_perf.trainer.progress import Progress
+
+#: Errors of set-up that the user can mend: these stop the run before it starts.
+_FOR_THE_USER = (ConfigError, RecorderBusy, FileExistsError)
+
+
+class PerfCallback(Callback):
+    """The base of our callbacks: override the verbs, never Lightning's hooks.
+
+    ``prepare`` acquires what a run needs and may refuse a setting; ``on_start`` and ``on_end``
+    frame a stage, ``before_batch`` and ``after_batch`` a batch; ``close`` lets everything go. The
+    sanity check of validation is no stage. A verb that raises switches this callback off, with
+    one warning, and training goes on.
+    """
+
+    #: Whether checkpoints carry the run's progress in this callback's state.
+    keeps_progress = True
+
+    def __init__(self) -> None:
+        self._driver: Driver | None = None
+        self._progress: Progress | None = None
+        self._given_up = False
+
+    @property
+    def state_key(self) -> str:
+        """One key a kind of callback: two of a kind cannot both keep state."""
+        return f"lightning_perf.{type(self).__name__}"
+
+    # -- the verbs --------------------------------------------------------------------------------
+
+    def prepare(self, driver: Driver) -> None:
+        """The run is set up, on all ranks: check settings against it."""
+
+    def on_start(self, driver: Driver) -> None:
+        """``driver.stage`` begins."""
+
+    def before_batch(self, driver: Driver, batch: Any) -> None:
+        """A batch has arrived on the device."""
+
+    def after_batch(self, driver: Driver, batch: Any) -> None:
+        """A batch has been worked on; ``driver.moment`` is past it."""
+
+    def on_end(self, driver: Driver) -> None:
+        """``driver.stage`` ends as it should."""
+
+    def close(self, driver: Driver, reason: str) -> None:
+        """Let go of everything; called once or more.
+
+        Args:
+            driver: The run's.
+            reason: ``"teardown"``, ``"exception"`` or ``"failure"`` (of this callback).
+        """
+
+    # -- dispatch ---------------------------------------------------------------------------------
+
+    def call(self, verb: str, *args: Any, teach: bool = False) -> None:
+        """Call a verb so that no failure of ours reaches training.
+
+        Args:
+            verb: The method's name.
+            *args: Its arguments.
+            teach: Whether errors that the user can mend are raised all the same.
+        """
+        if self._given_up:
+            return
+        try:
+            getattr(self, verb)(*args)
+        except Exception as error:
+            if teach and isinstance(error, _FOR_THE_USER):
+                raise
+            self._give_up(verb, error)
+
+    def _give_up(self, verb: str, error: Exception) -> None:
+        self._given_up = True
+        # Warnings that the user turned into errors must not stop training either.
+        with suppress(Exception):
+            warn(
+                f"{type(self).__name__} is off for the rest of this run: {verb} failed "
+                f"({type(error).__name__}: {error}). Training goes on. Please report this."
+            )
+        with suppress(Exception):
+            if self._driver is not None and verb != "close":
+                self.close(self._driver, "failure")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Join the trainer's driver."""
+        if self._driver is not None:
+            self._leave("teardown")
+        driver = Driver.join(trainer, pl_module, self)
+        self.enlist(driver)
+        driver.describe(self.settings())
+
+    def enlist(self, driver: Driver) -> None:
+        """Get ready for a run; errors that the user can mend are raised."""
+        self._driver, self._progress, self._given_up = driver, driver.progress, False
+        self.call("prepare", driver, teach=True)
+
+    def settings(self) -> dict[str, object]:
+        """The arguments that this was made with, for the run's params."""
+        name = type(self).__name__
+        arguments = list(inspect.signature(type(self).__init__).parameters)[1:]
+        return {f"{name}/{key}": getattr(self, key) for key in arguments if hasattr(self, key)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run's progress, for callbacks that measure; plain values only."""
+        if not self.keeps_progress or self._progress is None:
+            return {}
+        return {"progress": self._progress.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the progress of the run that is resumed."""
+        if self._driver is not None and "progress" in state_dict:
+            self._driver.resume(state_dict["progress"])
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave it."""
+        self._leave("teardown")
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave it; the user's exception goes on."""
+        self._leave("exception")
+
+    def _leave(self, reason: str) -> None:
+        driver = self._driver
+        if driver is None:
+            return
+        self.call("close", driver, reason)
+        self._driver = None
+        try:
+            driver.leave(self, reason)
+        except Exception as error:
+            self._give_up("leave", error)
+
+    def _begin(self, stage: str, trainer: Trainer) -> None:
+        driver = self._driver
+        if driver is None or trainer.sanity_checking:
+            return
+        if driver.members[0] is self:
+            self._drive("enter", stage)
+        # Before the first batch a user can still be told; within training no more.
+        self.call("on_start", driver, teach=not driver.nested)
+
+    def _before(self, stage: str, batch: Any) -> None:
+        driver = self._driver
+        if driver is None or driver.stage != stage:
+            return
+        if driver.members[0] is self:
+            self._drive("begin_batch", batch)
+        self.call("before_batch", driver, batch)
+
+    def _after(self, stage: str, batch: Any) -> None:
+        driver = self._driver
+        if driver is None or driver.stage != stage:
+            return
+        if driver.members[0] is self:
+            self._drive("end_batch", batch)
+        self.call("after_batch", driver, batch)
+
+    def _end(self, stage: str) -> None:
+        driver = self._driver
+        if driver is None or driver.stage != stage:
+            return
+        self.call("on_end", driver)
+        if driver.members[-1] is self:
+            self._drive("exit")
+
+    def _drive(self, verb: str, *args: Any) -> None:
+        """Move the shared driver on; if it fails, none of us can go on."""
+        driver = self._driver
+        assert driver is not None  # the hooks look first
+        try:
+            getattr(driver, verb)(*args)
+        except Exception as error:
+            for member in list(driver.members):
+                if isinstance(member, PerfCallback):
+                    member._give_up(verb, error)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the epoch."""
+        driver = self._driver
+        if driver is not None and driver.stage == "train" and driver.members[0] is self:
+            self._drive("end_epoch")
+
+
+def _fold(stage: str, word: str) -> None:
+    """Give ``PerfCallback`` Lightning's four hooks of one stage.
+
+    Args:
+        stage: Lightning's word for the stage.
+        word: Lightning's word for it in the names of hooks.
+    """
+
+    def start(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(stage, trainer)
+
+    def end(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end(stage)
+
+    def batch_start(
+        self: PerfCallback, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any
+    ) -> None:
+        self._before(stage, batch)
+
+    def batch_end(
+        self: PerfCallback,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        *_: Any,
+    ) -> None:
+        self._after(stage, batch)
+
+    hooks = {"start": start, "end": end, "batch_start": batch_start, "batch_end": batch_end}
+    for name, hook in hooks.items():
+        hook.__name__ = f"on_{word}_{name}"
+        setattr(PerfCallback, hook.__name__, hook)
+
+
+for _stage, _word in zip(STAGES, ("train", "validation", "test", "predict"), strict=True):
+    _fold(_stage, _word)
