@@ -1,0 +1,73 @@
+"""How fast a PyTorch Lightning training runs against what the hardware can do, and why not faster.
+
+The names below are resolved when they are first used: importing this package imports neither
+torch nor mlflow.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_perf.callbacks.flops import Flops as Flops
+    from lightning_perf.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
+    from lightning_perf.callbacks.suite import Suite as Suite
+    from lightning_perf.errors import ConfigError as ConfigError
+    from lightning_perf.errors import PerfWarning as PerfWarning
+    from lightning_perf.errors import RecorderBusy as RecorderBusy
+    from lightning_perf.moment import Moment as Moment
+    from lightning_perf.profilers.profiler import Profiler as Profiler
+    from lightning_perf.profilers.pytorch import PyTorch as PyTorch
+    from lightning_perf.schedule import All as All
+    from lightning_perf.schedule import Always as Always
+    from lightning_perf.schedule import AnyOf as AnyOf
+    from lightning_perf.schedule import At as At
+    from lightning_perf.schedule import Cyclic as Cyclic
+    from lightning_perf.schedule import Elapsed as Elapsed
+    from lightning_perf.schedule import Every as Every
+    from lightning_perf.schedule import Fixed as Fixed
+    from lightning_perf.schedule import GlobalRank as GlobalRank
+    from lightning_perf.schedule import HasTag as HasTag
+    from lightning_perf.schedule import LocalRank as LocalRank
+    from lightning_perf.schedule import Never as Never
+    from lightning_perf.schedule import Not as Not
+    from lightning_perf.schedule import OnSignal as OnSignal
+    from lightning_perf.schedule import OnSlowBatch as OnSlowBatch
+    from lightning_perf.schedule import Schedule as Schedule
+    from lightning_perf.schedule import Stages as Stages
+    from lightning_perf.time import Time as Time
+    from lightning_perf.time import TimeUnit as TimeUnit
+    from lightning_perf.timestamp import Timestamp as Timestamp
+
+_HOMES = {
+    "callbacks.flops": ["Flops"],
+    "callbacks.speed_monitor": ["SpeedMonitor"],
+    "callbacks.suite": ["Suite"],
+    "errors": ["ConfigError", "PerfWarning", "RecorderBusy"],
+    "moment": ["Moment"],
+    "profilers.profiler": ["Profiler"],
+    "profilers.pytorch": ["PyTorch"],
+    "schedule": [
+        "All", "Always", "AnyOf", "At", "Cyclic", "Elapsed", "Every", "Fixed", "GlobalRank",
+        "HasTag", "LocalRank", "Never", "Not", "OnSignal", "OnSlowBatch", "Schedule", "Stages",
+    ],
+    "time": ["Time", "TimeUnit"],
+    "timestamp": ["Timestamp"],
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

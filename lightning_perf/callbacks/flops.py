@@ -1,0 +1,194 @@
+"""Model FLOPs utilization: the work that a model asks for against what the hardware can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.flops import check_peak
+from lightning_perf.schedule import Every, Schedule, as_schedule
+from lightning_perf.trainer.hooks import PerfCallback
+
+if TYPE_CHECKING:
+    from lightning_perf.trainer.driver import Driver
+    from lightning_perf.trainer.meter import BatchWork
+
+_REPORT = 2  # what the ranks' messages are told apart by
+
+
+@dataclass(slots=True)
+class _Tally:
+    """One rank's batches since the last report, and the last of them alone."""
+
+    seconds: float = 0.0
+    batches: float = 0
+    flops: float = 0
+    ideal_seconds: float = 0.0
+    hardware_ideal_seconds: float = 0.0
+    formula_ideal_seconds: float = 0.0
+    batch_flops: float = 0
+    peak: float = 0.0
+    batch_formula_flops: float = 0
+    tracked_operations: float = 0
+    untracked_operations: float = 0
+
+
+class Flops(PerfCallback):
+    """Counts the FLOPs of the real batches and logs the utilization of the hardware.
+
+    Keys: ``mfu`` and ``hfu`` (fractions of the peak, over the time since the last report, waiting
+    for data included; counted, warm-up and validation batches left out), ``batch_flops`` (model
+    FLOPs of one batch over all ranks, forward and backward, 2 a multiply-add, attention in full),
+    ``actual_batches_per_sec``, ``max_batches_per_sec``, ``total_flops`` (peak FLOP/s of all
+    devices), ``tflops_per_device``, ``tracked_operations`` and ``untracked_operations`` (operator
+    calls a batch), and with a formula ``batch_flops_from_formula`` and ``mfu_from_formula``.
+
+    FLOPs come from the module's ``flops_per_batch`` if it has one, else from counting each new
+    shape of batch once; that happens at the first batch whatever the schedule says.
+
+    Args:
+        schedule: When to report.
+        peak_flops: FLOP/s of one device, ``"measure"`` to time a matrix product, or None to look
+            the device up.
+        formula: Takes the batch and returns this rank's FLOPs for it, to set beside the counted.
+
+    Raises:
+        ConfigError: A peak that is not positive, a schedule that is none.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_perf import Flops
+        >>> trainer = L.Trainer(callbacks=[Flops(schedule="every 10ba")], logger=False)
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | str | None = None,
+        peak_flops: float | str | None = None,
+        formula: Callable[[Any], float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.schedule = as_schedule(schedule, default=Every("5ba"))
+        if peak_flops is not None:
+            check_peak(peak_flops, "peak_flops")
+        if not (formula is None or callable(formula)):
+            problem = "is not a function of the batch"
+            raise ConfigError("formula", formula, problem, "lambda batch: 6 * n * batch.numel()")
+        self.peak_flops = peak_flops
+        self.formula = formula
+        #: What was reported last, by key.
+        self.metrics: dict[str, float] = {}
+        self._tally = _Tally()
+        self._batches = 0
+        self._timed = self._held = False
+
+    @override
+    def prepare(self, driver: Driver) -> None:
+        self._tally, self._batches, self._timed, self._held = _Tally(), 0, False, False
+        self.schedule.validate(driver.limits)
+        self.schedule.setup(driver.context)
+        driver.meter.require(self.peak_flops, "peak_flops")
+
+    @override
+    def close(self, driver: Driver, reason: str) -> None:
+        self.schedule.close()
+
+    @override
+    def on_start(self, driver: Driver) -> None:
+        if driver.stage == "train":
+            self.schedule.observe(driver.moment)
+
+    @override
+    def after_batch(self, driver: Driver, batch: Any) -> None:
+        if driver.stage != "train":
+            return
+        self._batches += 1
+        work = driver.work
+        if work is not None:
+            self._add(driver, work, batch)
+        # Every rank must come here at the same batches, whether or not it could count them.
+        due = self._due(driver)
+        if due or self._batches == 1:
+            self._report(driver)
+
+    @override
+    def on_end(self, driver: Driver) -> None:
+        if driver.stage == "train" and not self._timed and self._tally.batches:
+            self._report(driver)
+
+    def _add(self, driver: Driver, work: BatchWork, batch: Any) -> None:
+        tally = self._tally
+        formula = float(self.formula(batch)) if self.formula is not None else 0.0
+        tally.batch_flops, tally.peak = work.total, work.peak if work.ideal_seconds else 0.0
+        tally.batch_formula_flops = formula
+        tally.tracked_operations = work.tracked_operations
+        tally.untracked_operations = work.untracked_operations
+        if driver.slowed or self._batches == 1:
+            return
+        tally.batches += 1
+        tally.seconds += driver.batch_seconds
+        tally.flops += work.total
+        tally.ideal_seconds += work.ideal_seconds
+        tally.hardware_ideal_seconds += work.hardware_ideal_seconds
+        if formula and work.total:
+            tally.formula_ideal_seconds += work.ideal_seconds * formula / work.total
+
+    def _due(self, driver: Driver) -> bool:
+        self.schedule.observe(driver.upcoming)
+        now = self.schedule(driver.upcoming)
+        if self.schedule.shared or driver.ranks.world_size == 1:
+            return now
+        # Ranks may disagree about such a schedule, so they meet at Lightning's own cadence.
+        self._held |= now
+        return driver.report_due
+
+    def _report(self, driver: Driver) -> None:
+        step = driver.step
+        wanted = self._held or self.schedule.shared or driver.ranks.world_size == 1
+        self._held = False
+        tally, self._tally = self._tally, _Tally()
+        self._timed |= tally.batches > 0
+
+        def publish(rows: list[list[float]]) -> None:
+            if wanted:
+                self.metrics = utilization([_Tally(*row) for row in rows])
+                driver.log(self.metrics, step)
+
+        driver.gather(_REPORT, astuple(tally), publish)
+
+
+def utilization(ranks: Sequence[_Tally]) -> dict[str, float]:
+    """All of Flops' metrics from one tally a rank; what no rank knows is left out."""
+    found: dict[str, float] = {}
+    batch_flops = sum(r.batch_flops for r in ranks)
+    if batch_flops <= 0:
+        return found
+    found["batch_flops"] = batch_flops
+    found["tracked_operations"] = sum(r.tracked_operations for r in ranks)
+    found["untracked_operations"] = sum(r.untracked_operations for r in ranks)
+    if formula := sum(r.batch_formula_flops for r in ranks):
+        found["batch_flops_from_formula"] = formula
+    if all(r.peak > 0 for r in ranks):
+        total = sum(r.peak for r in ranks)
+        found |= {"total_flops": total, "max_batches_per_sec": total / batch_flops}
+    if all(r.seconds > 0 for r in ranks):
+        found |= _rates(ranks)
+    return found
+
+
+def _rates(ranks: Sequence[_Tally]) -> dict[str, float]:
+    def mean(part: Callable[[_Tally], float]) -> float:
+        return sum(part(r) / r.seconds for r in ranks) / len(ranks)
+
+    found = {
+        "actual_batches_per_sec": mean(lambda r: r.batches),
+        "tflops_per_device": mean(lambda r: r.flops) / 1e12,
+        "mfu": mean(lambda r: r.ideal_seconds),
+        "hfu": mean(lambda r: r.hardware_ideal_seconds),
+        "mfu_from_formula": mean(lambda r: r.formula_ideal_seconds),
+    }
+    return {key: value for key, value in found.items() if value > 0}

@@ -1,0 +1,80 @@
+"""Several of our callbacks for the price of one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.trainer.hooks import PerfCallback
+
+if TYPE_CHECKING:
+    from lightning_perf.trainer.driver import Driver
+
+
+class Suite(PerfCallback):
+    """Hosts several callbacks of ours in one: Lightning charges each callback some time a step.
+
+    Args:
+        callbacks: Callbacks of lightning_perf, in the order in which they run.
+
+    Raises:
+        ConfigError: A callback is not ours, or two are of one kind and key.
+
+    Example:
+        >>> from lightning_perf import Flops, SpeedMonitor, Suite
+        >>> [type(part).__name__ for part in Suite([SpeedMonitor(), Flops()]).callbacks]
+        ['SpeedMonitor', 'Flops']
+    """
+
+    def __init__(self, callbacks: list[PerfCallback]) -> None:
+        super().__init__()
+        example = "[SpeedMonitor(), Flops()]"
+        for part in callbacks:
+            if not isinstance(part, PerfCallback):
+                problem = "may hold only callbacks of lightning_perf; give others to the Trainer"
+                raise ConfigError("callbacks", part, problem, example)
+        keys = [each.state_key for each in callbacks]
+        if len(set(keys)) < len(keys):
+            raise ConfigError("callbacks", keys, "holds one callback twice", example)
+        self.callbacks = list(callbacks)
+
+    def _each(self, verb: str, *args: Any, teach: bool = False) -> None:
+        for part in self.callbacks:
+            part.call(verb, *args, teach=teach)
+
+    @override
+    def prepare(self, driver: Driver) -> None:
+        for part in self.callbacks:
+            part.enlist(driver)
+
+    @override
+    def on_start(self, driver: Driver) -> None:
+        self._each("on_start", driver, teach=not driver.nested)
+
+    @override
+    def before_batch(self, driver: Driver, batch: Any) -> None:
+        self._each("before_batch", driver, batch)
+
+    @override
+    def after_batch(self, driver: Driver, batch: Any) -> None:
+        self._each("after_batch", driver, batch)
+
+    @override
+    def on_end(self, driver: Driver) -> None:
+        self._each("on_end", driver)
+
+    @override
+    def close(self, driver: Driver, reason: str) -> None:
+        self._each("close", driver, reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each part by its key."""
+        return {part.state_key: part.state_dict() for part in self.callbacks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hand each part its own."""
+        for part in self.callbacks:
+            if part.state_key in state_dict:
+                part.load_state_dict(state_dict[part.state_key])

@@ -1,0 +1,136 @@
+"""The ``lightning-perf`` command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from jsonargparse import ArgumentParser
+    from rich.table import Table
+
+    from lightning_perf.tracking.runs import Run
+
+_TRACES = ("torch_traces",)
+
+
+def report(run: str | None = None, tracking_uri: str | None = None) -> int:
+    """Show how fast a run was, against which peak, and where its traces are.
+
+    Args:
+        run: The run's id in MLflow; by default the latest run.
+        tracking_uri: Where MLflow keeps it; by default MLFLOW_TRACKING_URI, or ./mlflow.db.
+    """
+    from rich.console import Console
+
+    from lightning_perf.tracking.runs import default_tracking_uri, read_run
+
+    uri = tracking_uri or default_tracking_uri()
+    try:
+        found = read_run(run, uri)
+    except LookupError as error:
+        print(f"lightning-perf report: {error}. Try --tracking_uri ADDRESS.", file=sys.stderr)  # noqa: T201
+        return 1
+    console = Console()
+    console.print(_table(found))
+    console.print("To look at the run and its charts, start MLflow and open the address it prints:")
+    console.print(f"  {_ui_command(uri)}", style="bold", soft_wrap=True, highlight=False)
+    if _traces(found):
+        console.print("To look at a trace, drop it on https://ui.perfetto.dev (it stays local).")
+    return 0
+
+
+def _ui_command(uri: str) -> str:
+    if uri.startswith(("http://", "https://")):
+        return f"python -m webbrowser {uri}"
+    return f"mlflow ui --backend-store-uri {uri}"
+
+
+def _table(run: Run) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{run.name} ({run.run_id})", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in _rows(run):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(run: Run) -> Iterator[tuple[str, str]]:
+    def metric(key: str, text: str, scale: float = 1.0) -> Iterator[str]:
+        if key in run.metrics:
+            yield text.format(run.metrics[key] / scale)
+
+    for name, values in {
+        "batches/s": metric("throughput/batches_per_sec", "{:,.2f}"),
+        "samples/s": metric("throughput/samples_per_sec", "{:,.1f}"),
+        "tokens/s": metric("throughput/tokens_per_sec", "{:,.0f}"),
+        "TFLOP/s a device": metric("throughput/device/flops_per_sec", "{:.3g}", 1e12),
+        "FLOPs a batch": metric("batch_flops", "{:.4g}"),
+        "MFU": metric("throughput/device/mfu", "{:.1%}"),
+        "against a peak of": _peak(run),
+        "on": iter(_device(run)),
+        "traces": iter(_traces(run)),
+    }.items():
+        text = "\n".join(values)
+        if text:
+            yield name, text
+
+
+def _peak(run: Run) -> Iterator[str]:
+    peak = run.params.get("lightning_perf/peak_flops")
+    if peak is not None:
+        source = run.params.get("lightning_perf/peak_source", "")
+        precision = run.params.get("lightning_perf/precision", "")
+        yield f"{float(peak) / 1e12:.3g} TFLOP/s a device, {precision} ({source})"
+
+
+def _device(run: Run) -> Iterator[str]:
+    if device := run.params.get("lightning_perf/device"):
+        yield f"{run.params.get('lightning_perf/world_size', '1')} x {device}"
+
+
+def _traces(run: Run) -> list[str]:
+    found = [path for path in run.artifacts if set(_TRACES) & set(PurePosixPath(path).parts)]
+    root = run.artifact_uri.removeprefix("file://").rstrip("/")
+    return [f"{root}/{path}" for path in found]
+
+
+def _parser() -> ArgumentParser:
+    from jsonargparse import ArgumentParser
+
+    told = ArgumentParser(description="Show how fast a run was, and where its traces are.")
+    told.add_argument("run", nargs="?", help="The run's id in MLflow; by default the latest run.")
+    told.add_argument(
+        "--tracking_uri",
+        type=str,
+        default=None,
+        help="Where MLflow keeps the run; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
+    )
+    parser = ArgumentParser(
+        prog="lightning-perf",
+        description="How fast a training ran against what the hardware can do.",
+    )
+    parser.add_subcommands().add_subcommand("report", told)
+    return parser
+
+
+_COMMANDS: dict[str, Callable[..., int]] = {"report": report}
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        args: What follows ``lightning-perf``; by default the command line.
+    """
+    chosen = _parser().parse_args(args)
+    sys.exit(_COMMANDS[chosen.subcommand](**chosen[chosen.subcommand].as_dict()))
+
+
+if __name__ == "__main__":
+    main()

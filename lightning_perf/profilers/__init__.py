@@ -1,0 +1,1 @@
+"""Callbacks that record a window of batches into one file."""

@@ -1,0 +1,34 @@
+"""One recorder a process at a time: together they corrupt each other's files, or crash."""
+
+from __future__ import annotations
+
+import threading
+
+from lightning_perf.errors import RecorderBusy
+
+_lock = threading.Lock()
+_holder: object | None = None
+
+
+def claim(recorder: object) -> None:
+    """Take the process for one recorder.
+
+    Args:
+        recorder: Who wants it; its type names it to the next one.
+
+    Raises:
+        RecorderBusy: Another one records.
+    """
+    global _holder
+    with _lock:
+        if _holder is not None:
+            raise RecorderBusy(type(recorder).__name__, type(_holder).__name__)
+        _holder = recorder
+
+
+def release(recorder: object) -> None:
+    """Give it back; harmless if another one has it."""
+    global _holder
+    with _lock:
+        if _holder is recorder:
+            _holder = None

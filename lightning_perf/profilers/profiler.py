@@ -1,0 +1,291 @@
+"""The base of the profilers: windows of batches, each recorded into one file."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
+
+from lightning_perf.errors import ConfigError, RecorderBusy, warn
+from lightning_perf.profilers.claim import claim, release
+from lightning_perf.schedule import Cyclic, Schedule, as_schedule
+from lightning_perf.trace import TraceWriter, check_names
+from lightning_perf.trainer.hooks import PerfCallback
+
+if TYPE_CHECKING:
+    from lightning_perf.timestamp import Timestamp
+    from lightning_perf.trainer.driver import Driver
+
+Tick = Callable[[], None]
+Finish = Callable[[], None]
+#: Starts a recorder; yields what to call after each batch, or None; stops it; returns what is left
+#: to do before the file is whole, for the worker thread, or None.
+Recording = Generator[Tick | None, None, Finish | None]
+
+#: Batches that a schedule's lead is searched for at most.
+_MOST_LEAD = 100
+
+
+@dataclass(slots=True)
+class _Window:
+    """A recorder at work."""
+
+    recording: Recording
+    tick: Tick | None
+    path: Path
+    stage: str
+    window: Hashable
+    #: Batches still to come before the window begins.
+    warmup: int
+    batches: int = 0
+
+    def count(self) -> None:
+        """One more batch has ended."""
+        if self.warmup:
+            self.warmup -= 1
+        else:
+            self.batches += 1
+
+    def goes_on(self, window: Hashable | None, most: int) -> bool:
+        """Whether the batch that comes next belongs into the same file."""
+        warming = self.warmup > 0 and window is None
+        return warming or (self.window == window and self.batches < most)
+
+
+class Profiler(PerfCallback):
+    """Records the batches of each window of a schedule; subclasses write ``record``.
+
+    A recording opens at the end of the batch before its window, so that the window's first fetch
+    and transfer are in it. It ends with its window, after ``batches_per_trace`` batches (the rest
+    of the window goes into files of its own), where the stage changes or ends, and on an
+    exception. The finished file is compressed and uploaded off the training thread.
+
+    Args:
+        schedule: Which batches to record; by default ``Cyclic()``: batches 1 to 4 of each stage.
+        ranks: Global ranks that record; None for all.
+        output_path_prefix: The folder that ``folder`` lies under; by default the trainer's
+            ``default_root_dir``.
+        folder: Format string of the folder: ``{run_name} {rank} {local_rank} {world_size}
+            {local_world_size} {node_rank}``. Stages other than train write into a folder within
+            it.
+        filename: Format string of the file, with ``{stage} {epoch} {batch} {batch_in_epoch}
+            {sample} {sample_in_epoch} {token} {token_in_epoch} {step} {total_wct} {epoch_wct}
+            {batch_wct}`` besides.
+        remote_file_name: The same for the artifact's name in MLflow; None uploads nothing.
+        overwrite: Whether files of an earlier run may be replaced.
+        compress: Whether the file is gzipped.
+        num_traces_to_keep: How many files stay here once they are uploaded; -1 keeps all.
+        batches_per_trace: The most batches that one file holds.
+
+    Raises:
+        ConfigError: A value that cannot work.
+    """
+
+    keeps_progress = False
+    #: Whether the recorder wants batches to warm up in before its window.
+    warms_up: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        schedule: Schedule | str | None,
+        ranks: list[int] | None,
+        output_path_prefix: str | None,
+        folder: str,
+        filename: str,
+        remote_file_name: str | None,
+        overwrite: bool,
+        compress: bool,
+        num_traces_to_keep: int,
+        batches_per_trace: int,
+    ) -> None:
+        super().__init__()
+        self.schedule = as_schedule(schedule, default=Cyclic())
+        self.ranks = _checked_ranks(ranks)
+        if batches_per_trace < 1:
+            problem = "leaves no batch to record"
+            raise ConfigError("batches_per_trace", batches_per_trace, problem, "20")
+        check_names(folder, filename, remote_file_name, num_traces_to_keep)
+        self.output_path_prefix = output_path_prefix
+        self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
+        self.overwrite, self.compress = overwrite, compress
+        self.num_traces_to_keep = num_traces_to_keep
+        self.batches_per_trace = batches_per_trace
+        self._writer: TraceWriter | None = None
+        self._open: _Window | None = None
+        self._reopen = self._told_busy = False
+
+    @abstractmethod
+    def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
+        """Record from the first ``next`` to the second, into one file.
+
+        Args:
+            path: Where the file belongs.
+            driver: The run, for metadata.
+            warmup: Batches to come before the window; 0 unless ``warms_up``.
+        """
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"{super().state_key}.{self.folder}.{self.filename}"
+
+    @property
+    def saved_traces(self) -> list[tuple[Timestamp, list[Path | None]]]:
+        """When each trace was saved, and its path at the index of the rank that wrote it."""
+        return self._writer.saved_traces if self._writer is not None else []
+
+    # -- the verbs --------------------------------------------------------------------------------
+
+    @override
+    def prepare(self, driver: Driver) -> None:
+        self._open, self._reopen, self._told_busy = None, False, False
+        self._refuse_ranks(driver)
+        self.schedule.validate(driver.limits)
+        self.schedule.setup(driver.context)
+        if self.ranks is not None and driver.ranks.global_rank not in self.ranks:
+            self._writer = None
+            return
+        self._writer = TraceWriter(
+            driver.worker,
+            Path(self.output_path_prefix or driver.trainer.default_root_dir),
+            self.folder,
+            self.filename,
+            self.remote_file_name,
+            driver.ranks,
+            driver.run_name,
+            self.compress,
+            overwrite=self.overwrite,
+            num_traces_to_keep=self.num_traces_to_keep,
+            upload=driver.upload,
+            upload_target=driver.upload_target,
+        )
+        # Once the worker has stopped, the writer places here what a hung server held back.
+        driver.at_end(self._writer.close)
+
+    @override
+    def on_start(self, driver: Driver) -> None:
+        self._stop(driver)  # validation inside of fit cuts the training window
+        if self._writer is None:
+            return
+        if not driver.nested:
+            inside = ["validate"] if driver.stage == "train" else []
+            for stage in [driver.stage or "", *inside]:
+                self._writer.check(driver.progress.timestamps[stage], stage)
+        self.schedule.observe(driver.upcoming)
+        self._turn(driver)
+
+    @override
+    def before_batch(self, driver: Driver, batch: Any) -> None:
+        if self._reopen:
+            self._reopen = False
+            self._turn(driver)
+
+    @override
+    def after_batch(self, driver: Driver, batch: Any) -> None:
+        if self._writer is None:
+            return
+        if self._open is not None:
+            self._open.count()
+        self.schedule.observe(driver.upcoming)
+        self._turn(driver)
+
+    @override
+    def on_end(self, driver: Driver) -> None:
+        self._stop(driver)
+        # After validation inside of fit, the training window goes on with its next batch.
+        self._reopen = driver.nested and self._writer is not None
+
+    @override
+    def close(self, driver: Driver, reason: str) -> None:
+        self._stop(driver, cut_short=reason == "exception")
+        self.schedule.close()
+
+    # -- windows ----------------------------------------------------------------------------------
+
+    def _turn(self, driver: Driver) -> None:
+        """Open, go on or close, as the batch asks that comes next."""
+        moment = driver.upcoming
+        window, running = self.schedule.window(moment), self._open
+        if window is not None and driver.stage == "train" and moment.fraction == 1.0:
+            window = None  # no batch comes any more
+        if running is not None:
+            if running.goes_on(window, self.batches_per_trace):
+                if running.tick is not None:
+                    running.tick()
+                return
+            self._stop(driver)
+        if window is not None:
+            self._start(driver, window, warmup=0)
+        elif self.warms_up:
+            for lead in range(1, min(self.schedule.lead, _MOST_LEAD) + 1):
+                window = self.schedule.window(moment.ahead(lead))
+                if window is not None:
+                    self._start(driver, window, warmup=lead)
+                    return
+
+    def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
+        assert self._writer is not None
+        assert driver.stage is not None
+        with driver.aside():
+            path = self._writer.spool(driver.stage)
+            recording = self.record(path, driver, warmup)
+            try:
+                claim(self)
+                tick = next(recording)
+            except RecorderBusy as busy:
+                release(self)
+                self._tell_busy(busy)
+                return
+            except BaseException:
+                release(self)
+                raise
+        self._open = _Window(recording, tick, path, driver.stage, window, warmup)
+
+    def _tell_busy(self, busy: RecorderBusy) -> None:
+        if not self._told_busy:
+            self._told_busy = True
+            warn(f"{busy} Windows of {type(self).__name__} that fall into it are left out.")
+
+    def _stop(self, driver: Driver, cut_short: bool = False) -> None:
+        running, self._open = self._open, None
+        if running is None:
+            return
+        with driver.aside():
+            try:
+                finish = _run_out(running.recording)
+            finally:
+                release(self)
+        assert self._writer is not None  # made before any window opened
+        if running.warmup or not (running.batches or cut_short):
+            running.path.unlink(missing_ok=True)
+            return
+        stamp = driver.progress.timestamps[running.stage]
+        self._writer.write(running.path, stamp, running.stage, finish)
+
+    def _refuse_ranks(self, driver: Driver) -> None:
+        world = driver.ranks.world_size
+        if self.ranks is not None and max(self.ranks) >= world:
+            problem = f"names a rank beyond the {world} of this run"
+            raise ConfigError("ranks", self.ranks, problem, "[0]")
+
+
+def _run_out(recording: Recording) -> Finish | None:
+    try:
+        next(recording)
+    except StopIteration as stopped:
+        finish: Finish | None = stopped.value
+        return finish
+    raise RuntimeError("record() yielded twice")
+
+
+def _checked_ranks(ranks: list[int] | None) -> list[int] | None:
+    if ranks is None:
+        return None
+    whole = all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in ranks)
+    if not ranks or not whole:
+        raise ConfigError("ranks", ranks, "is not a list of global ranks", "[0]")
+    return list(ranks)

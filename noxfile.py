@@ -1,0 +1,52 @@
+"""The chores of this project: ``nox -l`` lists them, ``nox -s demo`` shows what it does."""
+
+from __future__ import annotations
+
+import nox
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+# Pins torch to a build that pip takes without several GB of CUDA.
+CONSTRAINTS = ("-c", "tests/constraints.txt")
+
+nox.needs_version = ">=2024.10.9"
+# uv does not look where a machine keeps a CPU build of torch.
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["tests", "lint", "types"]
+
+
+def _install(session: nox.Session, *groups: str) -> None:
+    session.install(*CONSTRAINTS, ".", *nox.project.dependency_groups(PYPROJECT, *groups))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small GPT, show its MFU and traces, and say how to open the MLflow UI."""
+    _install(session)
+    train = ("examples/train_gpt.py", "fit", "--config", "configs/demo.yaml")
+    session.run("python", *train, *session.posargs)
+    session.run("lightning-perf", "report")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests against the built wheel, and print what they cover."""
+    _install(session, "tests")
+    env = {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    options = session.posargs or ("-n", "2", "--cov", "--cov-report=term:skip-covered")
+    session.run("pytest", *options, env=env)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    session.install(*nox.project.dependency_groups(PYPROJECT, "lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types with mypy, strictly."""
+    _install(session, "types")
+    session.run("mypy")

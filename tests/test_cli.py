@@ -1,0 +1,186 @@
+"""The ways in without Python: YAML through LightningCLI, and the lightning-perf command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import MLFlowLogger
+from small import Records, Small, trainer
+
+from lightning_perf import (
+    All,
+    AnyOf,
+    Cyclic,
+    Every,
+    Fixed,
+    Flops,
+    GlobalRank,
+    Not,
+    PyTorch,
+    SpeedMonitor,
+    Suite,
+)
+from lightning_perf.cli import main
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def parse(tmp_path: Path, callbacks: Any) -> LightningCLI:
+    """Build what a configuration describes, without training."""
+    config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", "--config", str(path)])
+        return LightningCLI(
+            Small, run=False, save_config_callback=None, seed_everything_default=False
+        )
+
+
+def ours(cli: LightningCLI) -> list[Any]:
+    kinds = (SpeedMonitor, Flops, PyTorch, Suite)
+    return [callback for callback in cli.trainer.callbacks if isinstance(callback, kinds)]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("every 100ba for 3ba", Every("100ba", lasting="3ba")),
+        (
+            {
+                "class_path": "lightning_perf.Fixed",
+                "init_args": {"warmup_steps": 5, "active_steps": 2},
+            },
+            Fixed(warmup_steps=5, active_steps=2),
+        ),
+        (
+            {
+                "class_path": "lightning_perf.All",
+                "init_args": {
+                    "schedules": [
+                        {"class_path": "lightning_perf.Cyclic", "init_args": {"wait": 2}},
+                        {
+                            "class_path": "lightning_perf.Not",
+                            "init_args": {
+                                "schedule": {
+                                    "class_path": "lightning_perf.AnyOf",
+                                    "init_args": {
+                                        "schedules": [
+                                            "first 10ba",
+                                            {
+                                                "class_path": "lightning_perf.GlobalRank",
+                                                "init_args": {"ranks": [0]},
+                                            },
+                                        ]
+                                    },
+                                }
+                            },
+                        },
+                    ]
+                },
+            },
+            All([Cyclic(wait=2), Not(AnyOf(["first 10ba", GlobalRank([0])]))]),
+        ),
+    ],
+    ids=["string", "class", "nested"],
+)
+def test_schedules_are_written_in_yaml(tmp_path: Path, written: Any, expected: Any) -> None:
+    """Strings, classes and nested algebra come out as the schedules that they name."""
+    node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": written}}
+    (profiler,) = ours(parse(tmp_path, callbacks=[node]))
+    assert profiler.schedule == expected
+
+
+def test_a_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    """--print_config writes all settings, and what it writes builds the same callbacks."""
+    script = "from lightning.pytorch.cli import LightningCLI; from small import Small; "
+    script += "LightningCLI(Small, run=False, save_config_callback=None)"
+    node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": "first 2ba"}}
+    suite = {
+        "class_path": "lightning_perf.Suite",
+        "init_args": {
+            "callbacks": [
+                {"class_path": "lightning_perf.SpeedMonitor", "init_args": {"window_size": 7}},
+                {"class_path": "lightning_perf.Flops"},
+            ]
+        },
+    }
+    path = tmp_path / "first.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"logger": False, "callbacks": [node, suite]}}))
+    command = [sys.executable, "-W", "ignore", "-c", script, "--config", str(path)]
+    printed = subprocess.run(
+        [*command, "--print_config"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent,
+    ).stdout
+    again = parse(tmp_path, callbacks=yaml.safe_load(printed)["trainer"]["callbacks"])
+    profiler, both = ours(again)
+    assert profiler.schedule == PyTorch(schedule="first 2ba").schedule
+    assert [type(part) for part in both.callbacks] == [SpeedMonitor, Flops]
+    assert both.callbacks[0].window_size == 7
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_configuration_of_ours_trains(path: Path, in_tmp: Path) -> None:
+    """Each file in configs/ is run as it stands, for some steps, by its own example."""
+    example = CONFIGS.parent / "examples" / "train_gpt.py"
+    command = [
+        sys.executable, str(example), "fit", "--config", str(path),
+        "--trainer.max_steps", "12", "--trainer.limit_val_batches", "1",
+        "--trainer.val_check_interval", "6", "--trainer.accelerator", "cpu",
+        "--data.megabytes", "0.2", "--model.layers", "1",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "PerfWarning" not in done.stderr
+    report = subprocess.run(
+        [sys.executable, "-m", "lightning_perf.cli", "report"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "MFU" in report
+    assert "tokens/s" in report
+    assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in report
+
+
+def test_the_report_tells_what_a_run_was(
+    tmp_path: Path, mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Speed, utilization, the peak that it is held against, and the paths of the traces."""
+    logger = MLFlowLogger("report", tracking_uri=mlflow_database, run_name="told")
+    callbacks = [SpeedMonitor(window_size=4), Flops(peak_flops=2e12), PyTorch(schedule="first 1ba")]
+    trainer(tmp_path, *callbacks, logger=logger).fit(Small())
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(logger.run_id), "--tracking_uri", mlflow_database])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out.replace("\n", "").replace("│", "").replace(" ", "")
+    for part in ("told", "batches/s", "MFU", "2TFLOP/s", "(given)", "rank0.1.pt.trace.json.gz"):
+        assert part in told
+
+
+def test_the_report_says_what_it_misses(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no run, the message says what to try, and no database is made."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["report"])
+    assert ended.value.code == 1
+    assert "--tracking_uri" in capsys.readouterr().err
+    assert not list(in_tmp.iterdir())
+
+
+def test_records_stand_in_for_a_logger() -> None:
+    """The tests' own logger keeps keys apart by step, as loggers do."""
+    records = Records()
+    records.log_metrics({"a": 1.0}, step=3)
+    assert records.of("a") == [(3, 1.0)]

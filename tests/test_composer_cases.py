@@ -1,0 +1,277 @@
+"""The case tables of the documents that this software implements, row by row.
+
+``CHECKS`` maps an area of the table to a function that checks one row of it. Whoever implements
+another area adds its function there and takes the area out of ``NOT_HERE``.
+"""
+
+import builtins
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import Records, Small, trainer
+
+from lightning_perf import SpeedMonitor
+from lightning_perf.batch import checked_count, get_num_samples, get_num_tokens
+from lightning_perf.moment import Limits, Moment
+from lightning_perf.schedule import Cyclic, Every
+from lightning_perf.throughput import elapsed
+from lightning_perf.time import Time, TimeUnit, ensure_time
+from lightning_perf.timestamp import Timestamp
+
+CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
+
+#: Areas that other tests check, or that concern what this software does not do.
+NOT_HERE = {
+    "det.aggregate", "det.system", "det.timings", "format", "format.partial", "marker", "memory",
+    "peak_flops", "peak_flops.quirk", "runtime", "snapshot", "sysmetrics",
+    "trace.conflict", "trace.filename", "trace.memory", "trace.overwrite", "uri",
+}  # fmt: skip
+
+#: Rows about the unit `iter` and about token_type, which the design leaves out.
+LEFT_OUT = {
+    "1.1iter",
+    "1.0iter",
+    "2iter",
+    "... -> to_next_epoch() -> to_next_batch(5,1,10s) -> to_next_iteration()",
+    "same, token_type=loss_generating",
+}
+
+#: Rows in which the design asks for better than the reference: no limit on hours and seconds.
+OURS = {"24h": {"value": 86400, "unit": "sec"}, "1000s": {"value": 1000, "unit": "sec"}}
+
+
+def check(compute: Callable[[], Any], expected: Any) -> None:
+    """Compare what a computation gives, or raises, with what a row expects."""
+    if isinstance(expected, dict) and "raises" in expected:
+        with pytest.raises(getattr(builtins, expected["raises"])):
+            compute()
+    else:
+        result = compute()
+        assert result == expected
+        assert type(result) is type(expected)
+
+
+def evaluate(expression: str) -> Any:
+    """Evaluate a row's expression, in which times stand without quotes."""
+    code = re.sub(r"(?<!['\w.])(-?[\d.]+(?:ep|ba|dur)\b)", r"parse('\1')", expression)
+    names = {
+        "Time": Time,
+        "Timestamp": Timestamp,
+        "ensure_time": ensure_time,
+        "parse": Time.from_timestring,
+        **{kind.__name__: kind for kind in (bool, float, str)},
+        "repr": repr,
+    }
+    return eval(code, {"__builtins__": {}}, names)
+
+
+def check_parse(case: dict[str, Any]) -> None:
+    expected = OURS.get(case["input"], case["expected"])
+    if "value" in expected:
+        time = Time.from_timestring(case["input"])
+        check(lambda: time.value, expected["value"])
+        assert time.unit is TimeUnit(expected["unit"])
+    else:
+        check(lambda: Time.from_timestring(case["input"]), expected)
+
+
+def check_quirk(case: dict[str, Any]) -> None:
+    check(lambda: Time.from_timestring(case["input"]).value, case["expected"]["recommended"])
+
+
+def check_expression(case: dict[str, Any]) -> None:
+    def compute() -> Any:
+        result = evaluate(case["input"])
+        return str(result) if isinstance(result, Time | TimeUnit) else result
+
+    expected = case["expected"]
+    if isinstance(expected, str) and case["area"] in ("time.arith", "time.construct"):
+        unit = case["input"].endswith(".unit")
+        expected = expected if unit else str(Time.from_timestring(expected))
+    check(compute, expected)
+
+
+def steps_of(case: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """Read a row such as ``... -> to_next_batch(10,20,5s)``."""
+    steps = []
+    for method, arguments in re.findall(r"(to_next_\w+)\(([^)]*)\)", case["input"]):
+        *counts, duration = arguments.split(",")
+        names = ("samples", "tokens")
+        steps.append(
+            (
+                method,
+                {
+                    **dict(zip(names, map(int, counts), strict=False)),
+                    "duration": float(duration[:-1]),
+                },
+            )
+        )
+    return steps
+
+
+def chained() -> list[dict[str, Any]]:
+    """Order the rows that go on from one another, as their counts tell."""
+    rows = [
+        case
+        for case in CASES
+        if case["area"] == "timestamp" and "->" in case["input"] and case["input"] not in LEFT_OUT
+    ]
+    return sorted(rows, key=lambda row: (row["expected"]["batch"], row["expected"].get("epoch", 0)))
+
+
+def check_timestamp(case: dict[str, Any]) -> None:
+    if "->" not in case["input"]:
+        return check(lambda: evaluate(case["input"]), case["expected"])
+    now, rows = Timestamp(), chained()
+    for row in rows[: rows.index(case) + 1]:
+        for method, arguments in steps_of(row):
+            now = getattr(now, method)(**arguments)
+    for name, value in case["expected"].items():
+        if not name.endswith("_iteration") and not name.endswith("in_iteration"):
+            assert getattr(now, name) == value, name
+    return None
+
+
+ONE, OTHER = torch.zeros(128, 8), torch.zeros(128, 64)
+BATCHES = {
+    "tensor (128,8)": [ONE],
+    "list of (128,8),(128,64)": [[ONE, OTHER]],
+    "tuple of (128,8),(128,64)": [(ONE, OTHER)],
+    "dict a:(128,8) b:(128,64)": [{"a": ONE, "b": OTHER}],
+    "list of dicts [{a:(128,8)},{c:(128,64)}]": [[{"a": ONE}, {"c": OTHER}]],
+    "[tensor(128,8),'str']": [[ONE, "str"]],
+    "[1,2]": [[1, 2]],
+    "{} or [] or 5 or None": [{}, [], 5, None],
+    "dict with str/int/tuple/None/nested dict value": [
+        {"a": ONE, "b": value} for value in ("str", 1, (ONE, OTHER), None, {"c": ONE})
+    ],
+}
+
+
+def check_samples(case: dict[str, Any]) -> None:
+    for batch in BATCHES[case["input"]]:
+        check(lambda batch=batch: get_num_samples(batch), case["expected"])
+
+
+TOKENS: dict[str, list[Callable[[], int]]] = {
+    "non-dict batch, no max_seq_len": [lambda: get_num_tokens(ONE)],
+    "fn returns 8, token_type any": [lambda: checked_count(8, "fn")],
+    "fn returns {total:8}, token_type=loss_generating": [lambda: checked_count({"total": 8}, "fn")],
+    "fn returns 8.0 or None": [lambda: checked_count(8.0, "fn"), lambda: checked_count(None, "fn")],
+}
+
+
+def check_tokens(case: dict[str, Any]) -> None:
+    for compute in TOKENS[case["input"]]:
+        check(compute, case["expected"])
+
+
+def letters(schedule: Cyclic, batches: int, limits: Limits) -> str:
+    """Write what a schedule does in each batch: Skip, Warm up, Active, active and eXport."""
+    start, text = Moment("train", Timestamp(), Timestamp(), limits), ""
+    for moment in (start.ahead(batch) for batch in range(batches)):
+        window = schedule.window(moment)
+        if window is not None:
+            text += "A" if schedule.window(moment.ahead(1)) == window else "X"
+        else:
+            ahead = (moment.ahead(n) for n in range(1, schedule.lead + 1))
+            text += "W" if any(map(schedule, ahead)) else "S"
+    return text
+
+
+def check_cyclic(case: dict[str, Any]) -> None:
+    call, _, length = case["input"].partition(" dataloader_len=")
+
+    def cyclic_schedule(*args: int, **kwargs: int) -> Cyclic:
+        return Cyclic(*args, per_epoch=True, **kwargs)
+
+    schedule = eval(call, {"__builtins__": {}}, {"cyclic_schedule": cyclic_schedule})
+    limits = Limits(batches_per_epoch=int(length) if length else None)
+    expected = case["expected"]
+    assert letters(schedule, len(expected), limits) == expected
+
+
+def check_interval(case: dict[str, Any]) -> None:
+    given = dict(re.findall(r"(\w+)[= ]'?([\w.]+)", case["input"].replace("prev sample", "prev")))
+    if "now" in given:
+        previous, now = Timestamp(sample=int(given["prev"])), Timestamp(sample=int(given["now"]))
+        now, limits = now.to_next_batch(), Limits()
+    else:
+        total, length = Time.from_timestring(given["max_duration"]), given["dataloader_len"]
+        limits = Limits(
+            max_steps=total.value if total.unit is TimeUnit.BATCH else None,
+            max_epochs=total.value if total.unit is TimeUnit.EPOCH else None,
+            batches_per_epoch=Time.from_timestring(length).value,
+        )
+        previous = now = Timestamp()
+        for _ in range(int(given["current_batches"])):
+            seconds = float(given["seconds_per_batch"])
+            previous, now = now, now.to_next_batch(duration=seconds, steps=1)
+    moment = Moment("train", now, previous, limits)
+    check(lambda: Every(given["interval"])(moment), case["expected"])
+
+
+def check_speed(case):
+    """SpeedMonitor on a real training, by what the row sets up."""
+    setting, expected = case["input"], case["expected"]
+    if setting.startswith("train "):
+        train, validation, unit = re.findall(r"(\d+)s.* (\d+)s.* (\w+)$", setting)[0]
+        assert elapsed(float(train), float(validation), unit) == expected
+    elif setting.startswith("time_unit="):
+        check(lambda: eval(f"SpeedMonitor({setting})"), expected)
+    else:
+        logger, monitor = Records(), SpeedMonitor(window_size=2)
+        trainer(Path.cwd(), monitor, logger=logger, max_steps=100, max_epochs=-1).fit(Small())
+        if "points" in str(expected):
+            points = {"throughput": "throughput/batches_per_sec", "time/*": "time/total"}
+            found = {f"{name} points": len(logger.of(key)) for name, key in points.items()}
+            assert found == expected
+        elif setting == "checkpoint state":
+            # The design keeps all progress; like the reference, it lets the window refill.
+            state = monitor.state_dict()["progress"]
+            assert set(state) == {"stages", "validation_seconds"}
+        else:
+            assert setting == "no token info"
+            assert not [key for key in logger.keys if "tokens_per_sec" in key]
+
+
+CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "time.parse": check_parse,
+    "time.parse.quirk": check_quirk,
+    "time.arith": check_expression,
+    "time.compare": check_expression,
+    "time.construct": check_expression,
+    "time.repr": check_expression,
+    "time.str": check_expression,
+    "timestamp": check_timestamp,
+    "samples": check_samples,
+    "tokens": check_tokens,
+    "schedule.cyclic": check_cyclic,
+    "schedule.interval": check_interval,
+    "speed": check_speed,
+}
+
+HERE = [case for case in CASES if case["area"] in CHECKS and case["input"] not in LEFT_OUT]
+
+
+@pytest.mark.parametrize("case", HERE, ids=lambda case: f"{case['area']}: {case['input']}")
+def test_case(case):
+    """A row of the reference holds here too."""
+    CHECKS[case["area"]](case)
+
+
+def test_every_area_is_accounted_for():
+    """No area of the table is forgotten, and none is claimed twice."""
+    areas = {case["area"] for case in CASES}
+    assert areas == set(CHECKS) | NOT_HERE
+    assert not set(CHECKS) & NOT_HERE
+
+
+def test_what_is_left_out_is_in_the_table():
+    """An exception that no longer matches a row would hide a case."""
+    assert LEFT_OUT | set(OURS) <= {case["input"] for case in CASES}

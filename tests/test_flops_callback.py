@@ -1,0 +1,176 @@
+"""Flops: the counted FLOPs of real batches, and the utilization that follows."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import FLOPS_PER_SAMPLE, Records, Small, trainer
+from torch import Tensor
+
+from lightning_perf import ConfigError, Every, Flops, Never, PerfWarning, SpeedMonitor
+
+KEYS = {
+    "mfu", "hfu", "batch_flops", "actual_batches_per_sec", "max_batches_per_sec", "total_flops",
+    "tflops_per_device", "tracked_operations", "untracked_operations",
+}  # fmt: skip
+
+
+def test_all_keys_are_reported_every_five_batches(tmp_path: Path, records: Records) -> None:
+    """The document's keys come without any code in the module, at the first batch and every 5."""
+    trainer(tmp_path, Flops(), logger=records).fit(Small())
+    assert records.keys - {"epoch"} == KEYS
+    assert [step for step, _ in records.of("batch_flops")] == [0, 4, 9, 14]
+    assert [step for step, _ in records.of("mfu")] == [4, 9, 14]
+
+
+def test_flops_are_counted_exactly(tmp_path: Path) -> None:
+    """Forward and backward of the real batch, equal to the sum on paper."""
+    flops = Flops(peak_flops=1e9)
+    trainer(tmp_path, flops).fit(Small())
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+    assert flops.metrics["total_flops"] == 1e9
+    assert flops.metrics["max_batches_per_sec"] == 1e9 / (4 * FLOPS_PER_SAMPLE)
+    assert flops.metrics["untracked_operations"] == 0
+
+
+def test_mfu_is_flops_over_peak_and_time(tmp_path: Path) -> None:
+    """The utilization is the counted FLOPs a second over the peak, waiting included."""
+
+    class Slow(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            time.sleep(0.01)
+            return super().training_step(batch, batch_idx)
+
+    flops = Flops(peak_flops=1e9)
+    trainer(tmp_path, flops).fit(Slow())
+    row = flops.metrics
+    assert row["actual_batches_per_sec"] < 100
+    expected = row["actual_batches_per_sec"] / row["max_batches_per_sec"]
+    assert row["mfu"] == pytest.approx(expected)
+    assert row["hfu"] == pytest.approx(row["mfu"])
+
+
+def test_never_still_counts_once(tmp_path: Path, records: Records) -> None:
+    """FLOPs are reported at the beginning whatever the schedule says."""
+    trainer(tmp_path, Flops(schedule=Never()), logger=records).fit(Small())
+    assert records.of("batch_flops")[0][0] == 0
+
+
+def test_new_shapes_are_counted_as_they_come(tmp_path: Path) -> None:
+    """An uneven last batch has its own FLOPs."""
+    flops = Flops(schedule="1ba")
+    trainer(tmp_path, flops).fit(Small(batch_size=10))
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+def test_both_callbacks_share_one_counter_and_one_peak(tmp_path: Path) -> None:
+    """A peak given to one callback is the other's as well; two different ones are refused."""
+    monitor, flops = SpeedMonitor(window_size=4), Flops(peak_flops=2e9)
+    trainer(tmp_path, monitor, flops).fit(Small())
+    speed = monitor.metrics
+    assert speed["throughput/device/mfu"] == pytest.approx(speed["throughput/flops_per_sec"] / 2e9)
+    with pytest.raises(
+        ConfigError, match=r"peak_flops=2000000000\.0 is not what gpu_flops_available=1"
+    ):
+        trainer(tmp_path, SpeedMonitor(4, gpu_flops_available=1e9), Flops(peak_flops=2e9)).fit(
+            Small()
+        )
+
+
+def test_a_formula_stands_beside_the_count(tmp_path: Path) -> None:
+    """A user's own formula is reported with the utilization that it implies."""
+    flops = Flops(peak_flops=1e9, formula=lambda batch: 2 * FLOPS_PER_SAMPLE * len(batch[0]))
+    trainer(tmp_path, flops).fit(Small())
+    row = flops.metrics
+    assert row["batch_flops_from_formula"] == 2 * row["batch_flops"]
+    assert row["mfu_from_formula"] == pytest.approx(2 * row["mfu"])
+
+
+def test_a_compiled_module_stays_compiled_and_is_said_not_to_be_counted(tmp_path: Path) -> None:
+    """One warning, no mfu, and the compiled graphs go on being used."""
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).tanh()
+
+    model = Small()
+    model.net = torch.compile(Net(), backend=backend)
+    flops = Flops()
+    with pytest.warns(PerfWarning, match="compiled module is not counted"):
+        trainer(tmp_path, flops).fit(model)
+    assert "mfu" not in flops.metrics
+    assert len(calls) == 16
+
+
+def test_the_strategy_is_left_as_it_was(tmp_path: Path) -> None:
+    """Nothing of ours stays wrapped around the strategy, not even after an exception."""
+
+    class Failing(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            raise RuntimeError("in the counted batch")
+
+    run = trainer(tmp_path, Flops())
+    with pytest.raises(RuntimeError, match="in the counted batch"):
+        run.fit(Failing())
+    assert not {"training_step", "backward"} & set(vars(run.strategy))
+    x = torch.ones(2, 2)
+    assert torch.equal(x @ x, 2 * x)
+
+
+def test_manual_optimization_is_counted_once(tmp_path: Path) -> None:
+    """A backward within the training step is not counted twice."""
+
+    class Manual(Small):
+        automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            loss = super().training_step(batch, batch_idx)
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    flops = Flops()
+    trainer(tmp_path, flops).fit(Manual())
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"peak_flops": 0}, "peak_flops"),
+        ({"peak_flops": -1.0}, "peak_flops"),
+        ({"peak_flops": "guess"}, "peak_flops"),
+        ({"schedule": 5}, "schedule"),
+        ({"schedule": "every now and then"}, "schedule"),
+        ({"formula": 6e9}, "formula"),
+    ],
+)
+def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field: str) -> None:
+    """The message names the field, the value and an example that works."""
+    with pytest.raises(ConfigError, match=f"{field}=.*Try"):
+        Flops(**options)
+
+
+def test_a_fraction_of_training_needs_an_end_of_training(tmp_path: Path) -> None:
+    """dur without max_steps, max_epochs or max_time is refused at set-up, not in the middle."""
+    run = trainer(tmp_path, Flops(schedule=Every("0.1dur")), max_epochs=-1)
+    with pytest.raises(ConfigError, match="dur"):
+        run.fit(Small())
+    assert run.global_step == 0

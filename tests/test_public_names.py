@@ -1,0 +1,45 @@
+"""The front door: which names there are, and what it costs to open it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import lightning_perf
+
+NAMES = """
+All Always AnyOf At ConfigError Cyclic Elapsed Every Fixed Flops GlobalRank HasTag LocalRank Moment
+Never Not OnSignal OnSlowBatch PerfWarning Profiler PyTorch RecorderBusy Schedule SpeedMonitor
+Stages Suite Time TimeUnit Timestamp
+"""
+
+
+def test_public_names_are_frozen() -> None:
+    """Names are added and removed on purpose: users write them in code and in YAML."""
+    assert lightning_perf.__all__ == sorted(NAMES.split())
+    assert dir(lightning_perf) == lightning_perf.__all__
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_every_public_name_resolves_and_is_documented(name: str) -> None:
+    """Each name is there, bears its own name and says what it is."""
+    value = getattr(lightning_perf, name)
+    assert value.__name__ == name
+    assert value.__doc__
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    """A typing error in a name is told as for any module."""
+    with pytest.raises(AttributeError, match="SpeedMonitr"):
+        lightning_perf.SpeedMonitr  # noqa: B018
+
+
+def test_importing_the_package_imports_neither_torch_nor_mlflow() -> None:
+    """The import is cheap, so that it may stand in any file."""
+    code = "import sys, lightning_perf; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"torch", "mlflow", "lightning", "numpy", "rich"} & set(loaded)

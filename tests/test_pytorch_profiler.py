@@ -1,0 +1,214 @@
+"""PyTorch: windows of batches become trace files that their readers can open."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import Records, Small, trainer
+
+from lightning_perf import Always, ConfigError, Cyclic, Every, Fixed, Never, PyTorch, RecorderBusy
+
+
+def traces(folder: Path) -> dict[str, dict[str, Any]]:
+    """All finished traces below a folder, by their path in it."""
+    return {
+        str(path.relative_to(folder)): json.loads(gzip.decompress(path.read_bytes()))
+        for path in sorted(folder.rglob("*.pt.trace.json.gz"))
+    }
+
+
+def steps(trace: dict[str, Any]) -> list[int]:
+    """The batches that a trace holds, by their number in the run."""
+    names = {event.get("name", "") for event in trace["traceEvents"]}
+    return sorted(int(n.split("#")[1]) for n in names if n.startswith("ProfilerStep#"))
+
+
+def fit(folder: Path, profiler: PyTorch, **options: Any) -> dict[str, dict[str, Any]]:
+    trainer(folder, profiler, logger=Records(), **options).fit(Small())
+    return traces(folder / "records-version_0" / "torch_traces")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "files"),
+    [
+        (None, {"rank0.5": [1, 2, 3, 4]}),
+        (Cyclic(warmup=2, active=2, repeat=2), {"rank0.4": [2, 3], "rank0.8": [6, 7]}),
+        (Fixed(warmup_steps=0, active_steps=2), {"rank0.2": [0, 1]}),
+        (Fixed(warmup_steps=14, active_steps=5), {"rank0.16": [14, 15]}),
+        ("every 6ba for 2ba", {"rank0.8": [6, 7], "rank0.14": [12, 13]}),
+        (Every("20sp", lasting="1ba"), {"rank0.6": [5], "rank0.11": [10], "rank0.16": [15]}),
+        (Never(), {}),
+    ],
+    ids=str,
+)
+def test_windows_become_files(tmp_path: Path, schedule: Any, files: dict[str, list[int]]) -> None:
+    """Each window is one file, named by the batches done, with the steps of its batches inside."""
+    found = fit(tmp_path, PyTorch(schedule=schedule))
+    assert {name.removesuffix(".pt.trace.json.gz"): steps(t) for name, t in found.items()} == files
+
+
+def test_a_window_may_reach_across_epochs(tmp_path: Path) -> None:
+    """The names never collide, since batches are counted across epochs."""
+    found = fit(tmp_path, PyTorch(schedule=Fixed(15, 3)), max_epochs=2)
+    assert {n: steps(t) for n, t in found.items()} == {"rank0.18.pt.trace.json.gz": [15, 16, 17]}
+
+
+def test_long_windows_are_cut_into_files_of_bounded_size(tmp_path: Path) -> None:
+    """batches_per_trace bounds every file; the window goes on in the next one."""
+    found = fit(tmp_path, PyTorch(schedule=Always(), batches_per_trace=6))
+    assert sorted(steps(trace) for trace in found.values()) == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10, 11],
+        [12, 13, 14, 15],
+    ]
+
+
+def test_a_trace_says_which_rank_and_which_part_of_the_run(tmp_path: Path) -> None:
+    """Rank, world size, stage and batch stand in the trace, for tools that line ranks up."""
+    (trace,) = fit(tmp_path, PyTorch(schedule="first 2ba")).values()
+    assert trace["rank"] == 0
+    assert trace["world_size"] == 1
+    assert trace["stage"] == "train"
+    assert any("aten::addmm" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_uncompressed_traces_keep_their_name(tmp_path: Path) -> None:
+    """compress=False leaves plain JSON under the plain name."""
+    profiler = PyTorch(schedule="first 2ba", compress=False)
+    trainer(tmp_path, profiler, logger=Records()).fit(Small())
+    (path,) = (tmp_path / "records-version_0" / "torch_traces").iterdir()
+    assert path.name == "rank0.2.pt.trace.json"
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_other_stages_have_folders_of_their_own(tmp_path: Path) -> None:
+    """Validation inside of fit, test and predict do not collide with training."""
+    profiler = PyTorch(schedule="first 2ba")
+    run = trainer(tmp_path, profiler, logger=Records(), limit_val_batches=4)
+    model = Small()
+    run.fit(model)
+    run.test(model, verbose=False)
+    run.predict(model)
+    found = traces(tmp_path / "records-version_0" / "torch_traces")
+    assert sorted(found) == [
+        f"{folder}rank0.2.pt.trace.json.gz" for folder in ("predict/", "", "test/", "validate/")
+    ]
+    assert {name: trace["stage"] for name, trace in found.items()} == {
+        "rank0.2.pt.trace.json.gz": "train",
+        "validate/rank0.2.pt.trace.json.gz": "validate",
+        "test/rank0.2.pt.trace.json.gz": "test",
+        "predict/rank0.2.pt.trace.json.gz": "predict",
+    }
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_was_recorded_outlives_an_exception(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    """The window that is open when training fails is closed, whole and readable."""
+
+    class Failing(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                raise error("planted")
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(tmp_path, PyTorch(schedule=Always()), logger=Records())
+    with pytest.raises((error, SystemExit)):
+        run.fit(Failing())
+    (trace,) = traces(tmp_path).values()
+    assert steps(trace)[:3] == [0, 1, 2]
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_saved_traces_lists_the_latest_by_rank(tmp_path: Path) -> None:
+    """At most num_traces_to_keep entries stay, the latest last, and the same files on disk."""
+    profiler = PyTorch(schedule="every 4ba", num_traces_to_keep=2)
+    found = fit(tmp_path, profiler)
+    assert sorted(found) == ["rank0.13.pt.trace.json.gz", "rank0.9.pt.trace.json.gz"]
+    saved = [(stamp.batch, [p.name for p in paths if p]) for stamp, paths in profiler.saved_traces]
+    assert saved == [(9, ["rank0.9.pt.trace.json.gz"]), (13, ["rank0.13.pt.trace.json.gz"])]
+
+
+def test_a_folder_of_a_later_run_is_refused_before_training(tmp_path: Path) -> None:
+    """overwrite=False raises for a trace from further on, and overwrite=True replaces it."""
+    fit(tmp_path, PyTorch(schedule="first 2ba"))
+    run = trainer(tmp_path, PyTorch(schedule="first 2ba"), logger=Records())
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        run.fit(Small())
+    assert run.global_step == 0
+    assert fit(tmp_path, PyTorch(schedule="first 2ba", overwrite=True))
+
+
+def test_only_the_named_ranks_record(tmp_path: Path) -> None:
+    """A rank that is not named leaves no file, and a rank that is not there is refused."""
+    with pytest.raises(ConfigError, match=r"ranks=\[1\].*beyond"):
+        fit(tmp_path, PyTorch(ranks=[1]))
+    assert fit(tmp_path, PyTorch(ranks=[0], schedule="first 1ba"))
+
+
+def test_two_profilers_of_one_kind_record_in_turn(tmp_path: Path) -> None:
+    """Where windows overlap, the second profiler leaves its window out and says so once."""
+    first = PyTorch(schedule=Fixed(2, 4))
+    second = PyTorch(schedule=Fixed(8, 2), folder="second")
+    trainer(tmp_path, first, second, logger=Records()).fit(Small())
+    assert [steps(t) for t in traces(tmp_path).values()] == [[2, 3, 4, 5], [8, 9]]
+    clashing = PyTorch(schedule=Fixed(3, 2), folder="third", overwrite=True)
+    first = PyTorch(schedule=Fixed(2, 4), overwrite=True)
+    with pytest.warns(UserWarning, match="PyTorch cannot record while PyTorch does"):
+        trainer(tmp_path, first, clashing, logger=Records()).fit(Small())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_lightning_s_own_profiler_is_refused_at_set_up(tmp_path: Path) -> None:
+    """Two torch profilers would empty each other's traces, so training does not start."""
+    run = trainer(tmp_path, PyTorch(), profiler="pytorch")
+    with pytest.raises(RecorderBusy, match=r"Trainer\(profiler=PyTorchProfiler"):
+        run.fit(Small())
+    assert run.global_step == 0
+    del run
+    gc.collect()  # Lightning's profiler raises in __del__ where it has not recorded
+
+
+def test_nothing_is_written_outside_of_the_named_folder(tmp_path: Path) -> None:
+    """Folder, stage and a hostile run name stay below the root; no partial file is left."""
+
+    class Hostile(Records):
+        @property
+        def name(self) -> str:
+            return "../../up"
+
+    root = tmp_path / "root"
+    trainer(root, PyTorch(schedule="first 1ba"), logger=Hostile()).fit(Small())
+    (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert path.is_relative_to(root)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"schedule": 3}, "schedule"),
+        ({"schedule": "0ba"}, "schedule"),
+        ({"ranks": [-1]}, "ranks"),
+        ({"ranks": []}, "ranks"),
+        ({"folder": "{run}/traces"}, "folder"),
+        ({"folder": "../traces"}, "folder"),
+        ({"filename": "{rnk}.json"}, "filename"),
+        ({"filename": "../rank{rank}.json"}, "filename"),
+        ({"filename": "/rank{rank}.json"}, "filename"),
+        ({"remote_file_name": "{oops}"}, "remote_file_name"),
+        ({"num_traces_to_keep": -2}, "num_traces_to_keep"),
+        ({"batches_per_trace": 0}, "batches_per_trace"),
+        ({"record_shape": True}, "record_shape"),
+    ],
+)
+def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field: str) -> None:
+    """The message names the field, the value and an example that works."""
+    with pytest.raises(ConfigError, match=f"{field}="):
+        PyTorch(**options)

@@ -1,0 +1,95 @@
+"""Two real processes: one run, sums over ranks, and files of both."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+from small import FLOPS_PER_SAMPLE, Small, trainer
+from test_pytorch_profiler import traces
+
+from lightning_perf import Flops, PyTorch, SpeedMonitor
+from lightning_perf.trainer.hooks import PerfCallback
+
+pytestmark = pytest.mark.slow
+
+RANKS: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": True}
+
+
+class Dump(PerfCallback):
+    """Leaves what the other callbacks reported, in a file a rank."""
+
+    def __init__(self, folder: Path, watched: list[Any]) -> None:
+        super().__init__()
+        self.folder, self.watched = folder, watched
+
+    def close(self, driver: Any, reason: str) -> None:
+        rates = {type(c).__name__: c.metrics for c in self.watched}
+        stamp = driver.progress.timestamps["train"]
+        found = {"metrics": rates, "samples": stamp.sample, "seconds": stamp.total_wct}
+        (self.folder / f"rank{driver.ranks.global_rank}.json").write_text(json.dumps(found))
+
+
+class Slow(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def test_two_ranks_write_into_one_run(tmp_path: Path, mlflow_database: str) -> None:
+    """Both ranks' traces are artifacts of one run, and samples are the sum of both."""
+    logger = MLFlowLogger("ranks", run_name="two", tracking_uri=mlflow_database)
+    monitor, flops = SpeedMonitor(window_size=4), Flops(peak_flops=1e9)
+    profiler = PyTorch(schedule="first 2ba")
+    dump = Dump(tmp_path, [monitor, flops])
+    # One torch thread: a fork cannot take over the threads that an earlier test has started.
+    torch.set_num_threads(1)
+    trainer(tmp_path, monitor, flops, profiler, dump, logger=logger, **RANKS).fit(Slow())
+
+    client = MlflowClient(mlflow_database)
+    experiment = client.get_experiment_by_name("ranks")
+    (run,) = client.search_runs([experiment.experiment_id])
+    names = [a.path for a in client.list_artifacts(run.info.run_id, "two/torch_traces")]
+    assert names == [f"two/torch_traces/rank{r}.2.pt.trace.json.gz" for r in (0, 1)]
+    found = traces(tmp_path / "two")
+    assert [trace["rank"] for trace in found.values()] == [0, 1]
+    assert [trace["distributedInfo"]["rank"] for trace in found.values()] == [0, 1]
+
+    values = run.data.metrics
+    assert values["batch_flops"] == 2 * 4 * FLOPS_PER_SAMPLE
+    assert values["total_flops"] == 2e9
+    ratio = values["throughput/samples_per_sec"] / values["throughput/batches_per_sec"]
+    assert ratio == pytest.approx(8)
+    assert values["throughput/device/samples_per_sec"] * 2 == values["throughput/samples_per_sec"]
+    assert run.data.params["lightning_perf/world_size"] == "2"
+
+    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
+    assert [rank["samples"] for rank in ranks] == [32, 32]
+    own = sum(rank["samples"] / rank["seconds"] for rank in ranks)
+    assert values["throughput/samples_per_sec"] == pytest.approx(own, rel=0.5)
+
+
+def test_a_callback_that_fails_on_one_rank_hangs_nobody(tmp_path: Path) -> None:
+    """Rank 1 loses its monitor in the middle; both ranks train to the end."""
+
+    class Fragile(SpeedMonitor):
+        def after_batch(self, driver: Any, batch: Any) -> None:
+            if driver.ranks.global_rank == 1 and driver.timestamp.batch == 4:
+                raise ZeroDivisionError("planted")
+            super().after_batch(driver, batch)
+
+    monitor, flops = Fragile(window_size=2), Flops(schedule="2ba")
+    torch.set_num_threads(1)
+    run = trainer(tmp_path, monitor, flops, Dump(tmp_path, [flops]), **RANKS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is in the other process that it warns
+        run.fit(Slow())
+    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
+    assert [rank["samples"] for rank in ranks] == [32, 32]
