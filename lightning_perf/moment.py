@@ -30,6 +30,8 @@ class Limits:
     max_epochs: int | None = None
     max_seconds: float | None = None
     batches_per_epoch: int | None = None
+    #: Samples that this rank sees in an epoch, for where its batches are not known.
+    samples_per_epoch: int | None = None
     #: Batches that one optimizer step takes (gradient accumulation).
     batches_per_step: int = 1
 
@@ -56,12 +58,17 @@ class Limits:
         if self.max_steps:
             done = timestamp.step / self.max_steps
         if self.max_epochs:
-            per_epoch = self.batches_per_epoch
-            within = min(timestamp.batch_in_epoch / per_epoch, 1.0) if per_epoch else 0.0
-            done = max(done, (timestamp.epoch + within) / self.max_epochs)
+            done = max(done, (timestamp.epoch + self._within_epoch(timestamp)) / self.max_epochs)
         if self.max_seconds:
             done = max(done, timestamp.total_wct / self.max_seconds)
         return min(done, 1.0) if done >= 0.0 else None
+
+    def _within_epoch(self, timestamp: Timestamp) -> float:
+        if self.batches_per_epoch:
+            return min(timestamp.batch_in_epoch / self.batches_per_epoch, 1.0)
+        if self.samples_per_epoch:
+            return min(timestamp.sample_in_epoch / self.samples_per_epoch, 1.0)
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def test_rates_agree_with_the_clock_and_with_each_other(tmp_path: Path, records:
     trainer(tmp_path, monitor, logger=records).fit(Slow())
     row = monitor.metrics
     batches = row["throughput/batches_per_sec"]
-    assert 20 < batches < 100
+    assert 0 < batches < 100
     assert row["throughput/samples_per_sec"] == pytest.approx(4 * batches)
     assert row["throughput/flops_per_sec"] == pytest.approx(4 * FLOPS_PER_SAMPLE * batches)
     assert row["throughput/device/mfu"] == pytest.approx(row["throughput/flops_per_sec"] / 1e9)
@@ -95,16 +95,20 @@ def test_validation_is_told_apart_and_left_out(tmp_path: Path, records: Records)
         def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
             time.sleep(0.03)
 
-    monitor = SpeedMonitor(window_size=4, time_unit="seconds")
+    monitor = SpeedMonitor(window_size=100, time_unit="seconds")
     options: dict[str, Any] = {"limit_val_batches": 4, "val_check_interval": 4}
+    start = time.perf_counter()
     trainer(tmp_path, monitor, logger=records, **options).fit(SlowValidation())
-    _, last = [(s, r) for s, r in records.rows if "time/val" in r][-1]
-    assert 3 * 4 * 0.03 <= last["time/val"] < 3 * 4 * 0.03 + 1.0
+    wall = time.perf_counter() - start
+    last = monitor.metrics
+    assert 4 * 4 * 0.03 <= last["time/val"] < wall
     assert last["time/total"] == pytest.approx(last["time/train"] + last["time/val"])
-    assert last["throughput/batches_per_sec"] > 30  # 8 with the validation in it
+    assert last["time/total"] < wall
+    # Fifteen batches of the sixteen, in no more than the time of training alone.
+    assert last["throughput/batches_per_sec"] >= 15 / last["time/train"]
     validated = records.of("validate/throughput/batches_per_sec")
-    assert validated
-    assert all(8 < rate < 34 for _, rate in validated)
+    assert len(validated) == 4
+    assert all(rate < 1 / 0.03 for _, rate in validated)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

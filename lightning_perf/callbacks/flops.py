@@ -138,8 +138,8 @@ class Flops(PerfCallback):
             tally.formula_ideal_seconds += work.ideal_seconds * formula / work.total
 
     def _due(self, driver: Driver) -> bool:
-        self.schedule.observe(driver.upcoming)
-        now = self.schedule(driver.upcoming)
+        self.schedule.observe(driver.moment)
+        now = self.schedule(driver.moment)
         if self.schedule.shared or driver.ranks.world_size == 1:
             return now
         # Ranks may disagree about such a schedule, so they meet at Lightning's own cadence.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ class SpeedMonitor(PerfCallback):
         window_size: Batches that the rolling averages cover.
         gpu_flops_available: Peak FLOP/s of one device; by default found out.
         time_unit: Of ``time/...``: ``seconds``, ``minutes``, ``hours`` or ``days``.
+        get_num_samples_in_batch: Counts the samples of a batch, where neither the module nor the
+            datamodule does.
+        get_num_tokens_in_batch: The same for tokens.
+        num_samples: Samples of an epoch over all ranks, where the data has no length.
 
     Raises:
         ConfigError: A size below one, an unknown unit, a peak that is not positive.
@@ -55,6 +60,9 @@ class SpeedMonitor(PerfCallback):
         window_size: int = 100,
         gpu_flops_available: float | None = None,
         time_unit: str = "hours",
+        get_num_samples_in_batch: Callable[[Any], int] | None = None,
+        get_num_tokens_in_batch: Callable[[Any], int] | None = None,
+        num_samples: int | None = None,
     ) -> None:
         super().__init__()
         if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1:
@@ -63,11 +71,17 @@ class SpeedMonitor(PerfCallback):
         if time_unit not in SECONDS_PER_UNIT:
             problem = f"is none of {', '.join(SECONDS_PER_UNIT)}"
             raise ConfigError("time_unit", time_unit, problem, "'hours'")
+        if num_samples is not None and num_samples < 1:
+            problem = "is no number of samples"
+            raise ConfigError("num_samples", num_samples, problem, "1281167")
         if gpu_flops_available is not None:
             check_peak(gpu_flops_available, "gpu_flops_available")
         self.window_size = window_size
         self.gpu_flops_available = gpu_flops_available
         self.time_unit = time_unit
+        self.get_num_samples_in_batch = get_num_samples_in_batch
+        self.get_num_tokens_in_batch = get_num_tokens_in_batch
+        self.num_samples = num_samples
         #: What was reported last, by key.
         self.metrics: dict[str, float] = {}
         self._windows: dict[str, RollingWindow] = {}
@@ -80,7 +94,7 @@ class SpeedMonitor(PerfCallback):
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
-        stage = driver.stage or ""
+        stage = driver.stage
         window = self._windows.get(stage)
         if window is None:  # the first batch warms up
             window = self._windows[stage] = RollingWindow(self.window_size)
@@ -98,7 +112,7 @@ class SpeedMonitor(PerfCallback):
 
     @override
     def on_end(self, driver: Driver) -> None:
-        stage = driver.stage or ""
+        stage = driver.stage
         window = self._windows.get(stage)
         if stage == "train" and stage in self._reported:
             return
@@ -106,7 +120,7 @@ class SpeedMonitor(PerfCallback):
             self._report(driver, window)
 
     def _report(self, driver: Driver, window: RollingWindow | None) -> None:
-        stage, step = driver.stage or "", driver.step
+        stage, step = driver.stage, driver.step
         prefix = "" if stage == "train" else f"{stage}/"
         times = {prefix + key: value for key, value in self._times(driver).items()}
         if window is None:

@@ -40,6 +40,11 @@ class Suite(PerfCallback):
             raise ConfigError("callbacks", keys, "holds one callback twice", example)
         self.callbacks = list(callbacks)
 
+    @property
+    @override
+    def parts(self) -> list[object]:
+        return list(self.callbacks)
+
     def _each(self, verb: str, *args: Any, teach: bool = False) -> None:
         for part in self.callbacks:
             part.call(verb, *args, teach=teach)

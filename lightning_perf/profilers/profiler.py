@@ -173,9 +173,9 @@ class Profiler(PerfCallback):
             return
         if not driver.nested:
             inside = ["validate"] if driver.stage == "train" else []
-            for stage in [driver.stage or "", *inside]:
+            for stage in [driver.stage, *inside]:
                 self._writer.check(driver.progress.timestamps[stage], stage)
-        self.schedule.observe(driver.upcoming)
+        self.schedule.observe(driver.moment)
         self._turn(driver)
 
     @override
@@ -190,7 +190,7 @@ class Profiler(PerfCallback):
             return
         if self._open is not None:
             self._open.count()
-        self.schedule.observe(driver.upcoming)
+        self.schedule.observe(driver.moment)
         self._turn(driver)
 
     @override
@@ -208,7 +208,7 @@ class Profiler(PerfCallback):
 
     def _turn(self, driver: Driver) -> None:
         """Open, go on or close, as the batch asks that comes next."""
-        moment = driver.upcoming
+        moment = driver.moment
         window, running = self.schedule.window(moment), self._open
         if window is not None and driver.stage == "train" and moment.fraction == 1.0:
             window = None  # no batch comes any more
@@ -229,7 +229,6 @@ class Profiler(PerfCallback):
 
     def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
         assert self._writer is not None
-        assert driver.stage is not None
         with driver.aside():
             path = self._writer.spool(driver.stage)
             recording = self.record(path, driver, warmup)

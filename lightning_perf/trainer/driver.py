@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from lightning_perf.flops import device_name
-from lightning_perf.moment import Limits, Moment, Ranks
+from lightning_perf.moment import Limits, Moment
 from lightning_perf.schedule import Context
 from lightning_perf.timestamp import Timestamp
 from lightning_perf.trace.worker import Worker
 from lightning_perf.trainer import compat
 from lightning_perf.trainer.collective import Gatherer, Rows
+from lightning_perf.trainer.course import Course
 from lightning_perf.trainer.meter import BatchWork, FlopMeter
-from lightning_perf.trainer.progress import BatchCounter, Progress, counter_owners
+from lightning_perf.trainer.progress import BatchCounter, Progress
 from lightning_perf.trainer.reporting import Reporting
+from lightning_perf.trainer.surroundings import limits_of, owners_of, ranks_of, setup_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
 
@@ -41,16 +39,10 @@ class Member(Protocol):
         """What tells it from others of its kind."""
         ...
 
-
-@dataclass(slots=True)
-class _Stage:
-    """One stage on the stack: validation inside of fit lies on top of train."""
-
-    name: str
-    entered: float
-    #: Where the next batch's seconds are counted from.
-    mark: float
-    previous: Timestamp
+    @property
+    def parts(self) -> list[object]:
+        """The callbacks that it is, or hosts."""
+        ...
 
 
 class Driver:
@@ -63,22 +55,18 @@ class Driver:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self.members: list[Member] = []
-        self.ranks = _ranks(trainer)
+        self.ranks = ranks_of(trainer)
+        self.limits = limits_of(trainer)
         self.worker = Worker("lightning_perf")
         self.reporting = Reporting(trainer, self.worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
-        self.limits = _limits(trainer)
+        self.course = Course(self.progress, self.ranks, self.reporting.run_name)
         self._gatherer = Gatherer(trainer)
         self._at_end: list[Callable[[], None]] = []
         self._counter: BatchCounter | None = None
-        self._stages: list[_Stage] = []
-        # Of stages that are over for now: what the last batch crossed counts when they go on.
-        self._previous: dict[str, Timestamp] = {}
-        self._moment: Moment | None = None
-        #: The last batch: this rank's samples, tokens (0 where they cannot be told), and seconds.
+        #: The last batch: this rank's samples and tokens, 0 where they cannot be told.
         self.batch_samples = self.batch_tokens = 0
-        self.batch_seconds = 0.0
 
     # -- who takes part ---------------------------------------------------------------------
 
@@ -108,40 +96,36 @@ class Driver:
     # -- where the run is ---------------------------------------------------------------------
 
     @property
-    def stage(self) -> str | None:
-        """The stage that is running, in Lightning's words."""
-        return self._stages[-1].name if self._stages else None
-
-    @property
-    def timestamp(self) -> Timestamp:
-        """Where the present stage stands."""
-        return self.progress.timestamps[self._stages[-1].name]
-
-    @property
-    def moment(self) -> Moment:
-        """The present moment: after the last batch, before the next."""
-        if self._moment is None:
-            self._moment = self._moment_at(self.timestamp)
-        return self._moment
-
-    @property
-    def upcoming(self) -> Moment:
-        """The present moment as the next batch sees it: in the next epoch, after the last batch."""
-        if self.stage == "train" and self.trainer.is_last_batch and self.timestamp.batch_in_epoch:
-            return self._moment_at(self.timestamp.to_next_epoch())
-        return self.moment
+    def stage(self) -> str:
+        """The stage that is running, in Lightning's words; empty between stages."""
+        return self.course.stage or ""
 
     @property
     def nested(self) -> bool:
         """Whether the present stage is validation inside of fit."""
-        return len(self._stages) > 1
+        return self.course.nested
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """Where the present stage stands."""
+        return self.course.timestamp
+
+    @property
+    def moment(self) -> Moment:
+        """The present moment, as the next batch sees it."""
+        return self.course.moment
+
+    @property
+    def batch_seconds(self) -> float:
+        """Seconds that the last batch took, waiting for its data included."""
+        return self.course.batch_seconds
 
     @property
     def step(self) -> int:
         """The loggers' step for what is reported now."""
         if self.stage == "train" or self.nested:
             return compat.logger_step(self.trainer)
-        return self.timestamp.batch if self._stages else 0
+        return self.timestamp.batch if self.stage else 0
 
     @property
     def report_due(self) -> bool:
@@ -157,21 +141,17 @@ class Driver:
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
-        now = time.perf_counter()
-        previous = self._previous.get(stage, self.progress.timestamps[stage])
-        self._stages.append(_Stage(stage, now, now, previous))
-        self._moment = None
+        owners = owners_of(self.trainer, self.module, self._parts())
         if self._counter is None:
-            owners = counter_owners(self.trainer, self.module, self.members)
             self._counter = BatchCounter(owners)
-        if self.nested:
+        if stage != "train":
+            self.course.enter(stage, Limits())
             return
-        self.limits = _limits(self.trainer)
-        if stage == "train":
-            self._catch_up()
-            self.meter.start()
-            self.describe(self._setup())
-        self._stages[-1].mark = time.perf_counter()
+        self.limits = limits_of(self.trainer, owners[1:])
+        self._catch_up()
+        self.meter.start()
+        self.describe(setup_of(self.trainer) | self.meter.setup())
+        self.course.enter(stage, self.limits)
 
     def begin_batch(self, batch: Any) -> None:
         """A batch has arrived on the device."""
@@ -180,43 +160,25 @@ class Driver:
 
     def end_batch(self, batch: Any) -> None:
         """A batch has been worked on."""
-        stage, counter = self._stages[-1], self._counter
+        counter = self._counter
         assert counter is not None  # made by enter()
-        training = stage.name == "train"
-        if training:
+        steps, epoch_ends = 0, False
+        if self.stage == "train":
             self.meter.after_batch(batch)
-        before = stage.previous = self.progress.timestamps[stage.name]
+            steps = self.trainer.global_step - self.timestamp.step
+            epoch_ends = self.trainer.is_last_batch
         self.batch_samples, self.batch_tokens = counter.samples(batch), counter.tokens(batch)
-        now = time.perf_counter()
-        self.batch_seconds, stage.mark = now - stage.mark, now
-        self.progress.timestamps[stage.name] = before.to_next_batch(
-            self.batch_samples,
-            self.batch_tokens,
-            self.batch_seconds,
-            self.trainer.global_step - before.step if training else 0,
-        )
-        self._moment = None
+        self.course.count(self.batch_samples, self.batch_tokens, steps, epoch_ends)
         if self._gatherer.waiting:
             self._gatherer.poll()
 
     def end_epoch(self) -> None:
-        """An epoch of the present stage is over."""
-        self.progress.timestamps[self._stages[-1].name] = self.timestamp.to_next_epoch()
-        self._moment = None
+        """An epoch of training is over."""
+        self.course.end_epoch()
 
     def exit(self) -> None:
         """The present stage is over."""
-        ended = self._stages.pop()
-        self._moment = None
-        self._previous[ended.name] = ended.previous
-        if ended.name != "train":  # each run of it is an epoch; those of training end themselves
-            stamps = self.progress.timestamps
-            stamps[ended.name] = stamps[ended.name].to_next_epoch()
-        if self._stages:
-            # Validation inside of fit is left out of the training batch around it.
-            seconds = time.perf_counter() - ended.entered
-            self.progress.validation_seconds += seconds
-            self._stages[-1].mark += seconds
+        self.course.exit()
 
     # -- what members may ask for -------------------------------------------------------------
 
@@ -252,17 +214,11 @@ class Driver:
     @property
     def context(self) -> Context:
         """What schedules may ask of the run."""
-        return Context(ranks=self.ranks, limits=self.limits)
+        return Context(self.ranks, self.limits, self.reporting.tags.read)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Leave what happens within out of the batch's seconds: it is ours, not training."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if self._stages:
-                self._stages[-1].mark += time.perf_counter() - start
+        return self.course.aside()
 
     @property
     def work(self) -> BatchWork | None:
@@ -287,35 +243,13 @@ class Driver:
         """Metrics to every logger of the trainer, from rank 0."""
         self.reporting.log(metrics, step)
 
-    def _moment_at(self, timestamp: Timestamp) -> Moment:
-        return Moment(
-            self._stages[-1].name,
-            timestamp,
-            self._stages[-1].previous,
-            self.limits,
-            self.ranks,
-            self.reporting.run_name,
-            self.batch_seconds,
-        )
-
-    def _setup(self) -> dict[str, object]:
-        device = self.trainer.strategy.root_device
-        setup: dict[str, object] = {
-            "version": version("lightning_perf"),
-            "device": device_name(device),
-            "world_size": self.ranks.world_size,
-            "precision": compat.precision(self.trainer),
-            "strategy": type(self.trainer.strategy).__name__,
-        }
-        peak = self.meter.peak(self.meter.dtype) if self.meter.wanted else None
-        if peak is not None:
-            setup |= {"peak_flops": peak.value, "peak_source": peak.source}
-        return setup
+    def _parts(self) -> list[object]:
+        return [part for member in self.members for part in member.parts]
 
     def _catch_up(self) -> None:
         """Believe Lightning where it has seen more than we have: a resume without state of ours."""
         total, in_epoch = compat.batches_seen(self.trainer)
-        stamp = self.timestamp
+        stamp = self.progress.timestamps["train"]
         if total > stamp.batch:
             self.progress.timestamps["train"] = Timestamp.from_state_dict(
                 stamp.state_dict()
@@ -331,26 +265,3 @@ class Driver:
 # A trainer's progress outlives its drivers, which live for one fit or test each.
 _DRIVERS: WeakKeyDictionary[Trainer, Driver] = WeakKeyDictionary()
 _PROGRESS: WeakKeyDictionary[Trainer, Progress] = WeakKeyDictionary()
-
-
-def _ranks(trainer: Trainer) -> Ranks:
-    return Ranks(
-        trainer.global_rank,
-        trainer.local_rank,
-        trainer.node_rank,
-        trainer.world_size,
-        trainer.world_size // max(trainer.num_nodes, 1),
-    )
-
-
-def _limits(trainer: Trainer) -> Limits:
-    def positive(value: float | None) -> int | None:
-        return int(value) if value is not None and 0 < value < float("inf") else None
-
-    return Limits(
-        positive(trainer.max_steps),
-        positive(trainer.max_epochs),
-        compat.max_seconds(trainer),
-        positive(trainer.num_training_batches),
-        trainer.accumulate_grad_batches,
-    )

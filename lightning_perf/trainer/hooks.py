@@ -43,6 +43,11 @@ class PerfCallback(Callback):
         """One key a kind of callback: two of a kind cannot both keep state."""
         return f"lightning_perf.{type(self).__name__}"
 
+    @property
+    def parts(self) -> list[object]:
+        """The callbacks that this is, or hosts."""
+        return [self]
+
     # -- the verbs --------------------------------------------------------------------------------
 
     def prepare(self, driver: Driver) -> None:

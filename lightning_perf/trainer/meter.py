@@ -114,6 +114,11 @@ class FlopMeter:
             return
         self.peak(self.dtype)
 
+    def setup(self) -> dict[str, object]:
+        """The peak that is held against, for the run's params."""
+        peak = self.peak(self.dtype) if self.wanted else None
+        return {"peak_flops": peak.value, "peak_source": peak.source} if peak else {}
+
     def peak(self, dtype: str) -> Peak | None:
         """The peak of this rank's device, resolved once a dtype.
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_perf.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.errors import warn
 from lightning_perf.moment import STAGES
 from lightning_perf.timestamp import Timestamp
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 _Counter = Callable[[Any], int]
 _INFERRED: dict[str, _Counter] = {
@@ -94,10 +91,3 @@ def _say(what: str, error: Exception) -> None:
         f"second are left out. Define get_num_{what}_in_batch(batch) -> int on the "
         "LightningModule or the LightningDataModule."
     )
-
-
-def counter_owners(
-    trainer: Trainer, module: LightningModule, members: Iterable[object]
-) -> list[object]:
-    """Where counters are looked for, first match wins: module, datamodule, then our callbacks."""
-    return [module, getattr(trainer, "datamodule", None), *members]

@@ -13,6 +13,7 @@ from lightning_perf.errors import warn
 from lightning_perf.tracking.artifacts import Upload, uploader
 from lightning_perf.tracking.compat import MlflowRun, is_mlflow, mlflow_run, run_name
 from lightning_perf.tracking.metrics import MlflowMetrics, finite, log_to_loggers
+from lightning_perf.tracking.tags import TagReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,6 +45,7 @@ class Reporting:
         assert destination is not None  # rank 0 made it
         self.runs, self.run_name = destination.runs, destination.run_name
         self.upload: Upload | None = uploader(self.runs)
+        self.tags = TagReader(next(iter(self.runs), None), worker)
         self._mlflow = [MlflowMetrics(run, worker) for run in self.runs] if first else []
         self._loggers = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
 

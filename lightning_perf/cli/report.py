@@ -1,4 +1,4 @@
-"""The ``lightning-perf`` command."""
+"""``lightning-perf report``: what a run in MLflow was."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from jsonargparse import ArgumentParser
     from rich.table import Table
@@ -17,12 +17,26 @@ if TYPE_CHECKING:
 _TRACES = ("torch_traces",)
 
 
-def report(run: str | None = None, tracking_uri: str | None = None) -> int:
-    """Show how fast a run was, against which peak, and where its traces are.
+def parser() -> ArgumentParser:
+    """The arguments of the command."""
+    from jsonargparse import ArgumentParser
 
-    Args:
-        run: The run's id in MLflow; by default the latest run.
-        tracking_uri: Where MLflow keeps it; by default MLFLOW_TRACKING_URI, or ./mlflow.db.
+    parser = ArgumentParser(description="Show how fast a run was, and where its traces are.")
+    parser.add_argument("run", nargs="?", help="The run's id in MLflow; by default the latest run.")
+    parser.add_argument(
+        "--tracking_uri",
+        type=str,
+        default=None,
+        help="Where MLflow keeps the run; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
+    )
+    return parser
+
+
+def run(run: str | None, tracking_uri: str | None) -> int:
+    """Print the report.
+
+    Returns:
+        The exit code: 1 if there is no such run.
     """
     from rich.console import Console
 
@@ -98,39 +112,3 @@ def _traces(run: Run) -> list[str]:
     found = [path for path in run.artifacts if set(_TRACES) & set(PurePosixPath(path).parts)]
     root = run.artifact_uri.removeprefix("file://").rstrip("/")
     return [f"{root}/{path}" for path in found]
-
-
-def _parser() -> ArgumentParser:
-    from jsonargparse import ArgumentParser
-
-    told = ArgumentParser(description="Show how fast a run was, and where its traces are.")
-    told.add_argument("run", nargs="?", help="The run's id in MLflow; by default the latest run.")
-    told.add_argument(
-        "--tracking_uri",
-        type=str,
-        default=None,
-        help="Where MLflow keeps the run; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
-    )
-    parser = ArgumentParser(
-        prog="lightning-perf",
-        description="How fast a training ran against what the hardware can do.",
-    )
-    parser.add_subcommands().add_subcommand("report", told)
-    return parser
-
-
-_COMMANDS: dict[str, Callable[..., int]] = {"report": report}
-
-
-def main(args: list[str] | None = None) -> None:
-    """Run the command.
-
-    Args:
-        args: What follows ``lightning-perf``; by default the command line.
-    """
-    chosen = _parser().parse_args(args)
-    sys.exit(_COMMANDS[chosen.subcommand](**chosen[chosen.subcommand].as_dict()))
-
-
-if __name__ == "__main__":
-    main()
