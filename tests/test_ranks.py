@@ -34,11 +34,11 @@ class Dump(PerfCallback):
     def after_batch(self, driver: Any, batch: Any) -> None:
         if not driver.slowed:
             self.timed += 4
-            self.seconds += driver.batch_seconds
+            self.seconds += driver.counters.last_seconds
 
     def close(self, driver: Any, reason: str) -> None:
         rates = {type(c).__name__: c.metrics for c in self.watched}
-        samples = driver.progress.timestamps["train"].sample
+        samples = driver.progress.timestamp("train").sample
         found = {"metrics": rates, "samples": samples, "rate": self.timed / self.seconds}
         (self.folder / f"rank{driver.ranks.global_rank}.json").write_text(json.dumps(found))
 

@@ -1,6 +1,7 @@
 """What all schedules have in common, and how they combine."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -228,3 +229,39 @@ def test_the_usual_lead_is_one_batch():
     """Without a warm-up of its own, a schedule is looked at one batch ahead."""
     assert Every("10ba").lead == 1
     assert as_schedule(None).lead == 1
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Never(),
+        Always(),
+        Every("7ba"),
+        Every("7ba", lasting="2ba", start="3ba"),
+        Every("5sp"),
+        Every("7ba", stage="validate"),
+        At("11ba", lasting="3ba"),
+        At("0ba"),
+        Fixed(4, 3),
+        Cyclic(skip_first=2, wait=1, warmup=2, active=2, repeat=3),
+        Cyclic(wait=0, warmup=0, active=1, repeat=2),
+        Cyclic(wait=3, repeat=0),
+        Cyclic(wait=3, repeat=0, per_epoch=True),
+        GlobalRank([1]),
+        Every("7ba") & GlobalRank([1]),
+        Every("7ba") & Stages("train") & Every("2ba"),
+        Every("7ba") | Every("11ba"),
+        ~Every("7ba"),
+    ],
+    ids=str,
+)
+def test_no_window_opens_while_it_is_said_to_be_quiet(schedule):
+    """A caller that sleeps as long as it may misses no window."""
+    stamps = [Timestamp(batch=n, batch_in_epoch=n % 20, sample=2 * n, step=n) for n in range(80)]
+    for before, now in itertools.pairwise(stamps):
+        moment = Moment("train", now, before)
+        if schedule.window(moment) is None:
+            until = schedule.quiet_until(moment)
+            assert until > now.batch
+            for batch in range(now.batch + 1, min(until, len(stamps))):
+                assert not schedule(Moment("train", stamps[batch], stamps[batch - 1]))

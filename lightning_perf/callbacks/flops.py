@@ -130,7 +130,7 @@ class Flops(PerfCallback):
         if driver.slowed or self._batches == 1:
             return
         tally.batches += 1
-        tally.seconds += driver.batch_seconds
+        tally.seconds += driver.counters.last_seconds
         tally.flops += work.total
         tally.ideal_seconds += work.ideal_seconds
         tally.hardware_ideal_seconds += work.hardware_ideal_seconds

@@ -99,11 +99,11 @@ class SpeedMonitor(PerfCallback):
         if window is None:  # the first batch warms up
             window = self._windows[stage] = RollingWindow(self.window_size)
         elif not driver.slowed:
-            work = driver.work or _UNKNOWN
+            work, last = driver.work or _UNKNOWN, driver.counters
             window.add(
-                driver.batch_seconds,
-                driver.batch_samples,
-                driver.batch_tokens,
+                last.last_seconds,
+                last.last_samples,
+                last.last_tokens,
                 work.total,
                 work.ideal_seconds,
             )
@@ -140,7 +140,7 @@ class SpeedMonitor(PerfCallback):
         driver.log(metrics, step)
 
     def _times(self, driver: Driver) -> dict[str, float]:
-        spent = driver.timestamp.total_wct
+        spent = driver.counters.total_wct
         if driver.stage == "train":
             return elapsed(spent, driver.progress.validation_seconds, self.time_unit)
         return {"time/total": spent / SECONDS_PER_UNIT[self.time_unit]}

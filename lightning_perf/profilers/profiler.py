@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,11 +13,12 @@ from typing_extensions import override
 
 from lightning_perf.errors import ConfigError, RecorderBusy, warn
 from lightning_perf.profilers.claim import claim, release
-from lightning_perf.schedule import Cyclic, Schedule, as_schedule
+from lightning_perf.schedule import FOREVER, Cyclic, Schedule, as_schedule
 from lightning_perf.trace import TraceWriter, check_names
 from lightning_perf.trainer.hooks import PerfCallback
 
 if TYPE_CHECKING:
+    from lightning_perf.moment import Moment
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.trainer.driver import Driver
 
@@ -117,6 +119,8 @@ class Profiler(PerfCallback):
         self._writer: TraceWriter | None = None
         self._open: _Window | None = None
         self._reopen = self._told_busy = False
+        # Batches before this one need not be looked at.
+        self._asleep_until = 0
 
     @abstractmethod
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
@@ -128,10 +132,10 @@ class Profiler(PerfCallback):
             warmup: Batches to come before the window; 0 unless ``warms_up``.
         """
 
-    @property
+    @cached_property
     @override
     def state_key(self) -> str:
-        return f"{super().state_key}.{self.folder}.{self.filename}"
+        return f"lightning_perf.{type(self).__name__}.{self.folder}.{self.filename}"
 
     @property
     def saved_traces(self) -> list[tuple[Timestamp, list[Path | None]]]:
@@ -168,13 +172,14 @@ class Profiler(PerfCallback):
 
     @override
     def on_start(self, driver: Driver) -> None:
+        self._asleep_until = 0 if self._writer is not None else FOREVER
         self._stop(driver)  # validation inside of fit cuts the training window
         if self._writer is None:
             return
         if not driver.nested:
             inside = ["validate"] if driver.stage == "train" else []
             for stage in [driver.stage, *inside]:
-                self._writer.check(driver.progress.timestamps[stage], stage)
+                self._writer.check(driver.progress.timestamp(stage), stage)
         self.schedule.observe(driver.moment)
         self._turn(driver)
 
@@ -186,7 +191,7 @@ class Profiler(PerfCallback):
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
-        if self._writer is None:
+        if driver.counters.batch < self._asleep_until:
             return
         if self._open is not None:
             self._open.count()
@@ -221,11 +226,18 @@ class Profiler(PerfCallback):
         if window is not None:
             self._start(driver, window, warmup=0)
         elif self.warms_up:
-            for lead in range(1, min(self.schedule.lead, _MOST_LEAD) + 1):
-                window = self.schedule.window(moment.ahead(lead))
-                if window is not None:
-                    self._start(driver, window, warmup=lead)
-                    return
+            self._warm_up(driver, moment)
+        if self._open is None and not self.schedule.watches:
+            lead = self.schedule.lead if self.warms_up else 0
+            self._asleep_until = self.schedule.quiet_until(moment) - lead
+
+    def _warm_up(self, driver: Driver, moment: Moment) -> None:
+        """Start ahead of a window that can be foreseen."""
+        for lead in range(1, min(self.schedule.lead, _MOST_LEAD) + 1):
+            window = self.schedule.window(moment.ahead(lead))
+            if window is not None:
+                self._start(driver, window, warmup=lead)
+                return
 
     def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
         assert self._writer is not None
@@ -262,7 +274,7 @@ class Profiler(PerfCallback):
         if running.warmup or not (running.batches or cut_short):
             running.path.unlink(missing_ok=True)
             return
-        stamp = driver.progress.timestamps[running.stage]
+        stamp = driver.progress.timestamp(running.stage)
         self._writer.write(running.path, stamp, running.stage, finish)
 
     def _refuse_ranks(self, driver: Driver) -> None:

@@ -1,7 +1,7 @@
 """When: predicates over moments of training, their algebra and their strings."""
 
 from lightning_perf.schedule.algebra import All, AnyOf, Not
-from lightning_perf.schedule.base import Context, Schedule
+from lightning_perf.schedule.base import FOREVER, Context, Schedule
 from lightning_perf.schedule.cycles import Cyclic, Fixed
 from lightning_perf.schedule.intervals import Always, At, Every, Never
 from lightning_perf.schedule.outside import Elapsed, HasTag
@@ -11,6 +11,7 @@ from lightning_perf.schedule.signals import OnSignal
 from lightning_perf.schedule.triggers import OnSlowBatch, Trigger
 
 __all__ = [
+    "FOREVER",
     "All",
     "Always",
     "AnyOf",

@@ -34,6 +34,11 @@ class Composed(Schedule):
         """Whether each of its parts is."""
         return all(part.shared for part in self._parts)
 
+    @property
+    def watches(self) -> bool:
+        """Whether any of its parts does."""
+        return any(part.watches for part in self._parts)
+
     def setup(self, context: Context) -> None:
         """Set up each part."""
         for part in self._parts:
@@ -79,6 +84,11 @@ class All(Composed):
             windows.append(window)
         return tuple(windows)
 
+    def quiet_until(self, moment: Moment) -> int:
+        """As long as one of its parts that have no window now has none."""
+        quiet = [part.quiet_until(moment) for part in self._parts if not part(moment)]
+        return max(quiet)
+
 
 class AnyOf(Composed):
     """Where any of some schedules holds; ``a | b`` makes one.
@@ -98,6 +108,10 @@ class AnyOf(Composed):
         """Give the windows of its parts, None where a part has none."""
         windows = tuple([part.window(moment) for part in self._parts])
         return None if windows.count(None) == len(windows) else windows
+
+    def quiet_until(self, moment: Moment) -> int:
+        """Until the first of its parts has a window."""
+        return min(part.quiet_until(moment) for part in self._parts)
 
 
 class Not(Composed):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from lightning_perf.moment import Limits, Moment, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
+
+
+#: The index of a batch that never comes.
+FOREVER = sys.maxsize
 
 
 def _no_tags() -> Mapping[str, str]:
@@ -77,6 +82,22 @@ class Schedule(ABC):
     def shared(self) -> bool:
         """Whether all ranks of a run come to the same decision, whatever happens on each."""
         return False
+
+    @property
+    def watches(self) -> bool:
+        """Whether it has to observe every batch."""
+        return type(self).observe is not Schedule.observe
+
+    def quiet_until(self, moment: Moment) -> int:
+        """Tell how long a caller outside of any window need not ask again.
+
+        Args:
+            moment: The present one, at which there is no window.
+
+        Returns:
+            The batch of the stage, as an index, before which no window opens; at least the next.
+        """
+        return moment.timestamp.batch + 1
 
     def setup(self, context: Context) -> None:
         """Begin to watch the run; what was seen of an earlier one is forgotten.

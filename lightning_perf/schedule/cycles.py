@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_perf.schedule.base import Schedule
+from lightning_perf.schedule.base import FOREVER, Schedule
 from lightning_perf.schedule.checks import whole
 
 if TYPE_CHECKING:
@@ -96,3 +96,13 @@ class Cyclic(Schedule):
         if cycle < 0 or place < inactive or (self.repeat and cycle >= self.repeat):
             return None
         return (timestamp.epoch, cycle) if self.per_epoch else cycle
+
+    def quiet_until(self, moment: Moment) -> int:
+        """Foresee the next cycle's active part, where cycles are counted over the stage."""
+        if self.per_epoch:
+            return super().quiet_until(moment)
+        inactive = self.wait + self.warmup
+        length = inactive + self.active
+        cycle = max(0, (moment.timestamp.batch - self.skip_first) // length)
+        begins = self.skip_first + cycle * length + inactive
+        return FOREVER if self.repeat and cycle >= self.repeat else begins

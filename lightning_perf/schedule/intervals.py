@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError
 from lightning_perf.schedule import checks
-from lightning_perf.schedule.base import Context, Schedule
+from lightning_perf.schedule.base import FOREVER, Context, Schedule
 from lightning_perf.schedule.latch import POSITION, PREVIOUS, Latch
 from lightning_perf.time import Time, TimeUnit
 
@@ -36,6 +36,10 @@ class Always(Schedule):
 
 class Never(Schedule):
     """No batch."""
+
+    def quiet_until(self, moment: Moment) -> int:  # noqa: ARG002
+        """For ever."""
+        return FOREVER
 
     @property
     def shared(self) -> bool:
@@ -66,6 +70,10 @@ class _Milestones(Schedule):
     @abstractmethod
     def _number(self, position: float) -> int:
         """Count the milestones up to a position."""
+
+    @abstractmethod
+    def _next(self, number: int) -> int:
+        """Give the batch of the milestone after some, where they are set in batches."""
 
     @abstractmethod
     def _place(self, number: int) -> float:
@@ -109,6 +117,19 @@ class _Milestones(Schedule):
         if position - self._place(number) < self._length or self._passed(number, moment):
             return number
         return self._latch.window(moment) if self._latch else None
+
+    @property
+    def watches(self) -> bool:
+        """Whether the end of its windows has to be observed."""
+        return self._latch is not None
+
+    def quiet_until(self, moment: Moment) -> int:
+        """Foresee the next milestone, if milestones are set in batches."""
+        if self._only_in is not None and self._only_in != moment.stage:
+            return FOREVER
+        if self._position is not POSITION[TimeUnit.BATCH]:
+            return super().quiet_until(moment)
+        return self._next(self._number(moment.timestamp.batch))
 
     def _passed(self, number: int, moment: Moment) -> bool:
         # At the very first moment nothing came before, so what is due at zero is due now.
@@ -165,6 +186,9 @@ class Every(_Milestones):
     def _place(self, number: int) -> float:
         return self._start + number * self._interval
 
+    def _next(self, number: int) -> int:
+        return int(self._start + (number + 1) * self._interval)
+
 
 class At(_Milestones):
     """Once: at the first moment at or past a time, in each stage by its own count.
@@ -189,3 +213,6 @@ class At(_Milestones):
 
     def _place(self, number: int) -> float:  # noqa: ARG002
         return self._time
+
+    def _next(self, number: int) -> int:
+        return FOREVER if number else int(self._time)

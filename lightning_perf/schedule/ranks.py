@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError
 from lightning_perf.schedule import checks
-from lightning_perf.schedule.base import Context, Schedule
+from lightning_perf.schedule.base import FOREVER, Context, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from lightning_perf.moment import Moment
 
 
-class GlobalRank(Schedule):
+class _Place(Schedule):
+    """A schedule that is the same all through a stage."""
+
+    def quiet_until(self, moment: Moment) -> int:  # noqa: ARG002
+        """To the end of the stage."""
+        return FOREVER
+
+
+class GlobalRank(_Place):
     """On some ranks of the run.
 
     Args:
@@ -36,7 +44,7 @@ class GlobalRank(Schedule):
         return 0 if moment.ranks.global_rank in self.ranks else None
 
 
-class LocalRank(Schedule):
+class LocalRank(_Place):
     """On some ranks of each node.
 
     Args:
@@ -58,7 +66,7 @@ class LocalRank(Schedule):
         return 0 if moment.ranks.local_rank in self.ranks else None
 
 
-class Stages(Schedule):
+class Stages(_Place):
     """In some stages.
 
     Args:

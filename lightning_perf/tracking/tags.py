@@ -24,11 +24,10 @@ class TagReader:
     Args:
         run: Whose tags, or None for no run: there are no tags then.
         worker: Whose thread asks.
-        interval: Seconds between two questions.
     """
 
-    def __init__(self, run: MlflowRun | None, worker: Worker, interval: float = INTERVAL) -> None:
-        self._run, self._worker, self._interval = run, worker, interval
+    def __init__(self, run: MlflowRun | None, worker: Worker) -> None:
+        self._run, self._worker = run, worker
         self._tags: Mapping[str, str] = {}
         self._due = 0.0
         self._asking = False
@@ -46,7 +45,7 @@ class TagReader:
         except Exception:
             self._tags = {}
         finally:
-            self._due = time.monotonic() + self._interval
+            self._due = time.monotonic() + INTERVAL
             self._asking = False
 
     def _fetch(self) -> dict[str, str]:

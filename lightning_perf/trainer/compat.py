@@ -8,23 +8,34 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-def logger_step(trainer: Trainer) -> int:
-    """The step at which Lightning writes its own metrics of the present batch.
+class TrainingLoop:
+    """The counters of Lightning's training loop: looked up once, read at every batch."""
 
-    Lightning counts batches that stepped, since ``global_step`` advances once an optimizer.
-    """
-    loop = getattr(trainer.fit_loop, "epoch_loop", None)
-    step: int = getattr(loop, "_batches_that_stepped", trainer.global_step)
-    return step
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._loop: Any = getattr(trainer.fit_loop, "epoch_loop", None)
+        self._accumulates = getattr(self._loop, "_should_accumulate", None)
 
+    @property
+    def step(self) -> int:
+        """The step at which Lightning writes its own metrics of the present batch.
 
-def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the present batch leaves the optimizers alone (gradient accumulation)."""
-    check = getattr(trainer.fit_loop.epoch_loop, "_should_accumulate", None)
-    if check is not None:
-        return bool(check())
-    done = trainer.fit_loop.batch_idx + 1
-    return done % trainer.accumulate_grad_batches != 0 and not trainer.is_last_batch
+        It counts batches that stepped, since ``global_step`` advances once an optimizer.
+        """
+        try:
+            step: int = self._loop._batches_that_stepped
+        except AttributeError:
+            return self._trainer.global_step
+        return step
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether the present batch leaves the optimizers alone (gradient accumulation)."""
+        if self._accumulates is not None:
+            return bool(self._accumulates())
+        done = self._trainer.fit_loop.batch_idx + 1
+        every = self._trainer.accumulate_grad_batches
+        return done % every != 0 and not self._trainer.is_last_batch
 
 
 def batches_seen(trainer: Trainer) -> tuple[int, int]:

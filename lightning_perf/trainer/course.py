@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.moment import Ranks
     from lightning_perf.timestamp import Timestamp
-    from lightning_perf.trainer.progress import Progress
+    from lightning_perf.trainer.progress import Counters, Progress
 
 
 @dataclass(slots=True)
@@ -25,16 +25,15 @@ class _Stage:
     entered: float
     #: Where the next batch's seconds are counted from.
     mark: float
-    #: The timestamp one batch earlier.
-    previous: Timestamp
     limits: Limits
+    counters: Counters
 
 
 class Course:
     """Keeps the stages, their clocks and their timestamps.
 
     Args:
-        progress: The timestamps, which outlive this object.
+        progress: The counters, which outlive this object.
         ranks: Where this process stands.
         run_name: The run's name.
     """
@@ -42,17 +41,14 @@ class Course:
     def __init__(self, progress: Progress, ranks: Ranks, run_name: str) -> None:
         self.progress, self.ranks, self.run_name = progress, ranks, run_name
         self._stages: list[_Stage] = []
-        # Of stages that are over for now: what the last batch crossed counts when they go on.
-        self._previous: dict[str, Timestamp] = {}
         self._moment: Moment | None = None
         self._epoch_ends = False
-        #: Seconds that the last batch took.
-        self.batch_seconds = 0.0
+        self._timestamp: Timestamp | None = None
 
     @property
-    def stage(self) -> str | None:
-        """The stage that is running, in Lightning's words."""
-        return self._stages[-1].name if self._stages else None
+    def stage(self) -> str:
+        """The stage that is running, in Lightning's words; empty between stages."""
+        return self._stages[-1].name if self._stages else ""
 
     @property
     def nested(self) -> bool:
@@ -60,9 +56,16 @@ class Course:
         return len(self._stages) > 1
 
     @property
+    def counters(self) -> Counters:
+        """The counters of the present stage."""
+        return self._stages[-1].counters
+
+    @property
     def timestamp(self) -> Timestamp:
         """Where the present stage stands."""
-        return self.progress.timestamps[self._stages[-1].name]
+        if self._timestamp is None:
+            self._timestamp = self.counters.timestamp()
+        return self._timestamp
 
     @property
     def moment(self) -> Moment:
@@ -72,56 +75,53 @@ class Course:
             self._moment = Moment(
                 stage.name,
                 stamp.to_next_epoch() if self._epoch_ends else stamp,
-                stage.previous,
+                stage.counters.previous(),
                 stage.limits,
                 self.ranks,
                 self.run_name,
-                self.batch_seconds,
+                stage.counters.last_seconds,
             )
         return self._moment
 
     def enter(self, name: str, limits: Limits) -> None:
         """A stage begins."""
         now = time.perf_counter()
-        previous = self._previous.get(name, self.progress.timestamps[name])
-        self._stages.append(_Stage(name, now, now, previous, limits))
-        self._epoch_ends, self._moment = False, None
+        self._stages.append(_Stage(name, now, now, limits, self.progress.stages[name]))
+        self._changed()
 
-    def count(self, samples: int, tokens: int, steps: int, epoch_ends: bool) -> None:
+    def count(self, samples: int, tokens: int, step: int, epoch_ends: bool) -> None:
         """A batch has ended.
 
         Args:
             samples: Samples in it.
             tokens: Tokens in it.
-            steps: Optimizer steps that it completed.
+            step: Optimizer steps so far.
             epoch_ends: Whether it was the last of its epoch.
         """
         stage, now = self._stages[-1], time.perf_counter()
-        before = stage.previous = self.progress.timestamps[stage.name]
-        self.batch_seconds, stage.mark = now - stage.mark, now
-        self.progress.timestamps[stage.name] = before.to_next_batch(
-            samples, tokens, self.batch_seconds, steps
-        )
-        self._epoch_ends, self._moment = epoch_ends, None
+        stage.counters.add(samples, tokens, now - stage.mark, step)
+        stage.mark = now
+        self._epoch_ends, self._moment, self._timestamp = epoch_ends, None, None
 
     def end_epoch(self) -> None:
         """An epoch of the present stage is over."""
-        name = self._stages[-1].name
-        self.progress.timestamps[name] = self.progress.timestamps[name].to_next_epoch()
-        self._epoch_ends, self._moment = False, None
+        self.counters.end_epoch()
+        self._changed()
 
     def exit(self) -> None:
         """The present stage is over."""
         if self._stages[-1].name != "train":  # its epochs end by themselves; others are one
             self.end_epoch()
         ended = self._stages.pop()
-        self._previous[ended.name] = ended.previous
-        self._moment = None
+        self._changed()
         if self._stages:
             # Validation inside of fit is left out of the training batch around it.
             seconds = time.perf_counter() - ended.entered
             self.progress.validation_seconds += seconds
             self._stages[-1].mark += seconds
+
+    def _changed(self) -> None:
+        self._epoch_ends, self._moment, self._timestamp = False, None, None
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from lightning_perf.trainer import compat
 from lightning_perf.trainer.collective import Gatherer, Rows
 from lightning_perf.trainer.course import Course
 from lightning_perf.trainer.meter import BatchWork, FlopMeter
-from lightning_perf.trainer.progress import BatchCounter, Progress
+from lightning_perf.trainer.progress import BatchCounter, Counters, Progress
 from lightning_perf.trainer.reporting import Reporting
 from lightning_perf.trainer.surroundings import limits_of, owners_of, ranks_of, setup_of
 
@@ -63,10 +63,19 @@ class Driver:
         self.progress = _PROGRESS.setdefault(trainer, Progress())
         self.course = Course(self.progress, self.ranks, self.reporting.run_name)
         self._gatherer = Gatherer(trainer)
+        self._loop = compat.TrainingLoop(trainer)
+        self._log_every = 0
+        #: The stage that is running, in Lightning's words; empty between stages.
+        self.stage = ""
+        #: Whether the last batch is one at which Lightning logs, the same on every rank.
+        self.report_due = False
         self._at_end: list[Callable[[], None]] = []
         self._counter: BatchCounter | None = None
-        #: The last batch: this rank's samples and tokens, 0 where they cannot be told.
-        self.batch_samples = self.batch_tokens = 0
+
+    @property
+    def leader(self) -> Member | None:
+        """The member whose hooks move the driver on: the first."""
+        return self.members[0] if self.members else None
 
     # -- who takes part ---------------------------------------------------------------------
 
@@ -96,11 +105,6 @@ class Driver:
     # -- where the run is ---------------------------------------------------------------------
 
     @property
-    def stage(self) -> str:
-        """The stage that is running, in Lightning's words; empty between stages."""
-        return self.course.stage or ""
-
-    @property
     def nested(self) -> bool:
         """Whether the present stage is validation inside of fit."""
         return self.course.nested
@@ -116,26 +120,16 @@ class Driver:
         return self.course.moment
 
     @property
-    def batch_seconds(self) -> float:
-        """Seconds that the last batch took, waiting for its data included."""
-        return self.course.batch_seconds
+    def counters(self) -> Counters:
+        """What was counted of the present stage, and of its last batch: ``last_samples``, ..."""
+        return self.course.counters
 
     @property
     def step(self) -> int:
         """The loggers' step for what is reported now."""
         if self.stage == "train" or self.nested:
-            return compat.logger_step(self.trainer)
-        return self.timestamp.batch if self.stage else 0
-
-    @property
-    def report_due(self) -> bool:
-        """Whether this batch is one at which Lightning logs, the same on every rank."""
-        every = compat.log_every_n_steps(self.trainer)
-        if not every or self.nested:
-            return False
-        if self.stage != "train":
-            return self.timestamp.batch % every == 0
-        return (self.step + 1) % every == 0 and not compat.is_accumulating(self.trainer)
+            return self._loop.step
+        return self.counters.batch if self.stage else 0
 
     # -- what the first member tells --------------------------------------------------------------
 
@@ -144,14 +138,15 @@ class Driver:
         owners = owners_of(self.trainer, self.module, self._parts())
         if self._counter is None:
             self._counter = BatchCounter(owners)
-        if stage != "train":
-            self.course.enter(stage, Limits())
-            return
-        self.limits = limits_of(self.trainer, owners[1:])
-        self._catch_up()
-        self.meter.start()
-        self.describe(setup_of(self.trainer) | self.meter.setup())
-        self.course.enter(stage, self.limits)
+        limits = Limits()
+        if stage == "train":
+            limits = self.limits = limits_of(self.trainer, owners[1:])
+            self._catch_up()
+            self.meter.start()
+            self.describe(setup_of(self.trainer) | self.meter.setup())
+        self._log_every = compat.log_every_n_steps(self.trainer)
+        self.course.enter(stage, limits)
+        self.stage = stage
 
     def begin_batch(self, batch: Any) -> None:
         """A batch has arrived on the device."""
@@ -160,15 +155,19 @@ class Driver:
 
     def end_batch(self, batch: Any) -> None:
         """A batch has been worked on."""
-        counter = self._counter
-        assert counter is not None  # made by enter()
-        steps, epoch_ends = 0, False
+        assert self._counter is not None  # made by enter()
+        samples, tokens = self._counter.count(batch)
         if self.stage == "train":
-            self.meter.after_batch(batch)
-            steps = self.trainer.global_step - self.timestamp.step
-            epoch_ends = self.trainer.is_last_batch
-        self.batch_samples, self.batch_tokens = counter.samples(batch), counter.tokens(batch)
-        self.course.count(self.batch_samples, self.batch_tokens, steps, epoch_ends)
+            trainer, loop = self.trainer, self._loop
+            if self.meter.wanted:
+                self.meter.after_batch(batch)
+            self.course.count(samples, tokens, trainer.global_step, trainer.is_last_batch)
+            due = self._log_every > 0 and (loop.step + 1) % self._log_every == 0
+            self.report_due = due and not loop.accumulating
+        else:
+            self.course.count(samples, tokens, 0, False)
+            every = 0 if self.course.nested else self._log_every
+            self.report_due = every > 0 and self.counters.batch % every == 0
         if self._gatherer.waiting:
             self._gatherer.poll()
 
@@ -179,6 +178,7 @@ class Driver:
     def exit(self) -> None:
         """The present stage is over."""
         self.course.exit()
+        self.stage = self.course.stage
 
     # -- what members may ask for -------------------------------------------------------------
 
@@ -249,17 +249,16 @@ class Driver:
     def _catch_up(self) -> None:
         """Believe Lightning where it has seen more than we have: a resume without state of ours."""
         total, in_epoch = compat.batches_seen(self.trainer)
-        stamp = self.progress.timestamps["train"]
+        stamp = self.progress.timestamp("train")
         if total > stamp.batch:
-            self.progress.timestamps["train"] = Timestamp.from_state_dict(
-                stamp.state_dict()
-                | {
-                    "epoch": self.trainer.current_epoch,
-                    "batch": total,
-                    "batch_in_epoch": in_epoch,
-                    "step": self.trainer.global_step,
-                }
-            )
+            seen = {
+                "epoch": self.trainer.current_epoch,
+                "batch": total,
+                "batch_in_epoch": in_epoch,
+                "step": self.trainer.global_step,
+            }
+            known = Timestamp.from_state_dict(stamp.state_dict() | seen)
+            self.progress.stages["train"] = Counters(known)
 
 
 # A trainer's progress outlives its drivers, which live for one fit or test each.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -38,9 +39,12 @@ class PerfCallback(Callback):
         self._progress: Progress | None = None
         self._given_up = False
 
-    @property
+    @cached_property
     def state_key(self) -> str:
-        """One key a kind of callback: two of a kind cannot both keep state."""
+        """One key a kind of callback: two of a kind cannot both keep state.
+
+        Cached, since Lightning asks for it at every hook.
+        """
         return f"lightning_perf.{type(self).__name__}"
 
     @property
@@ -159,7 +163,7 @@ class PerfCallback(Callback):
         driver = self._driver
         if driver is None or trainer.sanity_checking:
             return
-        if driver.members[0] is self:
+        if driver.leader is self:
             self._drive("enter", stage)
         # Before the first batch a user can still be told; within training no more.
         self.call("on_start", driver, teach=not driver.nested)
@@ -168,17 +172,19 @@ class PerfCallback(Callback):
         driver = self._driver
         if driver is None or driver.stage != stage:
             return
-        if driver.members[0] is self:
+        if driver.leader is self:
             self._drive("begin_batch", batch)
-        self.call("before_batch", driver, batch)
+        if not self._given_up:
+            self.call("before_batch", driver, batch)
 
     def _after(self, stage: str, batch: Any) -> None:
         driver = self._driver
         if driver is None or driver.stage != stage:
             return
-        if driver.members[0] is self:
+        if driver.leader is self:
             self._drive("end_batch", batch)
-        self.call("after_batch", driver, batch)
+        if not self._given_up:
+            self.call("after_batch", driver, batch)
 
     def _end(self, stage: str) -> None:
         driver = self._driver
@@ -202,7 +208,7 @@ class PerfCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the epoch."""
         driver = self._driver
-        if driver is not None and driver.stage == "train" and driver.members[0] is self:
+        if driver is not None and driver.stage == "train" and driver.leader is self:
             self._drive("end_epoch")
 
 

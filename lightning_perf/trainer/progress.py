@@ -18,24 +18,107 @@ _INFERRED: dict[str, _Counter] = {
 }
 
 
+class Counters:
+    """Where one stage stands, counted in place: a step that nobody asks about makes no Timestamp.
+
+    Args:
+        stamp: Where it stands already.
+    """
+
+    __slots__ = (
+        "_epoch_began", "_last_epoch", "batch", "epoch", "last_samples", "last_seconds",
+        "last_steps", "last_tokens", "sample", "step", "token", "total_wct",
+    )  # fmt: skip
+
+    def __init__(self, stamp: Timestamp | None = None) -> None:
+        stamp = stamp or Timestamp()
+        self.epoch, self.batch, self.step = stamp.epoch, stamp.batch, stamp.step
+        self.sample, self.token, self.total_wct = stamp.sample, stamp.token, stamp.total_wct
+        self._epoch_began = (
+            stamp.batch - stamp.batch_in_epoch,
+            stamp.sample - stamp.sample_in_epoch,
+            stamp.token - stamp.token_in_epoch,
+            stamp.total_wct - stamp.epoch_wct,
+        )
+        self._last_epoch = stamp.epoch
+        self.last_samples = self.last_tokens = self.last_steps = 0
+        self.last_seconds = 0.0
+
+    def add(self, samples: int, tokens: int, seconds: float, step: int) -> None:
+        """Count a batch.
+
+        Args:
+            samples: Samples in it.
+            tokens: Tokens in it.
+            seconds: How long it took.
+            step: Optimizer steps so far, this batch's included.
+        """
+        self.batch += 1
+        self.sample += samples
+        self.token += tokens
+        self.total_wct += seconds
+        self.last_samples, self.last_tokens, self.last_seconds = samples, tokens, seconds
+        self.last_steps, self.step = step - self.step, step
+        self._last_epoch = self.epoch
+
+    def end_epoch(self) -> None:
+        """Begin the counts within an epoch again."""
+        self.epoch += 1
+        self._epoch_began = self.batch, self.sample, self.token, self.total_wct
+
+    def timestamp(self) -> Timestamp:
+        """All counts as a value."""
+        batch, sample, token, wct = self._epoch_began
+        return Timestamp(
+            self.epoch,
+            self.batch,
+            self.sample,
+            self.token,
+            self.step,
+            self.batch - batch,
+            self.sample - sample,
+            self.token - token,
+            self.total_wct,
+            self.total_wct - wct,
+            self.last_seconds,
+        )
+
+    def previous(self) -> Timestamp:
+        """The totals one batch earlier; the same as now before the first batch."""
+        if not self.last_seconds:
+            return self.timestamp()
+        return Timestamp(
+            self._last_epoch,
+            self.batch - 1,
+            self.sample - self.last_samples,
+            self.token - self.last_tokens,
+            self.step - self.last_steps,
+            total_wct=self.total_wct - self.last_seconds,
+        )
+
+
 class Progress:
-    """The timestamps of all stages, kept as long as a trainer lives and across resume."""
+    """The counters of all stages, kept as long as a trainer lives and across resume."""
 
     def __init__(self) -> None:
-        self.timestamps = {stage: Timestamp() for stage in STAGES}
+        self.stages = {stage: Counters() for stage in STAGES}
         #: Seconds spent in validation inside of fit.
         self.validation_seconds = 0.0
 
+    def timestamp(self, stage: str) -> Timestamp:
+        """Where a stage stands."""
+        return self.stages[stage].timestamp()
+
     def state_dict(self) -> dict[str, Any]:
         """Plain ints, floats and dicts, as ``weights_only=True`` asks for."""
-        stages = {name: stamp.state_dict() for name, stamp in self.timestamps.items()}
+        stages = {stage: self.timestamp(stage).state_dict() for stage in STAGES}
         return {"stages": stages, "validation_seconds": self.validation_seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a checkpoint stood."""
         for stage in STAGES:
             if stage in state.get("stages", {}):
-                self.timestamps[stage] = Timestamp.from_state_dict(state["stages"][stage])
+                self.stages[stage] = Counters(Timestamp.from_state_dict(state["stages"][stage]))
         self.validation_seconds = float(state.get("validation_seconds", 0.0))
 
 
@@ -49,31 +132,39 @@ class BatchCounter:
         owners = list(owners)
         self._samples = _find(owners, "get_num_samples_in_batch")
         self._tokens = _find(owners, "get_num_tokens_in_batch")
+        self._inferred = (self._samples, self._tokens) == (get_num_samples, get_num_tokens)
+        self._known: Any = None
 
-    def samples(self, batch: Any) -> int:
-        """Samples in a batch, 0 where they cannot be told."""
-        if self._samples is None:
-            return 0
+    def count(self, batch: Any) -> tuple[int, int]:
+        """Samples and tokens in a batch, each 0 where it cannot be told."""
+        if type(batch) is self._known:
+            # A sequence of tensors was looked at whole when the first one came.
+            return len(batch[0]), 0
+        samples, tokens = self._told("samples", batch), self._told("tokens", batch)
+        if (
+            self._inferred
+            and samples
+            and type(batch) in (list, tuple)
+            and hasattr(batch[0], "shape")
+        ):
+            self._known = type(batch)
+        return samples, tokens
+
+    def _told(self, what: str, batch: Any) -> int:
+        counter: _Counter = getattr(self, f"_{what}")
         try:
-            return self._samples(batch)
+            return counter(batch)
         except Exception as error:
-            self._samples = None
-            _say("samples", error)
-            return 0
-
-    def tokens(self, batch: Any) -> int:
-        """Tokens in a batch, 0 where they cannot be told."""
-        if self._tokens is None:
-            return 0
-        try:
-            return self._tokens(batch)
-        except Exception as error:
-            self._tokens = None
-            _say("tokens", error)
+            setattr(self, f"_{what}", _untold)
+            _say(what, error)
             return 0
 
 
-def _find(owners: list[object], name: str) -> _Counter | None:
+def _untold(batch: Any) -> int:  # noqa: ARG001
+    return 0
+
+
+def _find(owners: list[object], name: str) -> _Counter:
     for owner in owners:
         counter = getattr(owner, name, None)
         if callable(counter):
