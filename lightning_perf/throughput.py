@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 SECONDS_PER_UNIT = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 
@@ -29,9 +30,17 @@ class Work:
     flops: float = 0
     #: Seconds that these FLOPs would take at the device's peak, 0 where the peak is not known.
     ideal_seconds: float = 0.0
+    #: Batches whose samples, tokens, or FLOPs could not be told.
+    uncounted_samples: float = 0
+    uncounted_tokens: float = 0
+    uncounted_flops: float = 0
 
-    def __sub__(self, other: Work) -> Work:
-        return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def values(self) -> tuple[float, ...]:
+        """All fields in their order."""
+        return _VALUES(self)
+
+
+_VALUES: Callable[[Work], tuple[float, ...]] = attrgetter(*(each.name for each in fields(Work)))
 
 
 class RollingWindow:
@@ -42,37 +51,45 @@ class RollingWindow:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self._now: tuple[float, ...] = (0.0, 0, 0, 0, 0, 0.0)
+        self._now = Work().values()
         # Running totals at the edges of batches: a window is the difference of two of them.
         self._edges: deque[tuple[float, ...]] = deque([self._now], maxlen=size + 1)
 
     def add(
-        self, seconds: float, samples: int, tokens: int, flops: float, ideal_seconds: float
+        self,
+        seconds: float,
+        samples: int | None,
+        tokens: int | None,
+        flops: float | None,
+        ideal_seconds: float,
     ) -> None:
-        """Take in one batch."""
-        s, b, n, t, f, i = self._now
+        """Take in one batch.
+
+        Args:
+            seconds: How long it took.
+            samples: Samples in it, or None where they cannot be told.
+            tokens: The same for tokens; 0 where they are not tracked.
+            flops: Its model FLOPs, or None where they are not known.
+            ideal_seconds: What these would take at the peak; 0 where it is not known.
+        """
+        s, b, n, t, f, i, un, ut, uf = self._now
         self._now = (
-            s + seconds, b + 1, n + samples, t + tokens, f + flops, i + ideal_seconds
-        )  # fmt: skip
+            s + seconds,
+            b + 1,
+            n + (samples or 0),
+            t + (tokens or 0),
+            f + (flops or 0),
+            i + ideal_seconds,
+            un + (samples is None),
+            ut + (tokens is None),
+            uf + (flops is None),
+        )
         self._edges.append(self._now)
-
-    def __len__(self) -> int:
-        return len(self._edges) - 1
-
-    @property
-    def full(self) -> bool:
-        """Whether the window holds as many batches as it can."""
-        return len(self) == self.size
 
     def work(self) -> Work:
         """The work inside of the window."""
-        return Work(*self._edges[-1]) - Work(*self._edges[0])
-
-    def clear(self) -> None:
-        """Forget all batches."""
-        self._edges.clear()
-        self._edges.append(self._now)
+        last, first = self._edges[-1], self._edges[0]
+        return Work(*[a - b for a, b in zip(last, first, strict=True)])
 
 
 def throughput(ranks: Sequence[Work]) -> dict[str, float]:
@@ -90,11 +107,13 @@ def throughput(ranks: Sequence[Work]) -> dict[str, float]:
     rates["batches_per_sec"] = sum(_rate(w.batches, w) for w in ranks) / len(ranks)
     for name in ("samples", "tokens", "flops"):
         total = sum(_rate(getattr(w, name), w) for w in ranks)
-        if total > 0:
+        # One batch that could not be counted would make the rate too low.
+        whole = not any(getattr(w, f"uncounted_{name}") for w in ranks)
+        if total > 0 and whole:
             rates[f"{name}_per_sec"] = total
     found = {f"throughput/{key}": value for key, value in rates.items()}
     found |= {f"throughput/device/{key}": value / len(ranks) for key, value in rates.items()}
-    if all(w.ideal_seconds > 0 for w in ranks):
+    if all(w.ideal_seconds > 0 and not w.uncounted_flops for w in ranks):
         mfu = sum(_rate(w.ideal_seconds, w) for w in ranks) / len(ranks)
         found["throughput/device/mfu"] = mfu
     return found

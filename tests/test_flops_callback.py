@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small import FLOPS_PER_SAMPLE, Records, Small, trainer
+from small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from torch import Tensor
 
 from lightning_perf import ConfigError, Every, Flops, Never, PerfWarning, SpeedMonitor
@@ -149,6 +150,52 @@ def test_manual_optimization_is_counted_once(tmp_path: Path) -> None:
     flops = Flops()
     trainer(tmp_path, flops).fit(Manual())
     assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+def test_thawed_layers_are_counted_anew(tmp_path: Path) -> None:
+    """A backbone that is unfrozen between epochs changes the FLOPs from then on."""
+
+    class Thawing(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    records = Records()
+    trainer(tmp_path, Flops(schedule="8ba"), logger=records, max_epochs=2).fit(Thawing())
+    frozen = 4 * 2 * (8 * 16 + 2 * 16)  # the first layer forward; the second and its weights
+    values = [value for _, value in records.of("batch_flops")]
+    assert values == [frozen, frozen, frozen, 4 * FLOPS_PER_SAMPLE, 4 * FLOPS_PER_SAMPLE]
+
+
+def test_a_first_batch_without_a_loss_is_not_taken_for_the_truth(tmp_path: Path) -> None:
+    """Where training_step returns None at first, a later batch is counted."""
+
+    class Skipping(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx < 2 else loss
+
+    flops = Flops()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`training_step` returned `None`")
+        trainer(tmp_path, flops).fit(Skipping())
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+def test_a_utilization_above_one_is_flagged(tmp_path: Path) -> None:
+    """An impossible peak is reported as it is, with one warning about the peak."""
+    flops = Flops(peak_flops=312)
+    with pytest.warns(PerfWarning, match="312 FLOP/s .given.") as caught:
+        trainer(tmp_path, flops).fit(Small())
+    assert flops.metrics["mfu"] > 1
+    assert len(ours(caught)) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from small import Records, Small, ours, trainer
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor, Suite
@@ -205,6 +209,56 @@ def test_a_suite_says_what_it_cannot_hold() -> None:
         Suite([L.Callback()])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="twice"):
         Suite([Flops(), Flops()])
+
+
+def test_one_logger_that_fails_starves_no_other(tmp_path: Path) -> None:
+    """The failing one is named once; the healthy one has every report."""
+
+    class Failing(Records):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            raise OSError("disk full")
+
+    healthy = Records()
+    with pytest.warns(PerfWarning, match="Failing took no metrics.*disk full") as caught:
+        trainer(tmp_path, SpeedMonitor(4), logger=[Failing(), healthy]).fit(Small())
+    assert len(ours(caught)) == 1
+    assert len(healthy.of("time/train")) == 16
+
+
+def test_a_used_suite_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    """Spawning strategies pickle callbacks, before a first run and after it."""
+    suite = Suite([SpeedMonitor(4), Flops()])
+    trainer(tmp_path, suite).fit(Small())
+    again = pickle.loads(pickle.dumps(copy.deepcopy(suite)))
+    trainer(tmp_path, again).fit(Small())
+    assert again.callbacks[1].metrics["batch_flops"]
+
+
+def test_the_same_measurement_twice_is_refused(tmp_path: Path) -> None:
+    """A SpeedMonitor beside a Suite that has one would log every key twice."""
+    run = trainer(tmp_path, Suite([SpeedMonitor()]), SpeedMonitor())
+    with pytest.raises(ValueError, match=r"SpeedMonitor.*watches this Trainer already"):
+        run.fit(Small())
+
+
+@pytest.mark.parametrize("every", [16, 7], ids=["epoch end", "mid-epoch"])
+def test_a_resumed_epoch_is_lightning_s(tmp_path: Path, every: int) -> None:
+    """A checkpoint of an epoch's last batch resumes in the next epoch, not in a long one."""
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=every, save_top_k=-1)
+    options: dict[str, Any] = {"enable_checkpointing": True}
+    trainer(tmp_path, SpeedMonitor(), saving, **options).fit(Small())
+    diary = Diary()
+    run = trainer(tmp_path, SpeedMonitor(), diary, max_epochs=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*resuming from a checkpoint that ended")
+        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
+        run.fit(Small(), ckpt_path=tmp_path / f"step={every}.ckpt")
+    first, last = diary.stamps[0], diary.stamps[-1]
+    assert (first.batch, first.epoch, first.batch_in_epoch) == (
+        every + 1, every // 16, every % 16 + 1,
+    )  # fmt: skip
+    assert (last.batch, last.epoch, last.batch_in_epoch) == (32, 1, 16)
+    assert diary.moments[-1].fraction == 1.0
 
 
 def test_a_suite_reports_what_its_parts_report(tmp_path: Path) -> None:

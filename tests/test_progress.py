@@ -268,6 +268,27 @@ def test_a_counter_that_returns_nonsense_is_said_once(tmp_path: Path, bad: Any) 
     assert "throughput/tokens_per_sec" not in monitor.metrics
 
 
+def test_one_batch_that_cannot_be_counted_spoils_only_its_own_window(tmp_path: Path) -> None:
+    """No rate is logged that is too low: the key stays away until the batch has left."""
+
+    class Odd(Small):
+        def get_num_samples_in_batch(self, batch: Any) -> int:
+            if self.trainer.global_step == 6:
+                raise KeyError("this batch is strange")
+            return len(batch[0])
+
+    records = Records()
+    with pytest.warns(PerfWarning, match="this batch is strange") as caught:
+        trainer(tmp_path, SpeedMonitor(window_size=3), logger=records).fit(Odd())
+    assert len(ours(caught)) == 1
+    told = [step for step, _ in records.of("throughput/samples_per_sec")]
+    assert told == [3, 4, 8, 9, 10, 11, 12, 13, 14, 15]
+    for _, row in records.rows:
+        if "throughput/samples_per_sec" in row:
+            ratio = row["throughput/samples_per_sec"] / row["throughput/batches_per_sec"]
+            assert ratio == pytest.approx(4)
+
+
 def test_hugging_face_batches_bring_their_tokens(tmp_path: Path) -> None:
     """A mapping with input_ids is counted in samples and tokens, text beside it or not."""
 

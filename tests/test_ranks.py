@@ -92,11 +92,43 @@ def test_a_callback_that_fails_on_one_rank_hangs_nobody(tmp_path: Path) -> None:
                 raise ZeroDivisionError("planted")
             super().after_batch(driver, batch)
 
-    monitor, flops = Fragile(window_size=2), Flops(schedule="2ba")
+    class Counting(Flops):
+        reports = 0
+
+        def publish(self, driver: Any, report: Any, rows: Any) -> None:
+            super().publish(driver, report, rows)
+            self.reports += 1
+            self.metrics = {**self.metrics, "reports": self.reports}
+
+    flops = Counting(schedule="2ba", peak_flops=1e9)
+    dump = Dump(tmp_path, [flops])
     torch.set_num_threads(1)
-    run = trainer(tmp_path, monitor, flops, Dump(tmp_path, [flops]), **RANKS)
+    run = trainer(tmp_path, Fragile(window_size=2), flops, dump, **RANKS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is in the other process that it warns
         run.fit(Slow())
     ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
     assert [rank["samples"] for rank in ranks] == [32, 32]
+    # Eight batches a rank: the first, the second, fourth, sixth and eighth. The end may be late.
+    assert all(rank["metrics"]["Counting"]["reports"] >= 4 for rank in ranks)
+
+
+def test_ranks_may_see_other_shapes(tmp_path: Path, mlflow_database: str) -> None:
+    """One odd batch on one rank, counted there alone, leaves every report in step."""
+
+    class Ragged(Slow):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            odd = self.trainer.global_rank == 1 and self.trainer.global_step == 3
+            return [part[:3] for part in batch] if odd else batch
+
+    logger = MLFlowLogger("ragged", run_name="ragged", tracking_uri=mlflow_database)
+    torch.set_num_threads(1)
+    flops = Flops(schedule="2ba", peak_flops=1e9)
+    trainer(tmp_path, SpeedMonitor(window_size=3), flops, logger=logger, **RANKS).fit(Ragged())
+    client = MlflowClient(mlflow_database)
+    (run,) = client.search_runs([client.get_experiment_by_name("ragged").experiment_id])
+    steps = [point.step for point in client.get_metric_history(run.info.run_id, "mfu")]
+    assert steps == [1, 3, 5, 7]
+    # Without the odd batch, which rank 1 leaves out of its window, step 3 would be the first.
+    key = "throughput/samples_per_sec"
+    assert [p.step for p in client.get_metric_history(run.info.run_id, key)] == [4, 5, 6, 7]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -11,13 +12,13 @@ from typing_extensions import override
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak
 from lightning_perf.schedule import Every, Schedule, as_schedule
+from lightning_perf.trainer.collective import Rows
+from lightning_perf.trainer.driver import Report
 from lightning_perf.trainer.hooks import PerfCallback
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
     from lightning_perf.trainer.meter import BatchWork
-
-_REPORT = 2  # what the ranks' messages are told apart by
 
 
 @dataclass(slots=True)
@@ -35,6 +36,10 @@ class _Tally:
     batch_formula_flops: float = 0
     tracked_operations: float = 0
     untracked_operations: float = 0
+
+
+# dataclasses.astuple copies deeply, at forty times the cost.
+_ALL = attrgetter(*(field.name for field in fields(_Tally)))
 
 
 class Flops(PerfCallback):
@@ -83,12 +88,14 @@ class Flops(PerfCallback):
         #: What was reported last, by key.
         self.metrics: dict[str, float] = {}
         self._tally = _Tally()
-        self._batches = 0
         self._timed = self._held = False
+        self._shared = True
+        self._quiet_until = 0
 
     @override
     def prepare(self, driver: Driver) -> None:
-        self._tally, self._batches, self._timed, self._held = _Tally(), 0, False, False
+        self._tally, self._timed, self._held, self._quiet_until = _Tally(), False, False, 0
+        self._shared = self.schedule.shared or driver.ranks.world_size == 1
         self.schedule.validate(driver.limits)
         self.schedule.setup(driver.context)
         driver.meter.require(self.peak_flops, "peak_flops")
@@ -104,21 +111,38 @@ class Flops(PerfCallback):
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
-        if driver.stage != "train":
-            return
-        self._batches += 1
-        work = driver.work
-        if work is not None:
-            self._add(driver, work, batch)
-        # Every rank must come here at the same batches, whether or not it could count them.
-        due = self._due(driver)
-        if due or self._batches == 1:
-            self._report(driver)
+        if driver.stage == "train" and driver.work is not None:
+            self._add(driver, driver.work, batch)
 
     @override
-    def on_end(self, driver: Driver) -> None:
-        if driver.stage == "train" and not self._timed and self._tally.batches:
-            self._report(driver)
+    def due(self, driver: Driver, at_end: bool) -> bool:
+        if driver.stage != "train" or at_end:
+            return driver.stage == "train"
+        now = self._now(driver)
+        if self._shared:
+            self._held = now
+            return now or driver.first_batch
+        # Ranks may disagree about such a schedule, so they meet at Lightning's own cadence.
+        self._held |= now
+        return driver.report_due or driver.first_batch
+
+    @override
+    def collect(self, driver: Driver, at_end: bool) -> Report:
+        tally, self._tally = self._tally, _Tally()
+        wanted = self._held or driver.first_batch or at_end
+        self._held = False
+        return Report(_ALL(tally), driver.stage, driver.step, at_end, {"wanted": wanted})
+
+    @override
+    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
+        if not report.own["wanted"] or (report.at_end and self._timed):
+            return
+        found = utilization([_Tally(*row) for row in rows])
+        self._timed |= "mfu" in found
+        driver.meter.doubt(found.get("mfu", 0.0))
+        if found:
+            self.metrics = found
+            driver.log(found, report.step)
 
     def _add(self, driver: Driver, work: BatchWork, batch: Any) -> None:
         tally = self._tally
@@ -127,7 +151,7 @@ class Flops(PerfCallback):
         tally.batch_formula_flops = formula
         tally.tracked_operations = work.tracked_operations
         tally.untracked_operations = work.untracked_operations
-        if driver.slowed or self._batches == 1:
+        if driver.slowed or driver.first_batch:
             return
         tally.batches += 1
         tally.seconds += driver.counters.last_seconds
@@ -137,28 +161,16 @@ class Flops(PerfCallback):
         if formula and work.total:
             tally.formula_ideal_seconds += work.ideal_seconds * formula / work.total
 
-    def _due(self, driver: Driver) -> bool:
+    def _now(self, driver: Driver) -> bool:
+        batch = driver.counters.batch
+        if batch < self._quiet_until:
+            return False
         self.schedule.observe(driver.moment)
-        now = self.schedule(driver.moment)
-        if self.schedule.shared or driver.ranks.world_size == 1:
-            return now
-        # Ranks may disagree about such a schedule, so they meet at Lightning's own cadence.
-        self._held |= now
-        return driver.report_due
-
-    def _report(self, driver: Driver) -> None:
-        step = driver.step
-        wanted = self._held or self.schedule.shared or driver.ranks.world_size == 1
-        self._held = False
-        tally, self._tally = self._tally, _Tally()
-        self._timed |= tally.batches > 0
-
-        def publish(rows: list[list[float]]) -> None:
-            if wanted:
-                self.metrics = utilization([_Tally(*row) for row in rows])
-                driver.log(self.metrics, step)
-
-        driver.gather(_REPORT, astuple(tally), publish)
+        if self.schedule(driver.moment):
+            return True
+        if not self.schedule.watches:
+            self._quiet_until = self.schedule.quiet_until(driver.moment)
+        return False
 
 
 def utilization(ranks: Sequence[_Tally]) -> dict[str, float]:

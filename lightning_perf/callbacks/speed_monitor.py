@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -11,14 +10,12 @@ from typing_extensions import override
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak
 from lightning_perf.throughput import SECONDS_PER_UNIT, RollingWindow, Work, elapsed, throughput
+from lightning_perf.trainer.collective import Rows
+from lightning_perf.trainer.driver import Report
 from lightning_perf.trainer.hooks import PerfCallback
-from lightning_perf.trainer.meter import BatchWork
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
-
-_REPORT = 1  # what the ranks' messages are told apart by
-_UNKNOWN = BatchWork()
 
 
 class SpeedMonitor(PerfCallback):
@@ -79,65 +76,68 @@ class SpeedMonitor(PerfCallback):
         self.window_size = window_size
         self.gpu_flops_available = gpu_flops_available
         self.time_unit = time_unit
-        self.get_num_samples_in_batch = get_num_samples_in_batch
-        self.get_num_tokens_in_batch = get_num_tokens_in_batch
+        # Set only where given: a subclass may define them as methods.
+        if get_num_samples_in_batch is not None:
+            self.get_num_samples_in_batch = get_num_samples_in_batch
+        if get_num_tokens_in_batch is not None:
+            self.get_num_tokens_in_batch = get_num_tokens_in_batch
         self.num_samples = num_samples
         #: What was reported last, by key.
         self.metrics: dict[str, float] = {}
         self._windows: dict[str, RollingWindow] = {}
-        self._reported: set[str] = set()
+        self._told: set[str] = set()
 
     @override
     def prepare(self, driver: Driver) -> None:
-        self._windows, self._reported = {}, set()
+        self._windows, self._told = {}, set()
         driver.meter.require(self.gpu_flops_available, "gpu_flops_available")
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
-        stage = driver.stage
-        window = self._windows.get(stage)
+        window = self._windows.get(driver.stage)
         if window is None:  # the first batch warms up
-            window = self._windows[stage] = RollingWindow(self.window_size)
+            self._windows[driver.stage] = RollingWindow(self.window_size)
         elif not driver.slowed:
-            work, last = driver.work or _UNKNOWN, driver.counters
+            last, work = driver.counters, driver.work
             window.add(
                 last.last_seconds,
                 last.last_samples,
                 last.last_tokens,
-                work.total,
-                work.ideal_seconds,
+                work.total if work is not None else None,
+                work.ideal_seconds if work is not None else 0.0,
             )
-        if driver.report_due:
-            self._report(driver, window if window.full else None)
 
     @override
-    def on_end(self, driver: Driver) -> None:
-        stage = driver.stage
-        window = self._windows.get(stage)
-        if stage == "train" and stage in self._reported:
-            return
-        if window is not None and len(window):
-            self._report(driver, window)
+    def due(self, driver: Driver, at_end: bool) -> bool:
+        return at_end or driver.report_due
 
-    def _report(self, driver: Driver, window: RollingWindow | None) -> None:
-        stage, step = driver.stage, driver.step
+    @override
+    def collect(self, driver: Driver, at_end: bool) -> Report:
+        window = self._windows.get(driver.stage)
+        work = window.work() if window is not None else Work()
+        return Report(work.values(), driver.stage, driver.step, at_end, self._times(driver))
+
+    @override
+    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
+        ranks = [Work(*row) for row in rows]
+        stage = report.stage
+        found = dict(report.own)
+        if self._worth_telling(report, ranks):
+            self._told.add(stage)
+            found |= throughput(ranks)
+            driver.meter.doubt(found.get("throughput/device/mfu", 0.0))
+        elif report.at_end:
+            return
         prefix = "" if stage == "train" else f"{stage}/"
-        times = {prefix + key: value for key, value in self._times(driver).items()}
-        if window is None:
-            self._publish(driver, times, step)
-            return
-        self._reported.add(stage)
+        self.metrics = {prefix + key: value for key, value in found.items()}
+        driver.log(self.metrics, report.step)
 
-        def publish(rows: list[list[float]]) -> None:
-            rates = throughput([Work(*row) for row in rows])
-            named = {prefix + key: value for key, value in rates.items()}
-            self._publish(driver, named | times, step)
-
-        driver.gather(_REPORT, astuple(window.work()), publish)
-
-    def _publish(self, driver: Driver, metrics: dict[str, float], step: int) -> None:
-        self.metrics = metrics
-        driver.log(metrics, step)
+    def _worth_telling(self, report: Report, ranks: list[Work]) -> bool:
+        """Whether the windows are full on all ranks, or will not be any more."""
+        if report.at_end:
+            done = report.stage == "train" and "train" in self._told
+            return not done and all(rank.batches > 0 for rank in ranks)
+        return all(rank.batches >= self.window_size for rank in ranks)
 
     def _times(self, driver: Driver) -> dict[str, float]:
         spent = driver.counters.total_wct

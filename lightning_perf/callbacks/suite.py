@@ -45,6 +45,16 @@ class Suite(PerfCallback):
     def parts(self) -> list[object]:
         return list(self.callbacks)
 
+    @override
+    def settings(self) -> dict[str, object]:
+        return {key: value for part in self.callbacks for key, value in part.settings().items()}
+
+    @override
+    def discharge(self) -> None:
+        super().discharge()
+        for part in self.callbacks:
+            part.discharge()
+
     def _each(self, verb: str, *args: Any, teach: bool = False) -> None:
         for part in self.callbacks:
             part.call(verb, *args, teach=teach)

@@ -6,10 +6,10 @@ import math
 import re
 import time
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import warn
-from lightning_perf.trace.pending import describe, without_credentials
+from lightning_perf.errors import describe, warn, without_credentials
 from lightning_perf.tracking.compat import MlflowRun, check_reachable
 
 if TYPE_CHECKING:
@@ -33,16 +33,29 @@ def clean_key(key: str) -> str:
     return re.sub(r"/{2,}", "/", _REFUSED.sub("_", key)).strip("/")[:250]
 
 
-def log_to_loggers(loggers: Sequence[Any], metrics: Mapping[str, float], step: int) -> None:
-    """Write to loggers other than MLflow's, on the calling thread.
+class OtherLoggers:
+    """Loggers other than MLflow's, written to on the calling thread.
+
+    One that fails is said once; the others get theirs, and it is tried again the next time.
 
     Args:
         loggers: Lightning loggers.
-        metrics: Finite numbers by key.
-        step: The logger's step.
     """
-    for logger in loggers:
-        logger.log_metrics(dict(metrics), step=step)
+
+    def __init__(self, loggers: Sequence[Any]) -> None:
+        self._loggers = list(loggers)
+        self._said: set[int] = set()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write finite numbers by key."""
+        for logger in self._loggers:
+            try:
+                logger.log_metrics(dict(metrics), step=step)
+            except Exception as error:
+                if id(logger) not in self._said:
+                    self._said.add(id(logger))
+                    name = type(logger).__name__
+                    warn(f"{name} took no metrics ({describe(error)}). Training goes on.")
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -63,18 +76,22 @@ class MlflowMetrics:
 
     def __init__(self, run: MlflowRun, worker: Worker) -> None:
         self._run, self._worker = run, worker
-        self._waiting: deque[Entry] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[Entry] = deque()
         self._client: MlflowClient | None = None
         self._retry = 0.0
-        self._queued = self._warned = False
+        self._lost = 0
+        self._queued = False
+        self._said: set[str] = set()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Hand metrics over; returns at once."""
         now = int(time.time() * 1000)
         prefix = self._run.prefix
-        self._waiting.extend(
-            (clean_key(prefix + key), value, now, step) for key, value in metrics.items()
-        )
+        for key, value in metrics.items():
+            if len(self._waiting) >= _MOST_WAITING:
+                self._lost += 1
+            else:
+                self._waiting.append((clean_key(prefix + key), value, now, step))
         self._enqueue()
 
     def log_params(self, params: Mapping[str, object]) -> None:
@@ -82,18 +99,34 @@ class MlflowMetrics:
         texts = {clean_key(key): str(value)[:500] for key, value in params.items()}
         self._worker.submit(lambda: self._send_params(texts), "params to MLflow")
 
+    def flush(self) -> None:
+        """Try once more to send what waits, now."""
+        self._worker.submit(self._send, "metrics to MLflow")
+
+    def tell_lost(self) -> None:
+        """Say how many metrics did not arrive, once the worker has stopped."""
+        lost = len(self._waiting) + self._lost
+        if lost:
+            address = without_credentials(self._run.tracking_uri)
+            warn(f"{lost} metrics did not reach MLflow at {address} (run {self._run.run_id}).")
+
     def _enqueue(self) -> None:
-        if not self._queued:
-            self._queued = self._worker.submit(self._send, "metrics to MLflow", delay=self._retry)
+        if self._queued:
+            return
+        self._queued = True  # before the job, which sets it back
+        if not self._worker.submit(self._send, "metrics to MLflow", delay=self._retry):
+            self._queued = False
 
     def _send(self) -> None:
         self._queued = False
         while self._waiting:
-            batch = list(self._waiting)[:_BATCH]
+            batch = list(islice(self._waiting, _BATCH))
             try:
                 self._connect().log_batch(self._run.run_id, metrics=_metrics(batch))
             except Exception as error:
-                self._failed(error)
+                self._retry = min(max(2 * self._retry, _FIRST_RETRY), _LAST_RETRY)
+                self._say(f"metrics wait for the server ({describe(error)})")
+                self._enqueue()
                 return
             self._retry = 0.0
             for _ in batch:
@@ -103,11 +136,13 @@ class MlflowMetrics:
         from mlflow.entities import Param
 
         try:
-            self._connect().log_batch(
-                self._run.run_id, params=[Param(key, value) for key, value in params.items()]
-            )
+            client = self._connect()
+            # MLflow refuses to change a param, and all that is sent with it.
+            there = client.get_run(self._run.run_id).data.params
+            new = [Param(key, value) for key, value in params.items() if key not in there]
+            client.log_batch(self._run.run_id, params=new)
         except Exception as error:
-            self._warn(f"params were not logged ({describe(error)})")
+            self._say(f"params were not logged ({describe(error)})")
 
     def _connect(self) -> MlflowClient:
         check_reachable(self._run.tracking_uri)
@@ -117,14 +152,10 @@ class MlflowMetrics:
             self._client = MlflowClient(self._run.tracking_uri)
         return self._client
 
-    def _failed(self, error: Exception) -> None:
-        self._retry = min(max(2 * self._retry, _FIRST_RETRY), _LAST_RETRY)
-        self._warn(f"metrics wait for the server ({describe(error)})")
-        self._enqueue()
-
-    def _warn(self, what: str) -> None:
-        if not self._warned:
-            self._warned = True
+    def _say(self, what: str) -> None:
+        kind = what.split()[0]
+        if kind not in self._said:
+            self._said.add(kind)
             address = without_credentials(self._run.tracking_uri)
             warn(f"MLflow at {address}: {what}. Training goes on.")
 

@@ -26,9 +26,6 @@ _HEADER = 3
 _MOST_PENDING = 16
 _TIMEOUT = timedelta(minutes=30)
 
-# One group a process, not one a fit: groups are made by all ranks together and never freed.
-_side_group: tuple[Any, Any] | None = None
-
 
 @dataclass(slots=True)
 class _Pending:
@@ -41,8 +38,9 @@ class _Pending:
 class Gatherer:
     """Gathers over a gloo group of its own, so that the accelerator is never synchronised.
 
-    A message is sent at one batch and read at a later one, when it has come. Each carries what it
-    is about: where ranks disagree (one of them gave up on a callback), it is dropped.
+    A message is sent at one batch and read at a later one, when it has come. Messages are paired
+    by their order, so every rank must send the same ones; each carries what it is about, and one
+    that is paired wrongly is dropped.
 
     Args:
         trainer: Whose ranks take part. With several, all must construct this together.
@@ -52,7 +50,7 @@ class Gatherer:
         self._trainer = trainer
         self._world_size = trainer.world_size
         self._pending: deque[_Pending] = deque()
-        self._group = _gloo_group() if self._world_size > 1 and _initialized() else None
+        self._group = _new_group() if self._world_size > 1 and _initialized() else None
 
     @property
     def waiting(self) -> bool:
@@ -102,7 +100,13 @@ class Gatherer:
         while self._pending and time.monotonic() < until:
             time.sleep(0.005)
             self.poll()
+
+    def close(self) -> None:
+        """Let the group go; what never came keeps it, since it would have to be waited for."""
+        if self._group is not None and not self._pending:
+            dist.destroy_process_group(self._group)
         self._pending.clear()
+        self._group = None
 
     def _deliver(
         self, tag: tuple[int, int], rows: list[torch.Tensor], then: Callable[[Rows], None]
@@ -118,9 +122,5 @@ def _initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _gloo_group() -> Any:
-    global _side_group
-    world = dist.group.WORLD
-    if _side_group is None or _side_group[0] is not world:
-        _side_group = (world, dist.new_group(backend="gloo", timeout=_TIMEOUT))
-    return _side_group[1]
+def _new_group() -> Any:
+    return dist.new_group(backend="gloo", timeout=_TIMEOUT)

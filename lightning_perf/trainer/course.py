@@ -27,6 +27,8 @@ class _Stage:
     mark: float
     limits: Limits
     counters: Counters
+    #: Batches since the stage was entered.
+    batches: int = 0
 
 
 class Course:
@@ -61,6 +63,11 @@ class Course:
         return self._stages[-1].counters
 
     @property
+    def batches(self) -> int:
+        """Batches since the present stage was entered."""
+        return self._stages[-1].batches
+
+    @property
     def timestamp(self) -> Timestamp:
         """Where the present stage stands."""
         if self._timestamp is None:
@@ -89,18 +96,19 @@ class Course:
         self._stages.append(_Stage(name, now, now, limits, self.progress.stages[name]))
         self._changed()
 
-    def count(self, samples: int, tokens: int, step: int, epoch_ends: bool) -> None:
+    def count(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> None:
         """A batch has ended.
 
         Args:
-            samples: Samples in it.
-            tokens: Tokens in it.
+            samples: Samples in it, None where they cannot be told.
+            tokens: Tokens in it, None where they cannot be told.
             step: Optimizer steps so far.
             epoch_ends: Whether it was the last of its epoch.
         """
         stage, now = self._stages[-1], time.perf_counter()
         stage.counters.add(samples, tokens, now - stage.mark, step)
         stage.mark = now
+        stage.batches += 1
         self._epoch_ends, self._moment, self._timestamp = epoch_ends, None, None
 
     def end_epoch(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
+from lightning_perf.errors import ConfigError
 from lightning_perf.moment import Limits, Moment
 from lightning_perf.schedule import Context
-from lightning_perf.timestamp import Timestamp
 from lightning_perf.trace.worker import Worker
 from lightning_perf.trainer import compat
 from lightning_perf.trainer.collective import Gatherer, Rows
@@ -23,24 +25,48 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_perf.timestamp import Timestamp
     from lightning_perf.tracking.artifacts import Upload
 
 #: Seconds that the end of a run waits for other ranks' last numbers, and for uploads: what is not
 #: sent by then is listed for ``lightning-perf upload``.
 GATHER_TIMEOUT = 10.0
-UPLOAD_TIMEOUT = {"teardown": 60.0, "exception": 10.0}
+UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank has to say at one time."""
+
+    #: Sent to the other ranks.
+    values: Sequence[float]
+    stage: str
+    #: The loggers'.
+    step: int
+    #: Kept here.
+    at_end: bool = False
+    own: Mapping[str, float] = field(default_factory=dict)
+
+
+class Part(Protocol):
+    """One callback that reports, as ``PerfCallback`` documents."""
+
+    state_key: str
+
+    def due(self, driver: Driver, at_end: bool) -> bool:
+        """Whether there is something to report now, on all ranks alike."""
+        ...
+
+    def call(self, verb: str, *args: Any) -> Any:
+        """Call a verb so that no failure reaches training."""
+        ...
 
 
 class Member(Protocol):
     """What the driver knows of the callbacks that it drives."""
 
     @property
-    def state_key(self) -> str:
-        """What tells it from others of its kind."""
-        ...
-
-    @property
-    def parts(self) -> list[object]:
+    def parts(self) -> list[Any]:
         """The callbacks that it is, or hosts."""
         ...
 
@@ -69,8 +95,11 @@ class Driver:
         self.stage = ""
         #: Whether the last batch is one at which Lightning logs, the same on every rank.
         self.report_due = False
+        #: The loggers' step for what is reported now.
+        self.step = 0
         self._at_end: list[Callable[[], None]] = []
         self._counter: BatchCounter | None = None
+        self._resumed = False
 
     @property
     def leader(self) -> Member | None:
@@ -85,6 +114,11 @@ class Driver:
         driver = _DRIVERS.get(trainer)
         if driver is None:
             driver = _DRIVERS[trainer] = cls(trainer, module)
+        keys = {part.state_key for part in driver.parts}
+        for part in member.parts:
+            if part.state_key in keys and part.keeps_progress:
+                problem = "watches this Trainer already, on its own or in a Suite"
+                raise ConfigError("callbacks", part.state_key, problem, "[Suite([...])]")
         driver.members.append(member)
         return driver
 
@@ -98,6 +132,7 @@ class Driver:
         self.meter.disarm()
         if reason != "exception":
             self._gatherer.finish(GATHER_TIMEOUT)
+        self._gatherer.close()
         self.reporting.close(UPLOAD_TIMEOUT[reason])
         for finish in self._at_end:
             finish()
@@ -125,17 +160,20 @@ class Driver:
         return self.course.counters
 
     @property
-    def step(self) -> int:
-        """The loggers' step for what is reported now."""
-        if self.stage == "train" or self.nested:
-            return self._loop.step
-        return self.counters.batch if self.stage else 0
+    def parts(self) -> list[Any]:
+        """All callbacks on this trainer, those in suites included."""
+        return [part for member in self.members for part in member.parts]
+
+    @property
+    def first_batch(self) -> bool:
+        """Whether the last batch is the first one of its stage in this run."""
+        return self.course.batches == 1
 
     # -- what the first member tells --------------------------------------------------------------
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
-        owners = owners_of(self.trainer, self.module, self._parts())
+        owners = owners_of(self.trainer, self.module, self.parts)
         if self._counter is None:
             self._counter = BatchCounter(owners)
         limits = Limits()
@@ -164,33 +202,45 @@ class Driver:
             self.course.count(samples, tokens, trainer.global_step, trainer.is_last_batch)
             due = self._log_every > 0 and (loop.step + 1) % self._log_every == 0
             self.report_due = due and not loop.accumulating
+            self.step = loop.step
         else:
             self.course.count(samples, tokens, 0, False)
             every = 0 if self.course.nested else self._log_every
-            self.report_due = every > 0 and self.counters.batch % every == 0
+            self.report_due = every > 0 and self.course.batches % every == 0
+            if not self.course.nested:
+                self.step = self._loop.step + self.course.batches
         if self._gatherer.waiting:
             self._gatherer.poll()
 
+    def report(self, at_end: bool) -> None:
+        """All members have seen the batch, or the end of the stage: exchange what is due.
+
+        Whether something is due follows from what all ranks share, and a rank that has nothing to
+        say sends an empty message: else the messages of one callback would be taken for another's.
+        """
+        for number, part in enumerate(self.parts):
+            if not part.due(self, at_end):
+                continue
+            mine: Report | None = part.call("collect", self, at_end)
+            then = partial(self._publish, part, mine)
+            self._gatherer.gather((number, self.counters.batch), mine.values if mine else (), then)
+
+    def _publish(self, part: Part, mine: Report | None, rows: Rows) -> None:
+        if mine is not None and all(rows):
+            part.call("publish", self, mine, rows)
+
     def end_epoch(self) -> None:
         """An epoch of training is over."""
+        self.meter.refresh()
         self.course.end_epoch()
 
     def exit(self) -> None:
         """The present stage is over."""
+        self.meter.refresh()
         self.course.exit()
         self.stage = self.course.stage
 
     # -- what members may ask for -------------------------------------------------------------
-
-    def gather(self, member: int, values: Sequence[float], then: Callable[[Rows], None]) -> None:
-        """Bring numbers of all ranks together, at a cadence that all ranks share.
-
-        Args:
-            member: Which kind of report, the same on every rank.
-            values: This rank's numbers.
-            then: Receives one row a rank, perhaps some batches later.
-        """
-        self._gatherer.gather((member, self.step), values, then)
 
     @property
     def run_name(self) -> str:
@@ -205,7 +255,12 @@ class Driver:
     @property
     def upload_target(self) -> dict[str, str]:
         """What a later upload needs to know of the run."""
-        return self.reporting.runs[0].as_dict() if self.reporting.runs else {}
+        return self.reporting.target
+
+    @property
+    def identity(self) -> str:
+        """What tells this run from others of its name, the same on every rank."""
+        return self.reporting.identity
 
     def at_end(self, finish: Callable[[], None]) -> None:
         """Call something when the worker has stopped, at the very end of the run."""
@@ -238,27 +293,31 @@ class Driver:
         """Take up the progress of the training that is resumed."""
         if self.trainer.state.fn == "fit":
             self.progress.load_state_dict(progress)
+            self._resumed = True
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Metrics to every logger of the trainer, from rank 0."""
         self.reporting.log(metrics, step)
 
-    def _parts(self) -> list[object]:
-        return [part for member in self.members for part in member.parts]
-
     def _catch_up(self) -> None:
-        """Believe Lightning where it has seen more than we have: a resume without state of ours."""
-        total, in_epoch = compat.batches_seen(self.trainer)
-        stamp = self.progress.timestamp("train")
-        if total > stamp.batch:
-            seen = {
-                "epoch": self.trainer.current_epoch,
-                "batch": total,
-                "batch_in_epoch": in_epoch,
-                "step": self.trainer.global_step,
-            }
-            known = Timestamp.from_state_dict(stamp.state_dict() | seen)
-            self.progress.stages["train"] = Counters(known)
+        """Believe Lightning where it knows better: the epoch always, the rest without our state."""
+        counters, trainer = self.progress.stages["train"], self.trainer
+        total, in_epoch = compat.batches_seen(trainer)
+        ours = self._resumed or (counters.batch > 0 and trainer.ckpt_path is None)
+        if not ours and total:
+            self.progress.stages["train"] = Counters(
+                replace(
+                    counters.timestamp(),
+                    epoch=trainer.current_epoch,
+                    batch=total,
+                    batch_in_epoch=in_epoch,
+                    step=trainer.global_step,
+                )
+            )
+        elif trainer.current_epoch > counters.epoch:
+            # A checkpoint of an epoch's last batch: Lightning does not end that epoch again.
+            counters.end_epoch()
+            counters.epoch = trainer.current_epoch
 
 
 # A trainer's progress outlives its drivers, which live for one fit or test each.

@@ -11,11 +11,12 @@ from lightning.pytorch import Callback
 
 from lightning_perf.errors import ConfigError, RecorderBusy, warn
 from lightning_perf.moment import STAGES
-from lightning_perf.trainer.driver import Driver
+from lightning_perf.trainer.driver import Driver, Report
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_perf.trainer.collective import Rows
     from lightning_perf.trainer.progress import Progress
 
 #: Errors of set-up that the user can mend: these stop the run before it starts.
@@ -69,6 +70,21 @@ class PerfCallback(Callback):
     def on_end(self, driver: Driver) -> None:
         """``driver.stage`` ends as it should."""
 
+    def due(self, driver: Driver, at_end: bool) -> bool:
+        """Whether there is something to report now, on all ranks alike.
+
+        Asked after every batch and at a stage's end, on every rank, even where this callback has
+        given up: it must follow from what all ranks share, and not fail.
+        """
+        return False
+
+    def collect(self, driver: Driver, at_end: bool) -> Report:
+        """This rank's numbers for a report that is due."""
+        raise NotImplementedError
+
+    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
+        """Log a report, from one row of numbers a rank: some batches later, with several ranks."""
+
     def close(self, driver: Driver, reason: str) -> None:
         """Let go of everything; called once or more.
 
@@ -79,22 +95,26 @@ class PerfCallback(Callback):
 
     # -- dispatch ---------------------------------------------------------------------------------
 
-    def call(self, verb: str, *args: Any, teach: bool = False) -> None:
+    def call(self, verb: str, *args: Any, teach: bool = False) -> Any:
         """Call a verb so that no failure of ours reaches training.
 
         Args:
             verb: The method's name.
             *args: Its arguments.
             teach: Whether errors that the user can mend are raised all the same.
+
+        Returns:
+            What it returns; None if it failed, or this callback has given up.
         """
         if self._given_up:
-            return
+            return None
         try:
-            getattr(self, verb)(*args)
+            return getattr(self, verb)(*args)
         except Exception as error:
             if teach and isinstance(error, _FOR_THE_USER):
                 raise
             self._give_up(verb, error)
+            return None
 
     def _give_up(self, verb: str, error: Exception) -> None:
         self._given_up = True
@@ -111,6 +131,11 @@ class PerfCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Join the trainer's driver."""
         if self._driver is not None:
+            if self._driver.trainer is not trainer:
+                warn(
+                    f"this {type(self).__name__} leaves the Trainer that it watched for another "
+                    "one: give each Trainer a callback of its own."
+                )
             self._leave("teardown")
         driver = Driver.join(trainer, pl_module, self)
         self.enlist(driver)
@@ -121,11 +146,20 @@ class PerfCallback(Callback):
         self._driver, self._progress, self._given_up = driver, driver.progress, False
         self.call("prepare", driver, teach=True)
 
+    def discharge(self) -> None:
+        """Know the run no more."""
+        self._driver = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A run is a process's own: spawned processes and copies join theirs.
+        return {**self.__dict__, "_driver": None, "_progress": None}
+
     def settings(self) -> dict[str, object]:
         """The arguments that this was made with, for the run's params."""
         name = type(self).__name__
         arguments = list(inspect.signature(type(self).__init__).parameters)[1:]
-        return {f"{name}/{key}": getattr(self, key) for key in arguments if hasattr(self, key)}
+        given = {key: getattr(self, key) for key in arguments if hasattr(self, key)}
+        return {f"{name}/{key}": _readable(value) for key, value in given.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The run's progress, for callbacks that measure; plain values only."""
@@ -153,7 +187,7 @@ class PerfCallback(Callback):
         if driver is None:
             return
         self.call("close", driver, reason)
-        self._driver = None
+        self.discharge()
         try:
             driver.leave(self, reason)
         except Exception as error:
@@ -185,6 +219,8 @@ class PerfCallback(Callback):
             self._drive("end_batch", batch)
         if not self._given_up:
             self.call("after_batch", driver, batch)
+        if driver.members[-1] is self:
+            self._drive("report", False)
 
     def _end(self, stage: str) -> None:
         driver = self._driver
@@ -192,6 +228,7 @@ class PerfCallback(Callback):
             return
         self.call("on_end", driver)
         if driver.members[-1] is self:
+            self._drive("report", True)
             self._drive("exit")
 
     def _drive(self, verb: str, *args: Any) -> None:
@@ -210,6 +247,11 @@ class PerfCallback(Callback):
         driver = self._driver
         if driver is not None and driver.stage == "train" and driver.leader is self:
             self._drive("end_epoch")
+
+
+def _readable(value: object) -> object:
+    """A function by its name: its address would differ from run to run."""
+    return getattr(value, "__qualname__", value) if callable(value) else value
 
 
 def _fold(stage: str, word: str) -> None:

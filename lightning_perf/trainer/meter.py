@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _COUNTED = ("training_step", "backward")
+#: Batches that are counted without finding anything, before it is given up.
+_MOST_IN_VAIN = 16
 _DTYPES = {
     "64": "float64",
     "32": "float32",
@@ -56,7 +58,8 @@ class BatchWork:
 class FlopMeter:
     """Knows the FLOPs of a batch: by the module's own ``flops_per_batch``, else by counting it.
 
-    Each new signature of input shapes is counted once, on the real batch, while it trains.
+    Each new signature of input shapes is counted once, on the real batch, while it trains; again
+    when layers are frozen or thawed between epochs.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -64,9 +67,15 @@ class FlopMeter:
         self._given: tuple[float | str, str] | None = None
         self._peaks: dict[str, Peak | None] = {}
         self._known: dict[Hashable, BatchWork] = {}
+        self._by_state: dict[Hashable, dict[Hashable, BatchWork]] = {}
         self._counter: FlopCounter | None = None
         self._restore: list[Callable[[], None]] = []
         self._declared = False
+        self._state: Hashable = None
+        self._stale = True
+        self._backward_seen = False
+        self._in_vain = 0
+        self._doubted = False
         self.wanted = False
         #: The present batch: its work, and whether it was slowed down by being counted.
         self.work: BatchWork | None = None
@@ -136,33 +145,74 @@ class FlopMeter:
                 )
         return self._peaks[dtype]
 
+    def refresh(self) -> None:
+        """An epoch has ended: what is frozen may be another part of the model from now on."""
+        self._stale = True
+
     def before_batch(self, batch: Any) -> None:
         """Look the batch up by its shapes, and count it if they are new."""
         self.counted = False
         self.work = None
         if not self.wanted or self._declared:
             return
+        if self._stale:
+            self._stale = False
+            self._state = tuple(each.requires_grad for each in self._module.parameters())
+            self._known = self._by_state.setdefault(self._state, {})
         self._signature = signature(batch)
         self.work = self._known.get(self._signature)
         if self.work is None:
-            self._counter = FlopCounter()
-            for name in _COUNTED:
-                self._wrap(name, self._counter)
+            self._arm()
 
     def after_batch(self, batch: Any) -> None:
         """Know the work of the batch that has just ended."""
         if self._counter is not None:
             counts, self.counted = self._counter.counts, True
             self.disarm()
-            self.work = self._known[self._signature] = self._priced(counts)
+            self._learn(counts)
         elif self._declared and self.wanted:
             self.work = self._declared_work(batch)
+
+    def _learn(self, counts: Counts) -> None:
+        # A step that was skipped has no FLOPs, or none of a backward: the next one is counted.
+        whole = self._backward_seen or not self._module.automatic_optimization
+        if whole and counts.model_flops:
+            self.work = self._known[self._signature] = self._priced(counts)
+            return
+        self._in_vain += 1
+        if self._in_vain == _MOST_IN_VAIN:
+            self.wanted = False
+            warn(
+                f"no FLOPs were found in {_MOST_IN_VAIN} batches: no mfu. Define flops_per_batch "
+                "on the LightningModule to have it."
+            )
+
+    def doubt(self, mfu: float) -> None:
+        """Flag a utilization that cannot be.
+
+        Args:
+            mfu: As reported; above 1, the peak is wrong.
+        """
+        if mfu <= 1.0 or self._doubted:
+            return
+        self._doubted = True
+        peak = self.peak(self.dtype)
+        told = f"{peak.value:.3g} FLOP/s ({peak.source})" if peak else "unknown"
+        warn(
+            f"mfu is {mfu:.3g}, more than the hardware can do, so the peak is wrong: {told}. "
+            "Give it as Flops(peak_flops=...), in FLOP/s of one device."
+        )
 
     def disarm(self) -> None:
         """Take the wraps off, whatever happened."""
         self._counter = None
         while self._restore:
             self._restore.pop()()
+
+    def _arm(self) -> None:
+        self._counter, self._backward_seen = FlopCounter(), False
+        for name in _COUNTED:
+            self._wrap(name, self._counter)
 
     def _wrap(self, name: str, counter: FlopCounter) -> None:
         strategy = self._trainer.strategy
@@ -171,6 +221,7 @@ class FlopMeter:
 
         @wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
+            self._backward_seen |= name == "backward"
             with counter:
                 return original(*args, **kwargs)
 

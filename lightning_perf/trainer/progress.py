@@ -41,21 +41,23 @@ class Counters:
             stamp.total_wct - stamp.epoch_wct,
         )
         self._last_epoch = stamp.epoch
-        self.last_samples = self.last_tokens = self.last_steps = 0
+        self.last_samples: int | None = 0
+        self.last_tokens: int | None = 0
+        self.last_steps = 0
         self.last_seconds = 0.0
 
-    def add(self, samples: int, tokens: int, seconds: float, step: int) -> None:
+    def add(self, samples: int | None, tokens: int | None, seconds: float, step: int) -> None:
         """Count a batch.
 
         Args:
-            samples: Samples in it.
-            tokens: Tokens in it.
+            samples: Samples in it, None where they cannot be told.
+            tokens: Tokens in it, None where they cannot be told.
             seconds: How long it took.
             step: Optimizer steps so far, this batch's included.
         """
         self.batch += 1
-        self.sample += samples
-        self.token += tokens
+        self.sample += samples or 0
+        self.token += tokens or 0
         self.total_wct += seconds
         self.last_samples, self.last_tokens, self.last_seconds = samples, tokens, seconds
         self.last_steps, self.step = step - self.step, step
@@ -90,8 +92,8 @@ class Counters:
         return Timestamp(
             self._last_epoch,
             self.batch - 1,
-            self.sample - self.last_samples,
-            self.token - self.last_tokens,
+            self.sample - (self.last_samples or 0),
+            self.token - (self.last_tokens or 0),
             self.step - self.last_steps,
             total_wct=self.total_wct - self.last_seconds,
         )
@@ -123,9 +125,12 @@ class Progress:
 
 
 class BatchCounter:
-    """Counts samples and tokens of a batch, by the user's own function or by inference.
+    """Counts samples and tokens of a batch, by the user's own functions or by inference.
 
-    What cannot be counted is said once; its keys are left out from then on.
+    A batch that cannot be counted is said once, and its figure is None.
+
+    Args:
+        owners: Where the user's functions are looked for; the first one wins.
     """
 
     def __init__(self, owners: Iterable[object]) -> None:
@@ -133,35 +138,30 @@ class BatchCounter:
         self._samples = _find(owners, "get_num_samples_in_batch")
         self._tokens = _find(owners, "get_num_tokens_in_batch")
         self._inferred = (self._samples, self._tokens) == (get_num_samples, get_num_tokens)
-        self._known: Any = None
+        self._known: Any = None  # a type
+        self._said: set[str] = set()
 
-    def count(self, batch: Any) -> tuple[int, int]:
-        """Samples and tokens in a batch, each 0 where it cannot be told."""
+    def count(self, batch: Any) -> tuple[int | None, int | None]:
+        """Samples and tokens in a batch; None where they cannot be told, 0 if not tracked."""
         if type(batch) is self._known:
             # A sequence of tensors was looked at whole when the first one came.
             return len(batch[0]), 0
-        samples, tokens = self._told("samples", batch), self._told("tokens", batch)
-        if (
-            self._inferred
-            and samples
-            and type(batch) in (list, tuple)
-            and hasattr(batch[0], "shape")
-        ):
-            self._known = type(batch)
+        if batch is None:  # Lightning lets a loader skip a batch
+            return 0, 0
+        samples = self._told(self._samples, "samples", batch)
+        tokens = self._told(self._tokens, "tokens", batch)
+        if self._inferred and samples and type(batch) in (list, tuple):
+            self._known = type(batch) if hasattr(batch[0], "shape") else None
         return samples, tokens
 
-    def _told(self, what: str, batch: Any) -> int:
-        counter: _Counter = getattr(self, f"_{what}")
+    def _told(self, counter: _Counter, what: str, batch: Any) -> int | None:
         try:
             return counter(batch)
         except Exception as error:
-            setattr(self, f"_{what}", _untold)
-            _say(what, error)
-            return 0
-
-
-def _untold(batch: Any) -> int:  # noqa: ARG001
-    return 0
+            if what not in self._said:
+                self._said.add(what)
+                _say(what, error)
+            return None
 
 
 def _find(owners: list[object], name: str) -> _Counter:

@@ -6,13 +6,13 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import warn
+from lightning_perf.errors import describe, warn
 from lightning_perf.tracking.artifacts import Upload, uploader
 from lightning_perf.tracking.compat import MlflowRun, is_mlflow, mlflow_run, run_name
-from lightning_perf.tracking.metrics import MlflowMetrics, finite, log_to_loggers
+from lightning_perf.tracking.metrics import MlflowMetrics, OtherLoggers, finite
 from lightning_perf.tracking.tags import TagReader
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from lightning_perf.trace.worker import Worker
 
 _NAME_TIMEOUT = 10.0
+#: Seconds to wait before saying that there is something to wait for.
+_PATIENCE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Destination:
 
     runs: tuple[MlflowRun, ...]
     run_name: str
+    #: What tells this run from others of its name.
+    identity: str
 
 
 class Reporting:
@@ -44,10 +48,17 @@ class Reporting:
             destination = trainer.strategy.broadcast(destination, src=0)
         assert destination is not None  # rank 0 made it
         self.runs, self.run_name = destination.runs, destination.run_name
+        self.identity = destination.identity
         self.upload: Upload | None = uploader(self.runs)
         self.tags = TagReader(next(iter(self.runs), None), worker)
         self._mlflow = [MlflowMetrics(run, worker) for run in self.runs] if first else []
-        self._loggers = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
+        others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
+        self._others = OtherLoggers(others)
+
+    @property
+    def target(self) -> dict[str, str]:
+        """What a later upload needs to know of the run."""
+        return self.runs[0].as_dict() if self.runs else {}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Metrics to all loggers; numbers that are not finite are left out."""
@@ -56,7 +67,7 @@ class Reporting:
             return
         for target in self._mlflow:
             target.log(metrics, step)
-        log_to_loggers(self._loggers, metrics, step)
+        self._others.log(metrics, step)
 
     def log_params(self, params: Mapping[str, object]) -> None:
         """The set-up of the run, to MLflow."""
@@ -64,30 +75,57 @@ class Reporting:
             target.log_params(params)
 
     def close(self, timeout: float) -> None:
-        """Wait a bounded time, with a word to the user if it is long, for what is on its way."""
-        if self._worker.pending and sys.stderr.isatty():
-            print("lightning_perf: sending what is left ...", file=sys.stderr)  # noqa: T201
-        self._worker.close(timeout)
+        """Wait a bounded time for what is on its way, and say what did not arrive.
+
+        Args:
+            timeout: Seconds at most.
+        """
+        for target in self._mlflow:
+            target.flush()
+        if not self._worker.close(_PATIENCE):
+            left = self._worker.pending
+            print(  # noqa: T201  (a job in a queue may wait here for a minute)
+                f"lightning_perf: {left} uploads are on their way; waiting up to {timeout:.0f} s",
+                file=sys.stderr,
+            )
+            self._worker.close(timeout)
+        for target in self._mlflow:
+            target.tell_lost()
 
 
 def _destination(trainer: Trainer, worker: Worker) -> Destination:
-    runs = tuple(
-        run for x in trainer.loggers if is_mlflow(x) for run in [mlflow_run(x)] if run is not None
-    )
-    return Destination(runs, _run_name(trainer, runs, worker))
+    """Rank 0's; whatever a logger raises, the other ranks wait for an answer."""
+    made_up = time.strftime("run-%Y%m%d-%H%M%S-") + os.urandom(2).hex()
+    try:
+        found = [mlflow_run(logger) for logger in trainer.loggers if is_mlflow(logger)]
+        runs = tuple(run for run in found if run is not None)
+        if runs:
+            return Destination(runs, _mlflow_name(runs[0], worker), runs[0].run_id)
+        for logger in trainer.loggers:
+            if logger.version is not None:
+                name = f"{logger.name}-{_version(logger.version)}"
+                return Destination((), name, f"{logger.save_dir}/{name}")
+    except Exception as error:
+        warn(f"a logger does not tell its run ({describe(error)}), so files go to {made_up}.")
+    return Destination((), made_up, made_up)
 
 
-def _run_name(trainer: Trainer, runs: tuple[MlflowRun, ...], worker: Worker) -> str:
-    for run in runs:
+@cache
+def _names() -> dict[str, str]:
+    """Names of runs by id: one that was asked for is not asked for again, even in vain."""
+    return {}
+
+
+def _mlflow_name(run: MlflowRun, worker: Worker) -> str:
+    names = _names()
+    if run.run_id not in names:
         try:
-            return worker.call(partial(run_name, run), timeout=_NAME_TIMEOUT)
+            names[run.run_id] = worker.call(partial(run_name, run), timeout=_NAME_TIMEOUT)
         except Exception as error:
-            warn(f"MLflow did not tell the name of run {run.run_id} ({error}): its id stands in.")
-            return run.run_id
-    for logger in trainer.loggers:
-        if logger.version is not None:
-            return f"{logger.name}-{_version(logger.version)}"
-    return time.strftime("run-%Y%m%d-%H%M%S-") + os.urandom(2).hex()
+            names[run.run_id] = run.run_id
+            why = describe(error)
+            warn(f"MLflow did not tell the name of run {run.run_id} ({why}): its id stands in.")
+    return names[run.run_id]
 
 
 def _version(version: Any) -> str:
