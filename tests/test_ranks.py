@@ -93,12 +93,12 @@ def test_a_callback_that_fails_on_one_rank_hangs_nobody(tmp_path: Path) -> None:
             super().after_batch(driver, batch)
 
     class Counting(Flops):
-        reports = 0
+        told = 0
 
         def publish(self, driver: Any, report: Any, rows: Any) -> None:
             super().publish(driver, report, rows)
-            self.reports += 1
-            self.metrics = {**self.metrics, "reports": self.reports}
+            self.told += 1
+            self.metrics = {**self.metrics, "reports": self.told}
 
     flops = Counting(schedule="2ba", peak_flops=1e9)
     dump = Dump(tmp_path, [flops])

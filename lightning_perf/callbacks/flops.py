@@ -18,7 +18,7 @@ from lightning_perf.trainer.hooks import PerfCallback
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
-    from lightning_perf.trainer.meter import BatchWork
+    from lightning_perf.trainer.peaks import BatchWork
 
 
 @dataclass(slots=True)
@@ -50,7 +50,9 @@ class Flops(PerfCallback):
     FLOPs of one batch over all ranks, forward and backward, 2 a multiply-add, attention in full),
     ``actual_batches_per_sec``, ``max_batches_per_sec``, ``total_flops`` (peak FLOP/s of all
     devices), ``tflops_per_device``, ``tracked_operations`` and ``untracked_operations`` (operator
-    calls a batch), and with a formula ``batch_flops_from_formula`` and ``mfu_from_formula``.
+    calls a batch), and with a formula ``batch_flops_from_formula`` and ``mfu_from_formula``. Other
+    stages than training have theirs, of their own batches, under the stage's name
+    (``validate/mfu``).
 
     FLOPs come from the module's ``flops_per_batch`` if it has one, else from counting each new
     shape of batch once; that happens at the first batch whatever the schedule says.
@@ -70,6 +72,8 @@ class Flops(PerfCallback):
         >>> trainer = L.Trainer(callbacks=[Flops(schedule="every 10ba")], logger=False)
     """
 
+    reports = True
+
     def __init__(
         self,
         schedule: Schedule | str | None = None,
@@ -87,14 +91,15 @@ class Flops(PerfCallback):
         self.formula = formula
         #: What was reported last, by key.
         self.metrics: dict[str, float] = {}
-        self._tally = _Tally()
-        self._timed = self._held = False
+        self._tallies: dict[str, _Tally] = {}
+        self._timed: set[str] = set()
+        self._held = False
         self._shared = True
         self._quiet_until = 0
 
     @override
     def prepare(self, driver: Driver) -> None:
-        self._tally, self._timed, self._held, self._quiet_until = _Tally(), False, False, 0
+        self._tallies, self._timed, self._held, self._quiet_until = {}, set(), False, 0
         self._shared = self.schedule.shared or driver.ranks.world_size == 1
         self.schedule.validate(driver.limits)
         self.schedule.setup(driver.context)
@@ -106,18 +111,19 @@ class Flops(PerfCallback):
 
     @override
     def on_start(self, driver: Driver) -> None:
-        if driver.stage == "train":
-            self.schedule.observe(driver.moment)
+        self._quiet_until = 0
+        self._tallies[driver.stage] = _Tally()
+        self.schedule.observe(driver.moment)
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
-        if driver.stage == "train" and driver.work is not None:
+        if driver.work is not None:
             self._add(driver, driver.work, batch)
 
     @override
     def due(self, driver: Driver, at_end: bool) -> bool:
-        if driver.stage != "train" or at_end:
-            return driver.stage == "train"
+        if at_end or driver.nested:
+            return at_end
         now = self._now(driver)
         if self._shared:
             self._held = now
@@ -128,24 +134,29 @@ class Flops(PerfCallback):
 
     @override
     def collect(self, driver: Driver, at_end: bool) -> Report:
-        tally, self._tally = self._tally, _Tally()
+        tally = self._tallies[driver.stage]
+        self._tallies[driver.stage] = _Tally()
         wanted = self._held or driver.first_batch or at_end
         self._held = False
         return Report(_ALL(tally), driver.stage, driver.step, at_end, {"wanted": wanted})
 
     @override
     def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
-        if not report.own["wanted"] or (report.at_end and self._timed):
+        stage = report.stage
+        done = stage == "train" and report.at_end and stage in self._timed
+        if done or not report.own["wanted"]:
             return
         found = utilization([_Tally(*row) for row in rows])
-        self._timed |= "mfu" in found
-        driver.meter.doubt(found.get("mfu", 0.0))
+        if "mfu" in found:
+            self._timed.add(stage)
+        driver.meter.peaks.doubt(found.get("mfu", 0.0))
         if found:
-            self.metrics = found
-            driver.log(found, report.step)
+            prefix = "" if stage == "train" else f"{stage}/"
+            self.metrics = {prefix + key: value for key, value in found.items()}
+            driver.log(self.metrics, report.step)
 
     def _add(self, driver: Driver, work: BatchWork, batch: Any) -> None:
-        tally = self._tally
+        tally = self._tallies[driver.stage]
         formula = float(self.formula(batch)) if self.formula is not None else 0.0
         tally.batch_flops, tally.peak = work.total, work.peak if work.ideal_seconds else 0.0
         tally.batch_formula_flops = formula

@@ -52,6 +52,8 @@ class SpeedMonitor(PerfCallback):
         >>> trainer = L.Trainer(callbacks=[SpeedMonitor(window_size=10)], logger=False)
     """
 
+    reports = True
+
     def __init__(
         self,
         window_size: int = 100,
@@ -125,7 +127,7 @@ class SpeedMonitor(PerfCallback):
         if self._worth_telling(report, ranks):
             self._told.add(stage)
             found |= throughput(ranks)
-            driver.meter.doubt(found.get("throughput/device/mfu", 0.0))
+            driver.meter.peaks.doubt(found.get("throughput/device/mfu", 0.0))
         elif report.at_end:
             return
         prefix = "" if stage == "train" else f"{stage}/"

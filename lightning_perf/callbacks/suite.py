@@ -39,6 +39,7 @@ class Suite(PerfCallback):
         if len(set(keys)) < len(keys):
             raise ConfigError("callbacks", keys, "holds one callback twice", example)
         self.callbacks = list(callbacks)
+        self._early: list[PerfCallback] = []
 
     @property
     @override
@@ -63,6 +64,7 @@ class Suite(PerfCallback):
     def prepare(self, driver: Driver) -> None:
         for part in self.callbacks:
             part.enlist(driver)
+        self._early = [part for part in self.callbacks if part._before_batch]
 
     @override
     def on_start(self, driver: Driver) -> None:
@@ -70,7 +72,8 @@ class Suite(PerfCallback):
 
     @override
     def before_batch(self, driver: Driver, batch: Any) -> None:
-        self._each("before_batch", driver, batch)
+        for part in self._early:
+            part.call("before_batch", driver, batch)
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:

@@ -14,7 +14,7 @@ from lightning_perf.trace.worker import Worker
 from lightning_perf.trainer import compat
 from lightning_perf.trainer.collective import Gatherer, Rows
 from lightning_perf.trainer.course import Course
-from lightning_perf.trainer.meter import BatchWork, FlopMeter
+from lightning_perf.trainer.meter import FlopMeter
 from lightning_perf.trainer.progress import BatchCounter, Counters, Progress
 from lightning_perf.trainer.reporting import Reporting
 from lightning_perf.trainer.surroundings import limits_of, owners_of, ranks_of, setup_of
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.tracking.artifacts import Upload
+    from lightning_perf.trainer.peaks import BatchWork
 
 #: Seconds that the end of a run waits for other ranks' last numbers, and for uploads: what is not
 #: sent by then is listed for ``lightning-perf upload``.
@@ -95,6 +96,8 @@ class Driver:
         self.stage = ""
         #: Whether the last batch is one at which Lightning logs, the same on every rank.
         self.report_due = False
+        #: The callbacks that report, in the same order on all ranks.
+        self.reporters: list[Part] = []
         #: The loggers' step for what is reported now.
         self.step = 0
         self._at_end: list[Callable[[], None]] = []
@@ -177,28 +180,29 @@ class Driver:
         if self._counter is None:
             self._counter = BatchCounter(owners)
         limits = Limits()
+        self.meter.start(stage)
         if stage == "train":
             limits = self.limits = limits_of(self.trainer, owners[1:])
             self._catch_up()
-            self.meter.start()
-            self.describe(setup_of(self.trainer) | self.meter.setup())
+            peak = self.meter.peaks.setup() if self.meter.wanted else {}
+            self.describe(setup_of(self.trainer) | peak)
         self._log_every = compat.log_every_n_steps(self.trainer)
+        self.reporters = [part for part in self.parts if part.reports]
         self.course.enter(stage, limits)
         self.stage = stage
 
     def begin_batch(self, batch: Any) -> None:
         """A batch has arrived on the device."""
-        if self.stage == "train":
-            self.meter.before_batch(batch)
+        self.meter.before_batch(batch)
 
     def end_batch(self, batch: Any) -> None:
         """A batch has been worked on."""
         assert self._counter is not None  # made by enter()
         samples, tokens = self._counter.count(batch)
+        if self.meter.wanted:
+            self.meter.after_batch(batch)
         if self.stage == "train":
             trainer, loop = self.trainer, self._loop
-            if self.meter.wanted:
-                self.meter.after_batch(batch)
             self.course.count(samples, tokens, trainer.global_step, trainer.is_last_batch)
             due = self._log_every > 0 and (loop.step + 1) % self._log_every == 0
             self.report_due = due and not loop.accumulating
@@ -218,7 +222,7 @@ class Driver:
         Whether something is due follows from what all ranks share, and a rank that has nothing to
         say sends an empty message: else the messages of one callback would be taken for another's.
         """
-        for number, part in enumerate(self.parts):
+        for number, part in enumerate(self.reporters):
             if not part.due(self, at_end):
                 continue
             mine: Report | None = part.call("collect", self, at_end)
@@ -231,14 +235,14 @@ class Driver:
 
     def end_epoch(self) -> None:
         """An epoch of training is over."""
-        self.meter.refresh()
+        self.meter.resume(self.stage)
         self.course.end_epoch()
 
     def exit(self) -> None:
         """The present stage is over."""
-        self.meter.refresh()
         self.course.exit()
         self.stage = self.course.stage
+        self.meter.resume(self.stage)
 
     # -- what members may ask for -------------------------------------------------------------
 
@@ -278,12 +282,12 @@ class Driver:
     @property
     def work(self) -> BatchWork | None:
         """The FLOPs of the last batch, where they are known."""
-        return self.meter.work if self.stage == "train" else None
+        return self.meter.work
 
     @property
     def slowed(self) -> bool:
         """Whether the last batch took longer because its FLOPs were counted."""
-        return self.meter.counted and self.stage == "train"
+        return self.meter.counted
 
     def describe(self, settings: Mapping[str, object]) -> None:
         """The set-up of the run, or of one member, as params of the run."""

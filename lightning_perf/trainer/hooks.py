@@ -32,6 +32,8 @@ class PerfCallback(Callback):
     one warning, and training goes on.
     """
 
+    #: Whether ``due`` is asked.
+    reports = False
     #: Whether checkpoints carry the run's progress in this callback's state.
     keeps_progress = True
 
@@ -39,6 +41,7 @@ class PerfCallback(Callback):
         self._driver: Driver | None = None
         self._progress: Progress | None = None
         self._given_up = False
+        self._before_batch = True
 
     @cached_property
     def state_key(self) -> str:
@@ -144,6 +147,8 @@ class PerfCallback(Callback):
     def enlist(self, driver: Driver) -> None:
         """Get ready for a run; errors that the user can mend are raised."""
         self._driver, self._progress, self._given_up = driver, driver.progress, False
+        # Most callbacks have nothing to do there, and this is asked at every batch.
+        self._before_batch = type(self).before_batch is not PerfCallback.before_batch
         self.call("prepare", driver, teach=True)
 
     def discharge(self) -> None:
@@ -206,9 +211,9 @@ class PerfCallback(Callback):
         driver = self._driver
         if driver is None or driver.stage != stage:
             return
-        if driver.leader is self:
+        if driver.leader is self and driver.meter.wanted:
             self._drive("begin_batch", batch)
-        if not self._given_up:
+        if self._before_batch and not self._given_up:
             self.call("before_batch", driver, batch)
 
     def _after(self, stage: str, batch: Any) -> None:
@@ -219,7 +224,7 @@ class PerfCallback(Callback):
             self._drive("end_batch", batch)
         if not self._given_up:
             self.call("after_batch", driver, batch)
-        if driver.members[-1] is self:
+        if driver.reporters and driver.members[-1] is self:
             self._drive("report", False)
 
     def _end(self, stage: str) -> None:
