@@ -17,6 +17,7 @@ from lightning_perf.trainer.course import Course
 from lightning_perf.trainer.meter import FlopMeter
 from lightning_perf.trainer.progress import BatchCounter, Counters, Progress
 from lightning_perf.trainer.reporting import Reporting
+from lightning_perf.trainer.spans import LeanSpans
 from lightning_perf.trainer.surroundings import limits_of, owners_of, ranks_of, setup_of
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Driver:
         self.progress = _PROGRESS.setdefault(trainer, Progress())
         self.course = Course(self.progress, self.ranks, self.reporting.run_name)
         self._gatherer = Gatherer(trainer)
+        self._spans = LeanSpans(trainer)
         self._loop = compat.TrainingLoop(trainer)
         self._log_every = 0
         #: The stage that is running, in Lightning's words; empty between stages.
@@ -133,6 +135,7 @@ class Driver:
             return
         del _DRIVERS[self.trainer]
         self.meter.disarm()
+        self._spans.restore()
         if reason != "exception":
             self._gatherer.finish(GATHER_TIMEOUT)
         self._gatherer.close()
