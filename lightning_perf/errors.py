@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+
+_MESSAGE_LENGTH = 300
 
 
 class ConfigError(ValueError):
@@ -12,7 +15,7 @@ class ConfigError(ValueError):
         field: The setting, as the user writes it.
         value: What it was given.
         problem: Why that cannot work, as a clause.
-        example: A value that works.
+        example: A value that works; None where no value would.
 
     Example:
         >>> raise ConfigError("window_size", 0, "is not a positive number of batches", "100")
@@ -21,12 +24,14 @@ class ConfigError(ValueError):
 Try window_size=100.
     """
 
-    def __init__(self, field: str, value: object, problem: str, example: str) -> None:
+    def __init__(self, field: str, value: object, problem: str, example: str | None) -> None:
         super().__init__(field, value, problem, example)
         self.field, self.value, self.problem, self.example = field, value, problem, example
 
     def __str__(self) -> str:
-        return f"{self.field}={self.value!r} {self.problem}. Try {self.field}={self.example}."
+        told = f"{self.field}={self.value!r} {self.problem}"
+        told += "" if told.endswith("?") else "."
+        return told if self.example is None else f"{told} Try {self.field}={self.example}."
 
 
 class RecorderBusy(RuntimeError):
@@ -35,14 +40,23 @@ class RecorderBusy(RuntimeError):
     Args:
         wanted: The recorder that was to start.
         holder: The one that is recording.
+        remedy: What the user can do about it, as an imperative.
+
+    Example:
+        >>> raise RecorderBusy("Memray", "VizTracer")
+        Traceback (most recent call last):
+        lightning_perf.errors.RecorderBusy: Memray cannot record while VizTracer does: \
+give them different windows.
     """
 
-    def __init__(self, wanted: str, holder: str) -> None:
-        super().__init__(wanted, holder)
-        self.wanted, self.holder = wanted, holder
+    def __init__(
+        self, wanted: str, holder: str, remedy: str = "give them different windows"
+    ) -> None:
+        super().__init__(wanted, holder, remedy)
+        self.wanted, self.holder, self.remedy = wanted, holder, remedy
 
     def __str__(self) -> str:
-        return f"{self.wanted} cannot record while {self.holder} does: give them different windows."
+        return f"{self.wanted} cannot record while {self.holder} does: {self.remedy}."
 
 
 class PerfWarning(UserWarning):
@@ -50,9 +64,40 @@ class PerfWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Warn in the one form that all our warnings have.
+    """Warn in the one form that all our warnings have, without what may be secret in addresses.
 
     Args:
         message: What happened, and what to do about it.
     """
-    warnings.warn(f"lightning_perf: {message}", PerfWarning, stacklevel=3)
+    warnings.warn(f"lightning_perf: {_redacted(message)}", PerfWarning, stacklevel=3)
+
+
+def describe(error: BaseException) -> str:
+    """An error's class and message, short and without what may be secret in addresses.
+
+    Args:
+        error: What was raised.
+
+    Example:
+        >>> describe(OSError("PUT https://me:secret@host/x?signature=abc failed"))
+        'OSError: PUT https://host/x failed'
+    """
+    return _redacted(f"{type(error).__name__}: {error}")[:_MESSAGE_LENGTH]
+
+
+def without_credentials(address: str) -> str:
+    """A text whose addresses have lost their user names and passwords.
+
+    Args:
+        address: An address, or a text with addresses in it.
+
+    Example:
+        >>> without_credentials("https://me:secret@host/path")
+        'https://host/path'
+    """
+    return re.sub(r"://[^\s/?#]*@", "://", address)
+
+
+def _redacted(text: str) -> str:
+    # urllib3 tells an address without its host: "Max retries exceeded with url: /x?signature=abc".
+    return re.sub(r"((?:://|\burl: )[^\s?]*)\?[^\s'\"]*", r"\1", without_credentials(text))

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
 from small import Records, Small, trainer
 
 from lightning_perf import (
@@ -129,8 +130,12 @@ def test_a_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
-def test_every_configuration_of_ours_trains(path: Path, in_tmp: Path) -> None:
+def test_every_configuration_of_ours_trains(
+    path: Path, in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each file in configs/ is run as it stands, for some steps, by its own example."""
+    # MLflow leaves the address of another test's run there.
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     example = CONFIGS.parent / "examples" / "train_gpt.py"
     command = [
         sys.executable, str(example), "fit", "--config", str(path),
@@ -162,9 +167,38 @@ def test_the_report_tells_what_a_run_was(
     with pytest.raises(SystemExit) as ended:
         main(["report", str(logger.run_id), "--tracking_uri", mlflow_database])
     assert ended.value.code == 0
-    told = capsys.readouterr().out.replace("\n", "").replace("│", "").replace(" ", "")
-    for part in ("told", "batches/s", "MFU", "2TFLOP/s", "(given)", "rank0.1.pt.trace.json.gz"):
+    told = capsys.readouterr().out
+    for part in ("told", "batches/s", "MFU (last window)", "2 TFLOP/s", "(given)"):
         assert part in told
+    assert "status" not in told
+    assert any(line.endswith("/rank0.1.pt.trace.json.gz") for line in told.splitlines())
+
+
+@pytest.mark.parametrize("columns", ["20", "80", "300"])
+def test_the_report_is_whole_at_any_width(
+    mlflow_database: str,
+    tmp_path: Path,
+    columns: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Traces stand one a line, in the order of batches, and what failed is said."""
+    monkeypatch.setenv("COLUMNS", columns)
+    client = MlflowClient(mlflow_database)
+    experiment = client.create_experiment(f"wide-{columns}")
+    run = client.create_run(experiment, run_name="[red]owl[/] :smile:").info
+    names = [f"rank{rank}.{batch}.json" for rank in (0, 10) for batch in (9, 53, 103)]
+    for name in reversed(names):
+        (tmp_path / name).touch()
+        client.log_artifact(run.run_id, str(tmp_path / name), f"{'deep/' * 9}torch_traces")
+    client.set_terminated(run.run_id, "FAILED")
+    with pytest.raises(SystemExit):
+        main(["report", run.run_id, "--tracking_uri", mlflow_database])
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"[red]owl[/] :smile: ({run.run_id})"
+    assert [line.rpartition("/")[2] for line in told if "torch_traces" in line] == names
+    assert any("status" in line and "failed" in line for line in told)
+    assert f"  mlflow ui --backend-store-uri {mlflow_database}" in told
 
 
 def test_the_report_says_what_it_misses(

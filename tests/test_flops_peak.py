@@ -27,7 +27,7 @@ def gpu(monkeypatch):
 @pytest.fixture
 def rate(monkeypatch):
     """Make every measurement give the same rate."""
-    monkeypatch.setattr(peak, "measure_peak", lambda *_: 7e9)
+    monkeypatch.setattr(peak, "measure_peak", lambda *_, **__: 7e9)
 
 
 @pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf"), True, "fast", "1e12", [1]])

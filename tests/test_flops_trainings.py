@@ -152,8 +152,9 @@ def test_sharded_models_are_counted_by_the_work_of_each_rank(
     script = tmp_path / "train.py"
     script.write_text(
         "import sys, warnings; warnings.simplefilter('ignore')\n"
-        f"from test_flops_trainings import *\n"
-        f"flops = Flops(peak_flops=1e9)\n"
+        "from lightning.pytorch.strategies import ModelParallelStrategy\n"
+        "from test_flops_trainings import *\n"
+        "flops = Flops(peak_flops=1e9)\n"
         f"strategy = ModelParallelStrategy(**{sizes!r})\n"
         f"trainer(Path({str(tmp_path)!r}), flops, Dump(Path({str(tmp_path)!r}), flops), devices=2,"
         f" strategy=strategy).fit({model.__name__}())\n"
@@ -181,7 +182,7 @@ def _launch(script: Path) -> None:
         check=False,
         timeout=180,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[:3000]
 
 
 def test_a_layer_norm_costs_nothing(tmp_path: Path) -> None:

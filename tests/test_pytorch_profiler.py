@@ -10,9 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from small import Records, Small, trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from mlflow import MlflowClient
+from small import Records, Small, ours, trainer
 
-from lightning_perf import Always, ConfigError, Cyclic, Every, Fixed, Never, PyTorch, RecorderBusy
+from lightning_perf import (
+    Always,
+    ConfigError,
+    Cyclic,
+    Every,
+    Fixed,
+    Moment,
+    Never,
+    PerfWarning,
+    PyTorch,
+    RecorderBusy,
+    Schedule,
+    Stages,
+)
 
 
 def traces(folder: Path) -> dict[str, dict[str, Any]]:
@@ -150,7 +167,7 @@ def test_only_the_named_ranks_record(tmp_path: Path) -> None:
     """A rank that is not named leaves no file, and a rank that is not there is refused."""
     with pytest.raises(ConfigError, match=r"ranks=\[1\].*beyond"):
         fit(tmp_path, PyTorch(ranks=[1]))
-    assert fit(tmp_path, PyTorch(ranks=[0], schedule="first 1ba"))
+    assert fit(tmp_path, PyTorch(ranks=0, schedule="first 1ba"))
 
 
 def test_two_profilers_of_one_kind_record_in_turn(tmp_path: Path) -> None:
@@ -161,7 +178,7 @@ def test_two_profilers_of_one_kind_record_in_turn(tmp_path: Path) -> None:
     assert [steps(t) for t in traces(tmp_path).values()] == [[2, 3, 4, 5], [8, 9]]
     clashing = PyTorch(schedule=Fixed(3, 2), folder="third", overwrite=True)
     first = PyTorch(schedule=Fixed(2, 4), overwrite=True)
-    with pytest.warns(UserWarning, match="PyTorch cannot record while PyTorch does"):
+    with pytest.warns(UserWarning, match="while another PyTorch does: give them different"):
         trainer(tmp_path, first, clashing, logger=Records()).fit(Small())
 
 
@@ -169,7 +186,7 @@ def test_two_profilers_of_one_kind_record_in_turn(tmp_path: Path) -> None:
 def test_lightning_s_own_profiler_is_refused_at_set_up(tmp_path: Path) -> None:
     """Two torch profilers would empty each other's traces, so training does not start."""
     run = trainer(tmp_path, PyTorch(), profiler="pytorch")
-    with pytest.raises(RecorderBusy, match=r"Trainer\(profiler=PyTorchProfiler"):
+    with pytest.raises(RecorderBusy, match=r"Trainer\(profiler=PyTorchProfiler.*remove one of"):
         run.fit(Small())
     assert run.global_step == 0
     del run
@@ -186,8 +203,10 @@ def test_nothing_is_written_outside_of_the_named_folder(tmp_path: Path) -> None:
 
     root = tmp_path / "root"
     trainer(root, PyTorch(schedule="first 1ba"), logger=Hostile()).fit(Small())
-    (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert path.is_relative_to(root)
+    marker, trace = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert (marker.name, trace.name) == (".run", "rank0.1.pt.trace.json.gz")
+    assert marker.is_relative_to(root)
+    assert trace.is_relative_to(root)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +216,8 @@ def test_nothing_is_written_outside_of_the_named_folder(tmp_path: Path) -> None:
         ({"schedule": "0ba"}, "schedule"),
         ({"ranks": [-1]}, "ranks"),
         ({"ranks": []}, "ranks"),
+        ({"ranks": True}, "ranks"),
+        ({"ranks": "0"}, "ranks"),
         ({"folder": "{run}/traces"}, "folder"),
         ({"folder": "../traces"}, "folder"),
         ({"filename": "{rnk}.json"}, "filename"),
@@ -212,3 +233,95 @@ def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field
     """The message names the field, the value and an example that works."""
     with pytest.raises(ConfigError, match=f"{field}="):
         PyTorch(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("record_shape", "record_shape=True is no option of PyTorch: did you mean record_shapes?"),
+        ("num_trace_to_keep", "did you mean num_traces_to_keep?"),
+        ("acc_event", "did you mean acc_events?"),
+        ("zzz", "zzz=True is no option of PyTorch; torch.profiler has acc_events"),
+    ],
+)
+def test_an_unknown_option_is_told_with_the_nearest(option: str, told: str) -> None:
+    """Options of ours and of torch.profiler are suggested, and nothing else is."""
+    with pytest.raises(ConfigError) as caught:
+        PyTorch(**{option: True})
+    assert told in str(caught.value)
+    assert "Try" not in str(caught.value)
+
+
+def test_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
+    """Two loggers of the same name and version write their traces apart, and so does a third."""
+    for logs in ("a", "b", "c"):
+        logger = CSVLogger(tmp_path / logs)
+        trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger).fit(Small())
+    name = "lightning_logs-version_0"
+    assert sorted(traces(tmp_path)) == sorted(
+        f"{name}{number}/torch_traces/rank0.1.pt.trace.json.gz" for number in ("", "-2", "-3")
+    )
+
+
+def test_names_on_the_server_are_distinct_too(tmp_path: Path, mlflow_database: str) -> None:
+    """MLflow draws equal names for runs of equal seeds."""
+    found = []
+    for _ in range(2):
+        logger = MLFlowLogger("twice", tracking_uri=mlflow_database, run_name="owl-7")
+        trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger).fit(Small())
+        found += MlflowClient(mlflow_database).list_artifacts(logger.run_id)
+    assert [entry.path for entry in found] == ["owl-7", "owl-7-2"]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_resume_from_an_older_checkpoint_goes_on(tmp_path: Path) -> None:
+    """Later traces of the same run stay, with one warning, and new ones get numbers."""
+    keep = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", save_top_k=-1)
+
+    def run(*callbacks: Callback) -> Trainer:
+        profiler = PyTorch(schedule="every 10ba")
+        options = {"enable_checkpointing": bool(callbacks), "max_epochs": 2}
+        return trainer(tmp_path, profiler, *callbacks, logger=Records(), **options)
+
+    run(keep).fit(Small())
+    with pytest.warns(PerfWarning, match=r"rank0\.21\.\S+ was written after") as caught:
+        run().fit(Small(), ckpt_path=tmp_path / "kept" / "epoch=0.ckpt")
+    assert len(ours(caught)) == 1
+    names = [Path(name).name.removesuffix(".pt.trace.json.gz") for name in traces(tmp_path)]
+    assert names == ["rank0-2.21", "rank0-2.31", "rank0.11", "rank0.21", "rank0.31"]
+    with pytest.raises(FileExistsError, match="resume"):
+        run().fit(Small())
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_steps": 6}])
+def test_no_recorder_starts_where_no_batch_comes(tmp_path: Path, limits: dict[str, int]) -> None:
+    """A window that reaches the end of training is closed there, and none is begun for nothing."""
+    begun = []
+
+    class Noting(PyTorch):
+        def record(self, path: Path, driver: Any, warmup: int) -> Any:
+            begun.append(driver.timestamp.batch)
+            return super().record(path, driver, warmup)
+
+    schedule = Always() & Stages("train")
+    fit(tmp_path, Noting(schedule=schedule, batches_per_trace=3), **limits)
+    assert begun == list(range(0, limits.get("max_steps", 16), 3))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Cyclic(warmup=100, active=1), Cyclic(warmup=100, per_epoch=True), Cyclic(wait=50, warmup=9)],
+    ids=str,
+)
+def test_a_schedule_with_a_long_warm_up_idles(tmp_path: Path, schedule: Schedule) -> None:
+    """Where no window can be near, no batch is looked at ahead."""
+    asked = []
+
+    class Counted(Cyclic):
+        def window(self, moment: Moment) -> Any:
+            asked.append(moment.timestamp.batch)
+            return super().window(moment)
+
+    counted = Counted(**schedule._arguments())
+    fit(tmp_path, PyTorch(schedule=counted), max_epochs=2, limit_train_batches=16)
+    assert len(asked) <= 16 * 2 + 100

@@ -156,6 +156,19 @@ def test_algebra(schedule, expected):
     assert {n: window for n, window in windows.items() if window is not None} == expected
 
 
+def test_a_string_may_stand_on_either_side():
+    """Strings combine with schedules from the left as from the right."""
+    assert "every 10ba" & GlobalRank([0]) == All(["every 10ba", GlobalRank([0])])
+    assert "every 10ba" | GlobalRank([0]) == AnyOf(["every 10ba", GlobalRank([0])])
+
+
+@every_kind
+def test_no_schedule_is_true_or_false(schedule):
+    """``and``, ``or`` and ``not`` would drop a schedule without a word, so they are refused."""
+    with pytest.raises(TypeError, match=r"& \| ~ instead of and, or, not"):
+        _ = schedule and Always()
+
+
 @pytest.mark.parametrize("make", [All, AnyOf], ids=["All", "AnyOf"])
 def test_compositions_tell_their_parts(make):
     """What a composition is told, its parts are told too, and it looks as far ahead as they."""
@@ -247,6 +260,8 @@ def test_the_usual_lead_is_one_batch():
         Cyclic(wait=0, warmup=0, active=1, repeat=2),
         Cyclic(wait=3, repeat=0),
         Cyclic(wait=3, repeat=0, per_epoch=True),
+        Cyclic(wait=3, warmup=9, active=2, repeat=1, per_epoch=True),
+        Cyclic(warmup=30, per_epoch=True),
         GlobalRank([1]),
         Every("7ba") & GlobalRank([1]),
         Every("7ba") & Stages("train") & Every("2ba"),
@@ -255,11 +270,12 @@ def test_the_usual_lead_is_one_batch():
     ],
     ids=str,
 )
-def test_no_window_opens_while_it_is_said_to_be_quiet(schedule):
+@pytest.mark.parametrize("limits", [Limits(), Limits(batches_per_epoch=20)], ids=["", "epochs"])
+def test_no_window_opens_while_it_is_said_to_be_quiet(schedule, limits):
     """A caller that sleeps as long as it may misses no window."""
     stamps = [Timestamp(batch=n, batch_in_epoch=n % 20, sample=2 * n, step=n) for n in range(80)]
     for before, now in itertools.pairwise(stamps):
-        moment = Moment("train", now, before)
+        moment = Moment("train", now, before, limits)
         if schedule.window(moment) is None:
             until = schedule.quiet_until(moment)
             assert until > now.batch

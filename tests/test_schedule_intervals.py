@@ -202,6 +202,9 @@ def test_setup_forgets_an_earlier_run():
         ({"interval": "5ba", "start": "-1ba"}, "start"),
         ({"interval": "5ba", "start": "1ep"}, "start"),
         ({"interval": "5ba", "stage": "fit"}, "stage"),
+        ({"interval": "2dur"}, "interval"),
+        ({"interval": "0.1dur", "start": "1dur"}, "start"),
+        ({"interval": "0.6dur", "start": "0.5dur"}, "start"),
     ],
 )
 def test_every_refuses(arguments, field):
@@ -211,8 +214,29 @@ def test_every_refuses(arguments, field):
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("arguments", [("-1ba", "1ba"), ("5ba", "0ba"), ("5", "1ba")])
+@pytest.mark.parametrize("arguments", [("-1ba", "1ba"), ("5ba", "0ba"), ("5", "1ba"), ("1.5dur",)])
 def test_at_refuses(arguments):
-    """A time before the beginning, or an empty window, is refused at construction."""
+    """A time before the beginning or past the end, or an empty window, is refused."""
     with pytest.raises(ConfigError):
         At(*arguments)
+
+
+@pytest.mark.parametrize(
+    "schedule", [At("1dur"), Every("1dur"), Every("0.1dur", start="0.9dur")], ids=repr
+)
+def test_the_end_of_training_is_reached(schedule):
+    """A fraction of exactly one holds once the last batch is done."""
+    limits = Limits(max_steps=10)
+    done = Moment("train", Timestamp(batch=10, step=10), Timestamp(batch=9, step=9), limits)
+    assert schedule(done)
+
+
+@pytest.mark.parametrize(
+    ("interval", "meant"), [("10steps", "10step"), (5, "5ba"), ("1.5", "100ba"), ("x", "100ba")]
+)
+def test_a_malformed_time_is_refused_with_the_units_and_the_nearest(interval, meant):
+    """The message names all units, and a time that works."""
+    with pytest.raises(ConfigError, match="ep ba step sp tok sec dur, or 1h20m40s") as caught:
+        Every(interval)
+    assert str(caught.value).endswith(f'. Try interval="{meant}".')
+    Every(meant)

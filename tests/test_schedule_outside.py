@@ -103,3 +103,10 @@ def test_tag_refuses_a_schedule_that_is_none():
     """The inner schedule is coerced like every other."""
     with pytest.raises(ConfigError, match="every 100ba"):
         HasTag("profile", schedule="sometimes")
+
+
+def test_a_tag_is_as_quiet_as_its_schedule():
+    """Nothing is foreseen in vain where the schedule has no window, tag or not."""
+    schedule = HasTag("profile", schedule="100ba")
+    moments = [Moment("train", Timestamp(batch=n), Timestamp(batch=n - 1)) for n in (5, 100)]
+    assert [schedule.quiet_until(moment) for moment in moments] == [100, 101]

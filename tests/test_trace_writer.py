@@ -193,22 +193,39 @@ def test_a_spool_that_cannot_be_made_is_told(make, tmp_path):
 # Overwriting
 
 
-def test_later_traces_are_refused(make, worker, tmp_path):
+def test_later_traces_are_refused(make, worker):
     """A run that starts again where another got further says which file, and what to do."""
     record(make(), batch=6)
     assert worker.drain(PATIENCE)
-    with pytest.raises(FileExistsError, match=r"rank0\.6\.json .*overwrite=True"):
-        make().check(Timestamp(batch=5), "train")
-    make(overwrite=True).check(Timestamp(batch=5), "train")
-    make(ranks=Ranks(global_rank=1, world_size=2)).check(Timestamp(batch=5), "train")
-    make().check(Timestamp(batch=5), "validate")
+    now = {"train": Timestamp(batch=5)}
+    with pytest.raises(FileExistsError, match=r"rank0\.6\.json .*overwrite=True.*resume"):
+        make().check(now)
+    with pytest.raises(FileExistsError, match=r"rank0\.6\.json"):
+        make().check({"validate": Timestamp(), **now})
+    make(overwrite=True).check(now)
+    make(ranks=Ranks(global_rank=1, world_size=2)).check(now)
+    make().check({"validate": Timestamp(batch=5)})
 
 
 def test_a_resume_into_the_same_folder_works(make, worker):
     """Traces up to the present batch, that one included, are no conflict."""
     record(make(), batch=6)
     assert worker.drain(PATIENCE)
-    make().check(Timestamp(batch=6), "train")
+    make().check({"train": Timestamp(batch=6)})
+
+
+def test_a_resume_from_an_older_checkpoint_goes_on_beside_the_later_traces(make, worker):
+    """One warning names the first of the later files, and no file is replaced."""
+    first = after(worker, record(make(), batch=6, content=b"first"))
+    record(make(), batch=7, stage="validate")
+    assert worker.drain(PATIENCE)
+    writer = make()
+    with pytest.warns(PerfWarning, match=r"rank0\.6\.json was written after") as caught:
+        writer.check({"train": Timestamp(batch=4), "validate": Timestamp()}, resumes=True)
+    assert len(caught) == 1
+    second = after(worker, record(writer, batch=6, content=b"second"))
+    assert second.name == "rank0-2.6.json"
+    assert (first.read_bytes(), second.read_bytes()) == (b"first", b"second")
 
 
 def test_a_name_that_is_taken_gets_a_number(make, worker, tmp_path):

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from lightning_perf.cli import capture, report
+from lightning_perf.cli import capture, devices, measure, report, upload
 
-_COMMANDS = {"capture": capture, "report": report}
+_COMMANDS = {
+    "capture": capture,
+    "devices": devices,
+    "measure": measure,
+    "report": report,
+    "upload": upload,
+}
 
 
 def main(args: list[str] | None = None) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
+
+from lightning_perf.errors import without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jsonargparse import ArgumentParser
+    from rich.console import Console
     from rich.table import Table
 
     from lightning_perf.tracking.runs import Run
@@ -48,26 +52,35 @@ def run(run: str | None, tracking_uri: str | None) -> int:
     except LookupError as error:
         print(f"lightning-perf report: {error}. Try --tracking_uri ADDRESS.", file=sys.stderr)  # noqa: T201
         return 1
-    console = Console()
-    console.print(_table(found))
-    console.print("To look at the run and its charts, start MLflow and open the address it prints:")
-    console.print(f"  {_ui_command(uri)}", style="bold", soft_wrap=True, highlight=False)
-    if _traces(found):
-        console.print("To look at a trace, drop it on https://ui.perfetto.dev (it stays local).")
+    # Paths are for copying: no line is broken, and names are no markup.
+    console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
+    _show(found, console)
     return 0
+
+
+def _show(run: Run, console: Console) -> None:
+    console.print(f"{run.name} ({run.run_id})", style="bold")
+    console.print(_table(run), soft_wrap=False)
+    traces = _traces(run)
+    if traces:
+        console.print("Traces, to be dropped on https://ui.perfetto.dev (they stay local):")
+    for path in traces:
+        console.print(f"  {path}")
+    console.print("To look at the run and its charts, start MLflow and open the address it prints:")
+    console.print(f"  {_ui_command(run.tracking_uri)}", style="bold")
 
 
 def _ui_command(uri: str) -> str:
     if uri.startswith(("http://", "https://")):
-        return f"python -m webbrowser {uri}"
+        return f"python -m webbrowser {without_credentials(uri)}"
     return f"mlflow ui --backend-store-uri {uri}"
 
 
 def _table(run: Run) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{run.name} ({run.run_id})", title_justify="left", show_header=False)
-    table.add_column(style="bold")
+    table = Table(show_header=False)
+    table.add_column(style="bold", overflow="fold")
     table.add_column(overflow="fold")
     for name, value in _rows(run):
         table.add_row(name, value)
@@ -80,15 +93,15 @@ def _rows(run: Run) -> Iterator[tuple[str, str]]:
             yield text.format(run.metrics[key] / scale)
 
     for name, values in {
+        "status": iter(() if run.status == "FINISHED" else (run.status.lower(),)),
         "batches/s": metric("throughput/batches_per_sec", "{:,.2f}"),
         "samples/s": metric("throughput/samples_per_sec", "{:,.1f}"),
         "tokens/s": metric("throughput/tokens_per_sec", "{:,.0f}"),
         "TFLOP/s a device": metric("throughput/device/flops_per_sec", "{:.3g}", 1e12),
         "FLOPs a batch": metric("batch_flops", "{:.4g}"),
-        "MFU": metric("throughput/device/mfu", "{:.1%}"),
+        "MFU (last window)": metric("throughput/device/mfu", "{:.1%}"),
         "against a peak of": _peak(run),
         "on": iter(_device(run)),
-        "traces": iter(_traces(run)),
     }.items():
         text = "\n".join(values)
         if text:
@@ -111,4 +124,9 @@ def _device(run: Run) -> Iterator[str]:
 def _traces(run: Run) -> list[str]:
     found = [path for path in run.artifacts if set(_TRACES) & set(PurePosixPath(path).parts)]
     root = run.artifact_uri.removeprefix("file://").rstrip("/")
-    return [f"{root}/{path}" for path in found]
+    return [f"{root}/{path}" for path in sorted(found, key=_natural)]
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    """The order of batches, not of their digits: 53 before 103."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", path)]

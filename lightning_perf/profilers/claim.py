@@ -22,7 +22,8 @@ def claim(recorder: object) -> None:
     global _holder
     with _lock:
         if _holder is not None:
-            raise RecorderBusy(type(recorder).__name__, type(_holder).__name__)
+            wanted, holder = type(recorder).__name__, type(_holder).__name__
+            raise RecorderBusy(wanted, f"another {holder}" if holder == wanted else holder)
         _holder = recorder
 
 

@@ -14,7 +14,8 @@ from typing_extensions import override
 from lightning_perf.errors import ConfigError, RecorderBusy, warn
 from lightning_perf.profilers.claim import claim, release
 from lightning_perf.schedule import FOREVER, Cyclic, Schedule, as_schedule
-from lightning_perf.trace import TraceWriter, check_names
+from lightning_perf.schedule.checks import rank_list
+from lightning_perf.trace import TraceWriter, check_names, distinct_run_name
 from lightning_perf.trainer.hooks import PerfCallback
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Profiler(PerfCallback):
 
     Args:
         schedule: Which batches to record; by default ``Cyclic()``: batches 1 to 4 of each stage.
-        ranks: Global ranks that record; None for all.
+        ranks: Global ranks that record, one or more; None for all.
         output_path_prefix: The folder that ``folder`` lies under; by default the trainer's
             ``default_root_dir``.
         folder: Format string of the folder: ``{run_name} {rank} {local_rank} {world_size}
@@ -94,7 +95,7 @@ class Profiler(PerfCallback):
     def __init__(
         self,
         schedule: Schedule | str | None,
-        ranks: list[int] | None,
+        ranks: list[int] | int | None,
         output_path_prefix: str | None,
         folder: str,
         filename: str,
@@ -106,7 +107,7 @@ class Profiler(PerfCallback):
     ) -> None:
         super().__init__()
         self.schedule = as_schedule(schedule, default=Cyclic())
-        self.ranks = _checked_ranks(ranks)
+        self.ranks = None if ranks is None else rank_list("ranks", ranks)
         if batches_per_trace < 1:
             problem = "leaves no batch to record"
             raise ConfigError("batches_per_trace", batches_per_trace, problem, "20")
@@ -153,14 +154,15 @@ class Profiler(PerfCallback):
         if self.ranks is not None and driver.ranks.global_rank not in self.ranks:
             self._writer = None
             return
+        root = Path(self.output_path_prefix or driver.trainer.default_root_dir)
         self._writer = TraceWriter(
             driver.worker,
-            Path(self.output_path_prefix or driver.trainer.default_root_dir),
+            root,
             self.folder,
             self.filename,
             self.remote_file_name,
             driver.ranks,
-            driver.run_name,
+            distinct_run_name(root, self.folder, driver.ranks, driver.run_name, driver.identity),
             self.compress,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
@@ -178,8 +180,8 @@ class Profiler(PerfCallback):
             return
         if not driver.nested:
             inside = ["validate"] if driver.stage == "train" else []
-            for stage in [driver.stage, *inside]:
-                self._writer.check(driver.progress.timestamp(stage), stage)
+            now = {stage: driver.progress.timestamp(stage) for stage in [driver.stage, *inside]}
+            self._writer.check(now, resumes=driver.trainer.ckpt_path is not None)
         self.schedule.observe(driver.moment)
         self._turn(driver)
 
@@ -213,10 +215,9 @@ class Profiler(PerfCallback):
 
     def _turn(self, driver: Driver) -> None:
         """Open, go on or close, as the batch asks that comes next."""
-        moment = driver.moment
-        window, running = self.schedule.window(moment), self._open
-        if window is not None and driver.stage == "train" and moment.fraction == 1.0:
-            window = None  # no batch comes any more
+        moment, running = driver.moment, self._open
+        over = driver.stage == "train" and moment.fraction == 1.0  # no batch comes any more
+        window = None if over else self.schedule.window(moment)
         if running is not None:
             if running.goes_on(window, self.batches_per_trace):
                 if running.tick is not None:
@@ -225,19 +226,22 @@ class Profiler(PerfCallback):
             self._stop(driver)
         if window is not None:
             self._start(driver, window, warmup=0)
-        elif self.warms_up:
-            self._warm_up(driver, moment)
-        if self._open is None and not self.schedule.watches:
-            lead = self.schedule.lead if self.warms_up else 0
-            self._asleep_until = self.schedule.quiet_until(moment) - lead
+        elif not over:
+            self._look_ahead(driver, moment)
 
-    def _warm_up(self, driver: Driver, moment: Moment) -> None:
-        """Start ahead of a window that can be foreseen."""
-        for lead in range(1, min(self.schedule.lead, _MOST_LEAD) + 1):
-            window = self.schedule.window(moment.ahead(lead))
+    def _look_ahead(self, driver: Driver, moment: Moment) -> None:
+        """Start ahead of a window that can be foreseen, or sleep until one may be."""
+        lead = min(self.schedule.lead, _MOST_LEAD) if self.warms_up else 0
+        quiet_until, ahead = self.schedule.quiet_until(moment), moment
+        near = quiet_until - lead <= moment.timestamp.batch
+        for batches in range(1, lead + 1 if near else 1):
+            ahead = ahead.ahead(1)
+            window = self.schedule.window(ahead)
             if window is not None:
-                self._start(driver, window, warmup=lead)
+                self._start(driver, window, warmup=batches)
                 return
+        if not self.schedule.watches:
+            self._asleep_until = quiet_until - lead
 
     def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
         assert self._writer is not None
@@ -291,12 +295,3 @@ def _run_out(recording: Recording) -> Finish | None:
         finish: Finish | None = stopped.value
         return finish
     raise RuntimeError("record() yielded twice")
-
-
-def _checked_ranks(ranks: list[int] | None) -> list[int] | None:
-    if ranks is None:
-        return None
-    whole = all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in ranks)
-    if not ranks or not whole:
-        raise ConfigError("ranks", ranks, "is not a list of global ranks", "[0]")
-    return list(ranks)

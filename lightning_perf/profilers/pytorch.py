@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
 
 _OURS = {"self", "schedule", "on_trace_ready", "execution_trace_observer"}
+_REMEDY = "remove one of the two"
 
 
 class PyTorch(Profiler):
@@ -52,7 +54,7 @@ class PyTorch(Profiler):
     def __init__(
         self,
         schedule: Schedule | str | None = None,
-        ranks: list[int] | None = None,
+        ranks: list[int] | int | None = None,
         output_path_prefix: str | None = None,
         folder: str = "{run_name}/torch_traces",
         filename: str = "rank{rank}.{batch}.pt.trace.json",
@@ -79,12 +81,7 @@ class PyTorch(Profiler):
             num_traces_to_keep,
             batches_per_trace,
         )
-        known = sorted(set(inspect.signature(profile.__init__).parameters) - _OURS)
-        for name, value in kwargs.items():
-            # LightningCLI sees through to torch's arguments, and hands all of them over.
-            if name not in known and value is not None:
-                problem = f"is no argument of torch.profiler.profile ({', '.join(known)})"
-                raise ConfigError(name, value, problem, "... left out")
+        _check_options(kwargs)
         self.record_shapes, self.profile_memory = record_shapes, profile_memory
         self.with_stack, self.with_flops = with_stack, with_flops
         self.options = kwargs
@@ -94,12 +91,12 @@ class PyTorch(Profiler):
         super().prepare(driver)
         other = compat.profiler_name(driver.trainer)
         if other == "PyTorchProfiler":
-            raise RecorderBusy("PyTorch", f"Trainer(profiler={other}())")
+            raise RecorderBusy("PyTorch", f"Trainer(profiler={other}())", _REMEDY)
 
     @override
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            raise RecorderBusy("PyTorch", "a torch.profiler that is not ours")
+            raise RecorderBusy("PyTorch", "a torch.profiler that is not ours", _REMEDY)
         first = driver.timestamp.batch
         profiler = profile(
             schedule=_phases(first, warmup),
@@ -117,6 +114,18 @@ class PyTorch(Profiler):
         yield profiler.step
         profiler.stop()
         return partial(profiler.export_chrome_trace, str(path))
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    known = set(inspect.signature(profile.__init__).parameters) - _OURS
+    ours = set(inspect.signature(PyTorch.__init__).parameters) - {"self", "kwargs"}
+    for name, value in options.items():
+        # LightningCLI sees through to torch's arguments, and hands all of them over.
+        if name not in known and value is not None:
+            near = get_close_matches(name, sorted(known | ours), n=1)
+            told = f"; torch.profiler has {', '.join(sorted(known))}"
+            told = f": did you mean {near[0]}?" if near else told
+            raise ConfigError(name, value, f"is no option of PyTorch{told}", None)
 
 
 def _phases(first: int, warmup: int) -> Callable[[int], ProfilerAction]:

@@ -130,6 +130,23 @@ class Schedule(ABC):
 
         return AnyOf(schedules=[self, other])
 
+    def __rand__(self, other: str) -> Schedule:
+        from lightning_perf.schedule.algebra import All
+
+        return All(schedules=[other, self])
+
+    def __ror__(self, other: str) -> Schedule:
+        from lightning_perf.schedule.algebra import AnyOf
+
+        return AnyOf(schedules=[other, self])
+
+    def __bool__(self) -> bool:
+        # `a and b` would be `b`, without a word.
+        raise TypeError(
+            "a schedule is neither true nor false before it is asked about a moment. "
+            "Combine schedules with & | ~ instead of and, or, not."
+        )
+
     def __invert__(self) -> Schedule:
         from lightning_perf.schedule.algebra import Not
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError
 from lightning_perf.moment import STAGES
+from lightning_perf.schedule.spelling import UNITS, nearest_time
 from lightning_perf.time import Time, TimeUnit
 
 if TYPE_CHECKING:
@@ -40,14 +41,16 @@ def times(
         units: The units that make sense here.
         positive: Whether zero is refused; what is negative always is.
     """
-    example = f'"{example}"'
     try:
         time = Time.from_input(value)
-    except (RuntimeError, TypeError, ValueError) as error:
-        problem = error.problem if isinstance(error, ConfigError) else f"is no time: {error}"
-        raise ConfigError(field, value, problem, example) from None
+    except (RuntimeError, TypeError, ValueError):
+        problem = f"is no amount of time (units: {UNITS}; only dur takes fractions)"
+        near = _near(str(value), units) or example
+        raise ConfigError(field, value, problem, f'"{near}"') from None
+    example = f'"{example}"'
     if time.unit not in units:
-        raise ConfigError(field, str(time), f"is not in {' or '.join(sorted(units))}", example)
+        known = " ".join(unit for unit in TimeUnit if unit in units)
+        raise ConfigError(field, str(time), f"is in none of the units {known}", example)
     if time.value < 0 or (positive and time.value == 0):
         problem = "is not positive" if positive else "is negative"
         raise ConfigError(field, str(time), problem, example)
@@ -71,3 +74,12 @@ def rank_list(field: str, value: list[int] | int) -> list[int]:
     if not ranks:
         raise ConfigError(field, value, "names no rank", "0")
     return ranks
+
+
+def _near(text: str, units: Collection[TimeUnit]) -> str | None:
+    near = nearest_time(text)
+    try:
+        time = Time.from_timestring(near)
+    except (TypeError, ValueError):
+        return None
+    return near if time.unit in units and time.value > 0 else None

@@ -98,11 +98,21 @@ class Cyclic(Schedule):
         return (timestamp.epoch, cycle) if self.per_epoch else cycle
 
     def quiet_until(self, moment: Moment) -> int:
-        """Foresee the next cycle's active part, where cycles are counted over the stage."""
-        if self.per_epoch:
+        """Foresee the next cycle's active part, in this epoch or the next if each is counted."""
+        timestamp, length = moment.timestamp, moment.limits.batches_per_epoch
+        if not self.per_epoch:
+            return self._begins(timestamp.batch)
+        if length is None:
             return super().quiet_until(moment)
+        begins = self._begins(timestamp.batch_in_epoch)
+        if begins >= length:
+            begins = length + self._begins(0)
+        return max(timestamp.batch - timestamp.batch_in_epoch + begins, timestamp.batch + 1)
+
+    def _begins(self, batch: int) -> int:
+        """Where the active part of the cycle that a batch without a window is in begins."""
         inactive = self.wait + self.warmup
         length = inactive + self.active
-        cycle = max(0, (moment.timestamp.batch - self.skip_first) // length)
+        cycle = max(0, (batch - self.skip_first) // length)
         begins = self.skip_first + cycle * length + inactive
         return FOREVER if self.repeat and cycle >= self.repeat else begins

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_perf.errors import ConfigError
 from lightning_perf.schedule import checks
 from lightning_perf.schedule.base import FOREVER, Context, Schedule
-from lightning_perf.schedule.latch import POSITION, PREVIOUS, Latch
+from lightning_perf.schedule.latch import POSITION, PREVIOUS, ROUNDING, Latch
 from lightning_perf.time import Time, TimeUnit
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Every(_Milestones):
         stage: The only stage to open in; every stage, each by its own count, if None.
 
     Raises:
-        ConfigError: If a time is malformed or out of range, or the stage is unknown.
+        ConfigError: If a time is malformed, out of range or never reached, or the stage is unknown.
 
     Example:
         >>> from lightning_perf.moment import Moment
@@ -173,6 +173,9 @@ class Every(_Milestones):
         begin = checks.times("start", start, f"10{every.unit}", positive=False)
         if begin.value and begin.unit is not every.unit:
             raise ConfigError("start", str(begin), f"is not in {every.unit}", f'"10{every.unit}"')
+        if every.unit is TimeUnit.DURATION:
+            _check_reached("interval", every, every.value, "0.1dur")
+            _check_reached("start", begin, begin.value + every.value, "0dur")
         if stage is not None:
             checks.stage_list("stage", stage)
         self.interval, self.lasting, self.start = str(every), str(length), str(begin)
@@ -198,12 +201,14 @@ class At(_Milestones):
         lasting: The length of the window, in any unit.
 
     Raises:
-        ConfigError: If a time is malformed or out of range.
+        ConfigError: If a time is malformed, out of range or never reached.
     """
 
     def __init__(self, time: Time | str, lasting: Time | str = "1ba") -> None:
         at = checks.times("time", time, "0.5dur", positive=False)
         length = checks.times("lasting", lasting, "3ba")
+        if at.unit is TimeUnit.DURATION:
+            _check_reached("time", at, at.value, "0.5dur")
         self.time, self.lasting = str(at), str(length)
         self._time = at.value
         super().__init__(at.unit, length)
@@ -216,3 +221,10 @@ class At(_Milestones):
 
     def _next(self, number: int) -> int:
         return FOREVER if number else int(self._time)
+
+
+def _check_reached(field: str, value: Time, first: float, example: str) -> None:
+    """Refuse fractions of which the first lies beyond the end of the training."""
+    if first > 1.0 + ROUNDING:
+        problem = "is never reached: training ends at 1dur"
+        raise ConfigError(field, str(value), problem, f'"{example}"')

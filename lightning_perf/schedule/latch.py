@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
     from lightning_perf.moment import Moment
 
-# Fractions are quotients, so 3 of 10 steps are a little less than three times 0.1.
-_ROUNDING = 1e-9
+#: Fractions are quotients, so 3 of 10 steps are a little less than three times 0.1.
+ROUNDING = 1e-9
 
 
 def _fraction(moment: Moment) -> float:
-    return (moment.fraction or 0.0) + _ROUNDING
+    return (moment.fraction or 0.0) + ROUNDING
 
 
 def _previous_fraction(moment: Moment) -> float:
-    return (moment.previous_fraction or 0.0) + _ROUNDING
+    return (moment.previous_fraction or 0.0) + ROUNDING
 
 
 _COUNTS = {

@@ -97,3 +97,9 @@ class HasTag(Composed):
     def window(self, moment: Moment) -> Hashable | None:
         """Give the window of the other schedule."""
         return self.schedule.window(moment) if self._held else None
+
+    def quiet_until(self, moment: Moment) -> int:
+        """As long as the other schedule has no window, whatever the tags come to be."""
+        if self.schedule(moment):
+            return super().quiet_until(moment)
+        return self.schedule.quiet_until(moment)

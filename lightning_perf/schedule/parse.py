@@ -8,9 +8,13 @@ from lightning_perf.errors import ConfigError
 from lightning_perf.schedule.base import Schedule
 from lightning_perf.schedule.checks import COUNTED_UNITS, times
 from lightning_perf.schedule.intervals import Always, At, Every, Never
+from lightning_perf.schedule.spelling import UNITS, nearest_schedule
 
 _TEXT = re.compile(r"(?:(every|at)\s+)?(\S+)(?:\s+for\s+(\S+))?|first\s+(\S+)")
+_FORMS = "TIME, every TIME for TIME, at TIME for TIME, first TIME, always, never"
 _EXAMPLE = '"every 100ba for 3ba"'
+_OPERATOR = re.compile(r"[&|~]|\b(?:and|or|not)\b")
+_COMBINED = 'Every("10ba") & "first 5ba"'
 
 
 def as_schedule(
@@ -36,14 +40,18 @@ def as_schedule(
     if isinstance(value, Schedule):
         return value
     if value is None:
-        return default or Always()
+        return Always() if default is None else default
     if not isinstance(value, str):
-        raise ConfigError(field, value, "is no schedule", _EXAMPLE)
+        problem = f"is no schedule: it is no text (units: {UNITS})"
+        raise ConfigError(field, value, problem, _example(str(value)))
+    if _OPERATOR.search(value):
+        problem = "combines strings, which do not combine: one side has to be a schedule"
+        raise ConfigError(field, value, problem, _COMBINED)
     try:
         return _parse(value.strip())
     except ConfigError as error:
         problem = f"is no schedule: {error.value!r} {error.problem}"
-        raise ConfigError(field, value, problem, _EXAMPLE) from None
+        raise ConfigError(field, value, problem, _example(value)) from None
 
 
 def _parse(text: str) -> Schedule:
@@ -51,10 +59,19 @@ def _parse(text: str) -> Schedule:
         return Always() if text == "always" else Never()
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise ConfigError("text", text, "has words that do not belong there", _EXAMPLE)
+        raise ConfigError("text", text, f"is none of {_FORMS} (units: {UNITS})", _EXAMPLE)
     word, time, lasting, first = match.groups()
     if first is not None:
         length = times("lasting", first, "5ba", units=COUNTED_UNITS)
         return At(time=f"0{length.unit}", lasting=length)
     kind = At if word == "at" else Every
     return kind(time, lasting=lasting or "1ba")
+
+
+def _example(text: str) -> str:
+    near = nearest_schedule(text)
+    try:
+        _parse(near)
+    except ConfigError:
+        return _EXAMPLE
+    return f'"{near}"'

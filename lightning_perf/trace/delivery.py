@@ -6,14 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_perf.errors import warn
-from lightning_perf.trace.pending import (
-    FILE_NAME,
-    PendingUpload,
-    append_pending,
-    describe,
-    without_credentials,
-)
+from lightning_perf.errors import describe, warn, without_credentials
+from lightning_perf.trace.pending import FILE_NAME, PendingUpload, append_pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FILE_NAME = "pending_uploads.jsonl"
-_MESSAGE_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,33 +83,6 @@ def rewrite_pending(root: Path, entries: Iterable[PendingUpload]) -> None:
         return
     with written_whole(path) as file:
         file.writelines(lines)
-
-
-def describe(error: BaseException) -> str:
-    """An error's class and message, short and without what may be secret in addresses.
-
-    Args:
-        error: What was raised.
-
-    Example:
-        >>> describe(OSError("PUT https://me:secret@host/x?signature=abc failed"))
-        'OSError: PUT https://host/x failed'
-    """
-    text = without_credentials(f"{type(error).__name__}: {error}")
-    return re.sub(r"(://[^\s?]*)\?[^\s'\"]*", r"\1", text)[:_MESSAGE_LENGTH]
-
-
-def without_credentials(address: str) -> str:
-    """A text whose addresses have lost their user names and passwords.
-
-    Args:
-        address: An address, or a text with addresses in it.
-
-    Example:
-        >>> without_credentials("https://me:secret@host/path")
-        'https://host/path'
-    """
-    return re.sub(r"://[^\s/?#]*@", "://", address)
 
 
 def _line(entry: PendingUpload) -> bytes:

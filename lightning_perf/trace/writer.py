@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.errors import ConfigError, warn
+from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.trace.compress import compress as compress_into
 from lightning_perf.trace.compress import place
 from lightning_perf.trace.delivery import Delivery
 from lightning_perf.trace.layout import Layout
 from lightning_perf.trace.ledger import Ledger, Trace
 from lightning_perf.trace.names import file_format, folder_format, remote_format
-from lightning_perf.trace.pending import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -103,22 +102,31 @@ class TraceWriter:
             for trace in self._ledger.saved
         ]
 
-    def check(self, now: Timestamp, stage: str) -> None:
+    def check(self, now: Mapping[str, Timestamp], resumes: bool = False) -> None:
         """Refuse a folder that holds later traces than the present moment, unless overwriting.
 
         Args:
-            now: Where the stage stands.
-            stage: Which one.
+            now: Where each stage stands that may be recorded.
+            resumes: Whether the run goes on from a checkpoint, which may be older than its traces:
+                then one warning is all, since new traces get numbers.
 
         Raises:
-            FileExistsError: If there is such a file.
+            FileExistsError: If there is such a file, and the run does not resume.
         """
-        path = None if self._overwrite else self._layout.conflict(now, stage)
-        if path is not None:
+        stages = () if self._overwrite else now.items()
+        later = (self._layout.conflict(timestamp, stage) for stage, timestamp in stages)
+        path = next(filter(None, later), None)
+        if path is None:
+            return
+        if not resumes:
             raise FileExistsError(
-                f"{path} was written by a run that got further than this one. "
-                f"Set overwrite=True to replace it, or give another folder."
+                f"{path} was written by a run that got further than this one. Set overwrite=True "
+                "to replace it, give another folder, or resume that run from its checkpoint."
             )
+        warn(
+            f"{path} was written after the checkpoint that this run resumes from. It stays, and "
+            "new traces get a number where their names are taken."
+        )
 
     def spool(self, stage: str) -> Path:
         """A new hidden path, in the folder of the traces, for a recorder to write to.

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import socket
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
+
+from lightning_perf.errors import without_credentials
 
 
 @dataclass(frozen=True, slots=True)
 class MlflowRun:
     """One MLflow run, as every rank needs it to write into it. Pickles."""
 
-    tracking_uri: str
+    #: Left out of what is printed: it may hold a password.
+    tracking_uri: str = field(repr=False)
     run_id: str
     #: What the logger puts in front of metric keys, its joining character included.
     prefix: str = ""
 
     def as_dict(self) -> dict[str, str]:
-        """For files that tell later where an upload belongs."""
-        return {"tracking_uri": self.tracking_uri, "run_id": self.run_id}
+        """For files that tell later where an upload belongs, without user names and passwords."""
+        return {"tracking_uri": without_credentials(self.tracking_uri), "run_id": self.run_id}
 
 
 def is_mlflow(logger: Any) -> bool:

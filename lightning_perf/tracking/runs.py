@@ -22,6 +22,8 @@ class Run:
     run_id: str
     name: str
     tracking_uri: str
+    #: MLflow's word: ``RUNNING``, ``FINISHED``, ``FAILED``, ``KILLED`` or ``SCHEDULED``.
+    status: str
     metrics: dict[str, float]
     params: dict[str, str]
     #: Paths of all files, below the artifact root.
@@ -58,6 +60,7 @@ def read_run(run_id: str | None, tracking_uri: str) -> Run:
         run.info.run_id,
         run.info.run_name or run.info.run_id,
         tracking_uri,
+        run.info.status,
         dict(run.data.metrics),
         dict(run.data.params),
         tuple(sorted(_files(client, run.info.run_id))),

@@ -1,0 +1,94 @@
+"""``lightning-perf devices``: the peaks that MFU is held against."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jsonargparse import ArgumentParser
+    from rich.table import Table
+
+    from lightning_perf.flops import DevicePeaks
+
+_COLUMNS = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8", "fp4")
+_FIRM = "datasheet"
+
+
+def parser() -> ArgumentParser:
+    """The arguments of the command."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(description="Show the dense peaks of devices, by dtype.")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        help="A device as torch names it, or a part of a name; then its sources are shown too.",
+    )
+    return parser
+
+
+def run(name: str | None) -> int:
+    """Print the table.
+
+    Returns:
+        The exit code: 1 if no device has such a name.
+    """
+    from rich.console import Console
+
+    from lightning_perf.flops import table
+
+    rows = table() if name is None else _named(name)
+    if not rows:
+        print(  # noqa: T201
+            f"lightning-perf devices: no device is called {name}. Try lightning-perf devices, or "
+            "Flops(peak_flops=...) with its peak in FLOP/s.",
+            file=sys.stderr,
+        )
+        return 1
+    console = Console()
+    console.print(_table(rows))
+    if any(_is_weak(row) for row in rows):
+        console.print("* not all from the maker's data sheet: derived, or told by others.")
+    if name is not None:
+        for row in rows:
+            console.print(_sources(row), highlight=False, markup=False)
+    return 0
+
+
+def _named(name: str) -> list[DevicePeaks]:
+    """The entry that a device of this name is held against, else all that are called like it."""
+    from lightning_perf.flops import lookup, table
+
+    exact = [row for row in table() if row.name.casefold() == name.casefold()]
+    found = lookup(name)
+    part = [row for row in table() if name.casefold() in row.name.casefold()]
+    return exact or part or ([found] if found else [])
+
+
+def _is_weak(row: DevicePeaks) -> bool:
+    return row.confidence != _FIRM
+
+
+def _table(rows: Sequence[DevicePeaks]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="dense peaks in TFLOP/s (int8: TOP/s)", title_justify="left")
+    table.add_column("device", no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        name = f"{row.name} *" if _is_weak(row) else row.name
+        table.add_row(name, *(_teraflops(getattr(row, column)) for column in _COLUMNS))
+    return table
+
+
+def _teraflops(value: float | None) -> str:
+    return "" if value is None else f"{value / 1e12:.4g}"
+
+
+def _sources(row: DevicePeaks) -> str:
+    lines = [f"{row.name}: {row.confidence}", f"  source: {row.source}"]
+    return "\n".join([*lines, f"  note: {row.note}"] if row.note else lines)

@@ -1,0 +1,52 @@
+"""``lightning-perf measure``: what a matrix product reaches on this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+
+def parser() -> ArgumentParser:
+    """The arguments of the command."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(description="Measure the peak of a device of this machine.")
+    parser.add_argument("--dtype", type=str, default="float32", help="The operands', as in torch.")
+    parser.add_argument("--device", type=str, default="cpu", help="As in torch: cpu, cuda, cuda:1.")
+    return parser
+
+
+def run(dtype: str, device: str) -> int:
+    """Print the measured peak, and the table's beside it.
+
+    Returns:
+        The exit code: 1 if it could not be measured.
+    """
+    from rich.console import Console
+
+    from lightning_perf.flops import device_name, lookup, measured_peak, peak_flops, tf32_is_on
+
+    peak = measured_peak(device, dtype)
+    if peak is None:
+        print(  # noqa: T201
+            f"lightning-perf measure: {device} has no product of {dtype} here. "
+            "Try --device cpu --dtype float32.",
+            file=sys.stderr,
+        )
+        return 1
+    name = device_name(device)
+    console = Console(highlight=False)
+    console.print(f"{name}, {dtype}: {peak.value / 1e12:.4g} TFLOP/s (measured)", soft_wrap=True)
+    listed, entry = peak_flops(name, dtype, tf32=tf32_is_on()), lookup(name)
+    if listed is None or entry is None:
+        console.print("The table of peaks has no such device in this dtype.")
+    else:
+        console.print(
+            f"{listed / 1e12:.4g} TFLOP/s (table: {entry.name}, {entry.confidence}); "
+            f"measured is {peak.value / listed:.1%} of it.",
+            soft_wrap=True,
+        )
+    return 0

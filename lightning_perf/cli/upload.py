@@ -1,0 +1,159 @@
+"""``lightning-perf upload``: send what did not reach the tracking server during training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_perf.errors import describe, without_credentials
+from lightning_perf.trace.pending import FILE_NAME, PendingUpload, read_pending, rewrite_pending
+from lightning_perf.tracking.artifacts import uploader
+from lightning_perf.tracking.compat import MlflowRun, check_reachable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jsonargparse import ArgumentParser
+
+    from lightning_perf.tracking.artifacts import Upload
+
+_Key = tuple[str, str, str]
+
+
+def parser() -> ArgumentParser:
+    """The arguments of the command."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description=f"Send the files that {FILE_NAME} lists, each to its run in MLflow."
+    )
+    parser.add_argument(
+        "folder", nargs="?", default=".", help="Where to look for lists, and below."
+    )
+    parser.add_argument(
+        "--tracking_uri",
+        type=str,
+        default=None,
+        help="Where MLflow keeps the runs, if not where the lists say. They hold no passwords: "
+        "give those here, or in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.",
+    )
+    parser.add_argument(
+        "--forget-missing", action="store_true", help="Take files that are gone off the lists."
+    )
+    return parser
+
+
+def run(folder: str, tracking_uri: str | None, forget_missing: bool) -> int:
+    """Send what the lists of a folder hold; what could not be sent stays on them.
+
+    Returns:
+        The exit code: 1 if something is left, or if there is no such folder.
+    """
+    if not Path(folder).is_dir():
+        print(f"lightning-perf upload: there is no folder {folder}.", file=sys.stderr)  # noqa: T201
+        return 1
+    sender = _Sender(tracking_uri, forget_missing)
+    for place in _places(folder):
+        _send_all(place, sender)
+    for entry in sender.left:
+        print(f"{entry.path}: {entry.error}", file=sys.stderr)  # noqa: T201
+    print(f"{sender.done} uploaded, {len(sender.left)} left")  # noqa: T201
+    return 1 if sender.left else 0
+
+
+def _places(folder: str) -> Iterator[Path]:
+    for place, below, files in os.walk(folder):
+        # Hidden folders are other tools', and may be large.
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        if FILE_NAME in files:
+            yield Path(place)
+
+
+def _send_all(place: Path, sender: _Sender) -> None:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    entries = {_key(entry): entry for entry in read_pending(place)}
+    kept: dict[_Key, PendingUpload | None] = {}
+    try:
+        for key in track(entries, "uploading", console=console, disable=not console.is_terminal):
+            kept[key] = sender.send(entries[key])
+    finally:
+        # Read anew, because a training that goes on may have added to it.
+        listed = [kept.get(_key(entry), entry) for entry in read_pending(place)]
+        rewrite_pending(place, [entry for entry in listed if entry is not None])
+
+
+def _key(entry: PendingUpload) -> _Key:
+    return entry.path, entry.remote, entry.target.get("run_id", "")
+
+
+class _Sender:
+    """Sends listed files, each to its run, and counts."""
+
+    def __init__(self, tracking_uri: str | None, forget_missing: bool) -> None:
+        self.done = 0
+        self.left: list[PendingUpload] = []
+        self._override = {} if tracking_uri is None else {"tracking_uri": tracking_uri}
+        self._forget_missing = forget_missing
+        # What is wrong with each address: one that does not answer is not waited for again.
+        self._wrong: dict[str, str | None] = {}
+        self._uploads: dict[MlflowRun, Upload] = {}
+
+    def send(self, entry: PendingUpload) -> PendingUpload | None:
+        """Try once; gives what stays on the list."""
+        if not Path(entry.path).is_file():
+            return self._missing(entry)
+        error = self._error(entry)
+        if error is None:
+            self.done += 1
+            return None
+        return self._keep(entry, error)
+
+    def _missing(self, entry: PendingUpload) -> PendingUpload | None:
+        if not self._forget_missing:
+            return self._keep(entry, "the file is gone; --forget-missing takes it off the list")
+        print(f"{entry.path}: the file is gone and forgotten", file=sys.stderr)  # noqa: T201
+        return None
+
+    def _keep(self, entry: PendingUpload, error: str) -> PendingUpload:
+        kept = replace(entry, error=error)
+        self.left.append(kept)
+        return kept
+
+    def _error(self, entry: PendingUpload) -> str | None:
+        target = entry.target | self._override
+        if not {"tracking_uri", "run_id"} <= set(target):
+            return "the list does not tell its run"
+        run = MlflowRun(target["tracking_uri"], target["run_id"])
+        if run.tracking_uri not in self._wrong:
+            self._wrong[run.tracking_uri] = _what_is_wrong(run.tracking_uri)
+        if (wrong := self._wrong[run.tracking_uri]) is not None:
+            return wrong
+        try:
+            self._upload(run)(Path(entry.path), entry.remote)
+        except Exception as error:
+            return describe(error)
+        return None
+
+    def _upload(self, run: MlflowRun) -> Upload:
+        if run not in self._uploads:
+            upload = uploader([run])
+            assert upload is not None  # there is a run
+            self._uploads[run] = upload
+        return self._uploads[run]
+
+
+def _what_is_wrong(address: str) -> str | None:
+    database = address.removeprefix("sqlite:///")
+    if database != address and not Path(database).exists():  # which MLflow would make
+        return f"there is no {database} in {Path.cwd()}; try --tracking_uri"
+    try:
+        check_reachable(address)
+    except OSError as error:
+        return f"{without_credentials(address)} does not answer ({describe(error)})"
+    return None

@@ -1,0 +1,84 @@
+"""The commands that show peaks: the table's, with how well they are founded, and this machine's."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_perf.cli import main
+from lightning_perf.flops import lookup, peak, peak_flops, table
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Run the command on a wide terminal, and give what it printed and how it ended."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args: str) -> tuple[str, str, int]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(args))
+        printed = capsys.readouterr()
+        return printed.out, printed.err, int(ended.value.code or 0)
+
+    return run
+
+
+def test_all_devices_are_shown_with_their_peaks(told) -> None:
+    """Every entry has its row, and the one of the A100 has the peaks of the A100."""
+    out, _, code = told("devices")
+    assert code == 0
+    names = [
+        line.split("│")[1].strip().removesuffix(" *") for line in out.splitlines() if "│" in line
+    ]
+    assert names == [row.name for row in table()]
+    row = next(line for line in out.splitlines() if line.startswith("│ A100 "))
+    assert row.replace("│", "").split() == ["A100", "312", "312", "156", "19.5", "19.5", "624"]
+
+
+def test_weak_entries_are_marked(told) -> None:
+    """Exactly those that are not all from a data sheet bear a mark, which is explained."""
+    out, _, _ = told("devices")
+    marked = sum(" * " in line.split("│")[1] for line in out.splitlines() if "│" in line)
+    assert marked == sum(row.confidence != "datasheet" for row in table())
+    assert "not all from the maker's data sheet" in out
+    assert "not all" not in told("devices", "A100")[0]
+
+
+@pytest.mark.parametrize("name", ["B300", "NVIDIA H200", "MI300"])
+def test_a_device_is_shown_with_its_sources(told, name: str) -> None:
+    """By torch's name, ours or a part of it, a device comes with source, confidence and note."""
+    out, _, code = told("devices", name)
+    expected = lookup(name) or next(row for row in table() if name in row.name)
+    flat = "".join(out.split())
+    assert code == 0
+    for part in (expected.source, expected.confidence, expected.note):
+        assert "".join(part.split()) in flat
+
+
+def test_an_unknown_device(told) -> None:
+    """A name that nothing has is an error that says what to do."""
+    _, err, code = told("devices", "TARDIS")
+    assert code == 1
+    assert "peak_flops=" in err
+
+
+def test_this_machine_is_measured(told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured rate is shown, and the table's beside it where the device is known."""
+    monkeypatch.setattr(peak, "measure_peak", lambda *_, **__: 156e12)
+    out, _, code = told("measure", "--dtype", "bfloat16")
+    assert code == 0
+    assert "bfloat16: 156 TFLOP/s (measured)" in out
+    assert "no such device" in out
+    monkeypatch.setattr(peak, "_cpu_name", lambda: "NVIDIA A100-SXM4-40GB")
+    assert peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16") == 312e12
+    out, _, _ = told("measure", "--dtype", "bfloat16")
+    assert "312 TFLOP/s (table: A100, datasheet); measured is 50.0% of it." in out
+
+
+@pytest.mark.parametrize(
+    "args", [("--device", "tardis"), ("--dtype", "float12"), ("--dtype", "bool")]
+)
+def test_what_cannot_be_measured(told, args: tuple[str, ...]) -> None:
+    """A device or a dtype that is not there is an error that says what to try."""
+    _, err, code = told("measure", *args)
+    assert code == 1
+    assert "Try --device cpu --dtype float32" in err

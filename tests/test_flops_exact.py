@@ -1,0 +1,229 @@
+"""Whole models, counted to the digit: what stands beside the counter's own tests."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_perf.flops import FlopCounter
+
+B, T, WIDTH, HEADS, VOCAB = 2, 6, 16, 4, 20
+
+
+def count(step):
+    with FlopCounter() as counter:
+        step()
+    assert counter.counts.untracked_names == {}
+    return counter.counts
+
+
+class Experts(nn.Module):
+    """A router and several feed-forward nets, of which each token goes through some.
+
+    Args:
+        experts: How many there are.
+        top_k: How many a token goes through, the same ones for every token.
+    """
+
+    def __init__(self, experts, top_k):
+        super().__init__()
+        self.top_k, self.router = top_k, nn.Linear(WIDTH, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH))
+            for _ in range(experts)
+        )
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(self.top_k)
+        out = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            rows, slot = (chosen == index).nonzero(as_tuple=True)
+            update = expert(flat[rows]) * weights[rows, slot, None]
+            out = out.index_add(0, rows, update)
+        return out.view_as(x)
+
+
+class Layer(nn.Module):
+    def __init__(self, kv_heads=HEADS, feed_forward=None):
+        super().__init__()
+        self.kv_heads, self.head = kv_heads, WIDTH // HEADS
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kv = nn.Linear(WIDTH, 2 * kv_heads * self.head)
+        self.feed_forward = feed_forward or nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (HEADS, self.head)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.feed_forward(x).relu()
+
+
+class Language(nn.Module):
+    """Embedding, layers and an output layer that shares the embedding's matrix if tied."""
+
+    def __init__(self, *layers, tied=False, reentrant=None):
+        super().__init__()
+        self.tokens, self.output = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.layers, self.reentrant = nn.ModuleList(layers), reentrant
+        if tied:
+            self.output.weight = self.tokens.weight
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for layer in self.layers:
+            # A saved layer ends in an addition, which saves nothing: relu makes it run to its end.
+            x = layer(x) if self.reentrant is None else self.saved(layer, x)
+        return F.cross_entropy(self.output(x).flatten(0, 1), ids.flatten())
+
+    def saved(self, layer, x):
+        return checkpoint(lambda y: layer(y).relu(), x, use_reentrant=self.reentrant)
+
+
+IDS = torch.arange(B * T).view(B, T)
+ATTENTION = 4 * B * T * T * WIDTH
+OUTPUT = 2 * B * T * WIDTH * VOCAB
+
+
+def layer_forward(kv_heads=HEADS, feed_forward=WIDTH * WIDTH):
+    kv = 2 * WIDTH * kv_heads * WIDTH // HEADS
+    return 2 * B * T * (2 * WIDTH * WIDTH + kv + feed_forward) + ATTENTION
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_language_model(kv_heads, tied):
+    """Layers cost by their query heads, and an output layer costs the same tied or not."""
+    model = Language(Layer(kv_heads), Layer(kv_heads), tied=tied)
+    expected = 3 * (2 * layer_forward(kv_heads) + OUTPUT)
+    assert count(lambda: model(IDS).backward()).model == {"float32": expected}
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_mixture_of_experts(top_k):
+    """Each token pays its router and the experts that it goes through, whichever these are."""
+    model = Language(Layer(feed_forward=Experts(5, top_k)))
+    forward = layer_forward(feed_forward=WIDTH * 5 + top_k * 2 * WIDTH * 24)
+    assert count(lambda: model(IDS).backward()).model == {"float32": 3 * (forward + OUTPUT)}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_language_model(reentrant):
+    """Saving activations leaves the model's FLOPs and adds its layers' forward to the hardware's."""
+    model = Language(Layer(), Layer(), reentrant=reentrant)
+    counts = count(lambda: model(IDS).backward())
+    assert counts.model_flops == 3 * (2 * layer_forward() + OUTPUT)
+    assert counts.hardware_flops == counts.model_flops + 2 * layer_forward()
+
+
+def test_a_frozen_backbone():
+    """Layers below the first trainable one cost their forward only, and those above two thirds."""
+    model = Language(Layer(), Layer(), Layer())
+    model.requires_grad_(False)
+    model.layers[1].requires_grad_(True)
+    # Frozen above: gradients of the data, and both of attention's operands are data.
+    above = layer_forward() - ATTENTION + 2 * ATTENTION
+    frozen_above = layer_forward() + above + 2 * OUTPUT
+    # Trainable: of query, key and value only the weights, since what is below needs no gradient.
+    inputs = 2 * B * T * 3 * WIDTH * WIDTH
+    trained = 3 * layer_forward() - inputs
+    counts = count(lambda: model(IDS).backward())
+    assert counts.model_flops == layer_forward() + trained + frozen_above
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("make", [lambda: Language(Layer()), lambda: None], ids=["gpt", "mixed"])
+def test_other_dtypes(dtype, make):
+    """The same FLOPs, under the name of the dtype, for a converted model and under autocast."""
+    expected = 3 * (layer_forward() + OUTPUT)
+    model = make()
+    if model is not None:
+        found = count(lambda: model.to(dtype)(IDS).backward())
+        assert found.model == {str(dtype).removeprefix("torch."): expected}
+        return
+    if dtype is torch.float64:
+        pytest.skip("autocast lowers a dtype, it does not raise one")
+    model = Language(Layer())
+
+    def step():
+        with torch.autocast("cpu", dtype):
+            loss = model(IDS)
+        loss.backward()
+
+    assert count(step).model == {"bfloat16": expected}
+
+
+class Separable(nn.Module):
+    """Depthwise, then grouped, then pointwise: what small nets for images are made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
+        self.grouped = nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=4)
+        self.pointwise = nn.Conv2d(16, 12, 1)
+        self.norm = nn.BatchNorm2d(12)
+
+    def forward(self, x):
+        return self.norm(self.pointwise(self.grouped(self.depthwise(x)))).relu()
+
+
+def test_a_net_of_separable_convolutions():
+    """Every filter costs its own channels, in all passes but the gradient of the images."""
+    depthwise, grouped, pointwise = 8 * 64 * 9, 16 * 16 * 2 * 9, 12 * 16 * 16
+    expected = 2 * 2 * (2 * depthwise + 3 * grouped + 3 * pointwise)
+    model, x = Separable(), torch.randn(2, 8, 8, 8)
+    assert count(lambda: model(x).sum().backward()).model == {"float32": expected}
+
+
+class Reader(nn.Module):
+    """Embedding, LSTM, GRU and a classifier of the last state."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, 8)
+        self.lstm, self.gru = nn.LSTM(8, 12, batch_first=True), nn.GRU(12, 10, batch_first=True)
+        self.output = nn.Linear(10, 5)
+
+    def forward(self, ids):
+        states, _ = self.gru(self.lstm(self.tokens(ids))[0])
+        return self.output(states[:, -1]).sum()
+
+
+def test_a_recurrent_reader():
+    """Gates of every step; the GRU runs step by step, and its zero state needs no gradient."""
+    model = Reader()
+    lstm, output = 2 * B * T * 4 * 12 * (8 + 12), 2 * B * 10 * 5
+    inputs, states = 2 * B * T * 3 * 10 * 12, 2 * B * T * 3 * 10 * 10
+    first_state = 2 * B * 3 * 10 * 10
+    expected = 3 * (lstm + inputs + states + output) - first_state
+    assert count(lambda: model(IDS).backward()).model_flops == expected
+
+
+def test_a_gradient_penalty():
+    """The gradient of a gradient's norm: each product of either pass is differentiated."""
+    first, second = nn.Linear(8, 16, bias=False), nn.Linear(16, 1, bias=False)
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def step():
+        out = second(first(x).square())
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.mean() + gradient.norm()).backward()
+
+    one, two = 2 * 4 * 8 * 16, 2 * 4 * 16
+    # Forward; gradient of the data; and both gradients of each of these four products, of which
+    # the one by the constant in front of the second layer is not needed.
+    assert count(step).model_flops == 2 * (one + two) + 4 * one + 3 * two
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_inference(context):
+    """Without gradients a language model costs its forward, a third of training."""
+    model = Language(Layer(2), Layer(2)).eval()
+
+    def step():
+        with context():
+            model(IDS)
+
+    assert count(step).model_flops == 2 * layer_forward(2) + OUTPUT

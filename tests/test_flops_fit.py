@@ -1,0 +1,144 @@
+"""Predicting new shapes: exact where a law holds, and silent where none was seen to."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_perf.flops import Counts, FlopCounter, fit, signature
+
+SHAPES = [(1 + i % 5, 4 + 3 * i) for i in range(12)]
+
+
+def counted(step, batch):
+    with FlopCounter() as counter:
+        step(batch)
+    return counter.counts
+
+
+def law(step, batches):
+    model = fit({signature(batch): counted(step, batch) for batch in batches})
+    assert model is not None
+    return model
+
+
+def exact(step, batches, unseen):
+    model = law(step, batches)
+    for batch in unseen:
+        expected = counted(step, batch)
+        found = model.predict(signature(batch))
+        assert (found.model, found.hardware) == (expected.model, expected.hardware)
+
+
+class Attention(nn.Module):
+    """A causal language model of one layer, with mixed dtypes and an activation checkpoint."""
+
+    def __init__(self, batch_first=True):
+        super().__init__()
+        self.batch_first, self.tokens = batch_first, nn.Embedding(20, 8)
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 20)
+
+    def forward(self, ids):
+        x = self.tokens(ids if self.batch_first else ids.T)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = checkpoint(self.attend, x, use_reentrant=False)
+        y = self.head(y.float())
+        return F.cross_entropy(y.flatten(0, 1), ids.flatten())
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).exp()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_transformer(batch_first):
+    """Longer and larger batches come out to the digit, by dtype, recomputation included."""
+    model = Attention(batch_first)
+    step = lambda ids: model(ids).backward()  # noqa: E731
+
+    def ids(b, t):
+        return torch.zeros((b, t) if batch_first else (t, b), dtype=torch.long)
+
+    exact(step, [ids(*s) for s in SHAPES], [ids(7, 64), ids(32, 9), ids(1, 1)])
+
+
+def test_a_convolutional_net():
+    """Images of new sizes and numbers cost what their pixels and their head cost."""
+    body, head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 10)
+
+    def step(batch):
+        images, labels = batch
+        out = head(body(images).relu().mean((2, 3)))
+        F.cross_entropy(out, labels).backward()
+
+    def batch(b, size):
+        return torch.randn(b, 3, size, size + 1), torch.zeros(b, dtype=torch.long)
+
+    exact(step, [batch(*s) for s in SHAPES], [batch(9, 33), batch(2, 50)])
+
+
+def test_a_recurrent_net():
+    """Time first: elements decide, whatever the axes."""
+    net = nn.LSTM(4, 6)
+    shapes = [torch.randn(t, b, 4) for b, t in SHAPES]
+    exact(lambda x: net(x)[0].sum().backward(), shapes, [torch.randn(70, 8, 4)])
+
+
+def test_what_did_not_vary_is_not_extrapolated():
+    """Known lengths of one value say nothing of another length, but all of other batch sizes."""
+    model = Attention()
+    step = lambda ids: model(ids).backward()  # noqa: E731
+    found = law(step, [torch.zeros(b, 16, dtype=torch.long) for b in range(1, 10)])
+    assert found.predict(signature(torch.zeros(4, 17, dtype=torch.long))) is None
+    larger = torch.zeros(64, 16, dtype=torch.long)
+    assert found.predict(signature(larger)).model == counted(step, larger).model
+
+
+def known(cost, batches):
+    return {signature(one): Counts(*2 * [{"float32": cost(one)}]) for one in batches}
+
+
+def test_an_encoder_and_a_decoder_are_refused():
+    """Two lengths that vary freely have no law in one of them, even where the numbers would fit."""
+    draw = random.Random(0)
+    pairs = [
+        (torch.empty(4, draw.randrange(5, 50)), torch.empty(4, draw.randrange(5, 50)))
+        for _ in range(16)
+    ]
+    assert fit(known(lambda pair: 6 * pair[0].numel(), pairs)) is None
+    tied = [(a, torch.empty(4, a.shape[1] - 1)) for a, _ in pairs]
+    model = fit(known(lambda pair: 6 * pair[0].numel(), tied))
+    assert model.predict(signature((torch.empty(4, 99), torch.empty(4, 98)))) is not None
+    assert model.predict(signature((torch.empty(4, 99), torch.empty(4, 99)))) is None
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [lambda x: x.shape[0] ** 3, lambda x: x.shape[1] ** 3, lambda x: hash(x.shape)],
+    ids=["contrastive", "cubic", "arbitrary"],
+)
+def test_another_law_is_refused(cost):
+    """Costs that a held-out batch does not confirm give no model."""
+    assert fit(known(lambda x: abs(cost(x)), [torch.empty(s) for s in SHAPES])) is None
+
+
+def test_other_structures_are_not_predicted():
+    """A batch of other dtypes, dimensions or members is not what was counted."""
+    model = fit(known(torch.numel, [torch.empty(s) for s in SHAPES]))
+    assert model.predict(signature(torch.empty(3, 50))).model == {"float32": 150}
+    assert model.predict(signature(torch.empty(3, 50, dtype=torch.float64))) is None
+    assert model.predict(signature(torch.empty(3, 50, 1))) is None
+    assert model.predict(signature([torch.empty(3, 50)])) is None
+
+
+def test_too_little_to_go_by():
+    """Few batches, batches without two dimensions, or counts with gaps give no model."""
+    batches = [torch.empty(s) for s in SHAPES]
+    assert fit({}) is None
+    assert fit(known(torch.numel, batches[:7])) is None
+    assert fit(known(torch.numel, [torch.empty(n) for n in range(1, 12)])) is None
+    gaps = Counts({"float32": 5}, {"float32": 5}, 1, {"aten::_fft_r2c": 1})
+    assert fit({signature(x): gaps for x in batches}) is None
