@@ -91,8 +91,23 @@ def test_a_formula_stands_beside_the_count(tmp_path: Path) -> None:
     assert row["mfu_from_formula"] == pytest.approx(2 * row["mfu"])
 
 
-def test_a_compiled_module_stays_compiled_and_is_said_not_to_be_counted(tmp_path: Path) -> None:
-    """One warning, no mfu, and the compiled graphs go on being used."""
+class Net(torch.nn.Module):
+    """Compiled code of torch itself is not compiled again, so the layer is in a module of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
+def test_a_compiled_module_stays_compiled_and_is_counted(
+    tmp_path: Path, how: str, fullgraph: bool
+) -> None:
+    """Its FLOPs are exact, and each of its batches runs the compiled graph."""
     calls = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -102,21 +117,60 @@ def test_a_compiled_module_stays_compiled_and_is_said_not_to_be_counted(tmp_path
 
         return run
 
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).tanh()
-
-    model = Small()
-    model.net = torch.compile(Net(), backend=backend)
-    flops = Flops()
-    with pytest.warns(PerfWarning, match="compiled module is not counted"):
-        trainer(tmp_path, flops).fit(model)
-    assert "mfu" not in flops.metrics
+    torch._dynamo.reset()
+    model, net = Small(), Net()
+    if how == "torch.compile":
+        model.net = torch.compile(net, backend=backend, fullgraph=fullgraph)
+    else:
+        net.compile(backend=backend, fullgraph=fullgraph)
+        model.net = net
+    flops = Flops(peak_flops=1e9)
+    trainer(tmp_path, flops).fit(model)
     assert len(calls) == 16
+    assert flops.metrics["batch_flops"] == 4 * 2 * (8 + 8)  # forward, and backward by the weight
+    assert flops.metrics["mfu"] > 0
+
+
+def test_a_compiled_module_that_cannot_be_copied_trains_without_mfu(tmp_path: Path) -> None:
+    """One warning says so and what to define."""
+
+    class Stubborn(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss if loss.item() > -1 else 2 * loss  # a branch on a value
+
+    model = Stubborn()
+    model.net = torch.compile(Net(), backend="eager")
+    flops = Flops()
+    with pytest.warns(PerfWarning, match="cannot be counted.*flops_per_batch") as caught:
+        trainer(tmp_path, flops).fit(model)
+    assert len(ours(caught)) == 1
+    assert "mfu" not in flops.metrics
+
+
+def test_lengths_that_keep_changing_are_predicted(tmp_path: Path) -> None:
+    """Past sixteen shapes no batch is slowed any more, and predictions are exact."""
+
+    class Varying(Small):
+        def train_dataloader(self) -> Any:
+            rows = [(torch.ones(n, 8), torch.ones(n, 1)) for n in range(3, 63)]
+            return torch.utils.data.DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+    records = Records()
+    flops, monitor = Flops(schedule="1ba", peak_flops=1e9), SpeedMonitor(window_size=10)
+    trainer(tmp_path, flops, monitor, logger=records).fit(Varying())
+    values = [value for _, value in records.of("batch_flops")]
+    assert values == [n * FLOPS_PER_SAMPLE for n in range(3, 63)]
+    assert records.of("throughput/device/mfu")
+    assert len(records.of("mfu")) == 60 - 16
+
+
+def test_a_formula_may_be_named(tmp_path: Path) -> None:
+    """The sizes come from the module's config; a model without them is told at set-up."""
+    run = trainer(tmp_path, Flops(formula="palm"))
+    with pytest.raises(ConfigError, match="formula"):
+        run.fit(Small())
+    assert run.global_step == 0
 
 
 def test_the_strategy_is_left_as_it_was(tmp_path: Path) -> None:

@@ -37,9 +37,25 @@ class Random(Small):
         )
 
 
-def outcome(folder: Path, *callbacks: L.Callback, **options: Any) -> dict[str, Any]:
+class Wrapped(nn.Module):
+    """Compiled code of torch itself is not compiled again, so it is wrapped in a module of ours."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def outcome(
+    folder: Path, *callbacks: L.Callback, compiled: bool = False, **options: Any
+) -> dict[str, Any]:
     L.seed_everything(7, verbose=False)
     model = Random()
+    if compiled:
+        torch._dynamo.reset()
+        model.net = torch.compile(Wrapped(model.net), backend="aot_eager")
     run = trainer(folder, *callbacks, max_epochs=3, limit_val_batches=2, **options)
     run.fit(model)
     return {
@@ -50,10 +66,14 @@ def outcome(folder: Path, *callbacks: L.Callback, **options: Any) -> dict[str, A
     }
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
-def test_losses_weights_and_rng_are_bit_identical(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"precision": "bf16-mixed"}, {"precision": "64-true"}, {"compiled": True}],
+    ids=str,
+)
+def test_losses_weights_and_rng_are_bit_identical(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Counting, measuring and recording change no number of the training."""
-    options: dict[str, Any] = {"precision": precision, "logger": Records()}
+    options: dict[str, Any] = {"logger": Records(), **changes}
     plain = outcome(tmp_path / "plain", **options)
     watched = outcome(
         tmp_path / "watched",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops import check_peak
+from lightning_perf.flops import check_peak, formula_for
 from lightning_perf.schedule import Every, Schedule, as_schedule
 from lightning_perf.trainer.collective import Rows
 from lightning_perf.trainer.driver import Report
@@ -61,7 +61,10 @@ class Flops(PerfCallback):
         schedule: When to report.
         peak_flops: FLOP/s of one device, ``"measure"`` to time a matrix product, or None to look
             the device up.
-        formula: Takes the batch and returns this rank's FLOPs for it, to set beside the counted.
+        formula: Set beside the counted FLOPs: a function of the batch that returns this rank's, the
+            name of a formula (``"palm"``, ``"megatron"``, ``"nanogpt"``) for a transformer whose
+            sizes the module's ``config`` or hyperparameters give, or a mapping with its ``kind``
+            and its ``config``.
 
     Raises:
         ConfigError: A peak that is not positive, a schedule that is none.
@@ -78,17 +81,18 @@ class Flops(PerfCallback):
         self,
         schedule: Schedule | str | None = None,
         peak_flops: float | str | None = None,
-        formula: Callable[[Any], float] | None = None,
+        formula: Callable[[Any], float] | str | dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.schedule = as_schedule(schedule, default=Every("5ba"))
         if peak_flops is not None:
             check_peak(peak_flops, "peak_flops")
-        if not (formula is None or callable(formula)):
-            problem = "is not a function of the batch"
-            raise ConfigError("formula", formula, problem, "lambda batch: 6 * n * batch.numel()")
+        if not (formula is None or callable(formula) or isinstance(formula, str | dict)):
+            problem = "is neither a function of the batch nor the name of a formula"
+            raise ConfigError("formula", formula, problem, "'palm'")
         self.peak_flops = peak_flops
         self.formula = formula
+        self._formula: Callable[[Any], float] | None = None
         #: What was reported last, by key.
         self.metrics: dict[str, float] = {}
         self._tallies: dict[str, _Tally] = {}
@@ -101,6 +105,8 @@ class Flops(PerfCallback):
     def prepare(self, driver: Driver) -> None:
         self._tallies, self._timed, self._held, self._quiet_until = {}, set(), False, 0
         self._shared = self.schedule.shared or driver.ranks.world_size == 1
+        if self.formula is not None:
+            self._formula = formula_for(self.formula, driver.module)
         self.schedule.validate(driver.limits)
         self.schedule.setup(driver.context)
         driver.meter.require(self.peak_flops, "peak_flops")
@@ -157,7 +163,9 @@ class Flops(PerfCallback):
 
     def _add(self, driver: Driver, work: BatchWork, batch: Any) -> None:
         tally = self._tallies[driver.stage]
-        formula = float(self.formula(batch)) if self.formula is not None else 0.0
+        formula = 0.0
+        if self._formula is not None and driver.stage == "train":
+            formula = float(self._formula(batch))
         tally.batch_flops, tally.peak = work.total, work.peak if work.ideal_seconds else 0.0
         tally.batch_formula_flops = formula
         tally.tracked_operations = work.tracked_operations

@@ -75,7 +75,9 @@ def _is_weak(row: DevicePeaks) -> bool:
 def _table(rows: Sequence[DevicePeaks]) -> Table:
     from rich.table import Table
 
-    table = Table(title="dense peaks in TFLOP/s (int8: TOP/s)", title_justify="left")
+    title = "dense peaks in TFLOP/s (int8: TOP/s)"
+    # Without lines, so that it fits into 80 columns.
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("device", no_wrap=True)
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
@@ -86,7 +88,9 @@ def _table(rows: Sequence[DevicePeaks]) -> Table:
 
 
 def _teraflops(value: float | None) -> str:
-    return "" if value is None else f"{value / 1e12:.4g}"
+    if value is None:
+        return ""
+    return f"{value / 1e12:.0f}" if value >= 1e14 else f"{value / 1e12:.3g}"
 
 
 def _sources(row: DevicePeaks) -> str:

@@ -100,9 +100,11 @@ class TransformerConfig:
                     values[field] = value
                     break
         values |= known
-        for field in ("layers", "hidden", "heads", "vocab", "sequence"):
-            if field not in values:
-                raise ConfigError(field, None, "is not in the configuration of the model", "12")
+        needed = ("layers", "hidden", "heads", "vocab", "sequence")
+        if missing := [field for field in needed if field not in values]:
+            found = {field: values[field] for field in needed if field in values}
+            example = str({**found, **dict.fromkeys(missing, 12)})
+            raise ConfigError("config", found, f"lacks {', '.join(missing)}", example)
         return cls(**values)
 
     @property

@@ -12,50 +12,65 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_SMALLEST, _LARGEST = 256, 8192
-# Long enough that a launch and a clock's resolution do not matter.
-_ENOUGH_SECONDS = 2e-3
+_SIZES = [2**power for power in range(7, 14)]
+# Each size is tried so often and for so long, and the best try counts: one that the machine stalled
+# in decides nothing.
+_REPEATS, _SECONDS_A_SIZE = 5, 0.02
+# A larger size is worth trying until so many in a row were no faster than this factor.
+_PATIENCE, _GAIN = 2, 1.02
 
 _measured: dict[tuple[torch.dtype, torch.device], float | None] = {}
 
 
 def measure_peak(
-    dtype: torch.dtype, device: torch.device, budget_seconds: float = 0.3
+    dtype: torch.dtype, device: torch.device, budget_seconds: float = 2.0, *, again: bool = False
 ) -> float | None:
     """The best rate of a square matrix product, measured once a process.
 
-    Draws no random number, and leaves autocast, gradients and settings as they are.
+    It takes about half a second on a CPU. It draws no random number, and leaves autocast, gradients
+    and settings as they are.
 
     Args:
         dtype: The operands'.
         device: Where the product runs, as fast as its current settings (threads, TF32) let it.
-        budget_seconds: About how long to measure.
+        budget_seconds: About how long to measure at most, time in which the machine stalls left
+            out.
+        again: Measure once more, and keep the larger value.
 
     Returns:
         FLOP/s, or None if the device has no product of this dtype.
     """
     key = dtype, torch.device(device)
-    if key not in _measured:
+    if again or key not in _measured:
         try:
-            _measured[key] = _best_rate(dtype, key[1], budget_seconds)
+            _measured[key] = max(_measured.get(key) or 0.0, _best_rate(*key, budget_seconds))
         except (RuntimeError, TypeError, AssertionError):
-            _measured[key] = None
+            _measured.setdefault(key, None)
     return _measured[key]
 
 
 def _best_rate(dtype: torch.dtype, device: torch.device, budget_seconds: float) -> float:
-    deadline = time.perf_counter() + budget_seconds
-    size, best = _SMALLEST, 0.0
-    product = _product(size, dtype, device)
+    best, left, without_gain = 0.0, budget_seconds, 0
+    for size in _SIZES:
+        work = 2 * size**3
+        if best and (1 + _REPEATS) * work / best > left:
+            break
+        fastest, repeats = _fastest(_product(size, dtype, device), device)
+        left -= fastest * repeats
+        without_gain = 0 if work / fastest > _GAIN * best else without_gain + 1
+        best = max(best, work / fastest)
+        if without_gain == _PATIENCE:
+            break
+    return best
+
+
+def _fastest(product: Callable[[], Tensor], device: torch.device) -> tuple[float, int]:
     _seconds(product, device)  # The first call loads libraries and wakes threads.
-    while True:
-        seconds = _seconds(product, device)
-        best = max(best, 2 * size**3 / seconds)
-        if time.perf_counter() > deadline:
-            return best
-        if seconds < _ENOUGH_SECONDS and size < _LARGEST:
-            size *= 2
-            product = _product(size, dtype, device)
+    fastest, repeats = _seconds(product, device), 1
+    while repeats < _REPEATS or repeats * fastest < _SECONDS_A_SIZE:
+        fastest = min(fastest, _seconds(product, device))
+        repeats += 1
+    return fastest, repeats
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:

@@ -70,15 +70,31 @@ def resolve_peak(
     """
     check_peak(given)
     if given == "measure" or (given is None and device.type == "cpu"):
-        return _measured(device, dtype_name)
+        return measured_peak(device, dtype_name)
     if given is not None:
         return Peak(float(given), "given")
     return _from_table(device, dtype_name) or _estimated(device, dtype_name)
 
 
-def _measured(device: torch.device, dtype_name: str) -> Peak | None:
+def measured_peak(
+    device: torch.device | str, dtype_name: str, *, again: bool = False
+) -> Peak | None:
+    """What a matrix product reaches, measured once a process.
+
+    Args:
+        device: Where it runs, such as ``"cpu"``.
+        dtype_name: The operands', as in ``"bfloat16"``.
+        again: Measure once more, and keep the larger value.
+
+    Returns:
+        The peak, or None if there is no such device, or no product of this dtype on it.
+    """
     dtype = getattr(torch, dtype_name, None)
-    value = measure_peak(dtype, device) if isinstance(dtype, torch.dtype) else None
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        return None
+    value = measure_peak(dtype, device, again=again) if isinstance(dtype, torch.dtype) else None
     return None if value is None else Peak(value, "measured")
 
 
@@ -91,13 +107,14 @@ def _from_table(device: torch.device, dtype_name: str) -> Peak | None:
     return Peak(value, f"table: {peaks.name} ({peaks.confidence})")
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: torch.device | str) -> str:
     """What the maker calls a device, or its type where nothing tells.
 
     Example:
         >>> device_name(torch.device("meta"))
         'meta'
     """
+    device = torch.device(device)
     if device.type == "cpu":
         return _cpu_name()
     backend: Any = getattr(torch, device.type, None)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import warn
-from lightning_perf.flops import Counts, FlopCounter, is_compiled, signature
+from lightning_perf.flops import (
+    Counts,
+    FlopCounter,
+    FlopModel,
+    ShadowError,
+    Signature,
+    count_on_shadow,
+    fit,
+    is_compiled,
+    signature,
+)
 from lightning_perf.trainer.peaks import BatchWork, Peaks
 
 if TYPE_CHECKING:
@@ -23,8 +34,20 @@ _STEPS = {
     "test": ("test_step",),
     "predict": ("predict_step",),
 }
+_CONTEXTS = {
+    "train": "train_step_context",
+    "validate": "val_step_context",
+    "test": "test_step_context",
+    "predict": "predict_step_context",
+}
 #: A training may skip some batches at first; another stage may have no products at all.
 _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
+
+
+#: Shapes that are counted before the others are predicted from them; and at the very most.
+_ENOUGH, _MOST_COUNTED = 16, 64
+#: Predictions that are remembered.
+_MOST_KNOWN = 4096
 
 
 @dataclass(slots=True)
@@ -33,15 +56,29 @@ class _Book:
 
     #: Batches that may still be counted without finding anything, before it is given up.
     tries: int
-    works: dict[Hashable, BatchWork] = field(default_factory=dict)
+    counts: dict[Signature, Counts] = field(default_factory=dict)
+    works: dict[Signature, BatchWork] = field(default_factory=dict)
+    law: FlopModel | None = None
+    #: How many shapes were known when a law was last looked for.
+    looked_at: int = 0
+
+    def predict(self, shapes: Signature) -> Counts | None:
+        """The counts of shapes that were not counted, once there are enough that were."""
+        if len(self.counts) < _ENOUGH:
+            return None
+        if self.law is None and len(self.counts) >= 2 * self.looked_at:
+            self.looked_at = len(self.counts)
+            self.law = fit(self.counts)
+        return self.law.predict(shapes) if self.law is not None else None
 
 
 class FlopMeter:
     """Knows the FLOPs of a batch: by the module's own ``flops_per_batch``, else by counting it.
 
-    Each new signature of input shapes is counted once, on the real batch, as it is worked on; again
-    when layers are frozen or thawed between epochs. ``flops_per_batch`` speaks of training: other
-    stages are counted.
+    Each new signature of input shapes is counted once, on the real batch, as it is worked on (a
+    compiled module on a fake copy, so that it stays compiled); again when layers are frozen or
+    thawed between epochs. Where shapes keep coming, what they cost is predicted from those that
+    were counted. ``flops_per_batch`` speaks of training: other stages are counted.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -56,7 +93,8 @@ class FlopMeter:
         self._books: dict[Hashable, _Book] = {}
         self._book = _Book(tries=0)
         self._stale = True
-        self._signature: Hashable = None
+        self._signature: Signature = ()
+        self._lawless = False
         self._counter: FlopCounter | None = None
         self._restore: list[Callable[[], None]] = []
         self._backward_seen = False
@@ -87,14 +125,7 @@ class FlopMeter:
         self.work, self.counted = None, False
         declares = getattr(self._module, "flops_per_batch", None) is not None
         self._declared = declares and stage == "train"
-        self._compiled = not self._declared and is_compiled(self._module)
-        if self._compiled:
-            self.wanted = False
-            warn(
-                "a compiled module is not counted yet, since its kernels hide their operators: no "
-                "FLOPs and no mfu. Define flops_per_batch on the LightningModule to have them."
-            )
-            return
+        self._compiled = is_compiled(self._module)
         self.peaks.of(self.peaks.dtype)
 
     def resume(self, stage: str) -> None:
@@ -119,8 +150,57 @@ class FlopMeter:
             self._book = self._books.setdefault(key, _Book(_TRIES[self._stage]))
         self._signature = signature(batch)
         self.work = self._book.works.get(self._signature)
-        if self.work is None and self._book.tries:
+        if self.work is None:
+            self._find_out(batch)
+
+    def _find_out(self, batch: Any) -> None:
+        """Shapes that are new: predict what they cost, or count them."""
+        book = self._book
+        predicted = book.predict(self._signature)
+        if predicted is not None:
+            if len(book.works) >= _MOST_KNOWN:
+                book.works.clear()
+            self.work = book.works[self._signature] = self.peaks.priced(predicted)
+        elif len(book.counts) >= _MOST_COUNTED:
+            self._tell_lawless()
+        elif book.tries and self._compiled:
+            self._count_on_shadow(batch)
+        elif book.tries:
             self._arm()
+
+    def _tell_lawless(self) -> None:
+        if not self._lawless:
+            self._lawless = True
+            warn(
+                f"{_MOST_COUNTED} shapes of batches were counted, and no law tells the FLOPs of "
+                "others: batches of new shapes have none, and windows with them no mfu. Define "
+                "flops_per_batch on the LightningModule to have it."
+            )
+
+    def _count_on_shadow(self, batch: Any) -> None:
+        """A compiled module's kernels hide their operators: count a fake copy of it, as written."""
+        self.counted = True
+        try:
+            counts = count_on_shadow(self._module, batch, self._step)
+        except ShadowError as error:
+            self._book.tries = 0
+            if not self._lawless:
+                self._lawless = True
+                warn(
+                    f"this compiled module cannot be counted ({error}): no FLOPs and no mfu. "
+                    "Define flops_per_batch on the LightningModule to have them."
+                )
+            return
+        self._backward_seen = True
+        self._learn(counts)
+
+    def _step(self, module: Any, batch: Any) -> Any:
+        """The stage's step of a module, in the context that the strategy gives it."""
+        name, context = _STEPS[self._stage][0], _CONTEXTS[self._stage]
+        step = getattr(module, name)
+        wanted = len(inspect.signature(step).parameters)
+        with getattr(self._trainer.precision_plugin, context)():
+            return step(*(batch, 0, 0)[:wanted])
 
     def after_batch(self, batch: Any) -> None:
         """Know the work of the batch that has just ended."""
@@ -145,6 +225,7 @@ class FlopMeter:
             and not self._backward_seen
         )
         if counts.model_flops and not skipped:
+            self._book.counts[self._signature] = counts
             self.work = self._book.works[self._signature] = self.peaks.priced(counts)
             return
         self._book.tries -= 1
