@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.tracking.artifacts import Upload
     from lightning_perf.trainer.peaks import BatchWork
+
+_log = logging.getLogger("lightning_perf")
 
 #: Seconds that the end of a run waits for other ranks' last numbers, and for uploads: what is not
 #: sent by then is listed for ``lightning-perf upload``.
@@ -104,7 +107,7 @@ class Driver:
         self.step = 0
         self._at_end: list[Callable[[], None]] = []
         self._counter: BatchCounter | None = None
-        self._resumed = False
+        self._resumed = self._told_untracked = False
 
     @property
     def leader(self) -> Member | None:
@@ -204,6 +207,8 @@ class Driver:
         samples, tokens = self._counter.count(batch)
         if self.meter.wanted:
             self.meter.after_batch(batch)
+            if self.meter.untracked and not self._told_untracked:
+                self._tell_untracked()
         if self.stage == "train":
             trainer, loop = self.trainer, self._loop
             self.course.count(samples, tokens, trainer.global_step, trainer.is_last_batch)
@@ -218,6 +223,13 @@ class Driver:
                 self.step = self._loop.step + self.course.batches
         if self._gatherer.waiting:
             self._gatherer.poll()
+
+    def _tell_untracked(self) -> None:
+        self._told_untracked = True
+        names = ", ".join(sorted(self.meter.untracked))
+        self.describe({"untracked_operations": names})
+        if self.ranks.global_rank == 0:
+            _log.warning("lightning_perf: no formula tells the FLOPs of %s: not counted.", names)
 
     def report(self, at_end: bool) -> None:
         """All members have seen the batch, or the end of the stage: exchange what is due.

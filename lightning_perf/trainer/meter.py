@@ -88,6 +88,8 @@ class FlopMeter:
         #: The present batch: its work, and whether it was slowed down by being counted.
         self.work: BatchWork | None = None
         self.counted = False
+        #: Operators that do work which no formula knows.
+        self.untracked: set[str] = set()
         self._stage = ""
         self._declared = self._compiled = False
         self._books: dict[Hashable, _Book] = {}
@@ -226,6 +228,7 @@ class FlopMeter:
         )
         if counts.model_flops and not skipped:
             self._book.counts[self._signature] = counts
+            self.untracked |= counts.untracked_names.keys()
             self.work = self._book.works[self._signature] = self.peaks.priced(counts)
             return
         self._book.tries -= 1
