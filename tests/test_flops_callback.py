@@ -206,6 +206,19 @@ def test_manual_optimization_is_counted_once(tmp_path: Path) -> None:
     assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
 
 
+def test_declared_flops_hold_after_validation(tmp_path: Path) -> None:
+    """flops_per_batch speaks of training, before and after validation; validation is counted."""
+
+    class Declared(Small):
+        flops_per_batch = 12345
+
+    records = Records()
+    options: dict[str, Any] = {"limit_val_batches": 2, "val_check_interval": 4}
+    trainer(tmp_path, Flops(), logger=records, **options).fit(Declared())
+    assert {value for _, value in records.of("batch_flops")} == {12345}
+    assert {value for _, value in records.of("validate/batch_flops")} == {4 * 2 * (8 * 16 + 16)}
+
+
 def test_thawed_layers_are_counted_anew(tmp_path: Path) -> None:
     """A backbone that is unfrozen between epochs changes the FLOPs from then on."""
 

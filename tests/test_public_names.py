@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,38 @@ def test_importing_the_package_imports_neither_torch_nor_mlflow() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert not {"torch", "mlflow", "lightning", "numpy", "rich"} & set(loaded)
+
+
+def test_it_trains_where_only_torch_and_lightning_are(tmp_path: Path) -> None:
+    """Without MLflow and the recorders' tools, all names import and training runs."""
+    code = """
+import sys
+from pathlib import Path
+from importlib.abc import MetaPathFinder
+
+MISSING = {"mlflow", "memray", "viztracer", "pynvml", "psutil", "jsonargparse"}
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in MISSING:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+import lightning_perf
+from small import Small, trainer
+for name in lightning_perf.__all__:
+    getattr(lightning_perf, name)
+from lightning_perf import Flops, PyTorch, SpeedMonitor
+flops = Flops()
+trainer(sys.argv[1], SpeedMonitor(4), flops, PyTorch(schedule="first 1ba")).fit(Small())
+assert flops.metrics["mfu"] > 0
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.rglob("*.pt.trace.json.gz"))

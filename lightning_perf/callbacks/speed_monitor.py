@@ -11,8 +11,8 @@ from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak
 from lightning_perf.throughput import SECONDS_PER_UNIT, RollingWindow, Work, elapsed, throughput
 from lightning_perf.trainer.collective import Rows
-from lightning_perf.trainer.driver import Report
 from lightning_perf.trainer.hooks import PerfCallback
+from lightning_perf.trainer.roles import Report
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from lightning_perf.errors import ConfigError
@@ -22,7 +22,7 @@ from lightning_perf.trainer.spans import LeanSpans
 from lightning_perf.trainer.surroundings import limits_of, owners_of, ranks_of, setup_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.tracking.artifacts import Upload
     from lightning_perf.trainer.peaks import BatchWork
+    from lightning_perf.trainer.roles import Member, Part, Report
 
 _log = logging.getLogger("lightning_perf")
 
@@ -37,43 +38,6 @@ _log = logging.getLogger("lightning_perf")
 #: sent by then is listed for ``lightning-perf upload``.
 GATHER_TIMEOUT = 10.0
 UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What one rank has to say at one time."""
-
-    #: Sent to the other ranks.
-    values: Sequence[float]
-    stage: str
-    #: The loggers'.
-    step: int
-    #: Kept here.
-    at_end: bool = False
-    own: Mapping[str, float] = field(default_factory=dict)
-
-
-class Part(Protocol):
-    """One callback that reports, as ``PerfCallback`` documents."""
-
-    state_key: str
-
-    def due(self, driver: Driver, at_end: bool) -> bool:
-        """Whether there is something to report now, on all ranks alike."""
-        ...
-
-    def call(self, verb: str, *args: Any) -> Any:
-        """Call a verb so that no failure reaches training."""
-        ...
-
-
-class Member(Protocol):
-    """What the driver knows of the callbacks that it drives."""
-
-    @property
-    def parts(self) -> list[Any]:
-        """The callbacks that it is, or hosts."""
-        ...
 
 
 class Driver:

@@ -11,13 +11,14 @@ from lightning.pytorch import Callback
 
 from lightning_perf.errors import ConfigError, RecorderBusy, warn
 from lightning_perf.moment import STAGES
-from lightning_perf.trainer.driver import Driver, Report
+from lightning_perf.trainer.driver import Driver
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.trainer.collective import Rows
     from lightning_perf.trainer.progress import Progress
+    from lightning_perf.trainer.roles import Report
 
 #: Errors of set-up that the user can mend: these stop the run before it starts.
 _FOR_THE_USER = (ConfigError, RecorderBusy, FileExistsError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +11,13 @@ from lightning_perf.errors import warn
 from lightning_perf.flops import (
     Counts,
     FlopCounter,
-    FlopModel,
     ShadowError,
     Signature,
     count_on_shadow,
-    fit,
     is_compiled,
     signature,
 )
+from lightning_perf.trainer.book import MOST_COUNTED, Book
 from lightning_perf.trainer.peaks import BatchWork, Peaks
 
 if TYPE_CHECKING:
@@ -44,34 +42,6 @@ _CONTEXTS = {
 _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
 
 
-#: Shapes that are counted before the others are predicted from them; and at the very most.
-_ENOUGH, _MOST_COUNTED = 16, 64
-#: Predictions that are remembered.
-_MOST_KNOWN = 4096
-
-
-@dataclass(slots=True)
-class _Book:
-    """What is known of one stage, with one part of the model frozen."""
-
-    #: Batches that may still be counted without finding anything, before it is given up.
-    tries: int
-    counts: dict[Signature, Counts] = field(default_factory=dict)
-    works: dict[Signature, BatchWork] = field(default_factory=dict)
-    law: FlopModel | None = None
-    #: How many shapes were known when a law was last looked for.
-    looked_at: int = 0
-
-    def predict(self, shapes: Signature) -> Counts | None:
-        """The counts of shapes that were not counted, once there are enough that were."""
-        if len(self.counts) < _ENOUGH:
-            return None
-        if self.law is None and len(self.counts) >= 2 * self.looked_at:
-            self.looked_at = len(self.counts)
-            self.law = fit(self.counts)
-        return self.law.predict(shapes) if self.law is not None else None
-
-
 class FlopMeter:
     """Knows the FLOPs of a batch: by the module's own ``flops_per_batch``, else by counting it.
 
@@ -92,8 +62,8 @@ class FlopMeter:
         self.untracked: set[str] = set()
         self._stage = ""
         self._declared = self._compiled = False
-        self._books: dict[Hashable, _Book] = {}
-        self._book = _Book(tries=0)
+        self._books: dict[Hashable, Book] = {}
+        self._book = Book(tries=0)
         self._stale = True
         self._signature: Signature = ()
         self._lawless = False
@@ -125,8 +95,7 @@ class FlopMeter:
             return
         self._stage, self._stale = stage, True
         self.work, self.counted = None, False
-        declares = getattr(self._module, "flops_per_batch", None) is not None
-        self._declared = declares and stage == "train"
+        self._declared = getattr(self._module, "flops_per_batch", None) is not None
         self._compiled = is_compiled(self._module)
         self.peaks.of(self.peaks.dtype)
 
@@ -149,7 +118,7 @@ class FlopMeter:
             self._stale = False
             frozen = tuple(each.requires_grad for each in self._module.parameters())
             key = self._stage, frozen
-            self._book = self._books.setdefault(key, _Book(_TRIES[self._stage]))
+            self._book = self._books.setdefault(key, Book(_TRIES[self._stage]))
         self._signature = signature(batch)
         self.work = self._book.works.get(self._signature)
         if self.work is None:
@@ -160,10 +129,9 @@ class FlopMeter:
         book = self._book
         predicted = book.predict(self._signature)
         if predicted is not None:
-            if len(book.works) >= _MOST_KNOWN:
-                book.works.clear()
-            self.work = book.works[self._signature] = self.peaks.priced(predicted)
-        elif len(book.counts) >= _MOST_COUNTED:
+            self.work = self.peaks.priced(predicted)
+            book.remember(self._signature, self.work)
+        elif len(book.counts) >= MOST_COUNTED:
             self._tell_lawless()
         elif book.tries and self._compiled:
             self._count_on_shadow(batch)
@@ -174,7 +142,7 @@ class FlopMeter:
         if not self._lawless:
             self._lawless = True
             warn(
-                f"{_MOST_COUNTED} shapes of batches were counted, and no law tells the FLOPs of "
+                f"{MOST_COUNTED} shapes of batches were counted, and no law tells the FLOPs of "
                 "others: batches of new shapes have none, and windows with them no mfu. Define "
                 "flops_per_batch on the LightningModule to have it."
             )
@@ -227,9 +195,10 @@ class FlopMeter:
             and not self._backward_seen
         )
         if counts.model_flops and not skipped:
-            self._book.counts[self._signature] = counts
             self.untracked |= counts.untracked_names.keys()
-            self.work = self._book.works[self._signature] = self.peaks.priced(counts)
+            self.work = self.peaks.priced(counts)
+            self._book.counts[self._signature] = counts
+            self._book.remember(self._signature, self.work)
             return
         self._book.tries -= 1
         if not self._book.tries and self._stage == "train":

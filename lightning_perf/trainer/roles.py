@@ -1,0 +1,48 @@
+"""What the driver and the callbacks that it drives know of each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lightning_perf.trainer.driver import Driver
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank has to say at one time."""
+
+    #: Sent to the other ranks.
+    values: Sequence[float]
+    stage: str
+    #: The loggers'.
+    step: int
+    #: Kept here.
+    at_end: bool = False
+    own: Mapping[str, float] = field(default_factory=dict)
+
+
+class Part(Protocol):
+    """One callback that reports, as ``PerfCallback`` documents."""
+
+    state_key: str
+
+    def due(self, driver: Driver, at_end: bool) -> bool:
+        """Whether there is something to report now, on all ranks alike."""
+        ...
+
+    def call(self, verb: str, *args: Any) -> Any:
+        """Call a verb so that no failure reaches training."""
+        ...
+
+
+class Member(Protocol):
+    """What the driver knows of the callbacks that it drives."""
+
+    @property
+    def parts(self) -> list[Any]:
+        """The callbacks that it is, or hosts."""
+        ...
