@@ -46,6 +46,22 @@ class Small(L.LightningModule):
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
 
 
+class TwoOptimizers(Small):
+    """Manual optimization: each batch is trained on twice, each time for one of the layers."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.net[0], self.net[2])
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in parts]
+
+
 #: Model FLOPs of one sample: two products forward, of which backward repeats the first for the
 #: weights alone, since no gradient flows to the data.
 FLOPS_PER_SAMPLE = 2 * (WIDTH * HIDDEN * 2 + HIDDEN * 1 * 3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import FLOPS_PER_SAMPLE, HIDDEN, WIDTH, Records, Small, trainer
+from small import FLOPS_PER_SAMPLE, HIDDEN, WIDTH, Records, Small, TwoOptimizers, trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -70,20 +70,7 @@ def test_how_it_is_trained_changes_no_flops(tmp_path: Path, options: dict[str, A
 def test_two_optimizers_by_hand_are_both_counted(tmp_path: Path) -> None:
     """Two forwards and two backwards in one batch are counted as two."""
 
-    class Twice(Small):
-        automatic_optimization = False
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-                self.manual_backward(super().training_step(batch, batch_idx))
-                optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            parts = (self.net[0], self.net[2])
-            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in parts]
-
-    assert counted(tmp_path, Twice())["batch_flops"] == 2 * 4 * FLOPS_PER_SAMPLE
+    assert counted(tmp_path, TwoOptimizers())["batch_flops"] == 2 * 4 * FLOPS_PER_SAMPLE
 
 
 def test_a_gradient_penalty_is_counted(tmp_path: Path) -> None:

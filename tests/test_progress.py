@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
-from small import Records, Small, ours, trainer
+from small import Records, Small, TwoOptimizers, ours, trainer
 from test_hooks import Diary
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -116,22 +116,9 @@ class Several(Small):
 def test_two_optimizers_take_two_steps_a_batch(tmp_path: Path) -> None:
     """Steps are optimizer steps; batches and reports are not doubled by them."""
 
-    class Adversarial(Small):
-        automatic_optimization = False
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-                self.manual_backward(super().training_step(batch, batch_idx))
-                optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            parts = (self.net[0], self.net[2])
-            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in parts]
-
     records, diary = Records(), Diary()
     monitor = SpeedMonitor(window_size=4)
-    trainer(tmp_path, diary, monitor, logger=records, log_every_n_steps=4).fit(Adversarial())
+    trainer(tmp_path, diary, monitor, logger=records, log_every_n_steps=4).fit(TwoOptimizers())
     assert counts(diary.stamps[-1]) == (0, 16, 16, 64, 32)
     assert [step for step, _ in records.of("time/train")] == [3, 7, 11, 15]
 

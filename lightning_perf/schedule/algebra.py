@@ -60,7 +60,15 @@ class Composed(Schedule):
             part.validate(limits)
 
 
-class All(Composed):
+class _Several(Composed):
+    """One that is made of a list."""
+
+    def __init__(self, schedules: list[Schedule | str]) -> None:
+        self.schedules = _coerced(schedules)
+        super().__init__(self.schedules)
+
+
+class All(_Several):
     """Where all of some schedules hold; ``a & b`` makes one.
 
     Args:
@@ -69,10 +77,6 @@ class All(Composed):
     Raises:
         ConfigError: If there is none, or one of them is no schedule.
     """
-
-    def __init__(self, schedules: list[Schedule | str]) -> None:
-        self.schedules = _coerced(schedules)
-        super().__init__(self.schedules)
 
     def window(self, moment: Moment) -> Hashable | None:
         """Give the windows of its parts."""
@@ -90,7 +94,7 @@ class All(Composed):
         return max(quiet)
 
 
-class AnyOf(Composed):
+class AnyOf(_Several):
     """Where any of some schedules holds; ``a | b`` makes one.
 
     Args:
@@ -99,10 +103,6 @@ class AnyOf(Composed):
     Raises:
         ConfigError: If there is none, or one of them is no schedule.
     """
-
-    def __init__(self, schedules: list[Schedule | str]) -> None:
-        self.schedules = _coerced(schedules)
-        super().__init__(self.schedules)
 
     def window(self, moment: Moment) -> Hashable | None:
         """Give the windows of its parts, None where a part has none."""
