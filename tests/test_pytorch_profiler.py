@@ -31,6 +31,8 @@ from lightning_perf import (
     Stages,
 )
 
+CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
+
 
 def traces(folder: Path) -> dict[str, dict[str, Any]]:
     """All finished traces below a folder, by their path in it."""
@@ -68,6 +70,16 @@ def test_windows_become_files(tmp_path: Path, schedule: Any, files: dict[str, li
     """Each window is one file, named by the batches done, with the steps of its batches inside."""
     found = fit(tmp_path, PyTorch(schedule=schedule))
     assert {name.removesuffix(".pt.trace.json.gz"): steps(t) for name, t in found.items()} == files
+
+
+def test_composer_s_schedule_gives_composer_s_names(tmp_path: Path) -> None:
+    """The reference's example: its cyclic schedule over two epochs of sixteen batches."""
+    found = fit(tmp_path, PyTorch(schedule=Cyclic(per_epoch=True), compress=False), max_epochs=2)
+    assert not found  # nothing is gzipped
+    folder = tmp_path / "records-version_0" / "torch_traces"
+    (case,) = [c for c in CASES if c["input"].startswith("TorchProfiler defaults, cyclic_schedule")]
+    names = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+    assert sorted(names) == sorted(case["expected"])
 
 
 def test_a_window_may_reach_across_epochs(tmp_path: Path) -> None:
