@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +123,20 @@ def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
         "limit_val_batches": 0,
     }
     return L.Trainer(**defaults | options)
+
+
+def launch(script: Path) -> None:
+    """Run a script as two processes under torchrun."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+        str(script),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr[:3000]

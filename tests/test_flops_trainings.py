@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import FLOPS_PER_SAMPLE, HIDDEN, WIDTH, Records, Small, TwoOptimizers, trainer
+from small import FLOPS_PER_SAMPLE, HIDDEN, WIDTH, Records, Small, TwoOptimizers, launch, trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -146,30 +146,10 @@ def test_sharded_models_are_counted_by_the_work_of_each_rank(
         f"trainer(Path({str(tmp_path)!r}), flops, Dump(Path({str(tmp_path)!r}), flops), devices=2,"
         f" strategy=strategy).fit({model.__name__}())\n"
     )
-    _launch(script)
+    launch(script)
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert found[0]["batch_flops"] == batches * 4 * FLOPS_PER_SAMPLE
     assert found[0]["batch_flops"] == found[1]["batch_flops"]
-
-
-def _launch(script: Path) -> None:
-    """Two processes under torchrun."""
-    import os
-    import subprocess
-    import sys
-
-    tests = Path(__file__).parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-               "--master-port", "0", "--standalone", str(script)]  # fmt: skip
-    done = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[:3000]
 
 
 def test_a_layer_norm_costs_nothing(tmp_path: Path) -> None:

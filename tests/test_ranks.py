@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
-from small import FLOPS_PER_SAMPLE, Small, trainer
+from small import FLOPS_PER_SAMPLE, Small, launch, trainer
 from test_pytorch_profiler import traces
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor
@@ -132,3 +132,30 @@ def test_ranks_may_see_other_shapes(tmp_path: Path, mlflow_database: str) -> Non
     # Without the odd batch, which rank 1 leaves out of its window, step 3 would be the first.
     key = "throughput/samples_per_sec"
     assert [p.step for p in client.get_metric_history(run.info.run_id, key)] == [4, 5, 6, 7]
+
+
+def test_a_second_run_of_the_same_processes_reports_as_well(tmp_path: Path) -> None:
+    """Fit and test in one process each have their reports, of both ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, warnings; warnings.simplefilter('ignore')\n"
+        "from small import Records\n"
+        "from test_ranks import *\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "monitor = SpeedMonitor(window_size=2)\n"
+        "records = Records()\n"
+        "run = trainer(folder, monitor, devices=2, strategy='ddp', logger=records)\n"
+        "model = Slow()\n"
+        "run.fit(model)\n"
+        "run.test(model, verbose=False)\n"
+        "if run.global_rank == 0:\n"
+        "    keys = ['throughput/samples_per_sec', 'test/throughput/samples_per_sec']\n"
+        "    found = {key: len(records.of(key)) for key in keys}\n"
+        "    (folder / 'found.json').write_text(json.dumps(found))\n"
+    )
+    launch(script)
+    found = json.loads((tmp_path / "found.json").read_text())
+    # Eight batches a rank and stage. A window of two is full from the third batch on; the end of
+    # training needs no report of its own then, the end of the test has one.
+    assert found["throughput/samples_per_sec"] == 6
+    assert found["test/throughput/samples_per_sec"] >= 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,11 @@ WIDTH = 12
 _HEADER = 3
 _MOST_PENDING = 16
 _TIMEOUT = timedelta(minutes=30)
+
+
+# Groups of runs that are over. Another rank may still read from one at its run's end; by the time
+# that all ranks make a new group, none does.
+_retired: list[Any] = []
 
 
 @dataclass(slots=True)
@@ -87,6 +93,10 @@ class Gatherer:
         """Hand over what has come, in the order in which it was sent."""
         while self._pending and self._pending[0].work.is_completed():
             sent = self._pending.popleft()
+            try:
+                sent.work.wait()  # it has ended: this tells how
+            except RuntimeError:  # a rank is gone
+                continue
             self._deliver(sent.tag, sent.rows, sent.then)
 
     def finish(self, timeout: float) -> None:
@@ -102,9 +112,9 @@ class Gatherer:
             self.poll()
 
     def close(self) -> None:
-        """Let the group go; what never came keeps it, since it would have to be waited for."""
+        """Let the group go, unless something never came: that would have to be waited for."""
         if self._group is not None and not self._pending:
-            dist.destroy_process_group(self._group)
+            _retired.append(self._group)
         self._pending.clear()
         self._group = None
 
@@ -123,4 +133,8 @@ def _initialized() -> bool:
 
 
 def _new_group() -> Any:
-    return dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    while _retired:
+        with suppress(Exception):  # the whole world of an earlier run may be gone
+            dist.destroy_process_group(_retired.pop())
+    return group
