@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from lightning_perf.errors import PerfWarning as PerfWarning
     from lightning_perf.errors import RecorderBusy as RecorderBusy
     from lightning_perf.moment import Moment as Moment
+    from lightning_perf.profilers.memory_snapshot import MemorySnapshot as MemorySnapshot
+    from lightning_perf.profilers.memray import Memray as Memray
     from lightning_perf.profilers.profiler import Profiler as Profiler
     from lightning_perf.profilers.pytorch import PyTorch as PyTorch
+    from lightning_perf.profilers.viztracer import VizTracer as VizTracer
     from lightning_perf.schedule import All as All
     from lightning_perf.schedule import Always as Always
     from lightning_perf.schedule import AnyOf as AnyOf
@@ -46,8 +49,11 @@ _HOMES = {
     "callbacks.suite": ["Suite"],
     "errors": ["ConfigError", "PerfWarning", "RecorderBusy"],
     "moment": ["Moment"],
+    "profilers.memory_snapshot": ["MemorySnapshot"],
+    "profilers.memray": ["Memray"],
     "profilers.profiler": ["Profiler"],
     "profilers.pytorch": ["PyTorch"],
+    "profilers.viztracer": ["VizTracer"],
     "schedule": [
         "All", "Always", "AnyOf", "At", "Cyclic", "Elapsed", "Every", "Fixed", "GlobalRank",
         "HasTag", "LocalRank", "Never", "Not", "OnSignal", "OnSlowBatch", "Schedule", "Stages",

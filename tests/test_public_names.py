@@ -11,9 +11,9 @@ import pytest
 import lightning_perf
 
 NAMES = """
-All Always AnyOf At ConfigError Cyclic Elapsed Every Fixed Flops GlobalRank HasTag LocalRank Moment
-Never Not OnSignal OnSlowBatch PerfWarning Profiler PyTorch RecorderBusy Schedule SpeedMonitor
-Stages Suite Time TimeUnit Timestamp
+All Always AnyOf At ConfigError Cyclic Elapsed Every Fixed Flops GlobalRank HasTag LocalRank
+MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch PerfWarning Profiler PyTorch
+RecorderBusy Schedule SpeedMonitor Stages Suite Time TimeUnit Timestamp VizTracer
 """
 
 

@@ -154,23 +154,7 @@ class Profiler(PerfCallback):
         if self.ranks is not None and driver.ranks.global_rank not in self.ranks:
             self._writer = None
             return
-        root = Path(self.output_path_prefix or driver.trainer.default_root_dir)
-        self._writer = TraceWriter(
-            driver.worker,
-            root,
-            self.folder,
-            self.filename,
-            self.remote_file_name,
-            driver.ranks,
-            distinct_run_name(root, self.folder, driver.ranks, driver.run_name, driver.identity),
-            self.compress,
-            overwrite=self.overwrite,
-            num_traces_to_keep=self.num_traces_to_keep,
-            upload=driver.upload,
-            upload_target=driver.upload_target,
-        )
-        # Once the worker has stopped, the writer places here what a hung server held back.
-        driver.at_end(self._writer.close)
+        self._writer = self.new_writer(driver, self.filename, self.remote_file_name, self.compress)
 
     @override
     def on_start(self, driver: Driver) -> None:
@@ -210,6 +194,50 @@ class Profiler(PerfCallback):
     def close(self, driver: Driver, reason: str) -> None:
         self._stop(driver, cut_short=reason == "exception")
         self.schedule.close()
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def new_writer(
+        self, driver: Driver, filename: str, remote_file_name: str | None, compress: bool
+    ) -> TraceWriter:
+        """A pipe into this profiler's folder, which the end of the run closes.
+
+        Args:
+            driver: The run.
+            filename: As the profiler's own.
+            remote_file_name: As the profiler's own.
+            compress: Whether the files are gzipped.
+        """
+        root = Path(self.output_path_prefix or driver.trainer.default_root_dir)
+        writer = TraceWriter(
+            driver.worker,
+            root,
+            self.folder,
+            filename,
+            remote_file_name,
+            driver.ranks,
+            distinct_run_name(root, self.folder, driver.ranks, driver.run_name, driver.identity),
+            compress,
+            overwrite=self.overwrite,
+            num_traces_to_keep=self.num_traces_to_keep,
+            upload=driver.upload,
+            upload_target=driver.upload_target,
+        )
+        # Once the worker has stopped, the writer places here what a hung server held back.
+        driver.at_end(writer.close)
+        return writer
+
+    def save(self, path: Path, timestamp: Timestamp, stage: str, finish: Finish | None) -> None:
+        """Hand a recording over; override it to make more files of it.
+
+        Args:
+            path: Where it was recorded.
+            timestamp: When its window ended.
+            stage: What was recorded.
+            finish: What makes it whole.
+        """
+        assert self._writer is not None  # made before any window opened
+        self._writer.write(path, timestamp, stage, finish)
 
     # -- windows ----------------------------------------------------------------------------------
 
@@ -274,12 +302,11 @@ class Profiler(PerfCallback):
                 finish = _run_out(running.recording)
             finally:
                 release(self)
-        assert self._writer is not None  # made before any window opened
         if running.warmup or not (running.batches or cut_short):
             running.path.unlink(missing_ok=True)
             return
         stamp = driver.progress.timestamp(running.stage)
-        self._writer.write(running.path, stamp, running.stage, finish)
+        self.save(running.path, stamp, running.stage, finish)
 
     def _refuse_ranks(self, driver: Driver) -> None:
         world = driver.ranks.world_size

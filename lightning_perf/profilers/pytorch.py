@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +13,16 @@ import torch
 from torch.profiler import ProfilerAction, profile
 from typing_extensions import override
 
-from lightning_perf.errors import ConfigError, RecorderBusy
+from lightning_perf.errors import RecorderBusy
 from lightning_perf.profilers.profiler import Profiler, Recording
+from lightning_perf.profilers.tools import check_options, given
 from lightning_perf.schedule import Schedule
 from lightning_perf.trainer import compat
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
 
-_OURS = {"self", "schedule", "on_trace_ready", "execution_trace_observer"}
+_OURS = {"schedule", "on_trace_ready", "execution_trace_observer"}
 _REMEDY = "remove one of the two"
 
 
@@ -81,7 +81,8 @@ class PyTorch(Profiler):
             num_traces_to_keep,
             batches_per_trace,
         )
-        _check_options(kwargs)
+        known = set(inspect.signature(profile).parameters) - _OURS
+        check_options(PyTorch, kwargs, known, "torch.profiler")
         self.record_shapes, self.profile_memory = record_shapes, profile_memory
         self.with_stack, self.with_flops = with_stack, with_flops
         self.options = kwargs
@@ -104,7 +105,7 @@ class PyTorch(Profiler):
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
             with_flops=self.with_flops,
-            **{name: value for name, value in self.options.items() if value is not None},
+            **given(self.options),
         )
         # Steps bear the numbers of their batches, so that traces of several ranks line up.
         profiler.step_num = first
@@ -114,18 +115,6 @@ class PyTorch(Profiler):
         yield profiler.step
         profiler.stop()
         return partial(profiler.export_chrome_trace, str(path))
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    known = set(inspect.signature(profile.__init__).parameters) - _OURS
-    ours = set(inspect.signature(PyTorch.__init__).parameters) - {"self", "kwargs"}
-    for name, value in options.items():
-        # LightningCLI sees through to torch's arguments, and hands all of them over.
-        if name not in known and value is not None:
-            near = get_close_matches(name, sorted(known | ours), n=1)
-            told = f"; torch.profiler has {', '.join(sorted(known))}"
-            told = f": did you mean {near[0]}?" if near else told
-            raise ConfigError(name, value, f"is no option of PyTorch{told}", None)
 
 
 def _phases(first: int, warmup: int) -> Callable[[int], ProfilerAction]:
