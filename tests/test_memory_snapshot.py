@@ -78,6 +78,14 @@ def test_windows_become_files(tmp_path: Path, allocator: Allocator) -> None:
     assert "Active Memory Timeline" in page.read_text()
 
 
+def test_an_interval_of_a_batch_in_two_batches_makes_two_files(
+    tmp_path: Path, allocator: Allocator
+) -> None:
+    """The reference's row: a pickle and a page."""
+    found = fit(tmp_path, MemorySnapshot(schedule="1ba"), limit_train_batches=2)
+    assert [Path(name).suffix for name in found] == [".html", ".pickle"]
+
+
 def test_history_is_bounded_and_off_between_windows(tmp_path: Path, allocator: Allocator) -> None:
     """Each window switches recording on, with a bound, and off again."""
     fit(tmp_path, MemorySnapshot(schedule="every 6ba", max_entries=7))
