@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError, warn
@@ -22,13 +22,9 @@ _FP8 = "float8_e4m3fn"
 class BatchWork:
     """What one batch costs one rank."""
 
-    #: Model FLOPs by the dtype of the products: forward and backward, without recomputation.
-    flops: Mapping[str, float] = field(default_factory=dict)
-    #: The same with the recomputation of activation checkpointing.
-    hardware_flops: Mapping[str, float] = field(default_factory=dict)
     tracked_operations: int = 0
     untracked_operations: int = 0
-    #: Seconds at the device's peak; 0 where a peak is not known.
+    #: Seconds at the device's peak, without and with recomputation; 0 where a peak is not known.
     ideal_seconds: float = 0.0
     hardware_ideal_seconds: float = 0.0
     #: Model FLOPs over all dtypes, and the peak FLOP/s for this mixture of them.
@@ -92,8 +88,6 @@ class Peaks:
         seconds = self._seconds(counts.model)
         peaks = {peak.value for dtype in counts.model if (peak := self.of(dtype))}
         return BatchWork(
-            dict(counts.model),
-            dict(counts.hardware),
             counts.tracked_operations,
             counts.untracked_operations,
             seconds,
