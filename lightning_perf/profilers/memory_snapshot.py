@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,15 +13,15 @@ import torch
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError, warn
-from lightning_perf.profilers.pages import PageProfiler
-from lightning_perf.profilers.profiler import Recording
+from lightning_perf.profilers.profiler import Profiler
+from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
 
 
-class MemorySnapshot(PageProfiler):
+class MemorySnapshot(Profiler):
     """Records the history of CUDA memory in the windows of a schedule, and where it runs out.
 
     The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
@@ -76,14 +78,14 @@ class MemorySnapshot(PageProfiler):
 
     @property
     @override
-    def makes_pages(self) -> bool:
-        return self.html
+    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
+        return {"page": self.beside(".html")} if self.html else {}
 
     @override
     def prepare(self, driver: Driver) -> None:
         super().prepare(driver)
         if not _has_cuda():
-            self._writer = self._pages = None
+            self._writer = None
             warn("MemorySnapshot records nothing: there is no CUDA device here.")
 
     @override
@@ -96,7 +98,7 @@ class MemorySnapshot(PageProfiler):
             _dump(path)
         finally:
             memory._record_memory_history(None)
-        return None
+        return self._recorded(path)
 
     @override
     def close(self, driver: Driver, reason: str) -> None:
@@ -110,14 +112,10 @@ class MemorySnapshot(PageProfiler):
             return
         path = self._writer.spool(driver.stage)
         _dump(path)
-        self.save(path, driver.timestamp, driver.stage, None)
+        self.save(path, driver.timestamp, driver.stage, self._recorded(path))
 
-    @override
-    def render(self, source: Path, page: Path) -> None:
-        from torch.cuda import _memory_viz
-
-        snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
-        page.write_text(_memory_viz.trace_plot(snapshot))  # type: ignore[no-untyped-call]
+    def _recorded(self, path: Path) -> Recorded:
+        return Recorded(further=dict.fromkeys(self.further_files, partial(_page, path)))
 
 
 def _has_cuda() -> bool:
@@ -126,3 +124,10 @@ def _has_cuda() -> bool:
 
 def _dump(path: Path) -> None:
     path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+
+
+def _page(source: Path, page: Path) -> None:
+    from torch.cuda import _memory_viz
+
+    snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
+    page.write_text(_memory_viz.trace_plot(snapshot))  # type: ignore[no-untyped-call]

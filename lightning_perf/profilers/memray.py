@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from lightning_perf.errors import RecorderBusy
-from lightning_perf.profilers.pages import PageProfiler
-from lightning_perf.profilers.profiler import Recording
+from lightning_perf.profilers.profiler import Profiler
+from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import check_options, given, refuse_python_profiler, require
 from lightning_perf.schedule import Schedule
 
@@ -29,7 +31,7 @@ _OPTIONS = (
 _PATIENCE = 300.0
 
 
-class Memray(PageProfiler):
+class Memray(Profiler):
     """Records every allocation of host memory in the windows of a schedule.
 
     The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
@@ -86,8 +88,8 @@ class Memray(PageProfiler):
 
     @property
     @override
-    def makes_pages(self) -> bool:
-        return self.flamegraph
+    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
+        return {"flamegraph": self.beside(".html")} if self.flamegraph else {}
 
     @override
     def prepare(self, driver: Driver) -> None:
@@ -108,18 +110,18 @@ class Memray(PageProfiler):
             raise RecorderBusy("Memray", "a memray that is not ours", remedy) from error
         yield None
         tracker.__exit__(None, None, None)
-        return None
+        return Recorded(further=dict.fromkeys(self.further_files, partial(_flamegraph, path)))
 
-    @override
-    def render(self, source: Path, page: Path) -> None:
-        # Another process, since memray would hold this one's interpreter lock all the while.
-        command = [sys.executable, "-P", "-m", "memray", "flamegraph", "--no-web", "--force"]
-        done = subprocess.run(  # noqa: S603
-            [*command, "--output", str(page), str(source)],
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            check=False,
-        )
-        if done.returncode:
-            raise OSError(f"memray flamegraph: {(done.stderr or done.stdout).strip()[-200:]}")
+
+def _flamegraph(source: Path, page: Path) -> None:
+    # Another process, since memray would hold this one's interpreter lock all the while.
+    command = [sys.executable, "-P", "-m", "memray", "flamegraph", "--no-web", "--force"]
+    done = subprocess.run(  # noqa: S603
+        [*command, "--output", str(page), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(f"memray flamegraph: {(done.stderr or done.stdout).strip()[-200:]}")

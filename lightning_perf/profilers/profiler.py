@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Hashable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Hashable, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from lightning_perf.errors import ConfigError, RecorderBusy, warn
 from lightning_perf.profilers.claim import claim, release
+from lightning_perf.profilers.recording import Recorded, Recording, Window
 from lightning_perf.schedule import FOREVER, Cyclic, Schedule, as_schedule
 from lightning_perf.schedule.checks import rank_list
 from lightning_perf.trace import TraceWriter, check_names, distinct_run_name
@@ -23,40 +23,8 @@ if TYPE_CHECKING:
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.trainer.driver import Driver
 
-Tick = Callable[[], None]
-Finish = Callable[[], None]
-#: Starts a recorder; yields what to call after each batch, or None; stops it; returns what is left
-#: to do before the file is whole, for the worker thread, or None.
-Recording = Generator[Tick | None, None, Finish | None]
-
 #: Batches that a schedule's lead is searched for at most.
 _MOST_LEAD = 100
-
-
-@dataclass(slots=True)
-class _Window:
-    """A recorder at work."""
-
-    recording: Recording
-    tick: Tick | None
-    path: Path
-    stage: str
-    window: Hashable
-    #: Batches still to come before the window begins.
-    warmup: int
-    batches: int = 0
-
-    def count(self) -> None:
-        """One more batch has ended."""
-        if self.warmup:
-            self.warmup -= 1
-        else:
-            self.batches += 1
-
-    def goes_on(self, window: Hashable | None, most: int) -> bool:
-        """Whether the batch that comes next belongs into the same file."""
-        warming = self.warmup > 0 and window is None
-        return warming or (self.window == window and self.batches < most)
 
 
 class Profiler(PerfCallback):
@@ -118,7 +86,8 @@ class Profiler(PerfCallback):
         self.num_traces_to_keep = num_traces_to_keep
         self.batches_per_trace = batches_per_trace
         self._writer: TraceWriter | None = None
-        self._open: _Window | None = None
+        self._further: dict[str, TraceWriter] = {}
+        self._open: Window | None = None
         self._reopen = self._told_busy = False
         # Batches before this one need not be looked at.
         self._asleep_until = 0
@@ -127,11 +96,27 @@ class Profiler(PerfCallback):
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
         """Record from the first ``next`` to the second, into one file.
 
+        It may return what is left to do, which costs the training thread nothing.
+
         Args:
             path: Where the file belongs.
             driver: The run, for metadata.
             warmup: Batches to come before the window; 0 unless ``warms_up``.
         """
+
+    @property
+    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
+        """The names, here and remote, of what ``record`` may make besides, such as pages."""
+        return {}
+
+    def beside(self, suffix: str) -> tuple[str, str | None]:
+        """The names of a further file: those of the recording, with a suffix of its own.
+
+        Args:
+            suffix: Such as ``.html``, which browsers know.
+        """
+        remote = self.remote_file_name
+        return _with_suffix(self.filename, suffix), remote and _with_suffix(remote, suffix)
 
     @cached_property
     @override
@@ -155,6 +140,10 @@ class Profiler(PerfCallback):
             self._writer = None
             return
         self._writer = self.new_writer(driver, self.filename, self.remote_file_name, self.compress)
+        self._further = {
+            name: self.new_writer(driver, filename, remote, False)
+            for name, (filename, remote) in self.further_files.items()
+        }
 
     @override
     def on_start(self, driver: Driver) -> None:
@@ -227,17 +216,22 @@ class Profiler(PerfCallback):
         driver.at_end(writer.close)
         return writer
 
-    def save(self, path: Path, timestamp: Timestamp, stage: str, finish: Finish | None) -> None:
-        """Hand a recording over; override it to make more files of it.
+    def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
+        """Hand a recording over to the worker, with the further files that are made of it.
 
         Args:
             path: Where it was recorded.
             timestamp: When its window ended.
             stage: What was recorded.
-            finish: What makes it whole.
+            recorded: What is left to do.
         """
         assert self._writer is not None  # made before any window opened
-        self._writer.write(path, timestamp, stage, finish)
+        # Before the recording itself: the one worker moves that away when its turn comes.
+        for name, make in recorded.further.items():
+            writer = self._further[name]
+            target = writer.spool(stage)
+            writer.write(target, timestamp, stage, partial(make, target))
+        self._writer.write(path, timestamp, stage, recorded.finish)
 
     # -- windows ----------------------------------------------------------------------------------
 
@@ -286,7 +280,7 @@ class Profiler(PerfCallback):
             except BaseException:
                 release(self)
                 raise
-        self._open = _Window(recording, tick, path, driver.stage, window, warmup)
+        self._open = Window(recording, tick, path, driver.stage, window, warmup)
 
     def _tell_busy(self, busy: RecorderBusy) -> None:
         if not self._told_busy:
@@ -299,14 +293,14 @@ class Profiler(PerfCallback):
             return
         with driver.aside():
             try:
-                finish = _run_out(running.recording)
+                recorded = running.stop()
             finally:
                 release(self)
         if running.warmup or not (running.batches or cut_short):
             running.path.unlink(missing_ok=True)
             return
         stamp = driver.progress.timestamp(running.stage)
-        self.save(running.path, stamp, running.stage, finish)
+        self.save(running.path, stamp, running.stage, recorded)
 
     def _refuse_ranks(self, driver: Driver) -> None:
         world = driver.ranks.world_size
@@ -315,10 +309,13 @@ class Profiler(PerfCallback):
             raise ConfigError("ranks", self.ranks, problem, "[0]")
 
 
-def _run_out(recording: Recording) -> Finish | None:
-    try:
-        next(recording)
-    except StopIteration as stopped:
-        finish: Finish | None = stopped.value
-        return finish
-    raise RuntimeError("record() yielded twice")
+def _with_suffix(name: str, suffix: str) -> str:
+    """A file's name with another suffix, where it has one that is no variable.
+
+    Example:
+        >>> _with_suffix("{run_name}/rank{rank}.{batch}.bin.gz", ".html")
+        '{run_name}/rank{rank}.{batch}.html'
+    """
+    folder, slash, file = name.removesuffix(".gz").rpartition("/")
+    stem, _, old = file.rpartition(".")
+    return f"{folder}{slash}{file if '}' in old or not stem else stem}{suffix}"

@@ -14,7 +14,8 @@ from torch.profiler import ProfilerAction, profile
 from typing_extensions import override
 
 from lightning_perf.errors import RecorderBusy
-from lightning_perf.profilers.profiler import Profiler, Recording
+from lightning_perf.profilers.profiler import Profiler
+from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import check_options, given
 from lightning_perf.schedule import Schedule
 from lightning_perf.trainer import compat
@@ -114,7 +115,7 @@ class PyTorch(Profiler):
         profiler.start()
         yield profiler.step
         profiler.stop()
-        return partial(profiler.export_chrome_trace, str(path))
+        return Recorded(partial(profiler.export_chrome_trace, str(path)))
 
 
 def _phases(first: int, warmup: int) -> Callable[[int], ProfilerAction]:

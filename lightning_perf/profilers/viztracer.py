@@ -12,7 +12,8 @@ import torch
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError, RecorderBusy
-from lightning_perf.profilers.profiler import Profiler, Recording
+from lightning_perf.profilers.profiler import Profiler
+from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import (
     check_options,
     given,
@@ -136,7 +137,7 @@ class VizTracer(Profiler):
         raw = path.with_name(f"{path.name}.json")
         tracer.save(str(raw), verbose=0)
         raw.replace(path)
-        return partial(_compress, path) if self.compress else None
+        return Recorded(partial(_compress, path) if self.compress else None)
 
 
 def _known() -> set[str]:
