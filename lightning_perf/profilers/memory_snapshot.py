@@ -85,7 +85,7 @@ class MemorySnapshot(Profiler):
     def prepare(self, driver: Driver) -> None:
         super().prepare(driver)
         if not _has_cuda():
-            self._writer = None
+            self._writer = self._windows = None
             warn("MemorySnapshot records nothing: there is no CUDA device here.")
 
     @override
@@ -108,7 +108,12 @@ class MemorySnapshot(Profiler):
 
     def _save_now(self, driver: Driver) -> None:
         """Save what is allocated, unless a window is open: its history ends with all that."""
-        if self._writer is None or self._open is not None or not driver.stage:
+        if (
+            self._writer is None
+            or self._windows is None
+            or self._windows.open is not None
+            or not driver.stage
+        ):
             return
         path = self._writer.spool(driver.stage)
         _dump(path)

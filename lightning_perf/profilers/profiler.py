@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_perf.errors import ConfigError, RecorderBusy, warn
-from lightning_perf.profilers.claim import claim, release
-from lightning_perf.profilers.recording import Recorded, Recording, Window
-from lightning_perf.schedule import FOREVER, Cyclic, Schedule, as_schedule
+from lightning_perf.errors import ConfigError
+from lightning_perf.profilers.recording import Recorded, Recording
+from lightning_perf.profilers.windows import Windows
+from lightning_perf.schedule import Cyclic, Schedule, as_schedule
 from lightning_perf.schedule.checks import rank_list
 from lightning_perf.trace import TraceWriter, check_names, distinct_run_name
 from lightning_perf.trainer.hooks import PerfCallback
 
 if TYPE_CHECKING:
-    from lightning_perf.moment import Moment
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.trainer.driver import Driver
-
-#: Batches that a schedule's lead is searched for at most.
-_MOST_LEAD = 100
 
 
 class Profiler(PerfCallback):
@@ -87,10 +83,8 @@ class Profiler(PerfCallback):
         self.batches_per_trace = batches_per_trace
         self._writer: TraceWriter | None = None
         self._further: dict[str, TraceWriter] = {}
-        self._open: Window | None = None
-        self._reopen = self._told_busy = False
-        # Batches before this one need not be looked at.
-        self._asleep_until = 0
+        self._windows: Windows | None = None
+        self._reopen = False
 
     @abstractmethod
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
@@ -132,56 +126,54 @@ class Profiler(PerfCallback):
 
     @override
     def prepare(self, driver: Driver) -> None:
-        self._open, self._reopen, self._told_busy = None, False, False
+        self._reopen, self._writer, self._windows = False, None, None
         self._refuse_ranks(driver)
         self.schedule.validate(driver.limits)
         self.schedule.setup(driver.context)
         if self.ranks is not None and driver.ranks.global_rank not in self.ranks:
-            self._writer = None
             return
         self._writer = self.new_writer(driver, self.filename, self.remote_file_name, self.compress)
         self._further = {
             name: self.new_writer(driver, filename, remote, False)
             for name, (filename, remote) in self.further_files.items()
         }
+        self._windows = Windows(self, self._writer.spool)
 
     @override
     def on_start(self, driver: Driver) -> None:
-        self._asleep_until = 0 if self._writer is not None else FOREVER
-        self._stop(driver)  # validation inside of fit cuts the training window
-        if self._writer is None:
+        if self._windows is None or self._writer is None:
             return
+        self._windows.stop(driver)  # validation inside of fit cuts the training window
         if not driver.nested:
             inside = ["validate"] if driver.stage == "train" else []
             now = {stage: driver.progress.timestamp(stage) for stage in [driver.stage, *inside]}
             self._writer.check(now, resumes=driver.trainer.ckpt_path is not None)
         self.schedule.observe(driver.moment)
-        self._turn(driver)
+        self._windows.begin(driver)
 
     @override
     def before_batch(self, driver: Driver, batch: Any) -> None:
-        if self._reopen:
+        if self._reopen and self._windows is not None:
             self._reopen = False
-            self._turn(driver)
+            self._windows.begin(driver)
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
-        if driver.counters.batch < self._asleep_until:
-            return
-        if self._open is not None:
-            self._open.count()
-        self.schedule.observe(driver.moment)
-        self._turn(driver)
+        windows = self._windows
+        if windows is not None and driver.counters.batch >= windows.asleep_until:
+            windows.after_batch(driver)
 
     @override
     def on_end(self, driver: Driver) -> None:
-        self._stop(driver)
-        # After validation inside of fit, the training window goes on with its next batch.
-        self._reopen = driver.nested and self._writer is not None
+        if self._windows is not None:
+            self._windows.stop(driver)
+            # After validation inside of fit, the training window goes on with its next batch.
+            self._reopen = driver.nested
 
     @override
     def close(self, driver: Driver, reason: str) -> None:
-        self._stop(driver, cut_short=reason == "exception")
+        if self._windows is not None:
+            self._windows.stop(driver, cut_short=reason == "exception")
         self.schedule.close()
 
     # -- files ------------------------------------------------------------------------------------
@@ -232,75 +224,6 @@ class Profiler(PerfCallback):
             target = writer.spool(stage)
             writer.write(target, timestamp, stage, partial(make, target))
         self._writer.write(path, timestamp, stage, recorded.finish)
-
-    # -- windows ----------------------------------------------------------------------------------
-
-    def _turn(self, driver: Driver) -> None:
-        """Open, go on or close, as the batch asks that comes next."""
-        moment, running = driver.moment, self._open
-        over = driver.stage == "train" and moment.fraction == 1.0  # no batch comes any more
-        window = None if over else self.schedule.window(moment)
-        if running is not None:
-            if running.goes_on(window, self.batches_per_trace):
-                if running.tick is not None:
-                    running.tick()
-                return
-            self._stop(driver)
-        if window is not None:
-            self._start(driver, window, warmup=0)
-        elif not over:
-            self._look_ahead(driver, moment)
-
-    def _look_ahead(self, driver: Driver, moment: Moment) -> None:
-        """Start ahead of a window that can be foreseen, or sleep until one may be."""
-        lead = min(self.schedule.lead, _MOST_LEAD) if self.warms_up else 0
-        quiet_until, ahead = self.schedule.quiet_until(moment), moment
-        near = quiet_until - lead <= moment.timestamp.batch
-        for batches in range(1, lead + 1 if near else 1):
-            ahead = ahead.ahead(1)
-            window = self.schedule.window(ahead)
-            if window is not None:
-                self._start(driver, window, warmup=batches)
-                return
-        if not self.schedule.watches:
-            self._asleep_until = quiet_until - lead
-
-    def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
-        assert self._writer is not None
-        with driver.aside():
-            path = self._writer.spool(driver.stage)
-            recording = self.record(path, driver, warmup)
-            try:
-                claim(self)
-                tick = next(recording)
-            except RecorderBusy as busy:
-                release(self)
-                self._tell_busy(busy)
-                return
-            except BaseException:
-                release(self)
-                raise
-        self._open = Window(recording, tick, path, driver.stage, window, warmup)
-
-    def _tell_busy(self, busy: RecorderBusy) -> None:
-        if not self._told_busy:
-            self._told_busy = True
-            warn(f"{busy} Windows of {type(self).__name__} that fall into it are left out.")
-
-    def _stop(self, driver: Driver, cut_short: bool = False) -> None:
-        running, self._open = self._open, None
-        if running is None:
-            return
-        with driver.aside():
-            try:
-                recorded = running.stop()
-            finally:
-                release(self)
-        if running.warmup or not (running.batches or cut_short):
-            running.path.unlink(missing_ok=True)
-            return
-        stamp = driver.progress.timestamp(running.stage)
-        self.save(running.path, stamp, running.stage, recorded)
 
     def _refuse_ranks(self, driver: Driver) -> None:
         world = driver.ranks.world_size

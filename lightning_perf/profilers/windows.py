@@ -1,0 +1,138 @@
+"""When a profiler records: windows open, go on and close as its schedule asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from lightning_perf.errors import RecorderBusy, warn
+from lightning_perf.profilers.claim import claim, release
+from lightning_perf.profilers.recording import Recorded, Recording, Window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+    from pathlib import Path
+
+    from lightning_perf.moment import Moment
+    from lightning_perf.schedule import Schedule
+    from lightning_perf.timestamp import Timestamp
+    from lightning_perf.trainer.driver import Driver
+
+#: Batches that a schedule's lead is searched for at most.
+_MOST_LEAD = 100
+
+
+class Recorder(Protocol):
+    """What is opened and closed, as ``Profiler`` documents it."""
+
+    warms_up: ClassVar[bool]
+    schedule: Schedule
+    batches_per_trace: int
+
+    def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
+        """Record from the first ``next`` to the second."""
+        ...
+
+    def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
+        """Take a recording over."""
+        ...
+
+
+class Windows:
+    """Opens and closes the recordings of one profiler in one run.
+
+    Args:
+        profiler: Records and saves.
+        spool: Makes a path for a recording of a stage.
+    """
+
+    def __init__(self, profiler: Recorder, spool: Callable[[str], Path]) -> None:
+        self._profiler, self._spool = profiler, spool
+        self.open: Window | None = None
+        #: Batches before this one need not be looked at.
+        self.asleep_until = 0
+        self._told_busy = False
+
+    def begin(self, driver: Driver) -> None:
+        """A stage begins, or goes on after validation inside of it."""
+        self.asleep_until = 0
+        self._turn(driver)
+
+    def after_batch(self, driver: Driver) -> None:
+        """A batch has ended."""
+        if self.open is not None:
+            self.open.count()
+        self._profiler.schedule.observe(driver.moment)
+        self._turn(driver)
+
+    def stop(self, driver: Driver, cut_short: bool = False) -> None:
+        """Close the open recording, if there is one, and hand it over.
+
+        Args:
+            driver: The run.
+            cut_short: Whether the present batch failed: then even a part of one is kept.
+        """
+        running, self.open = self.open, None
+        if running is None:
+            return
+        with driver.aside():
+            try:
+                recorded = running.stop()
+            finally:
+                release(self._profiler)
+        if running.warmup or not (running.batches or cut_short):
+            running.path.unlink(missing_ok=True)
+            return
+        stamp = driver.progress.timestamp(running.stage)
+        self._profiler.save(running.path, stamp, running.stage, recorded)
+
+    def _turn(self, driver: Driver) -> None:
+        """Open, go on or close, as the batch asks that comes next."""
+        moment, running = driver.moment, self.open
+        over = driver.stage == "train" and moment.fraction == 1.0  # no batch comes any more
+        window = None if over else self._profiler.schedule.window(moment)
+        if running is not None:
+            if running.goes_on(window, self._profiler.batches_per_trace):
+                if running.tick is not None:
+                    running.tick()
+                return
+            self.stop(driver)
+        if window is not None:
+            self._start(driver, window, warmup=0)
+        elif not over:
+            self._look_ahead(driver, moment)
+
+    def _look_ahead(self, driver: Driver, moment: Moment) -> None:
+        """Start ahead of a window that can be foreseen, or sleep until one may be."""
+        lead = min(self._profiler.schedule.lead, _MOST_LEAD) if self._profiler.warms_up else 0
+        quiet_until, ahead = self._profiler.schedule.quiet_until(moment), moment
+        near = quiet_until - lead <= moment.timestamp.batch
+        for batches in range(1, lead + 1 if near else 1):
+            ahead = ahead.ahead(1)
+            window = self._profiler.schedule.window(ahead)
+            if window is not None:
+                self._start(driver, window, warmup=batches)
+                return
+        if not self._profiler.schedule.watches:
+            self.asleep_until = quiet_until - lead
+
+    def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
+        with driver.aside():
+            path = self._spool(driver.stage)
+            recording = self._profiler.record(path, driver, warmup)
+            try:
+                claim(self._profiler)
+                tick = next(recording)
+            except RecorderBusy as busy:
+                release(self._profiler)
+                self._tell_busy(busy)
+                return
+            except BaseException:
+                release(self._profiler)
+                raise
+        self.open = Window(recording, tick, path, driver.stage, window, warmup)
+
+    def _tell_busy(self, busy: RecorderBusy) -> None:
+        if not self._told_busy:
+            self._told_busy = True
+            name = type(self._profiler).__name__
+            warn(f"{busy} Windows of {name} that fall into it are left out.")
