@@ -12,25 +12,22 @@ from lightning.pytorch import Callback
 from lightning_perf.errors import ConfigError, RecorderBusy, warn
 from lightning_perf.moment import STAGES
 from lightning_perf.trainer.driver import Driver
+from lightning_perf.trainer.verbs import Verbs
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.trainer.collective import Rows
     from lightning_perf.trainer.progress import Progress
-    from lightning_perf.trainer.roles import Report
 
 #: Errors of set-up that the user can mend: these stop the run before it starts.
 _FOR_THE_USER = (ConfigError, RecorderBusy, FileExistsError)
 
 
-class PerfCallback(Callback):
+class PerfCallback(Verbs, Callback):
     """The base of our callbacks: override the verbs, never Lightning's hooks.
 
-    ``prepare`` acquires what a run needs and may refuse a setting; ``on_start`` and ``on_end``
-    frame a stage, ``before_batch`` and ``after_batch`` a batch; ``close`` lets everything go. The
-    sanity check of validation is no stage. A verb that raises switches this callback off, with
-    one warning, and training goes on.
+    The sanity check of validation is no stage. A verb that raises switches this callback off,
+    with one warning, and training goes on.
     """
 
     #: Whether ``due`` is asked.
@@ -56,46 +53,6 @@ class PerfCallback(Callback):
     def parts(self) -> list[object]:
         """The callbacks that this is, or hosts."""
         return [self]
-
-    # -- the verbs --------------------------------------------------------------------------------
-
-    def prepare(self, driver: Driver) -> None:
-        """The run is set up, on all ranks: check settings against it."""
-
-    def on_start(self, driver: Driver) -> None:
-        """``driver.stage`` begins."""
-
-    def before_batch(self, driver: Driver, batch: Any) -> None:
-        """A batch has arrived on the device."""
-
-    def after_batch(self, driver: Driver, batch: Any) -> None:
-        """A batch has been worked on; ``driver.moment`` is past it."""
-
-    def on_end(self, driver: Driver) -> None:
-        """``driver.stage`` ends as it should."""
-
-    def due(self, driver: Driver, at_end: bool) -> bool:
-        """Whether there is something to report now, on all ranks alike.
-
-        Asked after every batch and at a stage's end, on every rank, even where this callback has
-        given up: it must follow from what all ranks share, and not fail.
-        """
-        return False
-
-    def collect(self, driver: Driver, at_end: bool) -> Report:
-        """This rank's numbers for a report that is due."""
-        raise NotImplementedError
-
-    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
-        """Log a report, from one row of numbers a rank: some batches later, with several ranks."""
-
-    def close(self, driver: Driver, reason: str) -> None:
-        """Let go of everything; called once or more.
-
-        Args:
-            driver: The run's.
-            reason: ``"teardown"``, ``"exception"`` or ``"failure"`` (of this callback).
-        """
 
     # -- dispatch ---------------------------------------------------------------------------------
 
@@ -149,7 +106,7 @@ class PerfCallback(Callback):
         """Get ready for a run; errors that the user can mend are raised."""
         self._driver, self._progress, self._given_up = driver, driver.progress, False
         # Most callbacks have nothing to do there, and this is asked at every batch.
-        self._before_batch = type(self).before_batch is not PerfCallback.before_batch
+        self._before_batch = type(self).before_batch is not Verbs.before_batch
         self.call("prepare", driver, teach=True)
 
     def discharge(self) -> None:
