@@ -28,7 +28,7 @@ CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read
 #: Areas that other tests check, or that concern what this software does not do.
 NOT_HERE = {
     "det.aggregate", "det.system", "det.timings", "format", "format.partial", "marker", "memory",
-    "peak_flops", "peak_flops.quirk", "runtime", "snapshot", "sysmetrics",
+    "peak_flops", "peak_flops.quirk", "snapshot", "sysmetrics",
     "trace.conflict", "trace.filename", "trace.memory", "trace.overwrite", "uri",
 }  # fmt: skip
 
@@ -240,6 +240,18 @@ def check_speed(case):
             assert not [key for key in logger.keys if "tokens_per_sec" in key]
 
 
+def check_runtime(case):
+    """SpeedMonitor estimates what is left once the batches that the row skips are done."""
+    epochs, batches, skipped = map(int, re.findall(r"\d+", case["input"]))
+    assert skipped == 1  # the first batch warms up, always
+    logger = Records()
+    limits = {"max_epochs": epochs, "limit_train_batches": batches}
+    trainer(Path.cwd(), SpeedMonitor(), logger=logger, **limits).fit(Small())
+    found = {f"{key} points": len(logger.of(key)) for key in ["time/remaining_estimate"]}
+    assert found == case["expected"]
+    assert min(seconds for _, seconds in logger.of("time/remaining_estimate")) >= 0
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "time.parse": check_parse,
     "time.parse.quirk": check_quirk,
@@ -254,6 +266,7 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "schedule.cyclic": check_cyclic,
     "schedule.interval": check_interval,
     "speed": check_speed,
+    "runtime": check_runtime,
 }
 
 HERE = [case for case in CASES if case["area"] in CHECKS and case["input"] not in LEFT_OUT]

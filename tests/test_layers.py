@@ -14,14 +14,15 @@ FLOORS = [
     {"callbacks", "profilers"},
     {"trainer"},
     {"tracking"},
-    {"diagnosis", "flops", "schedule", "trace"},
-    {"time", "timestamp", "moment", "batch", "throughput", "errors", "__init__"},
+    {"charts", "diagnosis", "flops", "schedule", "trace"},
+    {"time", "timestamp", "moment", "batch", "throughput", "remaining", "errors", "__init__"},
 ]
 #: Libraries that may enter on some floors only.
 RESERVED = {
     "torch": {"flops", "trainer", "callbacks", "profilers"},
     "lightning": {"trainer", "callbacks", "profilers"},
     "mlflow": {"tracking"},
+    "matplotlib": {"charts"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

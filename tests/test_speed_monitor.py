@@ -14,11 +14,15 @@ from torch import Tensor
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor
 from lightning_perf.throughput import RollingWindow, Work, throughput
 
-KEYS = {
-    f"throughput/{device}{what}_per_sec"
-    for device in ("", "device/")
-    for what in ("batches", "samples", "flops")
-} | {"throughput/device/mfu", "time/train", "time/val", "time/total"}
+KEYS = (
+    {
+        f"throughput/{device}{what}_per_sec"
+        for device in ("", "device/")
+        for what in ("batches", "samples", "flops")
+    }
+    | {"throughput/device/mfu", "time/train", "time/val", "time/total"}
+    | {"time/remaining_estimate"}
+)
 
 
 class Slow(Small):

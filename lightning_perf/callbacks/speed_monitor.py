@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak
+from lightning_perf.remaining import RemainingTime
 from lightning_perf.throughput import SECONDS_PER_UNIT, RollingWindow, Work, elapsed, throughput
 from lightning_perf.trainer.collective import Rows
 from lightning_perf.trainer.hooks import PerfCallback
@@ -24,8 +25,11 @@ class SpeedMonitor(PerfCallback):
     ``throughput/{batches,samples,tokens,flops}_per_sec`` over all ranks, the same under
     ``throughput/device/`` for one device on average, ``throughput/device/mfu`` (a fraction), and
     ``time/{train,val,total}``. Other stages than training have theirs under the stage's name
-    (``validate/throughput/...``). Samples and tokens are inferred from the batch, or counted by
-    ``get_num_samples_in_batch`` and ``get_num_tokens_in_batch`` of the module or the datamodule.
+    (``validate/throughput/...``). ``time/remaining_estimate`` tells, from the second batch on, how
+    long training will go on until the first of its limits (``max_steps``, ``max_epochs``,
+    ``max_time``), validation included once it was seen. Samples and tokens are inferred from the
+    batch, or counted by ``get_num_samples_in_batch`` and ``get_num_tokens_in_batch`` of the module
+    or the datamodule.
     FLOPs are the module's ``flops_per_batch`` (this rank's, a number or a callable that takes the
     batch), or else counted; no code is needed for MFU.
 
@@ -88,11 +92,22 @@ class SpeedMonitor(PerfCallback):
         self.metrics: dict[str, float] = {}
         self._windows: dict[str, RollingWindow] = {}
         self._told: set[str] = set()
+        self._remaining: RemainingTime | None = None
 
     @override
     def prepare(self, driver: Driver) -> None:
         self._windows, self._told = {}, set()
         driver.meter.require(self.gpu_flops_available, "gpu_flops_available")
+
+    @override
+    def on_start(self, driver: Driver) -> None:
+        progress = driver.progress
+        if driver.stage == "train":
+            validations, start = progress.stages["validate"].epoch, driver.timestamp
+            self._remaining = RemainingTime(driver.limits, start, validations, self.window_size)
+        elif self._remaining is not None and driver.nested:
+            batch = progress.stages["train"].batch
+            self._remaining.validation_begins(batch, progress.validation_seconds)
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
@@ -108,6 +123,8 @@ class SpeedMonitor(PerfCallback):
                 work.total if work is not None else None,
                 work.ideal_seconds if work is not None else 0.0,
             )
+            if self._remaining is not None and driver.stage == "train":
+                self._remaining.add(last.last_seconds)
 
     @override
     def due(self, driver: Driver, at_end: bool) -> bool:
@@ -117,7 +134,7 @@ class SpeedMonitor(PerfCallback):
     def collect(self, driver: Driver, at_end: bool) -> Report:
         window = self._windows.get(driver.stage)
         work = window.work() if window is not None else Work()
-        return Report(work.values(), driver.stage, driver.step, at_end, self._times(driver))
+        return Report(work.values(), driver.stage, driver.step, at_end, self._times(driver, at_end))
 
     @override
     def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
@@ -141,8 +158,13 @@ class SpeedMonitor(PerfCallback):
             return not done and all(rank.batches > 0 for rank in ranks)
         return all(rank.batches >= self.window_size for rank in ranks)
 
-    def _times(self, driver: Driver) -> dict[str, float]:
-        spent = driver.counters.total_wct
-        if driver.stage == "train":
-            return elapsed(spent, driver.progress.validation_seconds, self.time_unit)
-        return {"time/total": spent / SECONDS_PER_UNIT[self.time_unit]}
+    def _times(self, driver: Driver, at_end: bool) -> dict[str, float]:
+        each, spent = SECONDS_PER_UNIT[self.time_unit], driver.counters.total_wct
+        if driver.stage != "train":
+            return {"time/total": spent / each}
+        validation = driver.progress.validation_seconds
+        times = elapsed(spent, validation, self.time_unit)
+        left = None
+        if self._remaining is not None and not at_end:
+            left = self._remaining.seconds(driver.timestamp, validation)
+        return times if left is None else times | {"time/remaining_estimate": left / each}

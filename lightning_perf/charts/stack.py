@@ -1,0 +1,192 @@
+"""What a stacked chart shows, whatever it is drawn with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_perf.charts.colours import OTHER, colour_of
+
+#: A step, and the seconds a batch that each category took then.
+Row: TypeAlias = tuple[int, Mapping[str, float]]
+#: A callback or logger: its name, seconds and calls in all, and share of the run (0 to 1).
+TableRow: TypeAlias = tuple[str, float, int, float]
+Numbers: TypeAlias = NDArray[np.float64]
+
+#: More points than this would be drawn over one another.
+MAX_POINTS = 500
+#: Categories below this share are folded into "other".
+_FOLDED = 0.005
+#: Peaks that tower over nearly all of the run would leave it flat at the bottom of the chart.
+_TOWERING, _NEARLY_ALL, _FEWEST_ROWS = 3.0, 95, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """One category."""
+
+    name: str
+    colour: str
+    #: Seconds a batch, one a step of the stack.
+    seconds: Numbers
+    #: Mean of these, over all rows.
+    mean: float
+    #: Of all time, from 0 to 1.
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Categories over steps, the costliest first, and so at the bottom of the chart."""
+
+    steps: Numbers
+    bands: tuple[Band, ...]
+    #: Where the y axis ends, in seconds; peaks above it are cut off.
+    top: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def outline(self) -> tuple[Numbers, Numbers]:
+        """What to draw, with a width even if there is one step.
+
+        Returns:
+            Steps, and the lower edge of each band and the upper one of the last in seconds:
+            shapes (points) and (bands + 1, points).
+        """
+        values = [np.zeros_like(self.steps), *(band.seconds for band in self.bands)]
+        edges: Numbers = np.cumsum(values, axis=0)
+        if self.steps[0] == self.steps[-1]:
+            mean = edges.mean(axis=1, keepdims=True)
+            return self.steps[0] + np.array([-0.5, 0.5]), mean.repeat(2, axis=1)
+        return self.steps, edges
+
+    @property
+    def summary(self) -> str:
+        """What it shows, in a line; says so if there is nothing to show."""
+        if not self.bands:
+            return "No batch was timed."
+        first, last = int(self.steps[0]), int(self.steps[-1])
+        when = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+        return f"{duration(sum(band.mean for band in self.bands))} a batch on average, {when}"
+
+
+def stack(rows: Sequence[Row]) -> Stack:
+    """Arrange rows as a stack.
+
+    Args:
+        rows: In any order of steps. A category that a row lacks, or that is not a positive
+            number there, took no time then; a row without any number is left out.
+
+    Example:
+        >>> [band.name for band in stack([(1, {"forward": 0.1, "backward": 0.2})]).bands]
+        ['backward', 'forward']
+    """
+    rows = sorted((row for row in rows if _told(row[1])), key=lambda row: row[0])
+    seconds = _folded(_table(rows))
+    total = sum(float(each.sum()) for each in seconds.values())
+    if not total > 0:
+        return Stack(np.zeros(0), (), 1.0)
+    starts = np.unique(np.linspace(0, len(rows), MAX_POINTS, endpoint=False, dtype=int))
+    sizes = np.diff(starts, append=len(rows))
+    bands = tuple(
+        Band(
+            name,
+            colour_of(name),
+            np.add.reduceat(each, starts) / sizes,
+            float(each.mean()),
+            float(each.sum()) / total,
+        )
+        for name, each in sorted(seconds.items(), key=lambda item: -float(item[1].sum()))
+    )
+    steps = np.array([step for step, _ in rows], dtype=float)[starts + sizes - 1]
+    top, cut = _top(steps, sum((band.seconds for band in bands), np.zeros_like(steps)))
+    each = len(rows) / len(steps)
+    averaged = f"Each point is the mean of about {each:.3g} reports." if each > 1 else ""
+    return Stack(steps, bands, top, tuple(note for note in (cut, averaged) if note))
+
+
+def _told(values: Mapping[str, float]) -> bool:
+    return any(isfinite(seconds) for seconds in values.values())
+
+
+def _table(rows: Sequence[Row]) -> dict[str, Numbers]:
+    names = dict.fromkeys(name for _, values in rows for name in values)
+    table = np.array([[values.get(name, 0.0) for name in names] for _, values in rows], dtype=float)
+    table = np.where(np.isfinite(table), table, 0.0).clip(min=0.0)
+    return {name: table[:, column] for column, name in enumerate(names)}
+
+
+def _folded(seconds: dict[str, Numbers]) -> dict[str, Numbers]:
+    sums = {name: float(each.sum()) for name, each in seconds.items()}
+    least = _FOLDED * sum(sums.values())
+    small = [name for name in seconds if sums[name] < least or name == OTHER]
+    kept = {name: each for name, each in seconds.items() if name not in small}
+    if not any(sums[name] for name in small):
+        return kept
+    return kept | {OTHER: np.sum([seconds[name] for name in small], axis=0)}
+
+
+def _top(steps: Numbers, totals: Numbers) -> tuple[float, str]:
+    highest, usual = float(totals.max()), float(np.percentile(totals, _NEARLY_ALL))
+    if len(totals) < _FEWEST_ROWS or highest <= _TOWERING * usual:
+        return highest * 1.04, ""
+    top = _TOWERING / 2 * usual
+    at, points = f"{int(steps[totals.argmax()]):,}", int((totals > top).sum())
+    cut = f"{points} peaks are" if points > 1 else "One peak is"
+    return top, f"{cut} cut off (up to {duration(highest)}, at step {at})."
+
+
+def unit(seconds: float) -> tuple[float, str]:
+    """The unit to tell such times in, and how many of it make a second.
+
+    Example:
+        >>> unit(0.25)
+        (1000.0, 'ms')
+    """
+    if seconds >= 1:
+        return 1.0, "s"
+    return (1e3, "ms") if seconds >= 1e-3 else (1e6, "\u00b5s")
+
+
+def duration(seconds: float) -> str:
+    """A time with three digits and its unit.
+
+    Example:
+        >>> duration(0.01234)
+        '12.3 ms'
+    """
+    each, name = unit(seconds)
+    return f"{three_digits(seconds * each)} {name}"
+
+
+def three_digits(value: float) -> str:
+    """A number with three significant digits, never as a power of ten.
+
+    Example:
+        >>> three_digits(1234.5), three_digits(0.01234), three_digits(12.0)
+        ('1,234', '0.0123', '12.0')
+    """
+    if not value:
+        return "0"
+    return f"{value:,.{max(2 - int(np.floor(np.log10(abs(value)))), 0)}f}"
+
+
+def ticks(low: float, high: float, about: int = 8) -> list[float]:
+    """Round numbers from one end of an axis to the other.
+
+    Example:
+        >>> ticks(0, 47)
+        [0.0, 10.0, 20.0, 30.0, 40.0]
+    """
+    if not high > low:
+        return [low]
+    rough = (high - low) / about
+    magnitude = 10.0 ** np.floor(np.log10(rough))
+    each = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= rough * (1 - 1e-9))
+    count = range(int(np.ceil(low / each - 1e-9)), int(np.floor(high / each + 1e-9)) + 1)
+    return [float(f"{n * each:.12g}") for n in count]
