@@ -87,6 +87,8 @@ class Profiler(PerfCallback):
         self.batches_per_trace = batches_per_trace
         self._writer: TraceWriter | None = None
         self._further: dict[str, TraceWriter] = {}
+        #: The run's name as the folder bears it: with a number where another run has the name.
+        self._run_name = ""
         self._open: Window | None = None
         self._reopen = self._told_busy = False
         # Batches before this one need not be looked at.
@@ -139,11 +141,15 @@ class Profiler(PerfCallback):
         if self.ranks is not None and driver.ranks.global_rank not in self.ranks:
             self._writer = None
             return
-        self._writer = self.new_writer(driver, self.filename, self.remote_file_name, self.compress)
+        self._run_name = distinct_run_name(
+            self._root(driver), self.folder, driver.ranks, driver.run_name, driver.identity
+        )
+        # Before the recording's own, which at the end moves away what these are made of.
         self._further = {
             name: self.new_writer(driver, filename, remote, False)
             for name, (filename, remote) in self.further_files.items()
         }
+        self._writer = self.new_writer(driver, self.filename, self.remote_file_name, self.compress)
 
     @override
     def on_start(self, driver: Driver) -> None:
@@ -178,6 +184,8 @@ class Profiler(PerfCallback):
         self._stop(driver)
         # After validation inside of fit, the training window goes on with its next batch.
         self._reopen = driver.nested and self._writer is not None
+        if self._reopen:
+            self._asleep_until = 0  # it may have been set for validation, which counts on its own
 
     @override
     def close(self, driver: Driver, reason: str) -> None:
@@ -197,15 +205,14 @@ class Profiler(PerfCallback):
             remote_file_name: As the profiler's own.
             compress: Whether the files are gzipped.
         """
-        root = Path(self.output_path_prefix or driver.trainer.default_root_dir)
         writer = TraceWriter(
             driver.worker,
-            root,
+            self._root(driver),
             self.folder,
             filename,
             remote_file_name,
             driver.ranks,
-            distinct_run_name(root, self.folder, driver.ranks, driver.run_name, driver.identity),
+            self._run_name,
             compress,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
@@ -232,6 +239,9 @@ class Profiler(PerfCallback):
             target = writer.spool(stage)
             writer.write(target, timestamp, stage, partial(make, target))
         self._writer.write(path, timestamp, stage, recorded.finish)
+
+    def _root(self, driver: Driver) -> Path:
+        return Path(self.output_path_prefix or driver.trainer.default_root_dir)
 
     # -- windows ----------------------------------------------------------------------------------
 
