@@ -57,7 +57,7 @@ class PyTorch(Profiler):
         memory_filename: Format string of a page beside each trace that tells what filled the
             memory of this rank's device, and when: ``rank{rank}.{batch}.pt.trace.memory.html``. It
             needs ``with_stack``, ``record_shapes`` and ``profile_memory``, ends in ``.html``, and
-            opens without a network. Making it takes torch some seconds beside the training.
+            opens without a network. Torch takes seconds a batch to make it, beside the training.
         memory_remote_file_name: The same for its name in MLflow; None uploads nothing.
         use_gzip: Composer's name of ``compress``, which it stands above; None leaves that alone.
         record_shapes: Whether to record the shapes of operator inputs.
@@ -152,10 +152,10 @@ class PyTorch(Profiler):
     @override
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:
         files: dict[str, tuple[str, str | None]] = {}
-        if self.memory_filename is not None:
-            files["memory_timeline"] = (self.memory_filename, self.memory_remote_file_name)
         if self.key_averages:
             files["key_averages"] = self.beside(".txt")
+        if self.memory_filename is not None:  # last, since the others would wait for it
+            files["memory_timeline"] = (self.memory_filename, self.memory_remote_file_name)
         return files
 
     @override
