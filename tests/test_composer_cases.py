@@ -5,6 +5,7 @@ another area adds its function there and takes the area out of ``NOT_HERE``.
 """
 
 import builtins
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -15,13 +16,14 @@ import pytest
 import torch
 from small import Records, Small, trainer
 
-from lightning_perf import SpeedMonitor
+from lightning_perf import ConfigError, PyTorch, SpeedMonitor
 from lightning_perf.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.moment import Limits, Moment
 from lightning_perf.schedule import Cyclic, Every
 from lightning_perf.throughput import elapsed
 from lightning_perf.time import Time, TimeUnit, ensure_time
 from lightning_perf.timestamp import Timestamp
+from lightning_perf.trace import file_format, remote_format
 
 CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
 
@@ -29,7 +31,7 @@ CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read
 NOT_HERE = {
     "det.aggregate", "det.system", "det.timings", "format", "format.partial", "marker", "memory",
     "peak_flops", "peak_flops.quirk", "snapshot", "sysmetrics",
-    "trace.conflict", "trace.filename", "trace.memory", "trace.overwrite", "uri",
+    "trace.conflict", "trace.overwrite", "uri",
 }  # fmt: skip
 
 #: Rows about the unit `iter` and about token_type, which the design leaves out.
@@ -252,6 +254,39 @@ def check_runtime(case):
     assert min(seconds for _, seconds in logger.of("time/remaining_estimate")) >= 0
 
 
+def check_trace_name(case: dict[str, Any]) -> None:
+    """Names of torch's traces; ConfigError is the design's word for the reference's assertion."""
+    expected = case["expected"]
+    if isinstance(expected, list):
+        folder = Path.cwd() / "records-version_0" / "torch_traces"
+        profiler = PyTorch(schedule=Cyclic(per_epoch=True), use_gzip=False)
+        trainer(Path.cwd(), profiler, logger=Records(), max_epochs=2).fit(Small())
+        assert sorted(path.name for path in folder.iterdir()) == sorted(expected)
+    elif isinstance(expected, str):
+        for name in (expected, expected.removesuffix(".gz")):
+            assert (
+                file_format(name, gz=True).render({"rank": 0, "batch": 7})
+                == "rank0.7.pt.trace.json.gz"
+            )
+            assert (
+                remote_format(name, gz=True).render({"rank": 0, "batch": 7})
+                == "rank0.7.pt.trace.json.gz"
+            )
+    else:
+        with pytest.raises(ConfigError, match=r"does not end in \.html"):
+            eval(f"PyTorch({case['input']})")
+
+
+def check_trace_memory(case: dict[str, Any]) -> None:
+    """Seven of the eight combinations are refused."""
+    for flags in itertools.product([False, True], repeat=3):
+        options = dict(zip(("with_stack", "record_shapes", "profile_memory"), flags, strict=True))
+        if all(flags):
+            PyTorch(memory_filename="a.html", **options)
+        else:
+            check(lambda o=options: PyTorch(memory_filename="a.html", **o), case["expected"])
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "time.parse": check_parse,
     "time.parse.quirk": check_quirk,
@@ -267,6 +302,8 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "schedule.interval": check_interval,
     "speed": check_speed,
     "runtime": check_runtime,
+    "trace.filename": check_trace_name,
+    "trace.memory": check_trace_memory,
 }
 
 HERE = [case for case in CASES if case["area"] in CHECKS and case["input"] not in LEFT_OUT]

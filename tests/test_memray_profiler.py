@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from small import Records, Small, ours, trainer
 from test_unchanged import outcome
 
-from lightning_perf import Always, ConfigError, Fixed, Memray, PerfWarning, VizTracer
+from lightning_perf import ConfigError, Fixed, Memray, PerfWarning, VizTracer
 
 MEGABYTES = 5_000_000
 
@@ -50,22 +50,6 @@ def fit(folder: Path, *profilers: Any, model: Any = None, **options: Any) -> lis
     options = {"logger": Records(), **options}
     trainer(folder, *profilers, **options).fit(model or Hungry())
     return files(folder)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        (None, {"rank0.5.bin": 4}),
-        ("every 6ba for 2ba", {"rank0.14.bin": 2, "rank0.8.bin": 2}),
-        (Always(), {"rank0.12.bin": 6, "rank0.16.bin": 4, "rank0.6.bin": 6}),
-    ],
-    ids=str,
-)
-def test_windows_become_files(tmp_path: Path, schedule: Any, expected: dict[str, int]) -> None:
-    """Each window is one capture, named by the batches done, with their allocations inside."""
-    assert fit(tmp_path, Memray(schedule=schedule, batches_per_trace=6)) == sorted(expected)
-    folder = tmp_path / "records-version_0" / "memray"
-    assert {name: meals(folder / name) for name in expected} == expected
 
 
 def test_a_compressed_capture_is_a_gzipped_one(tmp_path: Path) -> None:
@@ -109,35 +93,6 @@ def test_a_page_that_fails_is_told_and_its_capture_stays(
     with pytest.warns(PerfWarning, match=r"rank0\.1\.html was not finished.*planted"):
         found = fit(tmp_path, Memray(schedule="first 1ba", flamegraph=True))
     assert found == ["rank0.1.bin"]
-
-
-def test_other_stages_have_folders_of_their_own(tmp_path: Path) -> None:
-    """Validation inside of fit, test and predict do not collide with training."""
-    run = trainer(tmp_path, Memray(schedule="first 2ba"), logger=Records(), limit_val_batches=4)
-    model = Small()
-    run.fit(model)
-    run.test(model, verbose=False)
-    run.predict(model)
-    assert files(tmp_path) == [
-        f"{folder}rank0.2.bin" for folder in ("predict/", "", "test/", "validate/")
-    ]
-
-
-def test_what_was_recorded_outlives_an_exception(tmp_path: Path) -> None:
-    """The window that is open when training fails is closed, and memray is free again."""
-
-    class Failing(Hungry):
-        def eat(self) -> int:
-            if self.trainer.global_step == 3:
-                raise RuntimeError("planted")
-            return super().eat()
-
-    with pytest.raises(RuntimeError, match="planted"):
-        fit(tmp_path, Memray(schedule=Always()), model=Failing())
-    assert files(tmp_path) == ["rank0.3.bin"]
-    assert meals(tmp_path / "records-version_0" / "memray" / "rank0.3.bin") == 3
-    with memray.Tracker(tmp_path / "free.bin"):
-        pass
 
 
 def test_recorders_that_exclude_each_other_record_in_turn(tmp_path: Path) -> None:

@@ -46,24 +46,6 @@ def fit(folder: Path, *profilers: Any, model: Any = None, **options: Any) -> dic
     return traces(folder / "records-version_0" / "viztracer")
 
 
-@pytest.mark.parametrize(
-    ("schedule", "files"),
-    [
-        (None, {"rank0.5": 4}),
-        ("every 6ba for 2ba", {"rank0.8": 2, "rank0.14": 2}),
-        (Always(), {"rank0.6": 6, "rank0.12": 6, "rank0.16": 4}),
-    ],
-    ids=str,
-)
-def test_windows_become_files(tmp_path: Path, schedule: Any, files: dict[str, int]) -> None:
-    """Each window is one file, named by the batches done, with the calls of its batches inside."""
-    found = fit(tmp_path, VizTracer(schedule=schedule, batches_per_trace=6))
-    assert {
-        name.removesuffix(".json.gz"): calls(events, "Small.training_step")
-        for name, events in found.items()
-    } == files
-
-
 def test_the_first_batch_s_fetch_is_in_its_window(tmp_path: Path) -> None:
     """A window opens at the end of the batch before, so that waiting for data is seen."""
     (events,) = fit(tmp_path, VizTracer(schedule=Fixed(4, 1))).values()
@@ -109,39 +91,6 @@ def test_the_buffer_bounds_a_file(tmp_path: Path) -> None:
     """Of more calls than tracer_entries, the last ones stay."""
     (events,) = fit(tmp_path, VizTracer(schedule=Always(), tracer_entries=100)).values()
     assert 90 < len(events) < 110
-
-
-def test_other_stages_have_folders_of_their_own(tmp_path: Path) -> None:
-    """Validation inside of fit, test and predict do not collide with training."""
-    run = trainer(tmp_path, VizTracer(schedule="first 2ba"), logger=Records(), limit_val_batches=4)
-    model = Small()
-    run.fit(model)
-    run.test(model, verbose=False)
-    run.predict(model)
-    steps = {"": "training", "validate/": "validation", "test/": "test", "predict/": "predict"}
-    found = traces(tmp_path / "records-version_0" / "viztracer")
-    assert {name: calls(found[name], f"Small.{step}_step") for name, step in zip(
-        [f"{folder}rank0.2.json.gz" for folder in steps], steps.values(), strict=True
-    )} == dict.fromkeys(found, 2)  # fmt: skip
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_what_was_recorded_outlives_an_exception(
-    tmp_path: Path, error: type[BaseException]
-) -> None:
-    """The window that is open when training fails is closed, whole, and Python's hook is free."""
-
-    class Failing(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 3:
-                raise error("planted")
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises((error, SystemExit)):
-        fit(tmp_path, VizTracer(schedule=Always()), model=Failing())
-    (events,) = traces(tmp_path).values()
-    assert calls(events, "Small.training_step") == 3
-    assert sys.getprofile() is None
 
 
 def test_recorders_that_exclude_each_other_record_in_turn(tmp_path: Path) -> None:

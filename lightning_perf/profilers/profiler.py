@@ -83,6 +83,8 @@ class Profiler(PerfCallback):
         self.batches_per_trace = batches_per_trace
         self._writer: TraceWriter | None = None
         self._further: dict[str, TraceWriter] = {}
+        #: The run's name as the folder bears it: with a number where another run has the name.
+        self._run_name = ""
         self._windows: Windows | None = None
         self._reopen = False
 
@@ -132,11 +134,15 @@ class Profiler(PerfCallback):
         self.schedule.setup(driver.context)
         if self.ranks is not None and driver.ranks.global_rank not in self.ranks:
             return
-        self._writer = self.new_writer(driver, self.filename, self.remote_file_name, self.compress)
+        self._run_name = distinct_run_name(
+            self._root(driver), self.folder, driver.ranks, driver.run_name, driver.identity
+        )
+        # Before the recording's own, which at the end moves away what these are made of.
         self._further = {
             name: self.new_writer(driver, filename, remote, False)
             for name, (filename, remote) in self.further_files.items()
         }
+        self._writer = self.new_writer(driver, self.filename, self.remote_file_name, self.compress)
         self._windows = Windows(self, self._writer.spool)
 
     @override
@@ -189,15 +195,14 @@ class Profiler(PerfCallback):
             remote_file_name: As the profiler's own.
             compress: Whether the files are gzipped.
         """
-        root = Path(self.output_path_prefix or driver.trainer.default_root_dir)
         writer = TraceWriter(
             driver.worker,
-            root,
+            self._root(driver),
             self.folder,
             filename,
             remote_file_name,
             driver.ranks,
-            distinct_run_name(root, self.folder, driver.ranks, driver.run_name, driver.identity),
+            self._run_name,
             compress,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
@@ -224,6 +229,9 @@ class Profiler(PerfCallback):
             target = writer.spool(stage)
             writer.write(target, timestamp, stage, partial(make, target))
         self._writer.write(path, timestamp, stage, recorded.finish)
+
+    def _root(self, driver: Driver) -> Path:
+        return Path(self.output_path_prefix or driver.trainer.default_root_dir)
 
     def _refuse_ranks(self, driver: Driver) -> None:
         world = driver.ranks.world_size

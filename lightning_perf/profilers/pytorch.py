@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.profiler import ProfilerAction, profile
 from typing_extensions import override
 
-from lightning_perf.errors import RecorderBusy
+from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
-from lightning_perf.profilers.tools import check_options, given
+from lightning_perf.profilers.tools import check_options, refuse_python_profiler
+from lightning_perf.profilers.torch_files import TorchFiles
+from lightning_perf.profilers.torch_options import torch_options
 from lightning_perf.schedule import Schedule
+from lightning_perf.trace import file_format, remote_format
 from lightning_perf.trainer import compat
 
 if TYPE_CHECKING:
@@ -25,6 +27,23 @@ if TYPE_CHECKING:
 
 _OURS = {"schedule", "on_trace_ready", "execution_trace_observer"}
 _REMEDY = "remove one of the two"
+#: What torch needs to tell what memory was for.
+_OF_MEMORY = ("with_stack", "record_shapes", "profile_memory")
+_MEMORY_EXAMPLE = "'rank{rank}.{batch}.pt.trace.memory.html'"
+_HOW_TO_OPEN = """\
+# Traces of PyTorch
+
+Each file tells in its name the rank and how many batches were done when its window ended.
+
+- `*.pt.trace.json.gz` or `*.pt.trace.json`: drop it on <https://ui.perfetto.dev>, which keeps it in
+  the browser, or load it in `chrome://tracing`. Or, for all files of this folder at once:
+
+      pip install tensorboard torch_tb_profiler
+      tensorboard --logdir path/to/torch/trace_folder
+
+- `*.memory.html`: what filled the memory, and when. Any browser opens it, without a network.
+- `*.pt.trace.txt`: what each operator costs in all, the most costly first. Plain text.
+"""
 
 
 class PyTorch(Profiler):
@@ -34,11 +53,21 @@ class PyTorch(Profiler):
     ``Profiler``.
 
     Args:
+        compress: Whether the trace is gzipped.
+        memory_filename: Format string of a page beside each trace that tells what filled the
+            memory of this rank's device, and when: ``rank{rank}.{batch}.pt.trace.memory.html``. It
+            needs ``with_stack``, ``record_shapes`` and ``profile_memory``, ends in ``.html``, and
+            opens without a network. Torch takes seconds a batch to make it, beside the training.
+        memory_remote_file_name: The same for its name in MLflow; None uploads nothing.
+        use_gzip: Composer's name of ``compress``, which it stands above; None leaves that alone.
         record_shapes: Whether to record the shapes of operator inputs.
         profile_memory: Whether to record the allocation of tensors.
         with_stack: Whether to record source lines.
         with_flops: Whether to estimate the FLOPs of operators.
-        **kwargs: Further arguments of ``torch.profiler.profile``, such as ``activities``.
+        key_averages: Whether a table of operators lies beside each trace, as text: how often each
+            was called and what it cost, the most costly first.
+        **kwargs: Further arguments of ``torch.profiler.profile``, such as ``activities``, which may
+            be names (``["cpu", "cuda"]``), or ``experimental_config``, which may be a mapping.
 
     Raises:
         ConfigError: A value that cannot work, or an argument that torch.profiler does not know.
@@ -51,6 +80,8 @@ class PyTorch(Profiler):
     """
 
     warms_up = True
+    #: Markdown for those who find the files.
+    how_to_open: ClassVar[str] = _HOW_TO_OPEN
 
     def __init__(
         self,
@@ -60,12 +91,17 @@ class PyTorch(Profiler):
         folder: str = "{run_name}/torch_traces",
         filename: str = "rank{rank}.{batch}.pt.trace.json",
         remote_file_name: str | None = "{run_name}/torch_traces/rank{rank}.{batch}.pt.trace.json",
+        memory_filename: str | None = None,
+        memory_remote_file_name: str
+        | None = "{run_name}/torch_memory_traces/rank{rank}.{batch}.pt.trace.memory.html",
         overwrite: bool = False,
         compress: bool = True,
+        use_gzip: bool | None = None,
         record_shapes: bool = False,
         profile_memory: bool = True,
         with_stack: bool = False,
         with_flops: bool = True,
+        key_averages: bool = False,
         num_traces_to_keep: int = -1,
         batches_per_trace: int = 20,
         **kwargs: Any,
@@ -78,7 +114,7 @@ class PyTorch(Profiler):
             filename,
             remote_file_name,
             overwrite,
-            compress,
+            compress if use_gzip is None else use_gzip,
             num_traces_to_keep,
             batches_per_trace,
         )
@@ -86,7 +122,41 @@ class PyTorch(Profiler):
         check_options(PyTorch, kwargs, known, "torch.profiler")
         self.record_shapes, self.profile_memory = record_shapes, profile_memory
         self.with_stack, self.with_flops = with_stack, with_flops
-        self.options = kwargs
+        self.memory_filename = memory_filename
+        self.memory_remote_file_name = memory_remote_file_name
+        self.key_averages, self.options = key_averages, kwargs
+        torch_options(kwargs)
+        if use_gzip and not compress:
+            raise ConfigError("use_gzip", use_gzip, "contradicts compress=False", "None")
+        self._check_memory()
+        self._told_totals = False
+
+    def _check_memory(self) -> None:
+        names = {
+            "memory_filename": (self.memory_filename, file_format),
+            "memory_remote_file_name": (self.memory_remote_file_name, remote_format),
+        }
+        for field, (name, check) in names.items():
+            if name is not None:
+                check(name, field)
+                if not name.endswith(".html"):
+                    raise ConfigError(field, name, "does not end in .html", _MEMORY_EXAMPLE)
+        missing = [f"{name}=True" for name in _OF_MEMORY if not getattr(self, name)]
+        if self.memory_filename is not None and missing:
+            problem = f"needs {' and '.join(missing)}"
+            all_three = ", ".join(f"{name}=True" for name in _OF_MEMORY)
+            example = f"{_MEMORY_EXAMPLE}, {all_three}"
+            raise ConfigError("memory_filename", self.memory_filename, problem, example)
+
+    @property
+    @override
+    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
+        files: dict[str, tuple[str, str | None]] = {}
+        if self.key_averages:
+            files["key_averages"] = self.beside(".txt")
+        if self.memory_filename is not None:  # last, since the others would wait for it
+            files["memory_timeline"] = (self.memory_filename, self.memory_remote_file_name)
+        return files
 
     @override
     def prepare(self, driver: Driver) -> None:
@@ -97,6 +167,8 @@ class PyTorch(Profiler):
 
     @override
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
+        if self.with_stack:
+            refuse_python_profiler(self)
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             raise RecorderBusy("PyTorch", "a torch.profiler that is not ours", _REMEDY)
         first = driver.timestamp.batch
@@ -106,16 +178,40 @@ class PyTorch(Profiler):
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
             with_flops=self.with_flops,
-            **given(self.options),
+            **torch_options(self.options),
         )
         # Steps bear the numbers of their batches, so that traces of several ranks line up.
         profiler.step_num = first
-        for key, value in _metadata(driver).items():
+        for key, value in self._metadata(driver).items():
             profiler.preset_metadata_json(key, json.dumps(value))
         profiler.start()
         yield profiler.step
         profiler.stop()
-        return Recorded(partial(profiler.export_chrome_trace, str(path)))
+        files = TorchFiles(profiler, path, str(driver.trainer.strategy.root_device), self._tell)
+        return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})
+
+    def _metadata(self, driver: Driver) -> dict[str, Any]:
+        ranks, stamp = driver.ranks, driver.timestamp
+        return {
+            "rank": ranks.global_rank,
+            "local_rank": ranks.local_rank,
+            "node_rank": ranks.node_rank,
+            "world_size": ranks.world_size,
+            "run_name": self._run_name,
+            "stage": driver.stage,
+            "epoch": stamp.epoch,
+            "batch": stamp.batch,
+            "step": stamp.step,
+        }
+
+    def _tell(self, error: Exception) -> None:
+        """Say once that pages about memory have less in them."""
+        if not self._told_totals:
+            self._told_totals = True
+            warn(
+                f"torch does not tell what the memory was for ({describe(error)}): pages show how "
+                "much was allocated. MemorySnapshot tells more on CUDA."
+            )
 
 
 def _phases(first: int, warmup: int) -> Callable[[int], ProfilerAction]:
@@ -125,18 +221,3 @@ def _phases(first: int, warmup: int) -> Callable[[int], ProfilerAction]:
         return ProfilerAction.WARMUP if warm else ProfilerAction.RECORD
 
     return phase
-
-
-def _metadata(driver: Driver) -> dict[str, Any]:
-    ranks, stamp = driver.ranks, driver.timestamp
-    return {
-        "rank": ranks.global_rank,
-        "local_rank": ranks.local_rank,
-        "node_rank": ranks.node_rank,
-        "world_size": ranks.world_size,
-        "run_name": driver.run_name,
-        "stage": driver.stage,
-        "epoch": stamp.epoch,
-        "batch": stamp.batch,
-        "step": stamp.step,
-    }

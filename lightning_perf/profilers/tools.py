@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -10,6 +11,9 @@ from inspect import signature
 from typing import Any
 
 from lightning_perf.errors import ConfigError, RecorderBusy
+
+#: Seconds that a module may run beside the training.
+_PATIENCE = 300.0
 
 
 def check_options(
@@ -65,6 +69,28 @@ def require(profiler: object, module: str) -> None:
     if not installed(module):
         problem = f"needs {module}, which is not installed: pip install {module}"
         raise ConfigError("callbacks", type(profiler).__name__, problem, None)
+
+
+def run_aside(module: str, *arguments: object) -> None:
+    """Run a module in a process of its own, so that it leaves the interpreter to the training.
+
+    Args:
+        module: What ``python -m`` runs; the working directory is not searched for it.
+        arguments: What it is given, as text.
+
+    Raises:
+        OSError: It failed; with the end of what it said.
+        subprocess.TimeoutExpired: It took longer than five minutes.
+    """
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-P", "-m", module, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(f"{module}: {(done.stderr or done.stdout).strip()[-200:]}")
 
 
 def refuse_python_profiler(profiler: object) -> None:

@@ -1,0 +1,173 @@
+"""What each operator of a trace costs in all: torch.profiler's key averages, without torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from lightning_perf.profilers.chrome_trace import Event, nanoseconds
+
+_ON_CPU = {"cpu_op", "user_annotation", "python_function"}
+_DRIVERS = ("_runtime", "_driver")
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+#: The trace's number for a device that is none.
+_CPU = 0
+#: What torch leaves out of its table, too.
+_UNSEEN = {
+    "profiler::_record_function_enter", "profiler::_record_function_enter_new",
+    "profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version",
+}  # fmt: skip
+#: Nanoseconds by which rounding may push a call out of the one that it ends with: one for each.
+_SLACK = 2
+
+
+@dataclass(slots=True)
+class Row:
+    """All calls of one name; times in nanoseconds, memory in bytes.
+
+    "Self" is without what was called from within. Memory is what was allocated less what was
+    freed meanwhile, on whatever thread.
+    """
+
+    name: str
+    calls: int = 0
+    self_cpu: int = 0
+    cpu: int = 0
+    #: Of the kernels that the calls launched, or of the kernel itself.
+    self_device: int = 0
+    device: int = 0
+    self_cpu_memory: int = 0
+    cpu_memory: int = 0
+    self_device_memory: int = 0
+    device_memory: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    name: str
+    start: int
+    end: int
+    kernels: int = 0
+    device: int = 0
+    cpu_memory: int = 0
+    device_memory: int = 0
+    children: list[_Call] = field(default_factory=list)
+
+
+def key_averages(events: Sequence[Event]) -> list[Row]:
+    """Add up the calls of each name, the most costly first.
+
+    Calls nest by thread and time, as in ``torch.profiler.profile.key_averages()``. Ranges that
+    torch repeats on the device's timeline are left out: their kernels are there.
+
+    Args:
+        events: Of a trace by torch.profiler.
+
+    Returns:
+        Rows by self device time, or by self CPU time where there was no device.
+
+    Example:
+        >>> call = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
+        >>> linear = call | {"name": "aten::linear", "ts": 10.0, "dur": 5.0}
+        >>> addmm = call | {"name": "aten::addmm", "ts": 11.0, "dur": 3.5}
+        >>> [(row.name, row.self_cpu, row.cpu) for row in key_averages([linear, addmm])]
+        [('aten::addmm', 3500, 3500), ('aten::linear', 1500, 5000)]
+    """
+    timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    kernels = [event for event in timed if event.get("cat") in _ON_DEVICE]
+    rows: dict[tuple[str, str], Row] = {}
+    launched: dict[object, int] = defaultdict(int)
+    for kernel in kernels:
+        took = nanoseconds(kernel["dur"])
+        launched[kernel.get("args", {}).get("External id")] += took
+        row = rows.setdefault(("device", kernel["name"]), Row(kernel["name"]))
+        row.calls += 1
+        row.self_device += took
+        row.device += took
+    memory = _Memory(events)
+    for calls in _by_thread(timed, launched):
+        _nest(calls)
+        _add(rows, _without_repeats(calls), memory)
+    return sorted(rows.values(), key=lambda row: (row.self_device, row.self_cpu), reverse=True)
+
+
+def _by_thread(events: list[Event], launched: dict[object, int]) -> Iterable[list[_Call]]:
+    threads: dict[object, list[_Call]] = defaultdict(list)
+    for event in events:
+        category, name = event.get("cat", ""), event["name"]
+        if name in _UNSEEN or not (category in _ON_CPU or category.endswith(_DRIVERS)):
+            continue
+        start, identity = nanoseconds(event["ts"]), event.get("args", {}).get("External id")
+        # What the driver does bears the operator's identity, and the operator has the kernels.
+        kernels = launched.get(identity, 0) if identity and category in _ON_CPU else 0
+        name = "ProfilerStep*" if name.startswith("ProfilerStep#") else name
+        call = _Call(name, start, start + nanoseconds(event["dur"]), kernels)
+        threads[event["pid"], event["tid"]].append(call)
+    return threads.values()
+
+
+def _nest(calls: list[_Call]) -> None:
+    """Sort the calls of one thread by their beginning, and tell each which it made."""
+    calls.sort(key=lambda call: (call.start, -call.end))
+    running: list[_Call] = []
+    for call in calls:
+        while running and not (
+            call.start < running[-1].end and call.end <= running[-1].end + _SLACK
+        ):
+            running.pop()
+        if running:
+            running[-1].children.append(call)
+        running.append(call)
+
+
+def _without_repeats(calls: list[_Call]) -> list[_Call]:
+    """Take calls together that do nothing but make one call of the same name."""
+    repeats: set[int] = set()
+    for call in calls:
+        while len(call.children) == 1 and call.children[0].name == call.name:
+            (same,) = call.children
+            repeats.add(id(same))
+            call.kernels, call.children = same.kernels, same.children
+    return [call for call in calls if id(call) not in repeats]
+
+
+def _add(rows: dict[tuple[str, str], Row], calls: list[_Call], memory: _Memory) -> None:
+    for call in reversed(calls):  # the inner ones first
+        call.device = call.kernels + sum(child.device for child in call.children)
+        call.cpu_memory, call.device_memory = memory.between(call.start, call.end)
+        row = rows.setdefault(("cpu", call.name), Row(call.name))
+        inner = call.children
+        row.calls += 1
+        row.cpu += call.end - call.start
+        row.self_cpu += call.end - call.start - sum(child.end - child.start for child in inner)
+        row.device += call.device
+        row.self_device += call.kernels
+        row.cpu_memory += call.cpu_memory
+        row.self_cpu_memory += call.cpu_memory - sum(child.cpu_memory for child in inner)
+        row.device_memory += call.device_memory
+        row.self_device_memory += call.device_memory - sum(child.device_memory for child in inner)
+
+
+class _Memory:
+    """What was allocated between two moments, less what was freed."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        changes = sorted(
+            (nanoseconds(event["ts"]), event["args"]["Device Type"], event["args"]["Bytes"])
+            for event in events
+            if event.get("name") == "[memory]" and "Bytes" in event.get("args", {})
+        )
+        self._times = [time for time, _, _ in changes]
+        self._cpu = _sums(size if device == _CPU else 0 for _, device, size in changes)
+        self._device = _sums(0 if device == _CPU else size for _, device, size in changes)
+
+    def between(self, start: int, end: int) -> tuple[int, int]:
+        first, last = bisect_left(self._times, start), bisect_right(self._times, end)
+        return self._cpu[last] - self._cpu[first], self._device[last] - self._device[first]
+
+
+def _sums(values: Iterable[int]) -> list[int]:
+    return list(accumulate(values, initial=0))

@@ -1,0 +1,67 @@
+"""What users write for arguments of torch.profiler that YAML cannot hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.profiler import ProfilerActivity
+from torch.profiler import _ExperimentalConfig as ExperimentalConfig  # type: ignore[attr-defined]
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.profilers.tools import given
+
+_ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
+
+
+def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``torch.profiler.profile``, with names and mappings made what torch takes.
+
+    Args:
+        options: As the user gave them, those that are None left out.
+
+    Raises:
+        ConfigError: An activity or an experimental option that torch does not know.
+
+    Example:
+        >>> torch_options({"activities": ["cpu"], "acc_events": None})
+        {'activities': [<ProfilerActivity.CPU: 0>]}
+    """
+    made = given(options)
+    if "activities" in made:
+        made["activities"] = _activities(made["activities"])
+    if isinstance(config := made.get("experimental_config"), Mapping):
+        try:
+            made["experimental_config"] = ExperimentalConfig(**config)
+        except TypeError:
+            problem = "holds what torch's _ExperimentalConfig does not take"
+            raise ConfigError(
+                "experimental_config", config, problem, "{'profile_all_threads': True}"
+            ) from None
+    return made
+
+
+def _activities(named: Any) -> list[Any]:
+    """Activities, or mappings from them to what they shall collect."""
+    if isinstance(named, str) or not isinstance(named, Iterable):
+        raise _unknown(named)
+    return [
+        {_activity(name, named): types for name, types in item.items()}
+        if isinstance(item, Mapping)
+        else _activity(item, named)
+        for item in named
+    ]
+
+
+def _activity(name: Any, given: Any) -> ProfilerActivity:
+    if isinstance(name, ProfilerActivity):
+        return name
+    try:
+        return _ACTIVITIES[name.lower()]
+    except (AttributeError, KeyError):
+        raise _unknown(given) from None
+
+
+def _unknown(value: Any) -> ConfigError:
+    problem = f"is no list of activities out of {', '.join(_ACTIVITIES)}"
+    return ConfigError("activities", value, problem, "['cpu', 'cuda']")

@@ -1,0 +1,198 @@
+"""From events to tables and pages: the arithmetic of what lies beside a trace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from lightning_perf.profilers.chrome_trace import read_events
+from lightning_perf.profilers.key_averages import key_averages
+from lightning_perf.profilers.memory_page import page
+from lightning_perf.profilers.memory_timeline import CATEGORIES, Timeline, of_events, of_points
+from lightning_perf.profilers.operator_table import table
+
+
+@pytest.mark.parametrize("with_stack", [False, True])
+def test_it_agrees_with_torch_s_key_averages(tmp_path: Path, with_stack: bool) -> None:
+    """The same names, calls and memory, and the same times within a percent."""
+    model = torch.nn.TransformerEncoderLayer(16, 2, 32)
+    optimizer = torch.optim.Adam(model.parameters())
+    phases = schedule(wait=0, warmup=1, active=3, repeat=1)
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        profile_memory=True,
+        with_stack=with_stack,
+        schedule=phases,
+    ) as profiler:
+        for _ in range(4):
+            with record_function("outer"), record_function("outer"):
+                model(torch.randn(4, 2, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            profiler.step()
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    rows = {row.name: row for row in key_averages(read_events(path))}
+    theirs = {row.key: row for row in profiler.key_averages() if row.key != "[memory]"}
+    assert set(rows) == set(theirs)
+    for name, row in theirs.items():
+        mine = rows[name]
+        assert mine.calls == row.count, name
+        # Times of a trace are whole nanoseconds, of which each call may lose some.
+        assert mine.cpu / 1e3 == pytest.approx(row.cpu_time_total, rel=0.01, abs=0.1), name
+        assert mine.self_cpu / 1e3 == pytest.approx(row.self_cpu_time_total, rel=0.01, abs=0.1)
+        assert mine.cpu_memory == row.cpu_memory_usage, name
+        assert mine.self_cpu_memory == row.self_cpu_memory_usage, name
+
+
+def call(name: str, ts: float, dur: float, category: str = "cpu_op", **more: Any) -> dict[str, Any]:
+    identity = more.pop("identity", None)
+    args = {} if identity is None else {"External id": identity}
+    event = {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 1}
+    return {**event, "args": args, **more}
+
+
+GPU = [
+    call("aten::linear", 0.0, 50.0, identity=1),
+    call("aten::addmm", 10.0, 30.0, identity=2),
+    call("cudaLaunchKernel", 15.0, 5.0, "cuda_runtime", identity=2),
+    call("gemm", 100.0, 400.0, "kernel", identity=2, tid=7),
+    call("Memcpy HtoD", 600.0, 20.0, "gpu_memcpy", identity=1, tid=7),
+    call("ProfilerStep#3", 0.0, 700.0, "gpu_user_annotation", tid=7),
+]
+
+
+def test_kernels_count_for_the_operators_that_launched_them() -> None:
+    """Self device time is of the own kernels, device time of those of inner operators too."""
+    rows = {row.name: (row.calls, row.self_device, row.device) for row in key_averages(GPU)}
+    assert rows == {
+        "gemm": (1, 400_000, 400_000),
+        "aten::addmm": (1, 400_000, 400_000),
+        "aten::linear": (1, 20_000, 420_000),
+        "Memcpy HtoD": (1, 20_000, 20_000),
+        "cudaLaunchKernel": (1, 0, 0),
+    }
+
+
+def test_rows_are_sorted_by_device_time_where_there_is_a_device() -> None:
+    """What costs the device most comes first; on a CPU, what costs the CPU most."""
+    assert [row.name for row in key_averages(GPU)][:2] == ["aten::addmm", "gemm"]
+    on_cpu = [event for event in GPU if event["tid"] == 1]
+    assert [row.name for row in key_averages(on_cpu)][:2] == ["aten::addmm", "aten::linear"]
+
+
+def test_threads_do_not_nest_into_each_other() -> None:
+    """A call of another thread at the same time is nobody's child."""
+    events = [call("outer", 0.0, 10.0), call("other", 2.0, 5.0, tid=2)]
+    assert {row.name: row.self_cpu for row in key_averages(events)} == {
+        "outer": 10_000,
+        "other": 5_000,
+    }
+
+
+def test_a_table_shows_its_columns_in_milliseconds_and_megabytes() -> None:
+    """Columns without values are left out, and what the limit cuts is counted."""
+    allocated = {
+        "ph": "i", "name": "[memory]", "ts": 12.0,
+        "args": {"Device Type": 1, "Device Id": 0, "Bytes": 3_000_000},
+    }  # fmt: skip
+    lines = table(key_averages([*GPU, allocated]), limit=2).splitlines()
+    assert "self device ms" in lines[0]
+    assert "self device MB" in lines[0]
+    assert "CPU MB" not in lines[0]
+    assert lines[2].split() == [
+        "aten::addmm", "1", "50.0%", "0.025", "0.030", "0.400", "0.400", "3.000", "3.000",
+    ]  # fmt: skip
+    assert lines[-1] == "and 3 more, which cost less"
+
+
+def test_a_trace_without_operators_makes_an_empty_table() -> None:
+    """Nothing to divide by, and nothing to show."""
+    assert table(key_averages([])).splitlines()[0] == "name"
+
+
+@pytest.mark.parametrize("content", ['{"traceEvents": 3}', "{}", '"text"', "not json"])
+def test_a_file_that_is_no_trace_is_told(tmp_path: Path, content: str) -> None:
+    """Bad files raise ValueError, whatever is wrong with them."""
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"holds no traceEvents|Expecting value"):
+        read_events(path)
+
+
+@pytest.mark.parametrize("module", ["operator_table", "memory_page"])
+def test_the_processes_beside_start_without_torch(module: str) -> None:
+    """They are ready in milliseconds, since they import nothing large."""
+    code = f"import sys, lightning_perf.profilers.{module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "lightning"} & set(done.stdout.split())
+
+
+def test_the_categories_are_torch_s(tmp_path: Path) -> None:
+    """The names stand for the columns that torch writes, in its order."""
+    from torch.profiler import _memory_profiler as theirs
+
+    order = [(category.name if category else "UNKNOWN") for category in theirs._CATEGORY_TO_INDEX]
+    assert [name.upper().replace(" ", "_") for name in CATEGORIES] == order
+
+
+def test_a_page_tells_the_peak_and_what_it_was_for() -> None:
+    """The peak's bytes, its moment, and each category's share of it."""
+    sizes = [[0, 500, 0, 0, 0, 0, 0, 0, 0], [0, 500, 0, 0, 0, 1_500, 0, 0, 0]]
+    text = page(of_points([1_000, 3_000, 5_000], [*sizes, sizes[0]]), "cuda:1")
+    assert "Peak 2.00 kB, 2.000 ms after the first of 3 changes." in text
+    assert "Activation</td><td>1.50 kB</td><td>75.0%</td>" in text
+    assert "Parameter</td><td>500 B</td><td>25.0%</td>" in text
+    assert "Memory timeline of cuda:1" in text
+
+
+def test_a_short_peak_is_not_lost_among_many_changes() -> None:
+    """Of changes that fall on one point of the chart, the highest is drawn."""
+    times = list(range(100_000))
+    sizes = [[10_000_000 if time == 54_321 else 1_000] for time in times]
+    text = page(Timeline(times, sizes, ["Allocated"]), "cpu")
+    assert len(text) < 10_000
+    assert "V0.0H" in text  # up to the top of the chart
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cpu", [1, 3]), ("cuda:0", [2]), ("cuda:1", [4]), ("cuda", [2])],
+)
+def test_allocations_are_told_apart_by_device(device: str, expected: list[int]) -> None:
+    """A page is about one device."""
+    devices = [(0, -1), (1, 0), (0, -1), (1, 1)]
+    events = [
+        {
+            "name": "[memory]",
+            "ts": float(number),
+            "args": {"Device Type": kind, "Device Id": index, "Total Allocated": number},
+        }
+        for number, (kind, index) in enumerate(devices, 1)
+    ]
+    assert [size for (size,) in of_events(events, device).sizes] == expected
+
+
+def test_a_page_without_allocations_says_so(tmp_path: Path) -> None:
+    """No chart of nothing; and names are text, not markup."""
+    text = page(of_events([], "<b>"), "<b>")
+    assert "No allocation was recorded." in text
+    assert "<b>" not in text
+
+
+def test_a_page_is_made_of_points_or_of_a_trace(tmp_path: Path) -> None:
+    """The process beside takes both forms."""
+    trace = {"name": "[memory]", "ts": 1.0, "args": {"Device Type": 0, "Total Allocated": 7}}
+    row = [0, 7, 0, 0, 0, 0, 0, 0, 0]
+    for name, content in (("trace", {"traceEvents": [trace]}), ("points", [[1], [row]])):
+        (tmp_path / name).write_text(json.dumps(content))
+        command = [sys.executable, "-P", "-m", "lightning_perf.profilers.memory_page"]
+        subprocess.run([*command, tmp_path / name, tmp_path / f"{name}.html", "cpu"], check=True)
+        assert "Peak 7 B" in (tmp_path / f"{name}.html").read_text()
