@@ -132,13 +132,15 @@ def test_a_trace_of_a_training_whose_server_was_gone_arrives_later(
     """What training could not send and listed, the command sends under the same name."""
     from lightning.pytorch.loggers import MLFlowLogger
 
-    def gone(path: Path, remote: str) -> None:
+    def gone(*args: object) -> None:
         raise ConnectionError("gone")
 
     logger = MLFlowLogger("later", tracking_uri=mlflow_database, run_name="later")
-    monkeypatch.setattr("lightning_perf.trainer.reporting.uploader", lambda runs: gone)
-    with pytest.warns(PerfWarning, match="lightning-perf upload"):
-        trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger).fit(Small())
+    run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger)
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_perf.tracking.artifacts._send", gone)
+        with pytest.warns(PerfWarning, match="lightning-perf upload"):
+            run.fit(Small())
     assert upload(str(tmp_path)) == 0
     found = artifacts(mlflow_database, str(logger.run_id), "later/torch_traces")
     assert found == ["later/torch_traces/rank0.1.pt.trace.json.gz"]

@@ -15,7 +15,8 @@ from lightning_perf.errors import ConfigError, RecorderBusy, warn
 from lightning_perf.profilers.claim import claim, release
 from lightning_perf.schedule import FOREVER, Cyclic, Schedule, as_schedule
 from lightning_perf.schedule.checks import rank_list
-from lightning_perf.trace import TraceWriter, check_names, distinct_run_name
+from lightning_perf.trace import TraceWriter, check_names
+from lightning_perf.tracking.stores import check_store
 from lightning_perf.trainer.hooks import PerfCallback
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class Profiler(PerfCallback):
         filename: Format string of the file, with ``{stage} {epoch} {batch} {batch_in_epoch}
             {sample} {sample_in_epoch} {token} {token_in_epoch} {step} {total_wct} {epoch_wct}
             {batch_wct}`` besides.
-        remote_file_name: The same for the artifact's name in MLflow; None uploads nothing.
+        remote_file_name: The same for the artifact's name in MLflow, or a URL of any store that
+            fsspec knows, as ``s3://bucket/{run_name}/rank{rank}.{batch}.json``; None uploads
+            nothing.
         overwrite: Whether files of an earlier run may be replaced.
         compress: Whether the file is gzipped.
         num_traces_to_keep: How many files stay here once they are uploaded; -1 keeps all.
@@ -112,6 +115,7 @@ class Profiler(PerfCallback):
             problem = "leaves no batch to record"
             raise ConfigError("batches_per_trace", batches_per_trace, problem, "20")
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
+        check_store(remote_file_name)
         self.output_path_prefix = output_path_prefix
         self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
         self.overwrite, self.compress = overwrite, compress
@@ -216,12 +220,12 @@ class Profiler(PerfCallback):
             filename,
             remote_file_name,
             driver.ranks,
-            distinct_run_name(root, self.folder, driver.ranks, driver.run_name, driver.identity),
+            driver.run_name,
             compress,
+            identity=driver.identity,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
-            upload=driver.upload,
-            upload_target=driver.upload_target,
+            targets=driver.targets(remote_file_name),
         )
         # Once the worker has stopped, the writer places here what a hung server held back.
         driver.at_end(writer.close)
