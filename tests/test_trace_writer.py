@@ -235,6 +235,32 @@ def test_an_upload_that_fails_for_good_is_listed(make_writer, worker, tmp_path):
     assert "hunter2" not in str(warned[0].message)
 
 
+def test_each_target_gets_what_it_has_not_got(make_writer, worker, tmp_path):
+    """Of two servers, one that took the file is not asked again, and only the other is listed."""
+    one, other = Server(), Server(failures=2)
+    targets = [Target(one, {"run_id": "one"}), Target(other, {"run_id": "other"})]
+    writer = make_writer(targets=targets)
+    after(worker, record(writer, 1))
+    assert (one.attempts, other.attempts) == (1, 3)
+    assert one.files == other.files
+    other.failures = 99
+    with pytest.warns(PerfWarning, match=r"rank0\.2\.json"):
+        after(worker, record(writer, 2))
+    assert [entry.target for entry in read_pending(tmp_path)] == [{"run_id": "other"}]
+    assert one.attempts == 2
+
+
+def test_a_trace_that_waits_at_the_end_is_listed_for_each_target(make_writer, worker, tmp_path):
+    """Whatever the first attempt reached is left out."""
+    targets = [Target(Server(99 * (name != "b")), {"run_id": name}) for name in "abc"]
+    writer = make_writer(targets=targets, backoff=(3600.0,))
+    record(writer)
+    worker.call(lambda: None, PATIENCE)
+    with pytest.warns(PerfWarning, match="the run ended first"):
+        writer.close()
+    assert [entry.target["run_id"] for entry in read_pending(tmp_path)] == ["a", "c"]
+
+
 def test_an_upload_that_cannot_be_listed_is_still_told(make_writer, worker, tmp_path):
     """Where the list cannot be written, the warning names the file and says so."""
     (tmp_path / "pending_uploads.jsonl").mkdir()
