@@ -7,6 +7,7 @@ another area adds its function there and takes the area out of ``NOT_HERE``.
 import builtins
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 import torch
 from small import Records, Small, trainer
 
-from lightning_perf import SpeedMonitor
+from lightning_perf import PyTorch, SpeedMonitor
 from lightning_perf.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.moment import Limits, Moment
 from lightning_perf.schedule import Cyclic, Every
 from lightning_perf.throughput import elapsed
 from lightning_perf.time import Time, TimeUnit, ensure_time
 from lightning_perf.timestamp import Timestamp
+from lightning_perf.trace import split_url
 
 CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
 
@@ -29,7 +31,7 @@ CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read
 NOT_HERE = {
     "det.aggregate", "det.system", "det.timings", "format", "format.partial", "marker", "memory",
     "peak_flops", "peak_flops.quirk", "runtime", "snapshot", "sysmetrics",
-    "trace.conflict", "trace.filename", "trace.memory", "trace.overwrite", "uri",
+    "trace.conflict", "trace.filename", "trace.memory",
 }  # fmt: skip
 
 #: Rows about the unit `iter` and about token_type, which the design leaves out.
@@ -240,6 +242,33 @@ def check_speed(case):
             assert not [key for key in logger.keys if "tokens_per_sec" in key]
 
 
+def check_overwrite(case: dict[str, Any]) -> None:
+    """Where the reference wants an empty folder, the design wants no later file of the pattern.
+
+    That is one of this rank, of the same pattern, and strictly after the present moment: a resume
+    finds traces up to the batch of its checkpoint. Like the reference, hidden files do not count.
+    """
+
+    def fit(*existing: str, overwrite: bool = False) -> None:
+        shutil.rmtree("traces", ignore_errors=True)
+        for name in existing:
+            path = Path("traces", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        profiler = PyTorch(schedule="never", folder="traces", overwrite=overwrite)
+        trainer(Path.cwd(), profiler).fit(Small())
+
+    later = "rank0.1.pt.trace.json.gz"
+    fit("notes.md", f"deeper/{later}", f".hidden/{later}", f".{later}")
+    fit("rank0.0.pt.trace.json.gz", "rank1.1.pt.trace.json.gz", "rank0.1.pt.trace.json")
+    fit(later, overwrite=True)
+    check(lambda: fit(later), case["expected"])
+
+
+def check_uri(case: dict[str, Any]) -> None:
+    check(lambda: list(split_url(case["input"])), case["expected"])
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "time.parse": check_parse,
     "time.parse.quirk": check_quirk,
@@ -254,6 +283,8 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "schedule.cyclic": check_cyclic,
     "schedule.interval": check_interval,
     "speed": check_speed,
+    "trace.overwrite": check_overwrite,
+    "uri": check_uri,
 }
 
 HERE = [case for case in CASES if case["area"] in CHECKS and case["input"] not in LEFT_OUT]
