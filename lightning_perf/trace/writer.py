@@ -6,20 +6,17 @@ Record into a spool -> compress or place -> upload -> prune: all but the first o
 from __future__ import annotations
 
 import os
-import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.trace.complaints import Complaints
-from lightning_perf.trace.compress import compress as compress_into
-from lightning_perf.trace.compress import place
 from lightning_perf.trace.delivery import Delivery
 from lightning_perf.trace.layout import Layout
 from lightning_perf.trace.ledger import Ledger, Trace
 from lightning_perf.trace.names import file_format, folder_format, remote_format
+from lightning_perf.trace.placing import Placing
 from lightning_perf.trace.readme import Readme
 
 if TYPE_CHECKING:
@@ -31,10 +28,6 @@ if TYPE_CHECKING:
     from lightning_perf.trace.worker import Worker
 
     Step = Callable[[Trace], Trace | None]
-
-
-# Bytes that are left on a disk which is full: less than the least that it gives out.
-_FULL = 1 << 16
 
 
 class TraceWriter:
@@ -91,16 +84,18 @@ class TraceWriter:
         )
         self._worker, self._ranks, self._overwrite = worker, ranks, overwrite
         self._keep, self._targets = num_traces_to_keep, tuple(targets)
-        self._move = compress_into if compress else place
         self._ledger, self._complaints = Ledger(self._keep), Complaints()
+        placing = self._placing = Placing(
+            self._layout, self._ledger, self._complaints, compress, overwrite
+        )
         self._delivery = Delivery(
             worker, self._ledger, self._complaints, Path(root), run_name, backoff
         )
         self._readme = None if readme is None else Readme(readme, targets)
         self._recording: tuple[Step, ...] = (
-            self._prepare,
-            self._inspect,
-            self._place,
+            placing.prepare,
+            placing.inspect,
+            placing.place,
             self._explain,
         )
         self._sending: tuple[Step, ...] = (self._upload, self._send_readme, self._prune)
@@ -175,7 +170,7 @@ class TraceWriter:
         Returns:
             Where the file will be, or None if it had to be done here and failed.
         """
-        path, remote = self._new_names(timestamp, stage)
+        path, remote = self._placing.names(timestamp, stage)
         remote = remote if self._targets else None
         targets = self._targets if remote is not None else ()
         trace = Trace(spooled, path, remote, timestamp, stage, targets, prepare)
@@ -194,13 +189,6 @@ class TraceWriter:
             self._keep_here(trace, "the run ended first")
         self._delivery.park(self._ledger.unsent, "the run ended first")
         self._complaints.sum_up()
-
-    def _new_names(
-        self, timestamp: Timestamp, stage: str, raw: bool = False
-    ) -> tuple[Path, str | None]:
-        names = partial(self._layout.names, timestamp, stage, raw=raw)
-        number = 1 if self._overwrite else self._ledger.take(lambda n: names(number=n)[0])
-        return names(number=number)
 
     def _process(self, trace: Trace) -> None:
         if self._ledger.claim(trace):
@@ -227,44 +215,6 @@ class TraceWriter:
             self._complaints.tell(f"traces were not finished; see {kept.parent}", message)
             return None
         return passed
-
-    def _prepare(self, trace: Trace) -> Trace:
-        if trace.prepare is not None:
-            trace.prepare()
-        return replace(trace, prepare=None)  # which may hold the recorder and its memory
-
-    def _inspect(self, trace: Trace) -> Trace | None:
-        if not (trace.spooled.exists() and trace.spooled.stat().st_size):
-            trace.spooled.unlink(missing_ok=True)
-            message = f"the recorder left nothing for {trace.path}: is the disk full?"
-            self._complaints.tell("recordings were empty", message)
-            return None
-        folder = trace.spooled.parent
-        if shutil.disk_usage(folder).free < _FULL:
-            # Some recorders do not notice.
-            message = f"the disk of {folder} is full: {trace.path.name} may be cut short."
-            self._complaints.tell("traces may be cut short: the disk is full", message)
-        return trace
-
-    def _place(self, trace: Trace) -> Trace:
-        try:
-            self._move(trace.spooled, trace.path)
-            self._ledger.place(trace)
-            return trace
-        except OSError as error:
-            if self._move is place:
-                raise
-            return self._place_raw(trace, error)
-
-    def _place_raw(self, trace: Trace, error: OSError) -> Trace:
-        """What cannot be compressed, as on a disk that is full, need not be: a rename is free."""
-        path, remote = self._new_names(trace.timestamp, trace.stage, raw=True)
-        raw = replace(trace, path=path, remote=remote if trace.targets else None)
-        place(raw.spooled, raw.path)
-        self._ledger.place(raw)
-        message = f"{raw.path} was not compressed ({describe(error)}), and stays as it is."
-        self._complaints.tell("traces were not compressed", message)
-        return raw
 
     def _explain(self, trace: Trace) -> Trace:
         if self._readme is not None:
