@@ -126,8 +126,10 @@ def test_what_a_killed_run_left_is_not_overwritten(make_writer):
 def test_a_spool_that_cannot_be_made_is_told(make_writer, tmp_path):
     """The caller hears of a folder that cannot be made."""
     (tmp_path / "run").write_text("a file in the folder's place")
-    with pytest.raises(OSError, match="run"):
+    with pytest.raises(NotADirectoryError, match="run"):
         make_writer().spool("train")
+    with pytest.raises(NotADirectoryError, match="run"):
+        make_writer(identity="ours").spool("train")
 
 
 # Overwriting

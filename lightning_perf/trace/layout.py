@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.trace.conflicts import conflicts
 from lightning_perf.trace.names import file_format, remote_format, run_values, time_values
-from lightning_perf.trace.owner import Home, distinct_name
+from lightning_perf.trace.owner import Home, distinct_name, make_folder
 from lightning_perf.trace.readme import NAME as README
 from lightning_perf.trace.urls import split_url
 
@@ -85,7 +85,7 @@ class Layout:
             OSError: If the folder cannot be made.
         """
         folder = _within(self._home.claim(), stage)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         while True:
             number = f"{self._values['rank']}-{os.getpid()}-{next(_SPOOLS)}"
             # A killed run may have left one: process ids come again.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import replace
+from errno import ENOTDIR
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,6 +119,22 @@ def distinct_name(run_name: str, identity: str) -> str:
     return f"{run_name}-{(identity if is_id else sha256(identity.encode()).hexdigest())[:8]}"
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, if need be.
+
+    Args:
+        folder: Its path.
+
+    Raises:
+        OSError: If it cannot be made; never `FileExistsError`, which elsewhere tells of traces of
+            another run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(folder)) from error
+
+
 def _where_they_part(a: Path, b: Path) -> int | None:
     """How many parts two paths of one length have up to the first in which they differ."""
     pairs = enumerate(zip(a.parts, b.parts, strict=True), 1)
@@ -133,7 +151,7 @@ def _owner(folder: Path, identity: str) -> str:
 
 def _mark(folder: Path, identity: str) -> str:
     """The same, and the folder is ours from then on if it was nobody's."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     marker = folder / MARKER
     try:
         with marker.open("x", encoding="utf-8") as file:

@@ -53,6 +53,8 @@ class Placing:
     def prepare(self, trace: Trace) -> Trace:
         """Complete the raw file."""
         if trace.prepare is not None:
+            # The folder may have been removed since the recorder began.
+            trace.spooled.parent.mkdir(parents=True, exist_ok=True)
             trace.prepare()
         return replace(trace, prepare=None)  # which may hold the recorder and its memory
 
@@ -60,7 +62,10 @@ class Placing:
         """Pass over a file that holds nothing; on a full disk, doubt it."""
         if not (trace.spooled.exists() and trace.spooled.stat().st_size):
             trace.spooled.unlink(missing_ok=True)
-            message = f"the recorder left nothing for {trace.path}: is the disk full?"
+            message = (
+                f"the recorder left nothing for {trace.path}: is the disk full, or was the folder "
+                "removed?"
+            )
             self._complaints.tell("recordings were empty", message)
             return None
         folder = trace.spooled.parent

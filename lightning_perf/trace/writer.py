@@ -210,9 +210,11 @@ class TraceWriter:
                 if passed is not None:
                     passed = step(passed)
         except Exception as error:
-            kept = trace.spooled if os.path.lexists(trace.spooled) else trace.path
-            message = f"{trace.path} was not finished ({describe(error)}); see {kept}."
-            self._complaints.tell(f"traces were not finished; see {kept.parent}", message)
+            kept = next(filter(os.path.lexists, (trace.spooled, trace.path)), None)
+            where = "nothing of it is left" if kept is None else f"see {kept}"
+            message = f"{trace.path} was not finished ({describe(error)}); {where}."
+            folder = trace.spooled.parent
+            self._complaints.tell(f"traces were not finished; see {folder}", message)
             return None
         return passed
 
