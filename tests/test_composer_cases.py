@@ -218,30 +218,6 @@ def check_interval(case: dict[str, Any]) -> None:
     check(lambda: Every(given["interval"])(moment), case["expected"])
 
 
-def check_speed(case):
-    """SpeedMonitor on a real training, by what the row sets up."""
-    setting, expected = case["input"], case["expected"]
-    if setting.startswith("train "):
-        train, validation, unit = re.findall(r"(\d+)s.* (\d+)s.* (\w+)$", setting)[0]
-        assert elapsed(float(train), float(validation), unit) == expected
-    elif setting.startswith("time_unit="):
-        check(lambda: eval(f"SpeedMonitor({setting})"), expected)
-    else:
-        logger, monitor = Records(), SpeedMonitor(window_size=2)
-        trainer(Path.cwd(), monitor, logger=logger, max_steps=100, max_epochs=-1).fit(Small())
-        if "points" in str(expected):
-            points = {"throughput": "throughput/batches_per_sec", "time/*": "time/total"}
-            found = {f"{name} points": len(logger.of(key)) for name, key in points.items()}
-            assert found == expected
-        elif setting == "checkpoint state":
-            # The design keeps all progress; like the reference, it lets the window refill.
-            state = monitor.state_dict()["progress"]
-            assert set(state) == {"stages", "validation_seconds"}
-        else:
-            assert setting == "no token info"
-            assert not [key for key in logger.keys if "tokens_per_sec" in key]
-
-
 def check_overwrite(case: dict[str, Any]) -> None:
     """Where the reference wants an empty folder, the design wants no later file of the pattern.
 
@@ -269,7 +245,33 @@ def check_uri(case: dict[str, Any]) -> None:
     check(lambda: list(split_url(case["input"])), case["expected"])
 
 
+def check_speed(case):
+    """SpeedMonitor on a real training, by what the row sets up."""
+    setting, expected = case["input"], case["expected"]
+    if setting.startswith("train "):
+        train, validation, unit = re.findall(r"(\d+)s.* (\d+)s.* (\w+)$", setting)[0]
+        assert elapsed(float(train), float(validation), unit) == expected
+    elif setting.startswith("time_unit="):
+        check(lambda: eval(f"SpeedMonitor({setting})"), expected)
+    else:
+        logger, monitor = Records(), SpeedMonitor(window_size=2)
+        trainer(Path.cwd(), monitor, logger=logger, max_steps=100, max_epochs=-1).fit(Small())
+        if "points" in str(expected):
+            points = {"throughput": "throughput/batches_per_sec", "time/*": "time/total"}
+            found = {f"{name} points": len(logger.of(key)) for name, key in points.items()}
+            assert found == expected
+        elif setting == "checkpoint state":
+            # The design keeps all progress; like the reference, it lets the window refill.
+            state = monitor.state_dict()["progress"]
+            assert set(state) == {"stages", "validation_seconds"}
+        else:
+            assert setting == "no token info"
+            assert not [key for key in logger.keys if "tokens_per_sec" in key]
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "trace.overwrite": check_overwrite,
+    "uri": check_uri,
     "time.parse": check_parse,
     "time.parse.quirk": check_quirk,
     "time.arith": check_expression,
@@ -283,8 +285,6 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "schedule.cyclic": check_cyclic,
     "schedule.interval": check_interval,
     "speed": check_speed,
-    "trace.overwrite": check_overwrite,
-    "uri": check_uri,
 }
 
 HERE = [case for case in CASES if case["area"] in CHECKS and case["input"] not in LEFT_OUT]
