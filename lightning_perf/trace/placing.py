@@ -69,8 +69,9 @@ class Placing:
             self._complaints.tell("recordings were empty", message)
             return None
         folder = trace.spooled.parent
-        if shutil.disk_usage(folder).free < _FULL:
-            # Some recorders do not notice.
+        usage = shutil.disk_usage(folder)
+        # Some recorders do not notice; and some network disks tell no sizes at all.
+        if usage.total and usage.free < _FULL:
             message = f"the disk of {folder} is full: {trace.path.name} may be cut short."
             self._complaints.tell("traces may be cut short: the disk is full", message)
         return trace
