@@ -13,7 +13,7 @@ class ConfigError(ValueError):
 
     Args:
         field: The setting, as the user writes it.
-        value: What it was given.
+        value: What it was given; an address loses what may be secret in it.
         problem: Why that cannot work, as a clause.
         example: A value that works; None where no value would.
 
@@ -25,6 +25,8 @@ Try window_size=100.
     """
 
     def __init__(self, field: str, value: object, problem: str, example: str | None) -> None:
+        if isinstance(value, str):
+            value = _redacted(value)
         super().__init__(field, value, problem, example)
         self.field, self.value, self.problem, self.example = field, value, problem, example
 

@@ -78,6 +78,50 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A worker in which no job may raise; a warning that a test does not expect is an error."""
+    from lightning_perf.errors import PerfWarning
+    from lightning_perf.trace import Worker, complaints
+
+    errors = []
+
+    def warn(message: str, warn: Any = complaints.warn) -> None:
+        try:
+            warn(message)
+        except PerfWarning as unexpected:  # which a writer keeps to itself
+            errors.append(unexpected)
+
+    monkeypatch.setattr(complaints, "warn", warn)
+    worker = Worker("test worker", on_error=lambda *what: errors.append(what))
+    yield worker
+    assert worker.close(30.0)
+    assert errors == []
+
+
+@pytest.fixture
+def make_writer(tmp_path: Path, worker: Any) -> Any:
+    """A trace writer with the documents' names; arguments by keyword change what they name."""
+    from lightning_perf.moment import Ranks
+    from lightning_perf.trace import TraceWriter
+
+    def make(**changes: Any) -> TraceWriter:
+        arguments = {
+            "worker": worker,
+            "root": tmp_path,
+            "folder": "{run_name}/traces",
+            "filename": "rank{rank}.{batch}.json",
+            "remote_file_name": "/{run_name}/traces/rank{rank}.{batch}.json",
+            "ranks": Ranks(),
+            "run_name": "run",
+            "compress": False,
+            "backoff": (0.0, 0.0, 0.0),
+        }
+        return TraceWriter(**{**arguments, **changes})
+
+    return make
+
+
+@pytest.fixture
 def records() -> Any:
     """A Lightning logger that keeps what it is given."""
     from small import Records

@@ -8,6 +8,7 @@ import builtins
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_perf.schedule import Cyclic, Every
 from lightning_perf.throughput import elapsed
 from lightning_perf.time import Time, TimeUnit, ensure_time
 from lightning_perf.timestamp import Timestamp
-from lightning_perf.trace import file_format, remote_format
+from lightning_perf.trace import file_format, remote_format, split_url
 
 CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
 
@@ -31,7 +32,7 @@ CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read
 NOT_HERE = {
     "det.aggregate", "det.system", "det.timings", "format", "format.partial", "marker", "memory",
     "peak_flops", "peak_flops.quirk", "snapshot", "sysmetrics",
-    "trace.conflict", "trace.overwrite", "uri",
+    "trace.conflict",
 }  # fmt: skip
 
 #: Rows about the unit `iter` and about token_type, which the design leaves out.
@@ -218,6 +219,33 @@ def check_interval(case: dict[str, Any]) -> None:
     check(lambda: Every(given["interval"])(moment), case["expected"])
 
 
+def check_overwrite(case: dict[str, Any]) -> None:
+    """Where the reference wants an empty folder, the design wants no later file of the pattern.
+
+    That is one of this rank, of the same pattern, and strictly after the present moment: a resume
+    finds traces up to the batch of its checkpoint. Like the reference, hidden files do not count.
+    """
+
+    def fit(*existing: str, overwrite: bool = False) -> None:
+        shutil.rmtree("traces", ignore_errors=True)
+        for name in existing:
+            path = Path("traces", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        profiler = PyTorch(schedule="never", folder="traces", overwrite=overwrite)
+        trainer(Path.cwd(), profiler).fit(Small())
+
+    later = "rank0.1.pt.trace.json.gz"
+    fit("notes.md", f"deeper/{later}", f".hidden/{later}", f".{later}")
+    fit("rank0.0.pt.trace.json.gz", "rank1.1.pt.trace.json.gz", "rank0.1.pt.trace.json")
+    fit(later, overwrite=True)
+    check(lambda: fit(later), case["expected"])
+
+
+def check_uri(case: dict[str, Any]) -> None:
+    check(lambda: list(split_url(case["input"])), case["expected"])
+
+
 def check_speed(case):
     """SpeedMonitor on a real training, by what the row sets up."""
     setting, expected = case["input"], case["expected"]
@@ -288,6 +316,8 @@ def check_trace_memory(case: dict[str, Any]) -> None:
 
 
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "trace.overwrite": check_overwrite,
+    "uri": check_uri,
     "time.parse": check_parse,
     "time.parse.quirk": check_quirk,
     "time.arith": check_expression,

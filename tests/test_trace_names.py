@@ -143,6 +143,15 @@ def test_leading_slashes_of_remote_names_are_stripped():
     assert remote_format("//{run_name}/x.json").render(values("a")) == "a/x.json"
 
 
+def test_below_a_bucket_a_remote_name_is_like_any_other():
+    """Of a URL the protocol and the bucket are no part of the name."""
+    pattern = remote_format("s3://bucket//{run_name}/{stage}.{batch}.json", gz=True)
+    assert pattern.render(values("a/b")) == "a_b/train.0.json.gz"
+    with pytest.raises(ConfigError) as error:
+        remote_format("s3://bucket/{oops}")
+    assert error.value.value == "s3://bucket/{oops}"
+
+
 @pytest.mark.parametrize(
     ("run_name", "safe"),
     [

@@ -6,59 +6,117 @@ from pathlib import Path
 import pytest
 
 from lightning_perf.moment import Ranks
-from lightning_perf.trace.owner import MARKER, distinct_run_name
+from lightning_perf.trace.owner import MARKER, Home, distinct_name
 
 FOLDER = "{run_name}/torch_traces"
 
 
-def distinct(root, identity, folder=FOLDER, run_name="owl-7", ranks=None):
-    return distinct_run_name(root, folder, ranks or Ranks(), run_name, identity)
+def home(root, identity, folder=FOLDER, run_name="owl-7", ranks=None):
+    return Home(root, folder, ranks or Ranks(), run_name, identity)
+
+
+def claimed(root, *args, **kwargs):
+    """The folder below the root, as it is when something was recorded."""
+    return home(root, *args, **kwargs).claim().relative_to(root).as_posix()
+
+
+def distinct(identity, run_name="owl-7"):
+    """The folder of a run that was not the first of its name."""
+    return f"{distinct_name(run_name, identity)}/torch_traces"
+
+
+def test_looking_makes_nothing(tmp_path):
+    """Before something is recorded there is no folder, and whose it will be is open."""
+    ours, theirs = home(tmp_path, "ours"), home(tmp_path, "theirs")
+    assert ours.folder == theirs.folder == tmp_path / "owl-7/torch_traces"
+    assert not list(tmp_path.iterdir())
+    theirs.claim()
+    assert ours.folder == ours.claim() == tmp_path / distinct("ours")
+    assert theirs.folder == tmp_path / "owl-7/torch_traces"
+
+
+def test_the_folder_stays_when_it_is_removed(tmp_path):
+    """What a run has claimed is its own for as long as it runs."""
+    claimed(tmp_path, "another run")
+    ours = home(tmp_path, "ours")
+    ours.claim()
+    (tmp_path / "owl-7" / MARKER).unlink()
+    assert ours.claim() == ours.folder == tmp_path / distinct("ours")
+
+
+def test_ranks_without_a_common_file_system_agree_on_the_other_name(tmp_path):
+    """It is made of the run's identity, and not of what else lies there."""
+    for node in "ab":
+        for other in range(3 if node == "a" else 1):
+            claimed(tmp_path / node, f"run {other}")
+    assert claimed(tmp_path / "a", "ours") == claimed(tmp_path / "b", "ours")
+
+
+def test_a_run_s_id_can_be_recognised():
+    """Of an id as MLflow draws them the first characters stand in the name, else of a hash."""
+    run_id = "3f2a1b0c9d8e7f6a5b4c3d2e1f0a9b8c"
+    assert distinct_name("owl-7", run_id) == "owl-7-3f2a1b0c"
+    assert len(distinct_name("owl-7", "logs/owl-7")) == len("owl-7-") + 8
+    assert distinct_name("a name drawn for this run", "a name drawn for this run").endswith("run")
+
+
+def test_a_marker_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
+    """On a disk that is full, no other rank waits for it."""
+    opened = Path.open
+
+    def full(path, mode="r", **options):
+        if path.name == MARKER and mode == "x":
+            opened(path, mode, **options).close()
+            raise OSError(28, "No space left on device")
+        return opened(path, mode, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match="No space"):
+        claimed(tmp_path, "ours")
+    assert not (tmp_path / "owl-7" / MARKER).exists()
 
 
 def test_runs_of_one_name_get_folders_of_their_own(tmp_path):
-    """Each identity gets the first name that is free, and the same one again after a restart."""
-    assert [distinct(tmp_path, run) for run in "abc"] == ["owl-7", "owl-7-2", "owl-7-3"]
-    assert [distinct(tmp_path, run) for run in "cba"] == ["owl-7-3", "owl-7-2", "owl-7"]
+    """The first has the plain name, the others one with their identity; the same after restarts."""
+    first, *others = [claimed(tmp_path, run) for run in "abc"]
+    assert first == "owl-7/torch_traces"
+    assert others == [distinct("b"), distinct("c")]
+    assert [claimed(tmp_path, run) for run in "cba"] == [distinct("c"), distinct("b"), first]
 
 
 def test_recorders_and_ranks_of_a_run_share_a_name(tmp_path):
     """Whatever stands below or above the run's name in the folder's pattern."""
-    distinct(tmp_path, "another run")
+    claimed(tmp_path, "another run")
     ranks = [Ranks(global_rank=n, local_rank=n, world_size=2) for n in range(2)]
-    for folder in (FOLDER, "{run_name}/memray/rank{rank}"):
-        assert {distinct(tmp_path, "ours", folder, ranks=each) for each in ranks} == {"owl-7-2"}
+    name = distinct_name("owl-7", "ours")
+    for rank in ranks:
+        assert claimed(tmp_path, "ours", ranks=rank) == f"{name}/torch_traces"
+        below = claimed(tmp_path, "ours", "{run_name}/memray/rank{rank}", ranks=rank)
+        assert below == f"{name}/memray/rank{rank.global_rank}"
     above = "rank{rank}/{run_name}"
     # Another run of rank 0 alone, so that only rank 0 could find its folder taken.
-    distinct(tmp_path, "another run", above)
-    assert {distinct(tmp_path, "ours", above, ranks=each) for each in ranks} == {"owl-7-2"}
+    claimed(tmp_path, "another run", above)
+    found = [claimed(tmp_path, "ours", above, ranks=each) for each in ranks]
+    assert found == [f"rank0/{name}", f"rank1/{name}"]
 
 
 def test_names_that_are_written_alike_are_told_apart(tmp_path):
     """Two run names may render to one folder."""
-    assert distinct(tmp_path, "a", run_name="a/b") == "a/b"
-    assert distinct(tmp_path, "b", run_name="a_b") == "a_b-2"
+    assert claimed(tmp_path, "a", run_name="a/b") == "a_b/torch_traces"
+    assert claimed(tmp_path, "b", run_name="a_b") == distinct("b", "a_b")
 
 
-@pytest.mark.parametrize("folder", ["traces", "rank{rank}/traces"])
-def test_a_folder_without_the_name_is_the_user_s(tmp_path, folder):
-    """The name stays, and nothing is written."""
-    assert [distinct(tmp_path, run, folder) for run in "ab"] == ["owl-7", "owl-7"]
+@pytest.mark.parametrize("folder", ["traces", "rank{rank}/traces", "{run_name:.3}"])
+def test_a_folder_without_the_whole_name_is_the_user_s(tmp_path, folder):
+    """It stays as it is, and nothing is written: it leaves no room for another name."""
+    assert claimed(tmp_path, "a", folder) == claimed(tmp_path, "b", folder)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_name_that_is_cut_short_ends(tmp_path):
-    """Where the pattern leaves no room for numbers, the name stays as it is."""
-    assert [distinct(tmp_path, run, "{run_name:.3}") for run in "ab"] == ["owl-7", "owl-7"]
-    # -2 to -9 have folders of their own, -10 is cut to -1, and so is -11.
-    found = [distinct(tmp_path, run, "{run_name:.7}") for run in "abcdefghijkl"]
-    assert len(set(found)) == 10
-    assert found[-1] == "owl-7"
 
 
 def test_a_folder_that_was_there_is_taken(tmp_path):
     """Traces from before there were markers do not push a run aside."""
     (tmp_path / "owl-7" / "torch_traces").mkdir(parents=True)
-    assert distinct(tmp_path, "ours") == "owl-7"
+    assert claimed(tmp_path, "ours") == "owl-7/torch_traces"
     assert (tmp_path / "owl-7" / MARKER).read_text() == "ours"
 
 
@@ -67,12 +125,12 @@ def test_a_marker_that_a_killed_run_left_empty_is_another_s(tmp_path, monkeypatc
     monkeypatch.setattr("lightning_perf.trace.owner._PATIENCE", 0.0)
     (tmp_path / "owl-7").mkdir()
     (tmp_path / "owl-7" / MARKER).touch()
-    assert distinct(tmp_path, "ours") == "owl-7-2"
+    assert claimed(tmp_path, "ours") == distinct("ours")
 
 
-def claim(root: Path, identity: str, barrier, results) -> None:
+def race(root: Path, identity: str, barrier, results) -> None:
     barrier.wait()
-    results.put((identity, distinct(root, identity)))
+    results.put((identity, claimed(root, identity)))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -81,12 +139,13 @@ def test_processes_that_start_together_agree(tmp_path):
     fork = multiprocessing.get_context("fork")
     barrier, results = fork.Barrier(6), fork.Queue()
     processes = [
-        fork.Process(target=claim, args=(tmp_path, run, barrier, results)) for run in "aabbcc"
+        fork.Process(target=race, args=(tmp_path, run, barrier, results)) for run in "aabbcc"
     ]
     for process in processes:
         process.start()
     found = {results.get(timeout=30) for _ in processes}
     for process in processes:
         process.join()
-    assert sorted(name for _, name in found) == ["owl-7", "owl-7-2", "owl-7-3"]
-    assert {identity for identity, _ in found} == set("abc")
+    first = next(run for run, folder in found if folder == "owl-7/torch_traces")
+    others = {(run, distinct(run)) for run in set("abc") - {first}}
+    assert found == {(first, "owl-7/torch_traces")} | others

@@ -11,88 +11,25 @@ import weakref
 from pathlib import Path
 
 import pytest
+from recordings import CONTENT, PATIENCE, Server, after, files, record
 
 from lightning_perf.errors import ConfigError, PerfWarning
 from lightning_perf.moment import Ranks
 from lightning_perf.timestamp import Timestamp
 from lightning_perf.trace.compress import compress, place
 from lightning_perf.trace.pending import PendingUpload, read_pending, rewrite_pending
-from lightning_perf.trace.worker import Worker
-from lightning_perf.trace.writer import TraceWriter, check_names
-
-PATIENCE = 30.0
-CONTENT = b'{"traceEvents": []}' * 100
-
-
-class Server:
-    """An uploader that keeps what it is sent, after failing as often as it is told to."""
-
-    def __init__(self, failures=0, message="no route to host"):
-        self.failures, self.message = failures, message
-        self.files = {}
-        self.attempts = 0
-
-    def __call__(self, path, remote):
-        self.attempts += 1
-        if self.attempts <= self.failures:
-            raise ConnectionError(self.message)
-        self.files[remote] = path.read_bytes()
-
-
-@pytest.fixture
-def worker():
-    """A worker in which no job may raise: a warning that a test does not expect is an error."""
-    errors = []
-    worker = Worker("test worker", on_error=lambda *what: errors.append(what))
-    yield worker
-    assert worker.close(PATIENCE)
-    assert errors == []
-
-
-@pytest.fixture
-def make(tmp_path, worker):
-    """A writer with the documents' names; arguments by keyword change what they name."""
-
-    def make(**changes):
-        arguments = {
-            "worker": worker,
-            "root": tmp_path,
-            "folder": "{run_name}/traces",
-            "filename": "rank{rank}.{batch}.json",
-            "remote_file_name": "/{run_name}/traces/rank{rank}.{batch}.json",
-            "ranks": Ranks(),
-            "run_name": "run",
-            "compress": False,
-            "backoff": (0.0, 0.0, 0.0),
-        }
-        return TraceWriter(**{**arguments, **changes})
-
-    return make
-
-
-def record(writer, batch=5, stage="train", content=CONTENT, prepare=None):
-    spooled = writer.spool(stage)
-    spooled.write_bytes(content)
-    return writer.write(spooled, Timestamp(batch=batch), stage, prepare)
-
-
-def after(worker, written):
-    """What was handed to the worker, once the worker is done with it."""
-    assert worker.drain(PATIENCE)
-    return written
-
-
-def files(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+from lightning_perf.trace.targets import Target
+from lightning_perf.trace.writer import check_names
+from lightning_perf.tracking.compat import MlflowRun
 
 
 @pytest.mark.parametrize(
     ("stage", "path"), [("train", "rank0.5.json"), ("validate", "validate/rank0.5.json")]
 )
-def test_a_recording_is_placed_and_uploaded(make, worker, tmp_path, stage, path):
+def test_a_recording_is_placed_and_uploaded(make_writer, worker, tmp_path, stage, path):
     """The file has its documented name here and there, and nothing else is left behind."""
     server = Server()
-    written = record(make(upload=server), stage=stage)
+    written = record(make_writer(targets=[Target(server)]), stage=stage)
     assert worker.drain(PATIENCE)
     assert written == tmp_path / "run/traces" / path
     assert files(tmp_path) == [f"run/traces/{path}"]
@@ -100,37 +37,37 @@ def test_a_recording_is_placed_and_uploaded(make, worker, tmp_path, stage, path)
     assert server.files == {f"run/traces/{path}": CONTENT}
 
 
-def test_a_recording_is_compressed(make, worker, tmp_path):
+def test_a_recording_is_compressed(make_writer, worker, tmp_path):
     """With compress, .gz is appended to both names and the file unpacks to what was recorded."""
     server = Server()
-    written = record(make(upload=server, compress=True))
+    written = record(make_writer(targets=[Target(server)], compress=True))
     assert worker.drain(PATIENCE)
     assert files(tmp_path) == ["run/traces/rank0.5.json.gz"]
     assert gzip.decompress(written.read_bytes()) == CONTENT
     assert list(server.files) == ["run/traces/rank0.5.json.gz"]
 
 
-def test_equal_recordings_give_equal_files(make, worker, monkeypatch):
+def test_equal_recordings_give_equal_files(make_writer, worker, monkeypatch):
     """Compressed files hold no time and no name."""
     monkeypatch.setattr(time, "time", itertools.count(1e9, 3600.0).__next__)
-    writer = make(compress=True)
+    writer = make_writer(compress=True)
     first, second = record(writer, batch=1), record(writer, batch=2)
     assert worker.drain(PATIENCE)
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_nothing_is_uploaded_without_a_remote_name(make, worker):
+def test_nothing_is_uploaded_without_a_remote_name(make_writer, worker):
     """remote_file_name=None disables the upload."""
     server = Server()
-    written = record(make(upload=server, remote_file_name=None))
+    written = record(make_writer(targets=[Target(server)], remote_file_name=None))
     assert worker.drain(PATIENCE)
     assert written.exists()
     assert server.attempts == 0
 
 
-def test_prepare_completes_the_file_on_the_worker(make, worker):
+def test_prepare_completes_the_file_on_the_worker(make_writer, worker):
     """A recorder's slow export runs off the training thread, before the file is looked at."""
-    writer, threads = make(), []
+    writer, threads = make_writer(), []
     spooled = writer.spool("train")
 
     def export():
@@ -143,7 +80,7 @@ def test_prepare_completes_the_file_on_the_worker(make, worker):
     assert written.read_bytes() == CONTENT
 
 
-def test_a_recorder_is_let_go(make, worker):
+def test_a_recorder_is_let_go(make_writer, worker):
     """Neither the writer nor an idle worker keeps alive what an export held."""
 
     class Export:
@@ -152,7 +89,7 @@ def test_a_recorder_is_let_go(make, worker):
 
     export = Export()
     alive = weakref.ref(export)
-    writer = make(upload=Server())
+    writer = make_writer(targets=[Target(Server())])
     record(writer, prepare=export)
     del export
     assert worker.drain(PATIENCE)
@@ -160,9 +97,12 @@ def test_a_recorder_is_let_go(make, worker):
     assert alive() is None
 
 
-def test_spools_are_new_hidden_and_named_for_the_tool(make, tmp_path):
+def test_spools_are_new_hidden_and_named_for_the_tool(make_writer, tmp_path):
     """Each is a path of its own beside the traces, with the suffix that the recorder writes."""
-    writers = make(filename="a.{batch}.json.gz", compress=True), make(filename="b{batch:06d}")
+    writers = (
+        make_writer(filename="a.{batch}.json.gz", compress=True),
+        make_writer(filename="b{batch:06d}"),
+    )
     spools = [writer.spool(stage) for writer in writers for stage in ("train", "train", "test")]
     assert len(set(spools)) == 6
     assert {spool.suffix for spool in spools[:3]} == {".json"}
@@ -174,52 +114,54 @@ def test_spools_are_new_hidden_and_named_for_the_tool(make, tmp_path):
     }
 
 
-def test_what_a_killed_run_left_is_not_overwritten(make):
+def test_what_a_killed_run_left_is_not_overwritten(make_writer):
     """A spool of an earlier process with our id is passed over."""
-    writer = make()
+    writer = make_writer()
     before, number = writer.spool("train").stem.rsplit("-", 1)
     leftover = writer.spool("train").with_name(f"{before}-{int(number) + 2}.json")
     leftover.write_bytes(CONTENT)
     assert writer.spool("train") != leftover
 
 
-def test_a_spool_that_cannot_be_made_is_told(make, tmp_path):
+def test_a_spool_that_cannot_be_made_is_told(make_writer, tmp_path):
     """The caller hears of a folder that cannot be made."""
     (tmp_path / "run").write_text("a file in the folder's place")
-    with pytest.raises(OSError, match="run"):
-        make().spool("train")
+    with pytest.raises(NotADirectoryError, match="run"):
+        make_writer().spool("train")
+    with pytest.raises(NotADirectoryError, match="run"):
+        make_writer(identity="ours").spool("train")
 
 
 # Overwriting
 
 
-def test_later_traces_are_refused(make, worker):
+def test_later_traces_are_refused(make_writer, worker):
     """A run that starts again where another got further says which file, and what to do."""
-    record(make(), batch=6)
+    record(make_writer(), batch=6)
     assert worker.drain(PATIENCE)
     now = {"train": Timestamp(batch=5)}
     with pytest.raises(FileExistsError, match=r"rank0\.6\.json .*overwrite=True.*resume"):
-        make().check(now)
+        make_writer().check(now)
     with pytest.raises(FileExistsError, match=r"rank0\.6\.json"):
-        make().check({"validate": Timestamp(), **now})
-    make(overwrite=True).check(now)
-    make(ranks=Ranks(global_rank=1, world_size=2)).check(now)
-    make().check({"validate": Timestamp(batch=5)})
+        make_writer().check({"validate": Timestamp(), **now})
+    make_writer(overwrite=True).check(now)
+    make_writer(ranks=Ranks(global_rank=1, world_size=2)).check(now)
+    make_writer().check({"validate": Timestamp(batch=5)})
 
 
-def test_a_resume_into_the_same_folder_works(make, worker):
+def test_a_resume_into_the_same_folder_works(make_writer, worker):
     """Traces up to the present batch, that one included, are no conflict."""
-    record(make(), batch=6)
+    record(make_writer(), batch=6)
     assert worker.drain(PATIENCE)
-    make().check({"train": Timestamp(batch=6)})
+    make_writer().check({"train": Timestamp(batch=6)})
 
 
-def test_a_resume_from_an_older_checkpoint_goes_on_beside_the_later_traces(make, worker):
+def test_a_resume_from_an_older_checkpoint_goes_on_beside_the_later_traces(make_writer, worker):
     """One warning names the first of the later files, and no file is replaced."""
-    first = after(worker, record(make(), batch=6, content=b"first"))
-    record(make(), batch=7, stage="validate")
+    first = after(worker, record(make_writer(), batch=6, content=b"first"))
+    record(make_writer(), batch=7, stage="validate")
     assert worker.drain(PATIENCE)
-    writer = make()
+    writer = make_writer()
     with pytest.warns(PerfWarning, match=r"rank0\.6\.json was written after") as caught:
         writer.check({"train": Timestamp(batch=4), "validate": Timestamp()}, resumes=True)
     assert len(caught) == 1
@@ -228,15 +170,15 @@ def test_a_resume_from_an_older_checkpoint_goes_on_beside_the_later_traces(make,
     assert (first.read_bytes(), second.read_bytes()) == (b"first", b"second")
 
 
-def test_a_name_that_is_taken_gets_a_number(make, worker, tmp_path):
+def test_a_name_that_is_taken_gets_a_number(make_writer, worker, tmp_path):
     """Without overwrite no trace replaces another one, neither here nor on the server."""
     server = Server()
-    record(make(filename="last.pt.json"), content=b"an earlier run's")
+    record(make_writer(filename="last.pt.json"), content=b"an earlier run's")
     assert worker.drain(PATIENCE)
-    writer = make(
+    writer = make_writer(
         filename="last.pt.json",
         remote_file_name="traces/last.pt.json",
-        upload=server,
+        targets=[Target(server)],
         num_traces_to_keep=0,
     )
     record(writer, content=b"first")
@@ -246,9 +188,9 @@ def test_a_name_that_is_taken_gets_a_number(make, worker, tmp_path):
     assert (tmp_path / "run/traces/last.pt.json").read_bytes() == b"an earlier run's"
 
 
-def test_overwrite_replaces(make, worker, tmp_path):
+def test_overwrite_replaces(make_writer, worker, tmp_path):
     """With overwrite a trace of the same name takes the other's place, also in saved_traces."""
-    writer = make(filename="last.json", overwrite=True, num_traces_to_keep=1)
+    writer = make_writer(filename="last.json", overwrite=True, num_traces_to_keep=1)
     record(writer, batch=1, content=b"first")
     written = record(writer, batch=2, content=b"second")
     assert worker.drain(PATIENCE)
@@ -260,21 +202,21 @@ def test_overwrite_replaces(make, worker, tmp_path):
 # Uploading
 
 
-def test_a_failed_upload_is_retried(make, worker, tmp_path):
+def test_a_failed_upload_is_retried(make_writer, worker, tmp_path):
     """A server that comes back gets the file, and nobody is bothered."""
     server = Server(failures=3)
-    record(make(upload=server))
+    record(make_writer(targets=[Target(server)]))
     assert worker.drain(PATIENCE)
     assert server.attempts == 4
     assert list(server.files) == ["run/traces/rank0.5.json"]
     assert read_pending(tmp_path) == []
 
 
-def test_an_upload_that_fails_for_good_is_listed(make, worker, tmp_path):
+def test_an_upload_that_fails_for_good_is_listed(make_writer, worker, tmp_path):
     """The file stays, is named once in a warning, and can be sent later; secrets stay out."""
     server = Server(99, "PUT https://me:hunter2@host/bucket?X-Signature=hunter2 failed")
-    target = {"tracking_uri": "https://me:hunter2@host/mlflow", "run_id": "abc"}
-    writer = make(upload=server, upload_target=target, num_traces_to_keep=0)
+    run = MlflowRun("https://me:hunter2@host/mlflow", "abc")
+    writer = make_writer(targets=[Target(server, run.as_dict())], num_traces_to_keep=0)
     with pytest.warns(PerfWarning) as warned:
         written = after(worker, record(writer))
     assert server.attempts == 4
@@ -295,23 +237,49 @@ def test_an_upload_that_fails_for_good_is_listed(make, worker, tmp_path):
     assert "hunter2" not in str(warned[0].message)
 
 
-def test_an_upload_that_cannot_be_listed_is_still_told(make, worker, tmp_path):
+def test_each_target_gets_what_it_has_not_got(make_writer, worker, tmp_path):
+    """Of two servers, one that took the file is not asked again, and only the other is listed."""
+    one, other = Server(), Server(failures=2)
+    targets = [Target(one, {"run_id": "one"}), Target(other, {"run_id": "other"})]
+    writer = make_writer(targets=targets)
+    after(worker, record(writer, 1))
+    assert (one.attempts, other.attempts) == (1, 3)
+    assert one.files == other.files
+    other.failures = 99
+    with pytest.warns(PerfWarning, match=r"rank0\.2\.json"):
+        after(worker, record(writer, 2))
+    assert [entry.target for entry in read_pending(tmp_path)] == [{"run_id": "other"}]
+    assert one.attempts == 2
+
+
+def test_a_trace_that_waits_at_the_end_is_listed_for_each_target(make_writer, worker, tmp_path):
+    """Whatever the first attempt reached is left out."""
+    targets = [Target(Server(99 * (name != "b")), {"run_id": name}) for name in "abc"]
+    writer = make_writer(targets=targets, backoff=(3600.0,))
+    record(writer)
+    worker.call(lambda: None, PATIENCE)
+    with pytest.warns(PerfWarning, match="the run ended first"):
+        writer.close()
+    assert [entry.target["run_id"] for entry in read_pending(tmp_path)] == ["a", "c"]
+
+
+def test_an_upload_that_cannot_be_listed_is_still_told(make_writer, worker, tmp_path):
     """Where the list cannot be written, the warning names the file and says so."""
     (tmp_path / "pending_uploads.jsonl").mkdir()
     with pytest.warns(PerfWarning, match=r"rank0\.5\.json; they could not be listed .*Error"):
-        after(worker, record(make(upload=Server(99), backoff=())))
+        after(worker, record(make_writer(targets=[Target(Server(99))], backoff=())))
 
 
-def test_the_last_attempt_is_made_at_the_end(make, worker):
+def test_the_last_attempt_is_made_at_the_end(make_writer, worker):
     """Closing the worker cuts the backoff short."""
     server = Server(failures=1)
-    record(make(upload=server, backoff=(3600.0,)))
+    record(make_writer(targets=[Target(server)], backoff=(3600.0,)))
     assert worker.call(lambda: server.attempts, PATIENCE) == 1
     assert worker.close(PATIENCE)
     assert list(server.files) == ["run/traces/rank0.5.json"]
 
 
-def test_a_hanging_server_loses_nothing(make, worker, tmp_path):
+def test_a_hanging_server_loses_nothing(make_writer, worker, tmp_path):
     """What waits behind an upload that hangs is placed at the end, and all of it is listed."""
     reached, gate = threading.Event(), threading.Event()
 
@@ -319,7 +287,7 @@ def test_a_hanging_server_loses_nothing(make, worker, tmp_path):
         reached.set()
         gate.wait(PATIENCE)
 
-    writer = make(upload=hang, compress=True)
+    writer = make_writer(targets=[Target(hang)], compress=True)
     spooled = writer.spool("train")
     first = record(writer, batch=1)
     assert reached.wait(PATIENCE)
@@ -336,9 +304,9 @@ def test_a_hanging_server_loses_nothing(make, worker, tmp_path):
     assert len(read_pending(tmp_path)) == 2
 
 
-def test_closing_when_all_is_done_does_nothing(make, worker, tmp_path):
+def test_closing_when_all_is_done_does_nothing(make_writer, worker, tmp_path):
     """A writer whose work was done closes without a word, as often as one likes."""
-    writer = make(upload=Server())
+    writer = make_writer(targets=[Target(Server())])
     record(writer)
     assert worker.close(PATIENCE)
     writer.close()
@@ -346,41 +314,41 @@ def test_closing_when_all_is_done_does_nothing(make, worker, tmp_path):
     assert files(tmp_path) == ["run/traces/rank0.5.json"]
 
 
-def test_a_worker_that_takes_nothing_loses_nothing(make, worker, tmp_path):
+def test_a_worker_that_takes_nothing_loses_nothing(make_writer, worker, tmp_path):
     """The file is then placed at once, and its upload is left to later, with a warning."""
     assert worker.close(PATIENCE)
     server = Server()
     with pytest.warns(PerfWarning, match="took no more jobs.*rank0.5.json"):
-        written = record(make(upload=server))
+        written = record(make_writer(targets=[Target(server)]))
     assert written.read_bytes() == CONTENT
     assert server.attempts == 0
     assert [entry.path for entry in read_pending(tmp_path)] == [str(written)]
 
 
-def test_without_uploads_a_worker_that_takes_nothing_is_no_matter(make, worker, tmp_path):
+def test_without_uploads_a_worker_that_takes_nothing_is_no_matter(make_writer, worker, tmp_path):
     """A file that is not to be uploaded is placed, and older ones pruned, on the spot."""
     assert worker.close(PATIENCE)
-    writer = make(num_traces_to_keep=1)
+    writer = make_writer(num_traces_to_keep=1)
     for batch in (1, 2):
         record(writer, batch)
     assert files(tmp_path) == ["run/traces/rank0.2.json"]
 
 
-def test_the_caller_is_told_what_could_not_be_written_at_once(make, worker):
+def test_the_caller_is_told_what_could_not_be_written_at_once(make_writer, worker):
     """If the worker takes nothing and the file cannot be placed either, there is no path."""
     assert worker.close(PATIENCE)
     with pytest.warns(PerfWarning, match="left nothing"):
-        assert record(make(), content=b"") is None
+        assert record(make_writer(), content=b"") is None
 
 
 # What fails before
 
 
 @pytest.mark.parametrize("content", [b"", None])
-def test_a_recorder_that_left_nothing_is_told(make, worker, tmp_path, content):
+def test_a_recorder_that_left_nothing_is_told(make_writer, worker, tmp_path, content):
     """A missing or an empty file is one warning; nothing is uploaded or left behind."""
     server = Server()
-    writer = make(upload=server)
+    writer = make_writer(targets=[Target(server)])
     spooled = writer.spool("train")
     if content is not None:
         spooled.write_bytes(content)
@@ -393,10 +361,12 @@ def test_a_recorder_that_left_nothing_is_told(make, worker, tmp_path, content):
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_a_file_that_cannot_be_placed_is_kept(make, worker, tmp_path, compress):
+def test_a_file_that_cannot_be_placed_is_kept(make_writer, worker, tmp_path, compress):
     """One warning says where the recording is, and training goes on."""
     server = Server()
-    writer = make(upload=server, compress=compress, filename="{stage}/{batch}.json")
+    writer = make_writer(
+        targets=[Target(server)], compress=compress, filename="{stage}/{batch}.json"
+    )
     (tmp_path / "run/traces").mkdir(parents=True)
     (tmp_path / "run/traces/train").write_text("a file in the folder's place")
     with pytest.warns(PerfWarning, match=r"was not finished.*Error.*see .*\.spool-rank0") as warned:
@@ -407,9 +377,9 @@ def test_a_file_that_cannot_be_placed_is_kept(make, worker, tmp_path, compress):
     assert server.attempts == 0
 
 
-def test_an_export_that_fails_is_told(make, worker, tmp_path):
+def test_an_export_that_fails_is_told(make_writer, worker, tmp_path):
     """What prepare raises becomes a warning, also when it runs on the calling thread."""
-    writer = make()
+    writer = make_writer()
 
     def export():
         raise RuntimeError("no events")
@@ -417,8 +387,9 @@ def test_an_export_that_fails_is_told(make, worker, tmp_path):
     with pytest.warns(PerfWarning, match="RuntimeError: no events"):
         assert after(worker, record(writer, prepare=export)) is not None
     assert worker.close(PATIENCE)
-    with pytest.warns(PerfWarning, match="RuntimeError: no events"):
-        assert record(writer, prepare=export) is None
+    assert record(writer, prepare=export) is None
+    with pytest.warns(PerfWarning, match="1 more traces were not finished"):
+        writer.close()
     assert writer.saved_traces == []
 
 
@@ -428,10 +399,10 @@ def test_an_export_that_fails_is_told(make, worker, tmp_path):
 @pytest.mark.parametrize(
     ("keep", "left"), [(-1, [1, 2, 3]), (5, [1, 2, 3]), (2, [2, 3]), (1, [3]), (0, [])]
 )
-def test_the_latest_files_are_kept(make, worker, tmp_path, keep, left):
+def test_the_latest_files_are_kept(make_writer, worker, tmp_path, keep, left):
     """Uploaded files are removed, oldest first, until so many remain; the server has them all."""
     server = Server()
-    writer = make(upload=server, num_traces_to_keep=keep)
+    writer = make_writer(targets=[Target(server)], num_traces_to_keep=keep)
     paths = {batch: record(writer, batch) for batch in (1, 2, 3)}
     assert worker.drain(PATIENCE)
     assert files(tmp_path) == [f"run/traces/rank0.{batch}.json" for batch in left]
@@ -439,18 +410,18 @@ def test_the_latest_files_are_kept(make, worker, tmp_path, keep, left):
     assert len(server.files) == 3
 
 
-def test_only_uploaded_files_are_removed(make, worker, tmp_path):
+def test_only_uploaded_files_are_removed(make_writer, worker, tmp_path):
     """A file whose upload failed for good outlives the newer ones that arrived."""
-    writer = make(upload=Server(failures=1), num_traces_to_keep=0, backoff=())
+    writer = make_writer(targets=[Target(Server(failures=1))], num_traces_to_keep=0, backoff=())
     with pytest.warns(PerfWarning, match="not uploaded"):
         after(worker, [record(writer, 1), record(writer, 2)])
     assert files(tmp_path) == ["pending_uploads.jsonl", "run/traces/rank0.1.json"]
 
 
-def test_a_file_between_two_attempts_is_not_removed(make, worker, tmp_path):
+def test_a_file_between_two_attempts_is_not_removed(make_writer, worker, tmp_path):
     """Pruning after a newer file leaves one that still waits for its retry."""
     server = Server(failures=1)
-    writer = make(upload=server, num_traces_to_keep=1, backoff=(3600.0,))
+    writer = make_writer(targets=[Target(server)], num_traces_to_keep=1, backoff=(3600.0,))
     record(writer, 1)
     record(writer, 2)
     assert worker.call(lambda: files(tmp_path), PATIENCE) == [
@@ -462,10 +433,10 @@ def test_a_file_between_two_attempts_is_not_removed(make, worker, tmp_path):
     assert files(tmp_path) == ["run/traces/rank0.2.json"]
 
 
-@pytest.mark.parametrize("changes", [{"remote_file_name": None, "upload": Server()}, {}])
-def test_the_only_copy_is_never_removed(make, worker, tmp_path, changes):
+@pytest.mark.parametrize("changes", [{"remote_file_name": None, "targets": [Target(Server())]}, {}])
+def test_the_only_copy_is_never_removed(make_writer, worker, tmp_path, changes):
     """Where nothing is uploaded, num_traces_to_keep=0 still leaves the latest file."""
-    writer = make(num_traces_to_keep=0, **changes)
+    writer = make_writer(num_traces_to_keep=0, **changes)
     record(writer, 1)
     record(writer, 2)
     assert worker.drain(PATIENCE)
@@ -473,28 +444,28 @@ def test_the_only_copy_is_never_removed(make, worker, tmp_path, changes):
     assert writer.saved_traces == []
 
 
-def test_saved_traces_are_listed_by_global_rank(make, worker):
+def test_saved_traces_are_listed_by_global_rank(make_writer, worker):
     """This rank's path stands in its place, with None for the ranks that have their own lists."""
-    writer = make(ranks=Ranks(global_rank=2, world_size=4))
+    writer = make_writer(ranks=Ranks(global_rank=2, world_size=4))
     written = record(writer, 7)
     assert worker.drain(PATIENCE)
     assert writer.saved_traces == [(Timestamp(batch=7), [None, None, written, None])]
 
 
 @pytest.mark.parametrize("value", [-2, 1.5, "3", None, True])
-def test_num_traces_to_keep_is_checked(make, value):
+def test_num_traces_to_keep_is_checked(make_writer, value):
     """Anything but -1 and numbers of files is refused, with or before the writer."""
     with pytest.raises(ConfigError, match="num_traces_to_keep"):
-        make(num_traces_to_keep=value)
+        make_writer(num_traces_to_keep=value)
     with pytest.raises(ConfigError, match="num_traces_to_keep"):
         check_names("traces", "{batch}.json", None, value)
 
 
 @pytest.mark.parametrize("field", ["folder", "filename", "remote_file_name"])
-def test_format_strings_are_checked(make, field):
+def test_format_strings_are_checked(make_writer, field):
     """A bad format string is refused at construction, even if nothing would be uploaded."""
     with pytest.raises(ConfigError, match=f"{field}='{{nonsense}}'"):
-        make(**{field: "{nonsense}"})
+        make_writer(**{field: "{nonsense}"})
 
 
 # Files that appear whole, and the list of pending uploads

@@ -18,7 +18,7 @@ from small import Records, Small, trainer
 from lightning_perf import Flops, PyTorch, SpeedMonitor
 from lightning_perf.trace.worker import Worker
 from lightning_perf.tracking import metrics
-from lightning_perf.tracking.artifacts import uploader
+from lightning_perf.tracking.artifacts import run_target
 from lightning_perf.tracking.compat import MlflowRun
 
 
@@ -141,10 +141,8 @@ def test_a_file_may_have_another_name_there(tmp_path: Path, mlflow_database: str
     run = MlflowRun(mlflow_database, client.create_run(experiment).info.run_id)
     local = tmp_path / "here.txt"
     local.write_text("content")
-    upload = uploader([run])
-    assert upload is not None
-    upload(local, "far/away/there.txt")
-    upload(local, "here.txt")
+    target = run_target(run)
+    target.send(local, "far/away/there.txt")
+    target.send(local, "here.txt")
     assert [a.path for a in client.list_artifacts(run.run_id, "far/away")] == ["far/away/there.txt"]
     assert "here.txt" in [a.path for a in client.list_artifacts(run.run_id)]
-    assert uploader([]) is None

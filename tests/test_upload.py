@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 from conftest import free_port
+from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
+from recordings import PATIENCE, record
 from small import Small, trainer
 
 from lightning_perf import PyTorch
 from lightning_perf.cli import main
 from lightning_perf.errors import PerfWarning
-from lightning_perf.trace import PendingUpload, read_pending, rewrite_pending
+from lightning_perf.trace import PendingUpload, Target, read_pending, rewrite_pending
+from lightning_perf.tracking.artifacts import run_target
+from lightning_perf.tracking.compat import MlflowRun
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +137,78 @@ def test_a_trace_of_a_training_whose_server_was_gone_arrives_later(
     tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What training could not send and listed, the command sends under the same name."""
-    from lightning.pytorch.loggers import MLFlowLogger
 
-    def gone(path: Path, remote: str) -> None:
+    def gone(*args: object) -> None:
         raise ConnectionError("gone")
 
     logger = MLFlowLogger("later", tracking_uri=mlflow_database, run_name="later")
-    monkeypatch.setattr("lightning_perf.trainer.reporting.uploader", lambda runs: gone)
-    with pytest.warns(PerfWarning, match="lightning-perf upload"):
-        trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger).fit(Small())
+    run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger)
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_perf.tracking.artifacts._send", gone)
+        with pytest.warns(PerfWarning, match="lightning-perf upload"):
+            run.fit(Small())
     assert upload(str(tmp_path)) == 0
     found = artifacts(mlflow_database, str(logger.run_id), "later/torch_traces")
     assert found == ["later/torch_traces/rank0.1.pt.trace.json.gz"]
+
+
+def test_of_two_runs_each_gets_what_it_has_not_got(
+    tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training with two MLflow loggers lists a trace for both, and the command sends both."""
+
+    def gone(*args: object) -> None:
+        raise ConnectionError("gone")
+
+    loggers = [MLFlowLogger("two", tracking_uri=mlflow_database, run_name=name) for name in "ab"]
+    run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=loggers)
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_perf.tracking.artifacts._send", gone)
+        with pytest.warns(PerfWarning, match="lightning-perf upload"):
+            run.fit(Small())
+    ids = [str(logger.run_id) for logger in loggers]
+    assert [entry.target["run_id"] for entry in read_pending(tmp_path)] == ids
+    assert upload(str(tmp_path)) == 0
+    for run_id in ids:
+        (found,) = artifacts(mlflow_database, run_id, "a/torch_traces")
+        assert found == "a/torch_traces/rank0.1.pt.trace.json.gz"
+    assert read_pending(tmp_path) == []
+
+
+def test_lists_of_earlier_versions_are_sent(
+    tmp_path: Path, mlflow_database: str, run_id: str
+) -> None:
+    """One line named one run, as it does now; the same line twice is one upload."""
+    entry = listed(tmp_path, "old/a.json", mlflow_database, run_id)
+    target = {"tracking_uri": mlflow_database, "run_id": run_id}
+    line = {"path": entry.path, "remote": "old/a.json", "run_name": "run", "error": "no route"}
+    text = json.dumps(line | {"target": target}) + "\n"
+    (tmp_path / "pending_uploads.jsonl").write_text(text * 2)
+    assert upload(str(tmp_path)) == 0
+    assert artifacts(mlflow_database, run_id, "old") == ["old/a.json"]
+
+
+def test_an_upload_that_arrives_after_all_is_no_trouble(
+    make_writer: Any, worker: Any, tmp_path: Path, mlflow_database: str, run_id: str
+) -> None:
+    """It was listed when the wait was over: the file stays, and is sent again to no harm."""
+    target, reached, gate = run_target(MlflowRun(mlflow_database, run_id)), Event(), Event()
+
+    def late(path: Path, remote: str) -> None:
+        reached.set()
+        gate.wait(PATIENCE)
+        target.send(path, remote)
+
+    names = {"remote_file_name": "late/{batch}.json", "targets": [Target(late, target.address)]}
+    writer = make_writer(num_traces_to_keep=0, **names)
+    written = record(writer)
+    assert reached.wait(PATIENCE)
+    with pytest.warns(PerfWarning, match="the run ended first"):
+        writer.close()
+    gate.set()
+    assert worker.drain(PATIENCE)
+    assert artifacts(mlflow_database, run_id, "late") == ["late/5.json"]
+    assert written.exists()
+    assert upload(str(tmp_path)) == 0
+    assert artifacts(mlflow_database, run_id, "late") == ["late/5.json"]
+    assert read_pending(tmp_path) == []

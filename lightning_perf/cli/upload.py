@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.errors import describe, without_credentials
 from lightning_perf.trace.pending import FILE_NAME, PendingUpload, read_pending, rewrite_pending
-from lightning_perf.tracking.artifacts import uploader
+from lightning_perf.tracking.artifacts import run_target
 from lightning_perf.tracking.compat import MlflowRun, check_reachable
+from lightning_perf.tracking.stores import STORE, check_store, store_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from jsonargparse import ArgumentParser
 
-    from lightning_perf.tracking.artifacts import Upload
+    from lightning_perf.trace.targets import Target
 
-_Key = tuple[str, str, str]
+_Key = tuple[str, str, frozenset[tuple[str, str]]]
 
 
 def parser() -> ArgumentParser:
@@ -28,7 +29,8 @@ def parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        description=f"Send the files that {FILE_NAME} lists, each to its run in MLflow."
+        description=f"Send the files that {FILE_NAME} lists, each to its run in MLflow or its "
+        "store. The lists hold no passwords: those of stores are read from fsspec's settings."
     )
     parser.add_argument(
         "folder", nargs="?", default=".", help="Where to look for lists, and below."
@@ -89,11 +91,11 @@ def _send_all(place: Path, sender: _Sender) -> None:
 
 
 def _key(entry: PendingUpload) -> _Key:
-    return entry.path, entry.remote, entry.target.get("run_id", "")
+    return entry.path, entry.remote, frozenset(entry.target.items())
 
 
 class _Sender:
-    """Sends listed files, each to its run, and counts."""
+    """Sends listed files, each to where it belongs, and counts."""
 
     def __init__(self, tracking_uri: str | None, forget_missing: bool) -> None:
         self.done = 0
@@ -102,7 +104,7 @@ class _Sender:
         self._forget_missing = forget_missing
         # What is wrong with each address: one that does not answer is not waited for again.
         self._wrong: dict[str, str | None] = {}
-        self._uploads: dict[MlflowRun, Upload] = {}
+        self._targets: dict[frozenset[tuple[str, str]], Target] = {}
 
     def send(self, entry: PendingUpload) -> PendingUpload | None:
         """Try once; gives what stays on the list."""
@@ -126,26 +128,34 @@ class _Sender:
         return kept
 
     def _error(self, entry: PendingUpload) -> str | None:
-        target = entry.target | self._override
-        if not {"tracking_uri", "run_id"} <= set(target):
-            return "the list does not tell its run"
-        run = MlflowRun(target["tracking_uri"], target["run_id"])
-        if run.tracking_uri not in self._wrong:
-            self._wrong[run.tracking_uri] = _what_is_wrong(run.tracking_uri)
-        if (wrong := self._wrong[run.tracking_uri]) is not None:
-            return wrong
+        address = entry.target if STORE in entry.target else entry.target | self._override
         try:
-            self._upload(run)(Path(entry.path), entry.remote)
+            if (wrong := self._problem(address)) is not None:
+                return wrong
+            key = frozenset(address.items())
+            if key not in self._targets:
+                self._targets[key] = _target(address)
+            self._targets[key].send(Path(entry.path), entry.remote)
         except Exception as error:
             return describe(error)
         return None
 
-    def _upload(self, run: MlflowRun) -> Upload:
-        if run not in self._uploads:
-            upload = uploader([run])
-            assert upload is not None  # there is a run
-            self._uploads[run] = upload
-        return self._uploads[run]
+    def _problem(self, address: Mapping[str, str]) -> str | None:
+        """What is wrong with an address, before anything is sent there."""
+        if STORE in address:
+            check_store(address[STORE])
+            return None
+        if not {"tracking_uri", "run_id"} <= set(address):
+            return "the list does not tell its run"
+        uri = address["tracking_uri"]
+        if uri not in self._wrong:
+            self._wrong[uri] = _what_is_wrong(uri)
+        return self._wrong[uri]
+
+
+def _target(address: Mapping[str, str]) -> Target:
+    store = store_target(address.get(STORE, ""))
+    return store or run_target(MlflowRun(address["tracking_uri"], address["run_id"]))
 
 
 def _what_is_wrong(address: str) -> str | None:

@@ -15,7 +15,8 @@ from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.windows import Windows
 from lightning_perf.schedule import Cyclic, Schedule, as_schedule
 from lightning_perf.schedule.checks import rank_list
-from lightning_perf.trace import TraceWriter, check_names, distinct_run_name
+from lightning_perf.trace import TraceWriter, check_names
+from lightning_perf.tracking.stores import check_store
 from lightning_perf.trainer.hooks import PerfCallback
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Profiler(PerfCallback):
         filename: Format string of the file, with ``{stage} {epoch} {batch} {batch_in_epoch}
             {sample} {sample_in_epoch} {token} {token_in_epoch} {step} {total_wct} {epoch_wct}
             {batch_wct}`` besides.
-        remote_file_name: The same for the artifact's name in MLflow; None uploads nothing.
+        remote_file_name: The same for the artifact's name in MLflow, or a URL of any store that
+            fsspec knows, as ``s3://bucket/{run_name}/rank{rank}.{batch}.json``; None uploads
+            nothing.
         overwrite: Whether files of an earlier run may be replaced.
         compress: Whether the file is gzipped.
         num_traces_to_keep: How many files stay here once they are uploaded; -1 keeps all.
@@ -55,6 +58,8 @@ class Profiler(PerfCallback):
     keeps_progress = False
     #: Whether the recorder wants batches to warm up in before its window.
     warms_up: ClassVar[bool] = False
+    #: Markdown for those who find the files.
+    how_to_open: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -76,6 +81,7 @@ class Profiler(PerfCallback):
             problem = "leaves no batch to record"
             raise ConfigError("batches_per_trace", batches_per_trace, problem, "20")
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
+        check_store(remote_file_name)
         self.output_path_prefix = output_path_prefix
         self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
         self.overwrite, self.compress = overwrite, compress
@@ -83,8 +89,6 @@ class Profiler(PerfCallback):
         self.batches_per_trace = batches_per_trace
         self._writer: TraceWriter | None = None
         self._further: dict[str, TraceWriter] = {}
-        #: The run's name as the folder bears it: with a number where another run has the name.
-        self._run_name = ""
         self._windows: Windows | None = None
         self._reopen = False
 
@@ -134,9 +138,6 @@ class Profiler(PerfCallback):
         self.schedule.setup(driver.context)
         if self.ranks is not None and driver.ranks.global_rank not in self.ranks:
             return
-        self._run_name = distinct_run_name(
-            self._root(driver), self.folder, driver.ranks, driver.run_name, driver.identity
-        )
         # Before the recording's own, which at the end moves away what these are made of.
         self._further = {
             name: self.new_writer(driver, filename, remote, False)
@@ -197,17 +198,18 @@ class Profiler(PerfCallback):
         """
         writer = TraceWriter(
             driver.worker,
-            self._root(driver),
+            Path(self.output_path_prefix or driver.trainer.default_root_dir),
             self.folder,
             filename,
             remote_file_name,
             driver.ranks,
-            self._run_name,
+            driver.run_name,
             compress,
+            identity=driver.identity,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
-            upload=driver.upload,
-            upload_target=driver.upload_target,
+            targets=driver.targets(remote_file_name),
+            readme=self.how_to_open,
         )
         # Once the worker has stopped, the writer places here what a hung server held back.
         driver.at_end(writer.close)
@@ -229,9 +231,6 @@ class Profiler(PerfCallback):
             target = writer.spool(stage)
             writer.write(target, timestamp, stage, partial(make, target))
         self._writer.write(path, timestamp, stage, recorded.finish)
-
-    def _root(self, driver: Driver) -> Path:
-        return Path(self.output_path_prefix or driver.trainer.default_root_dir)
 
     def _refuse_ranks(self, driver: Driver) -> None:
         world = driver.ranks.world_size

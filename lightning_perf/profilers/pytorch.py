@@ -197,7 +197,7 @@ class PyTorch(Profiler):
             "local_rank": ranks.local_rank,
             "node_rank": ranks.node_rank,
             "world_size": ranks.world_size,
-            "run_name": self._run_name,
+            "run_name": self._writer.run_name if self._writer is not None else driver.run_name,
             "stage": driver.stage,
             "epoch": stamp.epoch,
             "batch": stamp.batch,

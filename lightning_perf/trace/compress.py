@@ -34,7 +34,8 @@ def written_whole(target: Path) -> Iterator[BinaryIO]:
         OSError: If it cannot be written.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial")
+    # A name of its own: ranks, on several machines even, may write one file at the same time.
+    partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
     try:
         with partial.open("wb") as file:
             yield file

@@ -1,4 +1,4 @@
-"""Sending placed files to the server, again and again, and a list of what did not arrive."""
+"""Sending placed files away, again and again, and a list of what did not arrive."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_perf.errors import describe, warn, without_credentials
+from lightning_perf.errors import describe
 from lightning_perf.trace.pending import FILE_NAME, PendingUpload, append_pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from lightning_perf.trace.complaints import Complaints
     from lightning_perf.trace.ledger import Ledger, Trace
+    from lightning_perf.trace.targets import Target
     from lightning_perf.trace.worker import Worker
+
+#: Files that one warning names at most; the list has them all.
+_MOST_NAMED = 10
 
 
 class Delivery:
@@ -23,10 +28,9 @@ class Delivery:
     Args:
         worker: Waits before a further attempt.
         ledger: Knows what is yet to be sent.
+        complaints: Where what did not arrive is told.
         root: Where the list of pending uploads lies.
         run_name: The run's name, for the list.
-        send: Sends a file by a remote name, and raises if it cannot; None if nothing is sent.
-        target: What a later upload needs to know, for the list.
         backoff: Seconds to wait before each further attempt.
     """
 
@@ -34,18 +38,16 @@ class Delivery:
         self,
         worker: Worker,
         ledger: Ledger,
+        complaints: Complaints,
         root: Path,
         run_name: str,
-        send: Callable[[Path, str], None] | None,
-        target: Mapping[str, str],
         backoff: Sequence[float],
     ) -> None:
-        self._worker, self._ledger, self._root, self._run_name = worker, ledger, root, run_name
-        self._send, self._backoff = send, tuple(backoff)
-        self._target = {key: without_credentials(value) for key, value in target.items()}
+        self._worker, self._ledger, self._complaints = worker, ledger, complaints
+        self._root, self._run_name, self._backoff = root, run_name, tuple(backoff)
 
     def upload(self, trace: Trace, again: Callable[[Trace], object]) -> Trace | None:
-        """Try once to send a trace.
+        """Try once to send a trace to all targets that have not got it.
 
         Args:
             trace: The trace; nothing is done if it is not to be sent.
@@ -54,37 +56,59 @@ class Delivery:
         Returns:
             The trace if it needs nothing further, else None.
         """
-        if trace.remote is None or self._send is None:
+        if trace.remote is None:
             return trace
-        try:
-            self._send(trace.path, trace.remote)
-        except Exception as error:
-            failed = replace(trace, failures=trace.failures + 1)
-            delays = self._backoff[trace.failures :]
-            label = f"uploading {trace.path.name}"
-            if not delays or not self._worker.submit(partial(again, failed), label, delays[0]):
-                self.park([trace], describe(error))
-            return None
-        self._ledger.settle(trace)
-        return trace
+        left, why = _send(trace, trace.remote)
+        if not left:
+            self._ledger.settle(trace)
+            return trace
+        failed = replace(trace, failures=trace.failures + 1, targets=left)
+        self._ledger.wait(failed)
+        delays = self._backoff[trace.failures :]
+        label = f"uploading {trace.path.name}"
+        if not delays or not self._worker.submit(partial(again, failed), label, delays[0]):
+            self.park([failed], why)
+        return None
 
     def park(self, traces: Sequence[Trace], why: str) -> None:
         """List files for `lightning-perf upload`, and keep them on the disk until then.
 
         Args:
             traces: The traces; those that were sent, listed, or never to be sent are passed over.
-            why: What kept them from the server.
+            why: What kept them here.
         """
-        parked = [trace for trace in traces if self._ledger.settle(trace)]
-        advice = f"`lightning-perf upload` sends what {self._root / FILE_NAME} lists"
+        parked = [trace for trace in traces if self._ledger.give_up(trace)]
+        if not parked:
+            return
+        listed = advice = f"`lightning-perf upload` sends what {self._root / FILE_NAME} lists"
         for trace in parked:
-            self._ledger.stay(trace)
-            path = str(trace.path.absolute())
-            entry = PendingUpload(path, trace.remote or "", self._run_name, why, self._target)
             try:
-                append_pending(self._root, entry)
+                self._list(trace, why)
             except OSError as error:
                 advice = f"they could not be listed for later, either ({describe(error)})"
-        if parked:
-            names = ", ".join(str(trace.path) for trace in parked)
-            warn(f"not uploaded ({why}): {names}; {advice}.")
+        names = ", ".join(str(trace.path) for trace in parked[:_MOST_NAMED])
+        more = f" and {len(parked) - _MOST_NAMED} more" if len(parked) > _MOST_NAMED else ""
+        self._complaints.tell(
+            f"files were not uploaded; {listed}",
+            f"not uploaded ({why}): {names}{more}; {advice}.",
+            len(parked),
+        )
+
+    def _list(self, trace: Trace, why: str) -> None:
+        path = str(trace.path.absolute())
+        for target in trace.targets:
+            address = dict(target.address)
+            entry = PendingUpload(path, trace.remote or "", self._run_name, why, address)
+            append_pending(self._root, entry)
+
+
+def _send(trace: Trace, remote: str) -> tuple[tuple[Target, ...], str]:
+    """Send to every target: those that did not take it, and what the last of them said."""
+    left, why = [], ""
+    for target in trace.targets:
+        try:
+            target.send(trace.path, remote)
+        except Exception as error:
+            left.append(target)
+            why = describe(error)
+    return tuple(left), why

@@ -9,6 +9,7 @@ from string import Formatter
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError
+from lightning_perf.trace.urls import split_url, url_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Value = str | int | float
 
 _FILE_EXAMPLE = "'rank{rank}.{batch}.json'"
+_URL_EXAMPLE = "'s3://bucket/{run_name}/rank{rank}.{batch}.json'"
 
 #: Known when a run starts.
 FOLDER_VARIABLES = (
@@ -194,14 +196,22 @@ def remote_format(pattern: str, field: str = "remote_file_name", gz: bool = Fals
     """A file's name where it is uploaded to; slashes in front are stripped.
 
     Args:
-        pattern: A format string over `FILE_VARIABLES`.
+        pattern: A format string over `FILE_VARIABLES`; of a URL, what stands below the host or
+            bucket is the name.
         field: The setting that it comes from.
         gz: Whether the file is compressed, so that ``.gz`` is appended once.
 
     Raises:
-        ConfigError: As `file_format`.
+        ConfigError: As `file_format`, and for a URL that names no single store.
     """
-    return file_format(pattern.lstrip("/") if isinstance(pattern, str) else pattern, field, gz)
+    if not isinstance(pattern, str):
+        return file_format(pattern, field)
+    if (problem := url_problem(pattern)) is not None:
+        raise ConfigError(field, pattern, problem, _URL_EXAMPLE)
+    try:
+        return file_format(split_url(pattern)[2].lstrip("/"), field, gz)
+    except ConfigError as error:
+        raise ConfigError(field, pattern, error.problem, error.example) from None
 
 
 def with_gz(name: str) -> str:

@@ -27,7 +27,7 @@ class PendingUpload:
     run_name: str
     #: Why the last attempt failed.
     error: str
-    #: Where to: what the uploader needs besides, such as the tracking address and the run's id.
+    #: Where to: the address of its target, as the tracking address and the run's id.
     target: dict[str, str] = field(default_factory=dict)
 
 

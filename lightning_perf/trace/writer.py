@@ -5,26 +5,26 @@ Record into a spool -> compress or place -> upload -> prune: all but the first o
 
 from __future__ import annotations
 
-import itertools
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError, describe, warn
-from lightning_perf.trace.compress import compress as compress_into
-from lightning_perf.trace.compress import place
+from lightning_perf.trace.complaints import Complaints
 from lightning_perf.trace.delivery import Delivery
 from lightning_perf.trace.layout import Layout
 from lightning_perf.trace.ledger import Ledger, Trace
 from lightning_perf.trace.names import file_format, folder_format, remote_format
+from lightning_perf.trace.placing import Placing
+from lightning_perf.trace.readme import Readme
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from lightning_perf.moment import Ranks
     from lightning_perf.timestamp import Timestamp
+    from lightning_perf.trace.targets import Target
     from lightning_perf.trace.worker import Worker
 
     Step = Callable[[Trace], Trace | None]
@@ -46,13 +46,15 @@ class TraceWriter:
         ranks: Where this process stands.
         run_name: The run's name, of any characters.
         compress: Whether to compress with gzip; then ``.gz`` is appended to both names, once.
+        identity: What tells the run from others of its name, the same on all ranks, so that they
+            share no folder: see `Home`. None to take the folder as it is.
         overwrite: Whether traces of an earlier run may be replaced.
         num_traces_to_keep: How many of the latest files of this writer stay on the disk; -1 for
             all. Older ones are deleted once they are uploaded, and never when that failed.
             Where nothing is uploaded, one file stays even for 0: it is the only copy.
-        upload: Sends a file by a remote name, and raises if it cannot.
-        upload_target: What a later upload needs to know, for `PendingUpload.target`; user names
-            and passwords in addresses are left out.
+        targets: Where files are sent to, each of them to all.
+        readme: What a ``README.md`` beside the traces says, here and where they are sent to; None
+            for none. A file of that name that is there already stays.
         backoff: Seconds to wait before each further attempt to upload.
 
     Raises:
@@ -69,37 +71,50 @@ class TraceWriter:
         ranks: Ranks,
         run_name: str,
         compress: bool,
+        identity: str | None = None,
         overwrite: bool = False,
         num_traces_to_keep: int = -1,
-        upload: Callable[[Path, str], None] | None = None,
-        upload_target: Mapping[str, str] | None = None,
+        targets: Sequence[Target] = (),
+        readme: str | None = None,
         backoff: Sequence[float] = (1.0, 2.0, 4.0),
     ) -> None:
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
-        self._layout = Layout(root, folder, filename, remote_file_name, ranks, run_name, compress)
-        self._worker, self._ranks, self._overwrite = worker, ranks, overwrite
-        self._keep, self._uploads = num_traces_to_keep, upload is not None
-        self._move = compress_into if compress else place
-        self._ledger = Ledger(self._keep)
-        self._delivery = Delivery(
-            worker, self._ledger, Path(root), run_name, upload, upload_target or {}, backoff
+        self._layout = Layout(
+            root, folder, filename, remote_file_name, ranks, run_name, identity, compress
         )
-        self._recording: tuple[Step, ...] = (self._prepare, self._inspect, self._place)
-        self._sending: tuple[Step, ...] = (self._upload, self._prune)
+        self._worker, self._ranks, self._overwrite = worker, ranks, overwrite
+        self._keep, self._targets = num_traces_to_keep, tuple(targets)
+        self._ledger, self._complaints = Ledger(self._keep), Complaints()
+        placing = self._placing = Placing(
+            self._layout, self._ledger, self._complaints, compress, overwrite
+        )
+        self._delivery = Delivery(
+            worker, self._ledger, self._complaints, Path(root), run_name, backoff
+        )
+        self._readme = None if readme is None else Readme(readme, targets)
+        self._recording: tuple[Step, ...] = (
+            placing.prepare,
+            placing.inspect,
+            placing.place,
+            self._explain,
+        )
+        self._sending: tuple[Step, ...] = (self._upload, self._send_readme, self._prune)
+
+    @property
+    def run_name(self) -> str:
+        """The run's name as its folder bears it: with an id where another run has the name."""
+        return self._layout.run_name
 
     @property
     def saved_traces(self) -> list[tuple[Timestamp, list[Path | None]]]:
-        """The latest `num_traces_to_keep` traces, the latest last.
+        """The latest `num_traces_to_keep` traces, or some thousands for -1, the latest last.
 
         Each is its timestamp and the paths by global rank: this rank's own, and None for others.
         """
         here = self._ranks.global_rank
         return [
-            (
-                trace.timestamp,
-                [trace.path if rank == here else None for rank in range(self._ranks.world_size)],
-            )
-            for trace in self._ledger.saved
+            (timestamp, [path if rank == here else None for rank in range(self._ranks.world_size)])
+            for path, timestamp in self._ledger.saved
         ]
 
     def check(self, now: Mapping[str, Timestamp], resumes: bool = False) -> None:
@@ -160,11 +175,14 @@ class TraceWriter:
         Returns:
             Where the file will be, or None if it had to be done here and failed.
         """
-        trace = self._trace(spooled, timestamp, stage, prepare)
+        path, remote = self._placing.names(timestamp, stage)
+        remote = remote if self._targets else None
+        targets = self._targets if remote is not None else ()
+        trace = Trace(spooled, path, remote, timestamp, stage, targets, prepare)
         self._ledger.queue(trace)
         if self._worker.submit(partial(self._process, trace), trace.path.name):
             return trace.path
-        return trace.path if self._keep_here(trace, "the worker took no more jobs") else None
+        return self._keep_here(trace, "the worker took no more jobs")
 
     def close(self) -> None:
         """Do here what the worker has left: place what waits, list what was not uploaded.
@@ -175,27 +193,20 @@ class TraceWriter:
         for trace in self._ledger.queued:
             self._keep_here(trace, "the run ended first")
         self._delivery.park(self._ledger.unsent, "the run ended first")
-
-    def _trace(
-        self, spooled: Path, timestamp: Timestamp, stage: str, prepare: Callable[[], None] | None
-    ) -> Trace:
-        for number in itertools.count(1):
-            path, remote = self._layout.names(timestamp, stage, number)
-            if self._overwrite or self._ledger.reserve(path):
-                break
-        return Trace(spooled, path, remote if self._uploads else None, timestamp, prepare)
+        self._complaints.sum_up()
 
     def _process(self, trace: Trace) -> None:
         if self._ledger.claim(trace):
             self._fold(trace, (*self._recording, *self._sending))
 
-    def _keep_here(self, trace: Trace, why: str) -> bool:
+    def _keep_here(self, trace: Trace, why: str) -> Path | None:
         """Place a trace on the calling thread, which must not wait for a server."""
-        if not self._ledger.claim(trace) or self._fold(trace, self._recording) is None:
-            return False
-        self._delivery.park([trace], why)
-        self._fold(trace, (self._prune,))
-        return True
+        placed = self._fold(trace, self._recording) if self._ledger.claim(trace) else None
+        if placed is None:
+            return None
+        self._delivery.park([placed], why)
+        self._fold(placed, (self._prune,))
+        return placed.path
 
     def _fold(self, trace: Trace, steps: Sequence[Step]) -> Trace | None:
         passed: Trace | None = trace
@@ -204,30 +215,29 @@ class TraceWriter:
                 if passed is not None:
                     passed = step(passed)
         except Exception as error:
-            kept = trace.spooled if os.path.lexists(trace.spooled) else trace.path
-            warn(f"{trace.path} was not finished ({describe(error)}); see {kept}.")
+            kept = next(filter(os.path.lexists, (trace.spooled, trace.path)), None)
+            where = "nothing of it is left" if kept is None else f"see {kept}"
+            message = f"{trace.path} was not finished ({describe(error)}); {where}."
+            folder = trace.spooled.parent
+            self._complaints.tell(f"traces were not finished; see {folder}", message)
             return None
         return passed
 
-    def _prepare(self, trace: Trace) -> Trace:
-        if trace.prepare is not None:
-            trace.prepare()
-        return replace(trace, prepare=None)  # which may hold the recorder and its memory
-
-    def _inspect(self, trace: Trace) -> Trace | None:
-        if trace.spooled.exists() and trace.spooled.stat().st_size:
-            return trace
-        trace.spooled.unlink(missing_ok=True)
-        warn(f"the recorder left nothing for {trace.path}: is the disk full?")
-        return None
-
-    def _place(self, trace: Trace) -> Trace:
-        self._move(trace.spooled, trace.path)
-        self._ledger.place(trace)
+    def _explain(self, trace: Trace) -> Trace:
+        if self._readme is not None:
+            self._readme.place(self._layout.readme(trace.timestamp, trace.stage)[0])
         return trace
 
     def _upload(self, trace: Trace) -> Trace | None:
         return self._delivery.upload(trace, partial(self._fold, steps=self._sending))
+
+    def _send_readme(self, trace: Trace) -> Trace:
+        # After the trace, so that a server that takes nothing is not asked twice.
+        if self._readme is not None and trace.remote is not None:
+            path, remote = self._layout.readme(trace.timestamp, trace.stage)
+            if remote is not None:
+                self._readme.send(path, remote)
+        return trace
 
     def _prune(self, trace: Trace) -> Trace:
         if self._keep >= 0:

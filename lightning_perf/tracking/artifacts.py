@@ -5,35 +5,33 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from lightning_perf.trace.targets import Target
 from lightning_perf.tracking.compat import MlflowRun, check_reachable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-Upload = Callable[[Path, str], None]
 
+def run_target(run: MlflowRun) -> Target:
+    """A run as a place to send files to: they become its artifacts.
 
-def uploader(runs: Sequence[MlflowRun]) -> Upload | None:
-    """A function that sends a file under a remote name to all runs, or None without a run.
+    Sending raises what MLflow raises; retrying is the trace writer's.
 
-    It raises what MLflow raises; retrying is the trace writer's. Call it on a worker thread.
+    Args:
+        run: Which one.
     """
-    if not runs:
-        return None
-    clients: dict[str, MlflowClient] = {}
+    client: MlflowClient | None = None
 
-    def upload(path: Path, remote: str) -> None:
-        for run in runs:
-            check_reachable(run.tracking_uri)
-            if run.tracking_uri not in clients:
-                clients[run.tracking_uri] = _client(run.tracking_uri)
-            _send(clients[run.tracking_uri], run.run_id, path, PurePosixPath(remote))
+    def send(path: Path, remote: str) -> None:
+        nonlocal client
+        check_reachable(run.tracking_uri)
+        client = client or _client(run.tracking_uri)
+        _send(client, run.run_id, path, PurePosixPath(remote))
 
-    return upload
+    return Target(send, run.as_dict())
 
 
 def _client(uri: str) -> MlflowClient:

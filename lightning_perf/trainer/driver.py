@@ -22,13 +22,13 @@ from lightning_perf.trainer.spans import LeanSpans
 from lightning_perf.trainer.surroundings import limits_of, owners_of, ranks_of, setup_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.timestamp import Timestamp
-    from lightning_perf.tracking.artifacts import Upload
+    from lightning_perf.trace.targets import Target
     from lightning_perf.trainer.peaks import BatchWork
     from lightning_perf.trainer.roles import Member, Part, Report
 
@@ -230,15 +230,9 @@ class Driver:
         """The name that files and reports of this run bear, the same on every rank."""
         return self.reporting.run_name
 
-    @property
-    def upload(self) -> Upload | None:
-        """Sends a file to MLflow, or None without it. For the worker thread."""
-        return self.reporting.upload
-
-    @property
-    def upload_target(self) -> dict[str, str]:
-        """What a later upload needs to know of the run."""
-        return self.reporting.target
+    def targets(self, remote_file_name: str | None) -> Sequence[Target]:
+        """Where files of a remote name go: to the store of a URL, else to all MLflow runs."""
+        return self.reporting.targets(remote_file_name)
 
     @property
     def identity(self) -> str:

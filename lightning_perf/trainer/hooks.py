@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 
-from lightning_perf.errors import ConfigError, RecorderBusy, warn
+from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
 from lightning_perf.moment import STAGES
 from lightning_perf.trainer.driver import Driver
 from lightning_perf.trainer.verbs import Verbs
@@ -213,7 +213,9 @@ class PerfCallback(Verbs, Callback):
 
 
 def _readable(value: object) -> object:
-    """A function by its name: its address would differ from run to run."""
+    """A function by its name, whose address differs from run to run; a URL without passwords."""
+    if isinstance(value, str):
+        return without_credentials(value)
     return getattr(value, "__qualname__", value) if callable(value) else value
 
 

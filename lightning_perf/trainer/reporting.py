@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe, warn
-from lightning_perf.tracking.artifacts import Upload, uploader
+from lightning_perf.tracking.artifacts import run_target
 from lightning_perf.tracking.compat import MlflowRun, is_mlflow, mlflow_run, run_name
 from lightning_perf.tracking.metrics import MlflowMetrics, OtherLoggers, finite
+from lightning_perf.tracking.stores import store_target
 from lightning_perf.tracking.tags import TagReader
+from lightning_perf.trainer.waiting import waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from lightning.pytorch import Trainer
 
+    from lightning_perf.trace.targets import Target
     from lightning_perf.trace.worker import Worker
 
 _NAME_TIMEOUT = 10.0
@@ -42,23 +45,23 @@ class Reporting:
 
     def __init__(self, trainer: Trainer, worker: Worker) -> None:
         self._worker = worker
-        first = trainer.global_rank == 0
+        first = self._first = trainer.global_rank == 0
         destination = _destination(trainer, worker) if first else None
         if trainer.world_size > 1:
             destination = trainer.strategy.broadcast(destination, src=0)
         assert destination is not None  # rank 0 made it
         self.runs, self.run_name = destination.runs, destination.run_name
         self.identity = destination.identity
-        self.upload: Upload | None = uploader(self.runs)
+        self._runs_as_targets = [run_target(run) for run in self.runs]
         self.tags = TagReader(next(iter(self.runs), None), worker)
         self._mlflow = [MlflowMetrics(run, worker) for run in self.runs] if first else []
         others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
         self._others = OtherLoggers(others)
 
-    @property
-    def target(self) -> dict[str, str]:
-        """What a later upload needs to know of the run."""
-        return self.runs[0].as_dict() if self.runs else {}
+    def targets(self, remote_file_name: str | None) -> Sequence[Target]:
+        """Where files of a remote name go: to the store of a URL, else to all MLflow runs."""
+        store = None if remote_file_name is None else store_target(remote_file_name)
+        return self._runs_as_targets if store is None else [store]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Metrics to all loggers; numbers that are not finite are left out."""
@@ -83,12 +86,10 @@ class Reporting:
         for target in self._mlflow:
             target.flush()
         if not self._worker.close(_PATIENCE):
-            left = self._worker.pending
-            print(  # noqa: T201  (a job in a queue may wait here for a minute)
-                f"lightning_perf: {left} uploads are on their way; waiting up to {timeout:.0f} s",
-                file=sys.stderr,
-            )
-            self._worker.close(timeout)
+            # Each rank sends its own, but one voice is enough for a thousand of them.
+            shown = waiting(self._worker.pending, timeout) if self._first else nullcontext()
+            with shown as progress:
+                self._worker.close(timeout, progress)
         for target in self._mlflow:
             target.tell_lost()
 

@@ -1,0 +1,39 @@
+"""A server to look into, and what puts recordings into a trace writer."""
+
+from lightning_perf.timestamp import Timestamp
+
+PATIENCE = 30.0
+CONTENT = b'{"traceEvents": []}' * 100
+
+
+class Server:
+    """An uploader that keeps what it is sent, after failing as often as it is told to."""
+
+    def __init__(self, failures=0, message="no route to host"):
+        self.failures, self.message = failures, message
+        self.files = {}
+        self.attempts = 0
+
+    def __call__(self, path, remote):
+        self.attempts += 1
+        if self.attempts <= self.failures:
+            raise ConnectionError(self.message)
+        self.files[remote] = path.read_bytes()
+
+
+def record(writer, batch=5, stage="train", content=CONTENT, prepare=None):
+    """Write a recording, as a profiler does when a window ends."""
+    spooled = writer.spool(stage)
+    spooled.write_bytes(content)
+    return writer.write(spooled, Timestamp(batch=batch), stage, prepare)
+
+
+def after(worker, written):
+    """What was handed to the worker, once the worker is done with it."""
+    assert worker.drain(PATIENCE)
+    return written
+
+
+def files(folder):
+    """All files below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
