@@ -8,14 +8,17 @@ import builtins
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small import Records, Small, trainer
+from test_memory_snapshot import OutOfMemory, seeming_device
+from test_memory_snapshot import fit as fit_with_snapshots
 
-from lightning_perf import SpeedMonitor
+from lightning_perf import MemorySnapshot, Never, SpeedMonitor
 from lightning_perf.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.moment import Limits, Moment
 from lightning_perf.schedule import Cyclic, Every
@@ -28,7 +31,7 @@ CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read
 #: Areas that other tests check, or that concern what this software does not do.
 NOT_HERE = {
     "det.aggregate", "det.system", "det.timings", "format", "format.partial", "marker", "memory",
-    "peak_flops", "peak_flops.quirk", "runtime", "snapshot", "sysmetrics",
+    "peak_flops", "peak_flops.quirk", "runtime", "sysmetrics",
     "trace.conflict", "trace.filename", "trace.memory", "trace.overwrite", "uri",
 }  # fmt: skip
 
@@ -240,6 +243,18 @@ def check_speed(case):
             assert not [key for key in logger.keys if "tokens_per_sec" in key]
 
 
+def check_snapshot(case):
+    """MemorySnapshot on a device that answers as CUDA does: what is written is what is sent."""
+    schedule, model = ("1ba", Small()) if "1ba" in case["input"] else (Never(), OutOfMemory())
+    with seeming_device(), suppress(torch.OutOfMemoryError):
+        steps = {"limit_train_batches": 2} if "2 batches" in case["input"] else {}
+        fit_with_snapshots(Path.cwd(), MemorySnapshot(schedule=schedule), model, **steps)
+    kinds = [path.suffix for path in Path.cwd().rglob("rank*")]
+    count, named = re.match(r"(\d) uploads(?: \((.*)\))?", case["expected"]).groups()
+    assert len(kinds) == int(count)
+    assert named is None or set(kinds) == set(named.split(","))
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "time.parse": check_parse,
     "time.parse.quirk": check_quirk,
@@ -254,6 +269,7 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "schedule.cyclic": check_cyclic,
     "schedule.interval": check_interval,
     "speed": check_speed,
+    "snapshot": check_snapshot,
 }
 
 HERE = [case for case in CASES if case["area"] in CHECKS and case["input"] not in LEFT_OUT]

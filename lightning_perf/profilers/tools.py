@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -10,6 +11,9 @@ from inspect import signature
 from typing import Any
 
 from lightning_perf.errors import ConfigError, RecorderBusy
+
+#: Seconds that the making of one file may take.
+_PATIENCE = 300.0
 
 
 def check_options(
@@ -65,6 +69,32 @@ def require(profiler: object, module: str) -> None:
     if not installed(module):
         problem = f"needs {module}, which is not installed: pip install {module}"
         raise ConfigError("callbacks", type(profiler).__name__, problem, None)
+
+
+def run_python(*arguments: str) -> str:
+    """Run a Python program in a process of its own: here it would hold the interpreter's lock.
+
+    Args:
+        *arguments: As after ``python`` on the command line.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        OSError: It failed, with the last thing that it said.
+        TimeoutExpired: It took longer than five minutes.
+    """
+    done = subprocess.run(  # noqa: S603  (our own arguments, and no shell)
+        [sys.executable, "-P", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+        check=False,
+    )
+    if done.returncode:
+        program = " ".join(arguments[:3])
+        raise OSError(f"{program}: {(done.stderr or done.stdout).strip()[-200:]}")
+    return done.stdout
 
 
 def refuse_python_profiler(profiler: object) -> None:
