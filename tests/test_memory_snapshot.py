@@ -25,7 +25,6 @@ from lightning_perf import (
 )
 from lightning_perf.profilers import out_of_memory
 
-
 MIB = 1 << 20
 AT_THE_END = [
     "rank0.3.html",
