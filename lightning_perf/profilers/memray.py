@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError, RecorderBusy
-from lightning_perf.profilers import children
-from lightning_perf.profilers.memray_child import record_child
+from lightning_perf.profilers import children, memray_child
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import (
@@ -141,7 +140,7 @@ class Memray(Profiler):
         require(self, "memray")
         super().prepare(driver)
         if self.follow_fork and self._writer is not None:
-            record = partial(record_child, self._tracker_options())
+            record = partial(memray_child.record_child, self._tracker_options())
             self._children = children.Children(record)
             driver.at_end(self._children.remove)
 
@@ -152,7 +151,7 @@ class Memray(Profiler):
         refuse_python_profiler(self)
         tracker = Tracker(path, **self._tracker_options())
         try:
-            tracker.__enter__()
+            memray_child.start(tracker)
         except RuntimeError as error:  # a tracker that is not ours
             path.unlink(missing_ok=True)
             remedy = "remove one of the two"
@@ -160,7 +159,7 @@ class Memray(Profiler):
         if self._children is not None:
             self._children.open()
         yield None
-        tracker.__exit__(None, None, None)
+        memray_child.stop(tracker)
         return Recorded(further=self._further_of(path, driver))
 
     @override

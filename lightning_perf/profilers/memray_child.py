@@ -1,4 +1,4 @@
-"""Memray in a child process; apart, since a spawned one imports nothing that it does not need."""
+"""Memray at work; apart, since a spawned child imports nothing that it does not need."""
 
 from __future__ import annotations
 
@@ -6,11 +6,34 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+_recording: Any = None
+
+
+def start(tracker: Any) -> None:
+    """Record.
+
+    Args:
+        tracker: A ``memray.Tracker``.
+
+    Raises:
+        RuntimeError: Another tracker records.
+    """
+    global _recording
+    tracker.__enter__()
+    _recording = tracker
+
+
+def stop(tracker: Any) -> None:
+    """Stop, which completes the file."""
+    global _recording
+    _recording = None
+    tracker.__exit__(None, None, None)
+
 
 def record_child(
     options: Mapping[str, Any], path: Path, number: int
 ) -> Generator[None, None, None]:
-    """Record, as ``children`` asks for it.
+    """Record a child process, as ``children`` asks for it.
 
     Args:
         options: Arguments of ``memray.Tracker``.
@@ -19,7 +42,10 @@ def record_child(
     """
     from memray import Tracker
 
+    if _recording is not None:
+        # Forked in a window: memray has cut it off from the parent's file, and waits to be told.
+        stop(_recording)
     tracker = Tracker(path, **options)
-    tracker.__enter__()
+    start(tracker)
     yield
-    tracker.__exit__(None, None, None)
+    stop(tracker)
