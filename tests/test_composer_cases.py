@@ -10,14 +10,17 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small import Records, Small, trainer
+from test_memory_snapshot import OutOfMemory, seeming_device
+from test_memory_snapshot import fit as fit_with_snapshots
 
-from lightning_perf import ConfigError, PyTorch, SpeedMonitor
+from lightning_perf import ConfigError, MemorySnapshot, Never, PyTorch, SpeedMonitor
 from lightning_perf.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.moment import Limits, Moment
 from lightning_perf.schedule import Cyclic, Every
@@ -31,7 +34,7 @@ CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read
 #: Areas that other tests check, or that concern what this software does not do.
 NOT_HERE = {
     "det.aggregate", "det.system", "det.timings", "format", "format.partial", "marker", "memory",
-    "peak_flops", "peak_flops.quirk", "snapshot", "sysmetrics",
+    "peak_flops", "peak_flops.quirk", "sysmetrics",
     "trace.conflict",
 }  # fmt: skip
 
@@ -315,6 +318,18 @@ def check_trace_memory(case: dict[str, Any]) -> None:
             check(lambda o=options: PyTorch(memory_filename="a.html", **o), case["expected"])
 
 
+def check_snapshot(case):
+    """MemorySnapshot on a device that answers as CUDA does: what is written is what is sent."""
+    schedule, model = ("1ba", Small()) if "1ba" in case["input"] else (Never(), OutOfMemory())
+    with seeming_device(), suppress(torch.OutOfMemoryError):
+        steps = {"limit_train_batches": 2} if "2 batches" in case["input"] else {}
+        fit_with_snapshots(Path.cwd(), MemorySnapshot(schedule=schedule), model, **steps)
+    kinds = [path.suffix for path in Path.cwd().rglob("rank*")]
+    count, named = re.match(r"(\d) uploads(?: \((.*)\))?", case["expected"]).groups()
+    assert len(kinds) == int(count)
+    assert named is None or set(kinds) == set(named.split(","))
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "trace.overwrite": check_overwrite,
     "uri": check_uri,
@@ -334,6 +349,7 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "runtime": check_runtime,
     "trace.filename": check_trace_name,
     "trace.memory": check_trace_memory,
+    "snapshot": check_snapshot,
 }
 
 HERE = [case for case in CASES if case["area"] in CHECKS and case["input"] not in LEFT_OUT]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,38 @@ import pytest
 import torch
 from small import Records, Small, ours, trainer
 
-from lightning_perf import Always, ConfigError, Fixed, MemorySnapshot, Never, PerfWarning, Suite
+from lightning_perf import (
+    Always,
+    ConfigError,
+    Cyclic,
+    Fixed,
+    MemorySnapshot,
+    Never,
+    PerfWarning,
+    Suite,
+)
+from lightning_perf.profilers import out_of_memory
+
+MIB = 1 << 20
+AT_THE_END = [
+    "rank0.3.html",
+    "rank0.3.pickle",
+    "rank0.3_memory_flamegraph.svg",
+    "rank0.3_segment_flamegraph.svg",
+    "rank0.3_segment_plot.html",
+]
+
+
+def stack(filename: str, *names: str) -> list[dict[str, Any]]:
+    """Frames as the allocator tells them, the innermost first."""
+    return [{"filename": filename, "line": 7, "name": name} for name in reversed(names)]
+
+
+def segment(address: int, frames: list[dict[str, Any]], size: int) -> dict[str, Any]:
+    """Four MiB of the device that hold one block."""
+    block = {"size": size, "requested_size": size, "state": "active_allocated", "frames": frames}
+    free = {"size": 4 * MIB - size, "requested_size": 0, "state": "inactive", "frames": []}
+    return {"address": address, "stream": 0, "total_size": 4 * MIB, "blocks": [block, free]}
 
 
 class Allocator:
@@ -19,27 +52,42 @@ class Allocator:
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, dict[str, Any]]] = []
+        self.segments = [segment(0x100, stack("train.py", "forward"), 3 * MIB)]
+        self.observer: Any = None
 
     def record(self, enabled: str | None = "all", **options: Any) -> None:
         self.told.append((enabled, options))
 
     def snapshot(self) -> dict[str, Any]:
         traces = ["history"] * bool(self.recording)
-        return {"segments": [], "device_traces": [traces], "allocator_settings": {}}
+        return {"segments": self.segments, "device_traces": [traces], "allocator_settings": {}}
+
+    def attach(self, observer: Any) -> None:
+        self.observer = observer
 
     @property
     def recording(self) -> bool:
         return bool(self.told) and self.told[-1][0] is not None
 
 
-@pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+@contextmanager
+def seeming_device() -> Iterator[Allocator]:
     """CUDA's boundary, replaced: a machine that seems to have a device."""
     fake = Allocator()
-    monkeypatch.setattr("lightning_perf.profilers.memory_snapshot._has_cuda", lambda: True)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", fake.record)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
-    return fake
+    out_of_memory._attach.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_perf.profilers.memory_snapshot._has_cuda", lambda: True)
+        patch.setattr(torch.cuda.memory, "_record_memory_history", fake.record)
+        patch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
+        patch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.attach, raising=False)
+        yield fake
+    out_of_memory._attach.cache_clear()
+
+
+@pytest.fixture
+def allocator() -> Iterator[Allocator]:
+    with seeming_device() as fake:
+        yield fake
 
 
 def files(folder: Path) -> list[str]:
@@ -78,12 +126,18 @@ def test_windows_become_files(tmp_path: Path, allocator: Allocator) -> None:
     assert "Active Memory Timeline" in page.read_text()
 
 
-def test_an_interval_of_a_batch_in_two_batches_makes_two_files(
-    tmp_path: Path, allocator: Allocator
-) -> None:
-    """The reference's row: a pickle and a page."""
-    found = fit(tmp_path, MemorySnapshot(schedule="1ba"), limit_train_batches=2)
-    assert [Path(name).suffix for name in found] == [".html", ".pickle"]
+def test_each_window_holds_its_own_batches(tmp_path: Path, allocator: Allocator) -> None:
+    """Recording is on from the end of the batch before a window to the end of its last."""
+    seen = []
+
+    class Watched(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append(allocator.recording)
+            return super().training_step(batch, batch_idx)
+
+    fit(tmp_path, MemorySnapshot(schedule=Cyclic(wait=2, active=2, repeat=3)), Watched())
+    wait, active = [False] * 3, [True] * 2
+    assert seen == [*(wait + active) * 3, False]
 
 
 def test_history_is_bounded_and_off_between_windows(tmp_path: Path, allocator: Allocator) -> None:
@@ -98,7 +152,7 @@ def test_pages_can_be_left_out_and_pickles_compressed(tmp_path: Path, allocator:
     profiler = MemorySnapshot(schedule="first 1ba", html=False, compress=True)
     assert fit(tmp_path, profiler) == ["rank0.1.pickle.gz"]
     path = tmp_path / "records-version_0" / "memory_snapshots" / "rank0.1.pickle.gz"
-    assert pickle.loads(gzip.decompress(path.read_bytes()))["segments"] == []
+    assert len(pickle.loads(gzip.decompress(path.read_bytes()))["segments"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -110,9 +164,75 @@ def test_running_out_of_memory_leaves_a_snapshot(
     """With the history where a window is open, and with what is allocated where none is."""
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, MemorySnapshot(schedule=schedule, html=False), OutOfMemory())
-    assert files(tmp_path)[-1] == "rank0.3.pickle"
+    assert "rank0.3.pickle" in files(tmp_path)
     assert history(tmp_path, "rank0.3.pickle") == expected
     assert not allocator.recording
+
+
+@pytest.mark.parametrize("schedule", [Always(), Never()], ids=str)
+def test_running_out_of_memory_leaves_five_files(
+    tmp_path: Path, allocator: Allocator, schedule: Any
+) -> None:
+    """The reference's row: a pickle, two pages, and two flame graphs that need no network."""
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, MemorySnapshot(schedule=schedule), OutOfMemory())
+    assert files(tmp_path) == AT_THE_END
+    folder = tmp_path / "records-version_0" / "memory_snapshots"
+    assert "Allocator State History" in (folder / "rank0.3_segment_plot.html").read_text()
+    memory = (folder / "rank0.3_memory_flamegraph.svg").read_text()
+    assert "train.py:7:forward (3.0 MiB, 75.0%)" in memory
+    assert "seg_256" not in memory
+    assert "seg_256 (4.0 MiB, 100.0%)" in (folder / "rank0.3_segment_flamegraph.svg").read_text()
+    assert "http" not in memory.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_without_pages_the_flame_graphs_stay(tmp_path: Path, allocator: Allocator) -> None:
+    """html=False leaves out what needs the web, and nothing else."""
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, MemorySnapshot(schedule=Never(), html=False), OutOfMemory())
+    assert files(tmp_path) == [name for name in AT_THE_END if not name.endswith(".html")]
+
+
+def test_what_is_saved_is_what_was_there_when_memory_ran_out(
+    tmp_path: Path, allocator: Allocator
+) -> None:
+    """The allocator tells the moment itself, before the error's way up has freed anything."""
+
+    class Freed(OutOfMemory):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                allocator.observer(0, 1, 2, 3)
+                allocator.segments = []
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, MemorySnapshot(schedule=Never(), html=False), Freed())
+    path = tmp_path / "records-version_0" / "memory_snapshots" / "rank0.3.pickle"
+    assert [s["address"] for s in pickle.loads(path.read_bytes())["segments"]] == [0x100]
+
+
+def test_memory_that_ran_out_in_vain_leaves_nothing(tmp_path: Path, allocator: Allocator) -> None:
+    """cuDNN asks for too much and finds another way: no file, and no memory is kept for it."""
+
+    class Survives(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            allocator.observer(0, 1, 2, 3)
+            return super().training_step(batch, batch_idx)
+
+    profiler = MemorySnapshot(schedule=Never())
+    assert fit(tmp_path, profiler, Survives()) == []
+    assert profiler._last_moment.snapshot is None
+    assert not out_of_memory._watching
+
+
+def test_the_run_after_one_that_failed_makes_its_usual_files(
+    tmp_path: Path, allocator: Allocator
+) -> None:
+    """One object, a run that ran out of memory and a run that did not."""
+    profiler = MemorySnapshot(schedule="first 1ba", html=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path / "a", profiler, OutOfMemory())
+    assert fit(tmp_path / "b", profiler) == ["rank0.1.pickle"]
 
 
 def test_running_out_of_memory_is_seen_from_within_a_suite(
@@ -121,7 +241,7 @@ def test_running_out_of_memory_is_seen_from_within_a_suite(
     """A Suite hands its end on to the callbacks that it hosts."""
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, Suite([MemorySnapshot(schedule=Never())]), OutOfMemory())
-    assert files(tmp_path) == ["rank0.3.html", "rank0.3.pickle"]
+    assert files(tmp_path) == AT_THE_END
 
 
 def test_other_exceptions_leave_no_snapshot_of_their_own(
@@ -211,4 +331,30 @@ def test_a_device_that_runs_out_of_memory_leaves_its_history(tmp_path: Path) -> 
 
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, MemorySnapshot(schedule=Always()), Greedy(), accelerator="gpu")
+    assert files(tmp_path) == AT_THE_END
     assert any(event["action"] == "oom" for event in history(tmp_path, "rank0.3.pickle"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_s_last_moment_is_saved(tmp_path: Path) -> None:
+    """A block that lived only until the error is in the snapshot, by the line that asked for it."""
+
+    class Greedy(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                self.hoard()
+            return super().training_step(batch, batch_idx)
+
+        def hoard(self) -> None:
+            try:
+                hoard = [torch.empty(64 * MIB, dtype=torch.uint8, device=self.device)]
+                torch.empty(1 << 50, dtype=torch.uint8, device=self.device)
+            finally:
+                hoard.clear()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, MemorySnapshot(schedule=Always()), Greedy(), accelerator="gpu")
+    folder = tmp_path / "records-version_0" / "memory_snapshots"
+    graph = (folder / "rank0.3_memory_flamegraph.svg").read_text()
+    assert ":hoard (64.0 MiB" in graph

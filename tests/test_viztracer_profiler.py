@@ -6,19 +6,29 @@ import cProfile
 import gc
 import gzip
 import json
+import os
+import re
 import sys
+import time
+from collections import Counter
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from small import Records, Small, ours, trainer
+from test_cli import parse
 from test_unchanged import outcome
+from torch.utils.data import DataLoader, Dataset
 from viztracer.vcompressor import VCompressor
 
 from lightning_perf import (
     Always,
     ConfigError,
+    Cyclic,
+    Every,
     Fixed,
     PerfWarning,
     PyTorch,
@@ -38,6 +48,43 @@ def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def calls(events: list[dict[str, Any]], name: str) -> int:
     """How often a function of that name was called."""
     return sum(event["name"].split(" ")[0].endswith(name) for event in events)
+
+
+class Work(Dataset[list[torch.Tensor]]):
+    """Samples that a worker must work for."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return self.work(index)
+
+    def work(self, index: int) -> list[torch.Tensor]:
+        waste = len(bytearray(10_000_000))
+        return [torch.full((8,), index / waste), torch.ones(1)]
+
+
+class Loading(Small):
+    """Twenty batches from two workers, with long steps while a window is open.
+
+    Else a window of this test would be over before a worker looks.
+    """
+
+    def __init__(self, profiler: Any, context: str) -> None:
+        super().__init__()
+        self.profiler, self.context = profiler, context
+        self.losses: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        options = {"multiprocessing_context": self.context, "persistent_workers": True}
+        return DataLoader(Work(), 4, num_workers=2, **options)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.profiler is not None and self.profiler._open is not None:
+            time.sleep(0.2)
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        return loss
 
 
 def fit(folder: Path, *profilers: Any, model: Any = None, **options: Any) -> dict[str, Any]:
@@ -161,3 +208,113 @@ def test_a_missing_viztracer_is_told_before_training(
     monkeypatch.setattr("lightning_perf.profilers.tools.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs viztracer.*pip install viztracer"):
         fit(tmp_path, VizTracer())
+
+
+def test_windows_hold_their_own_batches_and_no_others(tmp_path: Path) -> None:
+    """A call that belongs to a batch outside of the window is not in its file."""
+
+    class Telling(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            getattr(self, f"batch_{'even' if batch_idx % 2 == 0 else 'odd'}")()
+            return super().training_step(batch, batch_idx)
+
+        def batch_even(self) -> None: ...
+
+        def batch_odd(self) -> None: ...
+
+    found = fit(tmp_path, VizTracer(schedule="every 4ba for 1ba"), model=Telling())
+    assert len(found) == 3
+    for events in found.values():
+        assert (calls(events, "batch_even"), calls(events, "batch_odd")) == (1, 0)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_data_loader_workers_are_in_the_trace_of_each_window(tmp_path: Path, context: str) -> None:
+    """patch=True records workers that were there before the window, and only while it is open."""
+    start = BaseProcess.start
+    profiler = VizTracer(schedule=Cyclic(wait=2, warmup=0, active=5, repeat=2), patch=True)
+    model = Loading(profiler, context)
+    found = fit(tmp_path, profiler, model=model)
+    assert list(found) == ["rank0.14.json.gz", "rank0.7.json.gz"]
+    for events in found.values():
+        assert calls(events, "Loading.training_step") == 5
+        by = Counter(e["pid"] for e in events if e["name"].startswith("Work.work"))
+        assert set(by) == {10001, 10002}
+        # Five batches are taken out in the window, so that at most as many are asked for, besides
+        # those that were under way.
+        assert 8 <= by.total() <= 4 * (5 + 4)
+        ours = [e["ts"] for e in events if e["pid"] == 1 and "ts" in e]
+        theirs = [e["ts"] for e in events if e["pid"] > 1 and "ts" in e]
+        assert min(ours) < min(theirs) <= max(theirs) < max(ours) + 1e5
+        names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+        assert sorted(names)[0] == "rank 0"
+        assert all(re.fullmatch(r"rank 0 \w+-\d+", name) for name in sorted(names)[1:])
+    assert BaseProcess.start is start
+    assert len(model.losses) == 20
+
+
+def test_workers_do_the_same_with_and_without_us(tmp_path: Path) -> None:
+    """What workers hand over, and so what is learnt, does not change."""
+    losses = []
+    for folder, profiler in (
+        ("on", VizTracer(schedule="every 6ba for 3ba", patch=True)),
+        ("", None),
+    ):
+        model = Loading(profiler, "fork")
+        model.profilers = [profiler] if profiler is not None else []
+        torch.manual_seed(1)
+        model.net.load_state_dict(
+            {k: torch.ones_like(v) for k, v in model.net.state_dict().items()}
+        )
+        fit(tmp_path / folder, *model.profilers, model=model)
+        losses.append(model.losses)
+    assert losses[0] == losses[1]
+
+
+def test_a_process_that_is_forked_in_a_window_does_not_go_on_recording(tmp_path: Path) -> None:
+    """The tracer of the parent is no burden to the child, whatever forked it."""
+    told, tell = os.pipe()
+
+    class Forking(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            pid = os.fork()
+            if pid == 0:
+                os.write(tell, b"." if sys.getprofile() is None else b"!")
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return super().training_step(batch, batch_idx)
+
+    (events,) = fit(tmp_path, VizTracer(schedule="first 2ba"), model=Forking()).values()
+    assert calls(events, "Forking.training_step") == 2
+    assert os.read(told, 100) == b"." * 16
+
+
+def test_a_page_of_flame_graphs_needs_no_network(tmp_path: Path) -> None:
+    """html=True draws each thread's time by the path of calls, and loads nothing."""
+    profiler = VizTracer(schedule="first 2ba", html=True, compress=True)
+    fit(tmp_path, profiler)
+    folder = tmp_path / "records-version_0" / "viztracer"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank0.2.cvf", "rank0.2.html"]
+    page = (folder / "rank0.2.html").read_text()
+    assert "rank 0, MainThread" in page
+    assert re.search(r"<title>\S*Small\.training_step \(.*? ms, ", page)
+    assert set(re.findall(r"https?://[^\"]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert "<link" not in page
+    assert "src=" not in page
+
+
+def test_settings_and_tool_options_are_written_in_yaml(tmp_path: Path) -> None:
+    """VizTracer's own arguments stand under dict_kwargs."""
+    written = yaml.safe_load("""
+        class_path: lightning_perf.VizTracer
+        init_args: {schedule: every 8ba for 2ba, patch: true, html: true}
+        dict_kwargs: {ignore_c_function: true}
+    """)
+    (profiler,) = (
+        c for c in parse(tmp_path, [written]).trainer.callbacks if isinstance(c, VizTracer)
+    )
+    assert profiler.schedule == Every("8ba", lasting="2ba")
+    assert (profiler.patch, profiler.html) == (True, True)
+    (events,) = fit(tmp_path, profiler).values()
+    assert calls(events, "Small.training_step") == 2
+    assert not calls(events, "builtins.len")

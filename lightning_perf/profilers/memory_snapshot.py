@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.cuda import _memory_viz
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError, warn
+from lightning_perf.profilers.flame_svg import bytes_text, flame_graph, fold, read_folded
+from lightning_perf.profilers.out_of_memory import LastMoment
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
+from lightning_perf.profilers.tools import run_python
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
 
 
+#: What running out of memory leaves beside the pickle and its page.
+_AT_THE_END = {
+    "segment_plot": "_segment_plot.html",
+    "segment_flamegraph": "_segment_flamegraph.svg",
+    "memory_flamegraph": "_memory_flamegraph.svg",
+}
+
+
 class MemorySnapshot(Profiler):
     """Records the history of CUDA memory in the windows of a schedule, and where it runs out.
 
     The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
-    ``Profiler``. An out-of-memory error ends the open window, with the history that led to it.
-    Without an open window, what is allocated at that moment is saved; a schedule of ``"always"``
-    has the history there too. Without CUDA, training runs with one warning.
+    ``Profiler``. An out-of-memory error that ends the run ends the open window, with the history
+    that led to it. Without an open window, what was allocated at that moment is saved; a schedule
+    of ``"always"`` has the history there too. Either way there are five files then: beside the
+    pickle and its page a plot of the allocator's segments, and two flame graphs: of what holds the
+    memory, and of what holds each segment. Without CUDA, training runs with one warning.
 
     Args:
         compress: Whether the pickle is gzipped; ``gunzip`` it before viewing.
-        html: Whether an interactive page lies beside each pickle. It holds the data, and loads its
-            viewer from the web, as PyTorch's own pages do.
+        html: Whether interactive pages lie beside the pickles. They hold the data, and load their
+            viewer from the web, as PyTorch's own pages do. The flame graphs need no network.
         max_entries: The most allocations and frees that a window remembers; of more, the last ones.
 
     Raises:
@@ -44,6 +58,16 @@ class MemorySnapshot(Profiler):
         >>> profiler = MemorySnapshot(schedule="every 1000ba for 2ba", ranks=[0])
         >>> trainer = L.Trainer(callbacks=[profiler], logger=False)
     """
+
+    how_to_open: ClassVar[str] = """\
+- `.pickle`: drop it on <https://pytorch.org/memory_viz>, which keeps it in the browser
+  (`.pickle.gz`: `gunzip` it first). It is a pickle: only open those of runs that you trust.
+- `.html`, `_segment_plot.html`: any browser with a network; they hold the data and load PyTorch's
+  viewer from the web.
+- `_memory_flamegraph.svg`, `_segment_flamegraph.svg`, written when memory ran out: any browser,
+  without a network; a click on a frame magnifies it.
+- In a terminal: `python -m torch.cuda._memory_viz stats FILE.pickle`, or `trace FILE.pickle`.
+"""
 
     def __init__(
         self,
@@ -75,16 +99,22 @@ class MemorySnapshot(Profiler):
         if max_entries < 1:
             raise ConfigError("max_entries", max_entries, "leaves nothing to record", "100000")
         self.html, self.max_entries = html, max_entries
+        self._last_moment, self._ran_out = LastMoment(), False
 
     @property
     @override
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        return {"page": self.beside(".html")} if self.html else {}
+        suffixes = {"page": ".html"} | _AT_THE_END
+        names = {name: self.beside(suffix) for name, suffix in suffixes.items()}
+        return {name: file for name, file in names.items() if self.html or file[0].endswith(".svg")}
 
     @override
     def prepare(self, driver: Driver) -> None:
         super().prepare(driver)
-        if not _has_cuda():
+        self._ran_out = False
+        if _has_cuda():
+            self._last_moment.watch()
+        else:
             self._writer = self._windows = None
             warn("MemorySnapshot records nothing: there is no CUDA device here.")
 
@@ -95,16 +125,24 @@ class MemorySnapshot(Profiler):
         memory._record_memory_history("all", stacks="python", max_entries=self.max_entries)
         yield None
         try:
-            _dump(path)
+            return self._dump(path)
         finally:
             memory._record_memory_history(None)
-        return self._recorded(path)
+
+    @override
+    def after_batch(self, driver: Driver, batch: Any) -> None:
+        self._last_moment.snapshot = None  # memory ran out, and training found a way
+        super().after_batch(driver, batch)
 
     @override
     def close(self, driver: Driver, reason: str) -> None:
-        if reason == "exception" and isinstance(sys.exception(), torch.OutOfMemoryError):
+        self._ran_out = reason == "exception" and isinstance(
+            sys.exception(), torch.OutOfMemoryError
+        )
+        if self._ran_out:
             self._save_now(driver)
         super().close(driver, reason)
+        self._last_moment.forget()
 
     def _save_now(self, driver: Driver) -> None:
         """Save what is allocated, unless a window is open: its history ends with all that."""
@@ -116,23 +154,37 @@ class MemorySnapshot(Profiler):
         ):
             return
         path = self._writer.spool(driver.stage)
-        _dump(path)
-        self.save(path, driver.timestamp, driver.stage, self._recorded(path))
+        self.save(path, driver.timestamp, driver.stage, self._dump(path))
 
-    def _recorded(self, path: Path) -> Recorded:
-        return Recorded(further=dict.fromkeys(self.further_files, partial(_page, path)))
+    def _dump(self, path: Path) -> Recorded:
+        snapshot = self._last_moment.snapshot if self._ran_out else None
+        path.write_bytes(pickle.dumps(snapshot or torch.cuda.memory._snapshot()))
+        wanted = ("page", *_AT_THE_END) if self._ran_out else ("page",)
+        names = [name for name in wanted if name in self.further_files]
+        return Recorded(further={name: partial(_MAKE[name], path) for name in names})
 
 
 def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _dump(path: Path) -> None:
-    path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
+def _plot(kind: str, source: Path, page: Path) -> None:
+    # As a program it needs no torch, so that this takes tenths of a second.
+    run_python(_memory_viz.__file__, kind, str(source), "--output", str(page))
 
 
-def _page(source: Path, page: Path) -> None:
-    from torch.cuda import _memory_viz
+def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Path) -> None:
+    def draw(folded: str) -> str:
+        return flame_graph(fold(read_folded(folded)), title, bytes_text)
 
     snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
-    page.write_text(_memory_viz.trace_plot(snapshot))  # type: ignore[no-untyped-call]
+    # PyTorch's own drawing fetches a program from the web.
+    picture.write_text(stacks_of(snapshot, format_flamegraph=draw), encoding="utf-8")
+
+
+_MAKE: Mapping[str, Callable[[Path, Path], None]] = {
+    "page": partial(_plot, "trace_plot"),
+    "segment_plot": partial(_plot, "segment_plot"),
+    "segment_flamegraph": partial(_flames, "What each segment holds", _memory_viz.segments),
+    "memory_flamegraph": partial(_flames, "What holds the memory", _memory_viz.memory),
+}

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Mapping
+import json
+import shutil
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_perf.errors import RecorderBusy
+from lightning_perf.errors import ConfigError, RecorderBusy
+from lightning_perf.profilers import children, memray_child
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
-from lightning_perf.profilers.tools import check_options, given, refuse_python_profiler, require
+from lightning_perf.profilers.tools import (
+    check_options,
+    given,
+    refuse_python_profiler,
+    require,
+    run_python,
+)
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -27,8 +34,8 @@ _OPTIONS = (
     "trace_python_allocators",
     "track_object_lifetimes",
 )
-#: Seconds that the making of one page may take.
-_PATIENCE = 300.0
+#: Of more children that recorded in a window, the first ones' captures are kept.
+_MOST_CHILDREN = 64
 
 
 class Memray(Profiler):
@@ -37,11 +44,27 @@ class Memray(Profiler):
     The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
     ``Profiler``. ``memray stats``, ``tree`` and ``flamegraph`` read the files.
 
+    With ``summary``, each window has these metrics, of what was allocated within it: memory that
+    was there before is not in them, and tensors on a device are not either. The lowest rank that
+    records has these keys; the others', which go to MLflow alone, begin with ``memray/rank1/``.
+    Other stages than train come first: ``validate/memray/peak_memory``.
+
+    - ``memray/peak_memory``: bytes allocated at the moment of the most.
+    - ``memray/unfreed_memory``: bytes still allocated at the end.
+    - ``memray/total_memory``, ``memray/total_allocations``: bytes, and how many times, in all;
+      not in files of the aggregated format.
+
     Args:
         compress: Whether the file is gzipped; ``gunzip`` it before memray reads it.
         flamegraph: Whether a flame graph of the peak lies beside each file, as an HTML page that
             opens without a network.
         native_traces: Whether to record frames of C and C++ too, which costs more.
+        follow_fork: Whether child processes that multiprocessing starts during the run, such as
+            data loader workers, are captured in each window too, forked or spawned, each into a
+            file of its own (``.child1.bin``). Each of them has a thread of ours, which looks fifty
+            times a second whether a window is open.
+        summary: Whether a text lies beside each file, with the lines of source that allocated the
+            most, and metrics are logged. It is made in a process of its own, of low priority.
         **kwargs: Further arguments of ``memray.Tracker``: ``trace_python_allocators``,
             ``memory_interval_ms``, ``file_format``, ``track_object_lifetimes``.
 
@@ -55,6 +78,15 @@ class Memray(Profiler):
         >>> trainer = L.Trainer(callbacks=[profiler], logger=False)
     """
 
+    how_to_open: ClassVar[str] = """\
+- `.txt`: the largest allocators, by line of source.
+- `.bin`: `memray stats FILE`, `memray tree FILE`, `memray flamegraph FILE` (pip install memray, on
+  Linux or macOS); for what was not freed, `memray flamegraph --leaks FILE`. `.bin.gz`
+  (`compress=True`): `gunzip` it first.
+- `.child1.bin`, ... (`follow_fork=True`): the same of child processes, such as data loader workers.
+- `.html` (`flamegraph=True`): any browser, without a network.
+"""
+
     def __init__(
         self,
         schedule: Schedule | str | None = None,
@@ -67,6 +99,8 @@ class Memray(Profiler):
         compress: bool = False,
         flamegraph: bool = False,
         native_traces: bool = False,
+        follow_fork: bool = False,
+        summary: bool = True,
         num_traces_to_keep: int = -1,
         batches_per_trace: int = 20,
         **kwargs: Any,
@@ -84,44 +118,101 @@ class Memray(Profiler):
             batches_per_trace,
         )
         check_options(Memray, kwargs, _OPTIONS, "memray")
+        if follow_fork and not children.SUPPORTED:
+            raise ConfigError("follow_fork", follow_fork, "needs POSIX signals", "False")
         self.flamegraph, self.native_traces, self.options = flamegraph, native_traces, kwargs
+        self.follow_fork, self.summary = follow_fork, summary
+        self._children: children.Children | None = None
 
     @property
     @override
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        return {"flamegraph": self.beside(".html")} if self.flamegraph else {}
+        several = range(1, _MOST_CHILDREN + 1) if self.follow_fork else ()
+        suffixes = {f"child{number}": f".child{number}.bin" for number in several}
+        if self.flamegraph:
+            suffixes["flamegraph"] = ".html"
+        if self.summary:
+            suffixes["summary"] = ".txt"
+        return {name: self.beside(suffix) for name, suffix in suffixes.items()}
 
     @override
     def prepare(self, driver: Driver) -> None:
         require(self, "memray")
         super().prepare(driver)
+        if self.follow_fork and self._writer is not None:
+            record = partial(memray_child.record_child, self._tracker_options())
+            self._children = children.Children(record)
+            driver.at_end(self._children.remove)
 
     @override
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
         from memray import Tracker
 
         refuse_python_profiler(self)
-        tracker = Tracker(path, native_traces=self.native_traces, **given(self.options))
+        tracker = Tracker(path, **self._tracker_options())
         try:
-            tracker.__enter__()
+            memray_child.start(tracker)
         except RuntimeError as error:  # a tracker that is not ours
             path.unlink(missing_ok=True)
             remedy = "remove one of the two"
             raise RecorderBusy("Memray", "a memray that is not ours", remedy) from error
+        if self._children is not None:
+            self._children.open()
         yield None
-        tracker.__exit__(None, None, None)
-        return Recorded(further=dict.fromkeys(self.further_files, partial(_flamegraph, path)))
+        memray_child.stop(tracker)
+        return Recorded(further=self._further_of(path, driver))
+
+    @override
+    def after_batch(self, driver: Driver, batch: Any) -> None:
+        driver.deliver()
+        super().after_batch(driver, batch)
+
+    @override
+    def close(self, driver: Driver, reason: str) -> None:
+        super().close(driver, reason)
+        if self._children is not None:
+            self._children.leave()
+            self._children = None
+
+    def _tracker_options(self) -> dict[str, Any]:
+        return {"native_traces": self.native_traces, **given(self.options)}
+
+    def _further_of(self, path: Path, driver: Driver) -> dict[str, Callable[[Path], None]]:
+        further: dict[str, Callable[[Path], None]] = {}
+        if self.flamegraph:
+            further["flamegraph"] = partial(_flamegraph, path)
+        if self.summary:
+            log = partial(driver.log_from_worker, step=driver.step)
+            further["summary"] = partial(_summarize, path, self._prefix(driver), log)
+        if self._children is not None:
+            files = self._children.shut()
+            for place, number in enumerate(files.numbers[:_MOST_CHILDREN], 1):
+                further[f"child{place}"] = partial(_take, files, number)
+        return further
+
+    def _prefix(self, driver: Driver) -> str:
+        """What the keys of this rank's metrics begin with."""
+        stage = "" if driver.stage == "train" else f"{driver.stage}/"
+        rank = driver.ranks.global_rank
+        first = min(self.ranks) if self.ranks is not None else 0
+        return f"{stage}memray/" if rank == first else f"{stage}memray/rank{rank}/"
+
+
+def _take(files: children.Files, number: int, target: Path) -> None:
+    found = files.wait()
+    if number not in found:
+        raise OSError("the child process ended without it")
+    shutil.move(found[number], target)
 
 
 def _flamegraph(source: Path, page: Path) -> None:
-    # Another process, since memray would hold this one's interpreter lock all the while.
-    command = [sys.executable, "-P", "-m", "memray", "flamegraph", "--no-web", "--force"]
-    done = subprocess.run(  # noqa: S603
-        [*command, "--output", str(page), str(source)],
-        capture_output=True,
-        text=True,
-        timeout=_PATIENCE,
-        check=False,
+    run_python(
+        "-m", "memray", "flamegraph", "--no-web", "--force", "--output", str(page), str(source)
     )
-    if done.returncode:
-        raise OSError(f"memray flamegraph: {(done.stderr or done.stdout).strip()[-200:]}")
+
+
+def _summarize(
+    source: Path, prefix: str, log: Callable[[Mapping[str, float]], None], text: Path
+) -> None:
+    told = run_python("-m", "lightning_perf.profilers.memray_summary", str(source), str(text))
+    log({f"{prefix}{key}": value for key, value in json.loads(told).items()})

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_perf.errors import ConfigError, RecorderBusy
 
-#: Seconds that a module may run beside the training.
+#: Seconds that the making of one file may take.
 _PATIENCE = 300.0
 
 
@@ -71,26 +71,30 @@ def require(profiler: object, module: str) -> None:
         raise ConfigError("callbacks", type(profiler).__name__, problem, None)
 
 
-def run_aside(module: str, *arguments: object) -> None:
-    """Run a module in a process of its own, so that it leaves the interpreter to the training.
+def run_python(*arguments: str) -> str:
+    """Run a Python program in a process of its own: here it would hold the interpreter's lock.
 
     Args:
-        module: What ``python -m`` runs; the working directory is not searched for it.
-        arguments: What it is given, as text.
+        *arguments: As after ``python`` on the command line.
+
+    Returns:
+        What it printed.
 
     Raises:
-        OSError: It failed; with the end of what it said.
-        subprocess.TimeoutExpired: It took longer than five minutes.
+        OSError: It failed, with the last thing that it said.
+        TimeoutExpired: It took longer than five minutes.
     """
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, "-P", "-m", module, *map(str, arguments)],
+    done = subprocess.run(  # noqa: S603  (our own arguments, and no shell)
+        [sys.executable, "-P", *arguments],
         capture_output=True,
         text=True,
         timeout=_PATIENCE,
         check=False,
     )
     if done.returncode:
-        raise OSError(f"{module}: {(done.stderr or done.stdout).strip()[-200:]}")
+        program = " ".join(arguments[:3])
+        raise OSError(f"{program}: {(done.stderr or done.stdout).strip()[-200:]}")
+    return done.stdout
 
 
 def refuse_python_profiler(profiler: object) -> None:

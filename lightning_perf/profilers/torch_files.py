@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.profiler import profile
 
-from lightning_perf.profilers.tools import run_aside
+from lightning_perf.profilers.tools import run_python
 
 
 class TorchFiles:
@@ -37,14 +37,15 @@ class TorchFiles:
     def key_averages(self, target: Path) -> None:
         """Write the table of operators."""
         self.trace()
-        run_aside("lightning_perf.profilers.operator_table", self._path, target)
+        run_python("-m", "lightning_perf.profilers.operator_table", str(self._path), str(target))
 
     def memory_timeline(self, target: Path) -> None:
         """Write the page about memory."""
         points = target.with_name(f"{target.name}.points")
         try:
             source = self._points(points)
-            run_aside("lightning_perf.profilers.memory_page", source, target, self._device)
+            page = "lightning_perf.profilers.memory_page"
+            run_python("-m", page, str(source), str(target), self._device)
         finally:
             points.unlink(missing_ok=True)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError, RecorderBusy
+from lightning_perf.profilers import calls, children
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import (
@@ -20,6 +21,7 @@ from lightning_perf.profilers.tools import (
     installed,
     refuse_python_profiler,
     require,
+    run_python,
 )
 from lightning_perf.schedule import Schedule
 from lightning_perf.trace import TraceWriter
@@ -34,6 +36,7 @@ _OURS = {
     "trace_self", "verbose",
 }  # fmt: skip
 _REMEDY = "remove one of the two"
+_REPORT = "lightning_perf.profilers.calls_report"
 
 
 class VizTracer(Profiler):
@@ -45,7 +48,13 @@ class VizTracer(Profiler):
     Args:
         compress: Whether files have VizTracer's own compressed form ``.cvf``, which
             ``viztracer --decompress`` reads, instead of ``.json.gz``, which Perfetto opens.
-        tracer_entries: The most calls that a file holds; of more, the last ones.
+        tracer_entries: The most calls that a file holds of one process; of more, the last ones.
+        patch: Whether child processes that multiprocessing starts during the run, such as data
+            loader workers, are recorded in each window too, in the same file. Each of them has a
+            thread of ours, which looks fifty times a second whether a window is open. Programs
+            that ``subprocess`` starts are not followed.
+        html: Whether a page lies beside each file, which opens without a network: a flame graph of
+            each thread, of calls of the same path made one.
         **kwargs: Further arguments of ``viztracer.VizTracer``, such as ``log_torch`` or
             ``ignore_c_function``.
 
@@ -58,6 +67,18 @@ class VizTracer(Profiler):
         >>> profiler = VizTracer(schedule="every 1000ba for 2ba", ignore_c_function=True)
         >>> trainer = L.Trainer(callbacks=[profiler], logger=False)
     """
+
+    how_to_open: ClassVar[str] = """\
+- `.json.gz`: drop it on <https://ui.perfetto.dev>, which keeps it in the browser, or
+  `gunzip FILE.json.gz`, then `vizviewer FILE.json` (pip install viztracer), which needs no network.
+- `.cvf` (`compress=True`): `viztracer --decompress FILE.cvf -o trace.json`, then
+  `vizviewer trace.json`.
+- `.html` (`html=True`): any browser, without a network: flame graphs; a click on a frame
+  magnifies it.
+- Several ranks in one timeline: `gunzip rank*.json.gz`, then
+  `viztracer --combine rank*.json -o all.json`. Rank 0 is process 1, its child processes are 10001
+  and on.
+"""
 
     def __init__(
         self,
@@ -72,6 +93,8 @@ class VizTracer(Profiler):
         num_traces_to_keep: int = -1,
         batches_per_trace: int = 20,
         tracer_entries: int = 500_000,
+        patch: bool = False,
+        html: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -92,12 +115,23 @@ class VizTracer(Profiler):
         if compress and kwargs.get("log_torch"):
             problem = "cannot hold the operators that log_torch records"
             raise ConfigError("compress", compress, problem, "False")
-        self.tracer_entries, self.options = tracer_entries, kwargs
+        if patch and not children.SUPPORTED:
+            raise ConfigError("patch", patch, "needs a system with POSIX signals", "False")
+        self.tracer_entries, self.patch, self.html = tracer_entries, patch, html
+        self.options = kwargs
+        self._children: children.Children | None = None
+
+    @property
+    @override
+    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
+        return {"page": self.beside(".html")} if self.html else {}
 
     @override
     def prepare(self, driver: Driver) -> None:
         require(self, "viztracer")
         super().prepare(driver)
+        if self.patch and self._writer is not None:
+            self._follow(driver)
         if self.options.get("log_torch"):
             other = compat.profiler_name(driver.trainer)
             if other == "PyTorchProfiler":
@@ -107,6 +141,8 @@ class VizTracer(Profiler):
     def new_writer(
         self, driver: Driver, filename: str, remote_file_name: str | None, compress: bool
     ) -> TraceWriter:
+        if filename != self.filename:  # a page
+            return super().new_writer(driver, filename, remote_file_name, compress)
         if compress:
             filename = _cvf(filename)
             remote_file_name = None if remote_file_name is None else _cvf(remote_file_name)
@@ -114,34 +150,69 @@ class VizTracer(Profiler):
 
     @override
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
-        from viztracer import VizTracer as Tracer  # type: ignore[import-untyped]
-
         refuse_python_profiler(self)
         if self.options.get("log_torch") and torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             raise RecorderBusy("VizTracer", "a torch.profiler that is not ours", _REMEDY)
-        rank = driver.ranks.global_rank
-        tracer = Tracer(
-            tracer_entries=self.tracer_entries,
-            process_name=f"rank {rank}",
-            dump_raw=True,
-            register_global=False,
-            verbose=0,
-            **given(self.options),
+        tracer = calls.new_tracer(
+            driver.ranks.global_rank, self.tracer_entries, given(self.options)
         )
-        # Processes of several nodes may share an id, and to VizTracer 0 is no id.
-        tracer.setpid(rank + 1)
-        tracer.start()
+        if self._children is not None:
+            self._children.open()
+        calls.start(tracer)
         yield None
-        tracer.stop()
-        # VizTracer chooses the format by the suffix, and the user chose the file's name.
-        raw = path.with_name(f"{path.name}.json")
-        tracer.save(str(raw), verbose=0)
-        raw.replace(path)
-        return Recorded(partial(_compress, path) if self.compress else None)
+        calls.stop(tracer, path)
+        trace = _Trace(path, self._children.shut() if self._children is not None else None)
+        return Recorded(
+            partial(trace.finish, compress=self.compress),
+            dict.fromkeys(self.further_files, trace.draw),
+        )
+
+    @override
+    def close(self, driver: Driver, reason: str) -> None:
+        super().close(driver, reason)
+        if self._children is not None:
+            self._children.leave()
+            self._children = None
+
+    def _follow(self, driver: Driver) -> None:
+        plain = {key: value for key, value in given(self.options).items() if _is_plain(value)}
+        plain.pop("log_torch", None)
+        record = partial(calls.record_child, driver.ranks.global_rank, self.tracer_entries, plain)
+        self._children = children.Children(record)
+        driver.at_end(self._children.remove)
+
+
+class _Trace:
+    """A trace on its way, on the worker thread."""
+
+    def __init__(self, path: Path, theirs: children.Files | None) -> None:
+        self._path, self._theirs = path, theirs
+
+    def finish(self, compress: bool) -> None:
+        self._gather()
+        if compress:
+            raw, packed = (self._path.with_name(f"{self._path.name}{s}") for s in (".json", ".cvf"))
+            self._path.replace(raw)
+            try:
+                run_python("-m", "viztracer", "--quiet", "--compress", str(raw), "-o", str(packed))
+            finally:
+                raw.replace(self._path)
+            packed.replace(self._path)
+
+    def draw(self, page: Path) -> None:
+        self._gather()
+        run_python("-m", _REPORT, "page", str(self._path), str(page))
+
+    def _gather(self) -> None:
+        """Put what the children recorded into the trace, once."""
+        theirs, self._theirs = self._theirs, None
+        files = [str(path) for path in theirs.wait().values()] if theirs is not None else []
+        if files:
+            run_python("-m", _REPORT, "merge", str(self._path), *files)
 
 
 def _known() -> set[str]:
-    from viztracer import VizTracer as Tracer
+    from viztracer import VizTracer as Tracer  # type: ignore[import-untyped]
 
     return set(inspect.signature(Tracer).parameters) - _OURS - {"tracer_entries"}
 
@@ -150,9 +221,7 @@ def _cvf(name: str) -> str:
     return f"{name.removesuffix('.gz').removesuffix('.json').removesuffix('.cvf')}.cvf"
 
 
-def _compress(path: Path) -> None:
-    from viztracer.vcompressor import VCompressor  # type: ignore[import-untyped]
-
-    packed = path.with_name(f"{path.name}.cvf")
-    VCompressor().compress(json.loads(path.read_bytes()), str(packed))
-    packed.replace(path)
+def _is_plain(value: Any) -> bool:
+    """Whether an option can be handed to a process that does not share this one's memory."""
+    parts = value if isinstance(value, list) else [value]
+    return all(isinstance(part, bool | int | float | str) for part in parts)

@@ -276,6 +276,14 @@ class Driver:
         """Metrics to every logger of the trainer, from rank 0."""
         self.reporting.log(metrics, step)
 
+    def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:
+        """This rank's own metrics, under keys of its own; on the worker thread."""
+        self.reporting.log_from_worker(metrics, step)
+
+    def deliver(self) -> None:
+        """Hand metrics from the worker thread to loggers that live on this one."""
+        self.reporting.deliver()
+
     def _catch_up(self) -> None:
         """Believe Lightning where it knows better: the epoch always, the rest without our state."""
         counters, trainer = self.progress.stages["train"], self.trainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -54,9 +55,11 @@ class Reporting:
         self.identity = destination.identity
         self._runs_as_targets = [run_target(run) for run in self.runs]
         self.tags = TagReader(next(iter(self.runs), None), worker)
-        self._mlflow = [MlflowMetrics(run, worker) for run in self.runs] if first else []
+        self._own = [MlflowMetrics(run, worker) for run in self.runs]
+        self._mlflow = self._own if first else []
         others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
         self._others = OtherLoggers(others)
+        self._later: deque[tuple[dict[str, float], int]] = deque()
 
     def targets(self, remote_file_name: str | None) -> Sequence[Target]:
         """Where files of a remote name go: to the store of a URL, else to all MLflow runs."""
@@ -72,6 +75,21 @@ class Reporting:
             target.log(metrics, step)
         self._others.log(metrics, step)
 
+    def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:
+        """One rank's metrics, on the worker thread: to MLflow from any rank.
+
+        Other loggers, which are not safe there, get theirs from rank 0 at the next ``deliver``.
+        """
+        metrics = finite(metrics)
+        for target in self._own:
+            target.log(metrics, step)
+        self._later.append((metrics, step))
+
+    def deliver(self) -> None:
+        """Hand what waits to the loggers of the calling thread."""
+        while self._later:
+            self._others.log(*self._later.popleft())
+
     def log_params(self, params: Mapping[str, object]) -> None:
         """The set-up of the run, to MLflow."""
         for target in self._mlflow:
@@ -83,15 +101,16 @@ class Reporting:
         Args:
             timeout: Seconds at most.
         """
-        for target in self._mlflow:
+        for target in self._own:
             target.flush()
         if not self._worker.close(_PATIENCE):
             # Each rank sends its own, but one voice is enough for a thousand of them.
             shown = waiting(self._worker.pending, timeout) if self._first else nullcontext()
             with shown as progress:
                 self._worker.close(timeout, progress)
-        for target in self._mlflow:
+        for target in self._own:
             target.tell_lost()
+        self.deliver()
 
 
 def _destination(trainer: Trainer, worker: Worker) -> Destination:

@@ -1,0 +1,51 @@
+"""Memray at work; apart, since a spawned child imports nothing that it does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+_recording: Any = None
+
+
+def start(tracker: Any) -> None:
+    """Record.
+
+    Args:
+        tracker: A ``memray.Tracker``.
+
+    Raises:
+        RuntimeError: Another tracker records.
+    """
+    global _recording
+    tracker.__enter__()
+    _recording = tracker
+
+
+def stop(tracker: Any) -> None:
+    """Stop, which completes the file."""
+    global _recording
+    _recording = None
+    tracker.__exit__(None, None, None)
+
+
+def record_child(
+    options: Mapping[str, Any], path: Path, number: int
+) -> Generator[None, None, None]:
+    """Record a child process, as ``children`` asks for it.
+
+    Args:
+        options: Arguments of ``memray.Tracker``.
+        path: The capture.
+        number: The child's.
+    """
+    from memray import Tracker
+
+    if _recording is not None:
+        # Forked in a window: memray has cut it off from the parent's file, and waits to be told.
+        stop(_recording)
+    tracker = Tracker(path, **options)
+    start(tracker)
+    yield
+    stop(tracker)
