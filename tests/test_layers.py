@@ -14,7 +14,7 @@ FLOORS = [
     {"callbacks", "profilers"},
     {"trainer"},
     {"tracking"},
-    {"diagnosis", "flops", "schedule", "trace"},
+    {"diagnosis", "flops", "schedule", "system", "trace"},
     {"time", "timestamp", "moment", "batch", "throughput", "errors", "__init__"},
 ]
 #: Libraries that may enter on some floors only.
@@ -22,6 +22,7 @@ RESERVED = {
     "torch": {"flops", "trainer", "callbacks", "profilers"},
     "lightning": {"trainer", "callbacks", "profilers"},
     "mlflow": {"tracking"},
+    "psutil": {"cli", "system"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

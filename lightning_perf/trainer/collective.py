@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Rows = list[list[float]]
 
 #: Numbers a rank may send at once; all messages have this size, so that none can be misread.
-WIDTH = 12
+WIDTH = 240
 _HEADER = 3
 _MOST_PENDING = 16
 _TIMEOUT = timedelta(minutes=30)
@@ -37,7 +37,8 @@ _retired: list[Any] = []
 class _Pending:
     tag: tuple[int, int]
     work: Any
-    rows: list[torch.Tensor]
+    #: One row a rank.
+    table: torch.Tensor
     then: Callable[[Rows], None]
 
 
@@ -78,16 +79,16 @@ class Gatherer:
             return
         if len(self._pending) >= _MOST_PENDING:  # a rank is gone: nothing will come any more
             return
-        row = [*map(float, tag), float(len(values)), *values]
-        row += [0.0] * (WIDTH + _HEADER - len(row))
-        message = torch.tensor(row, dtype=torch.float64)
+        row = torch.tensor([*tag, len(values), *values], dtype=torch.float64)
+        message = torch.zeros(_HEADER + WIDTH, dtype=torch.float64)
+        message[: len(row)] = row
         if self._group is None:
             gathered = self._trainer.strategy.all_gather(message)
-            self._deliver(tag, list(gathered.reshape(self._world_size, -1).cpu()), then)
+            self._deliver(tag, gathered.reshape(self._world_size, -1).cpu(), then)
             return
-        rows = [torch.empty_like(message) for _ in range(self._world_size)]
-        work = dist.all_gather(rows, message, group=self._group, async_op=True)
-        self._pending.append(_Pending(tag, work, rows, then))
+        table = message.new_empty(self._world_size, len(message))
+        work = dist.all_gather(list(table), message, group=self._group, async_op=True)
+        self._pending.append(_Pending(tag, work, table, then))
 
     def poll(self) -> None:
         """Hand over what has come, in the order in which it was sent."""
@@ -97,7 +98,7 @@ class Gatherer:
                 sent.work.wait()  # it has ended: this tells how
             except RuntimeError:  # a rank is gone
                 continue
-            self._deliver(sent.tag, sent.rows, sent.then)
+            self._deliver(sent.tag, sent.table, sent.then)
 
     def finish(self, timeout: float) -> None:
         """Wait a bounded time for what is still on its way.
@@ -119,13 +120,14 @@ class Gatherer:
         self._group = None
 
     def _deliver(
-        self, tag: tuple[int, int], rows: list[torch.Tensor], then: Callable[[Rows], None]
+        self, tag: tuple[int, int], table: torch.Tensor, then: Callable[[Rows], None]
     ) -> None:
-        listed = [row.tolist() for row in rows]
-        if any(tuple(row[:2]) != tuple(map(float, tag)) for row in listed):
+        headers = table[:, :_HEADER].tolist()
+        if any(tuple(header[:2]) != tag for header in headers):
             warn("the ranks report different things at one time, so that report is left out.")
             return
-        then([row[_HEADER : _HEADER + int(row[2])] for row in listed])
+        used = table[:, _HEADER : _HEADER + int(max(header[2] for header in headers))].tolist()
+        then([row[: int(header[2])] for header, row in zip(headers, used, strict=True)])
 
 
 def _initialized() -> bool:
