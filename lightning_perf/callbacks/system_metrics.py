@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from math import isfinite, nan
+from math import ceil, isfinite, nan
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from lightning_perf.errors import ConfigError
+from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.system import pack, unpack
 from lightning_perf.time import Time, TimeUnit
 from lightning_perf.trainer.collective import Rows
@@ -18,11 +18,16 @@ from lightning_perf.trainer.hooks import PerfCallback
 from lightning_perf.trainer.roles import Report
 
 if TYPE_CHECKING:
+    from lightning_perf.system import Sampler
     from lightning_perf.trainer.driver import Driver
 
 _SHORTEST = 0.1
 #: Seconds that the end of a short run waits for a sample.
 _PATIENCE = 0.5
+
+#: Nodes that report at one time: more of them take turns, so that a report stays small for rank 0
+#: and for the loggers, whose number of metrics it is.
+_AT_ONCE = 8
 
 # What a rank sends: its node, its process, its memory, and, where it samples, the node's figures.
 _HOST_MEMORY = ("rss", "peak_rss")
@@ -46,7 +51,7 @@ class SystemMetrics(PerfCallback):
 
     It reports every ``Trainer(log_every_n_steps)``, in all stages under the same keys; what was
     not sampled since the last report is left out, and a run too short to be sampled reports at
-    its end.
+    its end. More than eight nodes take turns.
 
     Args:
         interval: Time between samples: seconds, or a string such as ``"10s"`` or ``"1m"``.
@@ -69,9 +74,15 @@ class SystemMetrics(PerfCallback):
         #: What was reported last, by key; on rank 0.
         self.metrics: dict[str, float] = {}
         self._told = False
+        self._step = -1
+        self._allocator = True
+        self._reports, self._turns = 0, 1
 
     @override
     def prepare(self, driver: Driver) -> None:
+        self._step, self._allocator, self._reports = -1, True, 0
+        nodes = driver.ranks.world_size // max(driver.ranks.local_world_size, 1)
+        self._turns = ceil(nodes / _AT_ONCE) or 1
         if driver.sampler is not None:
             driver.sampler.subscribe(self.state_key, self._seconds)
 
@@ -91,18 +102,15 @@ class SystemMetrics(PerfCallback):
 
     @override
     def collect(self, driver: Driver, at_end: bool) -> Report:
-        sampler, figures = driver.sampler, {}
-        memory = cuda_memory(driver.trainer.strategy.root_device)
-        if sampler is not None:
-            if at_end and not self._told:
-                sampler.refresh(_PATIENCE)
-            figures, latest = sampler.take(self.state_key), sampler.latest
-            self._told = self._told or bool(figures)
-            found = {name: latest.get(f"process_{name}") for name in _HOST_MEMORY}
-            memory |= {name: gigabytes(each) for name, each in found.items() if each is not None}
+        turn = at_end or self._reports % self._turns == driver.ranks.node_rank % self._turns
+        sampler = driver.sampler if turn else None
+        figures = self._take(sampler, at_end) if sampler is not None else {}
+        self._reports += 1
+        memory = self._memory(driver)
         held = (memory.get(name, nan) for name in _MEMORY)
         values = [driver.ranks.node_rank, os.getpid(), *held, *pack(figures)]
-        return Report(values, driver.stage, driver.step, at_end)
+        again, self._step = driver.step == self._step, driver.step
+        return Report(values, driver.stage, driver.step, at_end, {"again": again})
 
     @override
     def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
@@ -111,12 +119,35 @@ class SystemMetrics(PerfCallback):
             driver.sampler.processes.update(int(row[1]) for row in rows if row[0] == here)
         if driver.ranks.global_rank != 0:
             return
-        self.metrics = _memory([row[2:_FIGURES] for row in rows])
-        for row in rows:
-            prefix = f"system/node_{row[0]:.0f}"
-            for name, value in unpack(row[_FIGURES:]).items():
-                self.metrics[f"{prefix}/{name}"] = value
-        driver.log(self.metrics, report.step)
+        # An end right after a report has the same memory at the same step.
+        found = {} if report.own["again"] else _over_ranks([row[2:_FIGURES] for row in rows])
+        for row in (row for row in rows if len(row) > _FIGURES):
+            node = f"system/node_{row[0]:.0f}"
+            found |= {f"{node}/{name}": value for name, value in unpack(row[_FIGURES:]).items()}
+        if found:
+            self.metrics = found
+            driver.log(found, report.step)
+
+    def _take(self, sampler: Sampler, at_end: bool) -> dict[str, float]:
+        if at_end and not self._told:
+            sampler.refresh(_PATIENCE)
+        figures = sampler.take(self.state_key)
+        self._told = self._told or bool(figures)
+        return figures
+
+    def _memory(self, driver: Driver) -> dict[str, float]:
+        """What this rank's allocator holds and, where it samples, the processes of its node."""
+        latest = driver.sampler.latest if driver.sampler is not None else {}
+        found = {name: latest.get(f"process_{name}") for name in _HOST_MEMORY}
+        host = {name: gigabytes(each) for name, each in found.items() if each is not None}
+        try:
+            return host | (
+                cuda_memory(driver.trainer.strategy.root_device) if self._allocator else {}
+            )
+        except RuntimeError as error:  # an allocator of the user's that keeps no statistics
+            self._allocator = False
+            warn(f"CUDA's allocator is not measured ({describe(error)}).")
+            return host
 
 
 def _seconds(interval: object) -> float:
@@ -136,13 +167,16 @@ def _seconds(interval: object) -> float:
     return float(seconds)
 
 
-def _memory(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
+def _over_ranks(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
     """Rank 0's memory, and the largest of what several ranks know of themselves."""
-    found = {f"memory/{name}": value for name, value in zip(_MEMORY, ranks[0], strict=True)}
+    columns: Iterable[Sequence[float]] = zip(*ranks, strict=True)
+    known = {name: each for name, each in zip(_MEMORY, columns, strict=True) if isfinite(each[0])}
+    found = {f"memory/{name}": each[0] for name, each in known.items()}
     if len(ranks) > 1:
-        columns: Iterable[tuple[float, ...]] = zip(*ranks, strict=True)
-        for name, column in zip(_MEMORY, columns, strict=True):
-            if name not in _HOST_MEMORY:
-                known = filter(isfinite, column)
-                found[f"memory/max_over_ranks/{name}"] = max(known, default=nan)
-    return {name: value for name, value in found.items() if isfinite(value)}
+        # Nothing is larger than a number but a larger number: NaN of other ranks is passed over.
+        found |= {
+            f"memory/max_over_ranks/{name}": max(each)
+            for name, each in known.items()
+            if name not in _HOST_MEMORY
+        }
+    return found
