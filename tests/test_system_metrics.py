@@ -211,6 +211,23 @@ def test_cuda_memory_bears_composers_names(monkeypatch: pytest.MonkeyPatch) -> N
     assert hardware.cuda_memory(torch.device("cpu")) == {}
 
 
+def test_on_cuda_the_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their UUIDs: here CUDA's device 0 is nvidia-smi's GPU 1."""
+    install(monkeypatch, FakeGpu("GPU-a-1"), FakeGpu("GPU-b-2"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = SimpleNamespace(uuid="b-2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    sampler = hardware.node_sampler(SimpleNamespace(strategy=strategy), Ranks())
+    assert sampler is not None
+    sampler.subscribe("me", 60.0)
+    assert sampler.refresh(10)
+    sampler.unsubscribe("me")
+    gpus = {name.partition("/")[0] for name in sampler.latest if name.startswith("gpu_")}
+    assert gpus == {"gpu_1"}
+
+
 def test_an_allocator_without_statistics_costs_its_own_figures_alone(
     tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:

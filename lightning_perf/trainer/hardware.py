@@ -33,7 +33,8 @@ def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
     """The sampler of this node, on the first of its ranks; None on the others."""
     if ranks.local_rank != 0:
         return None
-    on_gpu = trainer.strategy.root_device.type == "cuda"
+    # torch calls AMD's devices "cuda", too: NVML does not know them.
+    on_gpu = trainer.strategy.root_device.type == "cuda" and torch.version.hip is None
     return Sampler(
         partial(
             node_sensors,
@@ -50,7 +51,7 @@ def _visible() -> list[str] | None:
             str(torch.cuda.get_device_properties(number).uuid)
             for number in range(torch.cuda.device_count())
         ]
-    except AttributeError:  # ROCm, or a torch that does not tell
+    except AttributeError:  # a torch that does not tell
         return None
 
 
