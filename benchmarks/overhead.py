@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite
+from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite, SystemMetrics
 
 STEPS, WARM = 400, 50
 REFERENCE = "Lightning's ThroughputMonitor"
@@ -37,8 +37,10 @@ ROWS: dict[str, Callable[[], list[L.Callback]]] = {
     "an empty callback": lambda: [L.Callback()],
     REFERENCE: lambda: [ThroughputMonitor(batch_size_fn=lambda batch: batch[0].shape[0])],
     "Lightning's DeviceStatsMonitor": lambda: [DeviceStatsMonitor(cpu_stats=False)],
+    "DeviceStatsMonitor of the CPU": lambda: [DeviceStatsMonitor(cpu_stats=True)],
     "SpeedMonitor": lambda: [SpeedMonitor()],
     "Flops": lambda: [Flops()],
+    "SystemMetrics": lambda: [SystemMetrics()],
     'PyTorch(schedule="never")': lambda: [PyTorch(schedule="never")],
     'PyTorch(schedule="100000ba")': lambda: [PyTorch(schedule="100000ba")],
     "SpeedMonitor and Flops": lambda: [SpeedMonitor(), Flops()],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import suppress
 
 _MESSAGE_LENGTH = 300
 
@@ -72,6 +73,16 @@ def warn(message: str) -> None:
         message: What happened, and what to do about it.
     """
     warnings.warn(f"lightning_perf: {_redacted(message)}", PerfWarning, stacklevel=3)
+
+
+def warn_aside(message: str) -> None:
+    """Warn from a thread, where a warning that the user turned into an error would end the thread.
+
+    Args:
+        message: What happened, and what to do about it.
+    """
+    with suppress(PerfWarning):
+        warn(message)
 
 
 def describe(error: BaseException) -> str:

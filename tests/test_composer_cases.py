@@ -12,29 +12,43 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from fake_nvml import FakeGpu, install
 from small import Records, Small, trainer
 from test_memory_snapshot import OutOfMemory, seeming_device
 from test_memory_snapshot import fit as fit_with_snapshots
 
-from lightning_perf import ConfigError, MemorySnapshot, Never, PyTorch, SpeedMonitor
+from lightning_perf import (
+    ConfigError,
+    MemorySnapshot,
+    Never,
+    PyTorch,
+    SpeedMonitor,
+    SystemMetrics,
+)
 from lightning_perf.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.moment import Limits, Moment
 from lightning_perf.schedule import Cyclic, Every
+from lightning_perf.system.averages import Averages
+from lightning_perf.system.gpus import gpus
+from lightning_perf.system.host import Disks
 from lightning_perf.throughput import elapsed
 from lightning_perf.time import Time, TimeUnit, ensure_time
 from lightning_perf.timestamp import Timestamp
 from lightning_perf.trace import file_format, remote_format, split_url
+from lightning_perf.trainer.hardware import gigabytes
 
 CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
 
 #: Areas that other tests check, or that concern what this software does not do.
 NOT_HERE = {
-    "det.aggregate", "det.system", "det.timings", "format", "format.partial", "marker", "memory",
-    "peak_flops", "peak_flops.quirk", "sysmetrics",
+    "det.timings", "format", "format.partial", "marker",
+    "peak_flops", "peak_flops.quirk",
     "trace.conflict",
 }  # fmt: skip
 
@@ -330,6 +344,61 @@ def check_snapshot(case):
     assert named is None or set(kinds) == set(named.split(","))
 
 
+def check_memory(case):
+    """Bytes are told as gigabytes to five digits."""
+    check(lambda: gigabytes(int(case["input"].removesuffix(" bytes"))), case["expected"])
+
+
+def check_system_metrics(case):
+    """The use of the GPU is there after one batch; per GPU here, and not per rank."""
+    assert case["expected"] == "min_gpu_percentage_rank_0 present"
+    logger = Records()
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, FakeGpu("GPU-a"))
+        trainer(Path.cwd(), SystemMetrics(), logger=logger, max_steps=1).fit(Small())
+    assert "system/node_0/gpu_0/gpu_util" in logger.keys
+
+
+def check_sensors(case):
+    """Determined's disks and GPUs, read twice."""
+    setting = case["input"]
+    if setting.startswith("disk"):
+        counts = [int(number) for number in re.findall(r"\d+", setting)]
+        samples = [counts[0:2] + counts[4:6], counts[2:4] + counts[6:8]]
+        check_disks(samples, case["expected"])
+    else:
+        free, use = re.findall(r"(\S+),(\S+)", setting)
+        uuids = list(case["expected"])
+        told = zip(uuids, map(float, free), map(float, use), strict=True)
+        with pytest.MonkeyPatch.context() as patch:
+            install(patch, *(FakeGpu(uuid, memory=(f, 0), util=u) for uuid, f, u in told))
+            with gpus() as found:
+                rows = [gpu(0.0) for gpu in found]
+        for index, expected in enumerate(case["expected"].values()):
+            assert {name: rows[index][f"gpu_{index}/{name}"] for name in expected} == expected
+
+
+def check_disks(samples, expected):
+    names = ("read_count", "write_count", "read_bytes", "write_bytes")
+    disks = Disks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_perf.system.host.physical", lambda disk: True)
+        for second, sample in enumerate(samples):
+            counts = SimpleNamespace(**dict(zip(names, sample, strict=True)))
+            patch.setattr(psutil, "disk_io_counters", lambda counts=counts, **_: {"sda": counts})
+            found = disks(float(second))
+    assert found == expected
+
+
+def check_aggregate(case):
+    """Determined's means of samples, which are a second apart; a label is a prefix here."""
+    label = "L" in case["expected"]
+    averages = Averages()
+    for sample in eval(case["input"], {"__builtins__": {}}, {"n1": "n1", "n2": "n2", "L": "L"}):
+        averages.add(sample["L"] if label else sample, seconds=1.0)
+    assert averages.take() == (case["expected"]["L"] if label else case["expected"])
+
+
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "trace.overwrite": check_overwrite,
     "uri": check_uri,
@@ -350,6 +419,10 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "trace.filename": check_trace_name,
     "trace.memory": check_trace_memory,
     "snapshot": check_snapshot,
+    "memory": check_memory,
+    "sysmetrics": check_system_metrics,
+    "det.system": check_sensors,
+    "det.aggregate": check_aggregate,
 }
 
 HERE = [case for case in CASES if case["area"] in CHECKS and case["input"] not in LEFT_OUT]

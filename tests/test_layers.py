@@ -14,7 +14,7 @@ FLOORS = [
     {"callbacks", "profilers"},
     {"trainer"},
     {"tracking"},
-    {"charts", "diagnosis", "flops", "schedule", "trace"},
+    {"charts", "diagnosis", "flops", "schedule", "system", "trace"},
     {"time", "timestamp", "moment", "batch", "throughput", "remaining", "errors", "__init__"},
 ]
 #: Libraries that may enter on some floors only.
@@ -23,6 +23,7 @@ RESERVED = {
     "lightning": {"trainer", "callbacks", "profilers"},
     "mlflow": {"tracking"},
     "matplotlib": {"charts"},
+    "psutil": {"cli", "system"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -13,7 +13,7 @@ import lightning_perf
 NAMES = """
 All Always AnyOf At ConfigError Cyclic Elapsed Every Fixed Flops GlobalRank HasTag LocalRank
 MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch PerfWarning Profiler PyTorch
-RecorderBusy Schedule SpeedMonitor Stages Suite Time TimeUnit Timestamp VizTracer
+RecorderBusy Schedule SpeedMonitor Stages Suite SystemMetrics Time TimeUnit Timestamp VizTracer
 """
 
 
@@ -65,9 +65,10 @@ import lightning_perf
 from small import Small, trainer
 for name in lightning_perf.__all__:
     getattr(lightning_perf, name)
-from lightning_perf import Flops, PyTorch, SpeedMonitor
-flops = Flops()
-trainer(sys.argv[1], SpeedMonitor(4), flops, PyTorch(schedule="first 1ba")).fit(Small())
+from lightning_perf import Flops, PyTorch, SpeedMonitor, SystemMetrics
+flops, system = Flops(), SystemMetrics()
+profiler = PyTorch(schedule="first 1ba")
+trainer(sys.argv[1], SpeedMonitor(4), flops, system, profiler).fit(Small())
 assert flops.metrics["mfu"] > 0
 """
     done = subprocess.run(

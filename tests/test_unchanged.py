@@ -11,7 +11,7 @@ import torch
 from small import Records, Small, trainer
 from torch import Tensor, nn
 
-from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite
+from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite, SystemMetrics
 
 
 class Random(Small):
@@ -78,6 +78,7 @@ def test_losses_weights_and_rng_are_bit_identical(tmp_path: Path, changes: dict[
     watched = outcome(
         tmp_path / "watched",
         SpeedMonitor(window_size=4),
+        SystemMetrics(interval=0.1),
         Suite([Flops(peak_flops="measure")]),
         PyTorch(schedule="every 10ba for 2ba"),
         **options,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ from lightning_perf.trace.worker import Worker
 from lightning_perf.trainer import compat
 from lightning_perf.trainer.collective import Gatherer, Rows
 from lightning_perf.trainer.course import Course
+from lightning_perf.trainer.hardware import node_sampler
 from lightning_perf.trainer.meter import FlopMeter
 from lightning_perf.trainer.progress import BatchCounter, Counters, Progress
 from lightning_perf.trainer.reporting import Reporting
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_perf.system import Sampler
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.trace.targets import Target
     from lightning_perf.trainer.peaks import BatchWork
@@ -256,6 +258,11 @@ class Driver:
     def work(self) -> BatchWork | None:
         """The FLOPs of the last batch, where they are known."""
         return self.meter.work
+
+    @cached_property
+    def sampler(self) -> Sampler | None:
+        """What samples this node's hardware, on the first of its ranks; None on the others."""
+        return node_sampler(self.trainer, self.ranks)
 
     @property
     def slowed(self) -> bool:

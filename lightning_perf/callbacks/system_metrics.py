@@ -1,0 +1,182 @@
+"""What the hardware does while it trains: use, throughput and memory of every node and GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from math import ceil, isfinite, nan
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.system import pack, unpack
+from lightning_perf.time import Time, TimeUnit
+from lightning_perf.trainer.collective import Rows
+from lightning_perf.trainer.hardware import CUDA_MEMORY, cuda_memory, gigabytes
+from lightning_perf.trainer.hooks import PerfCallback
+from lightning_perf.trainer.roles import Report
+
+if TYPE_CHECKING:
+    from lightning_perf.system import Sampler
+    from lightning_perf.trainer.driver import Driver
+
+_SHORTEST = 0.1
+#: Seconds that the end of a short run waits for a sample.
+_PATIENCE = 0.5
+
+#: Nodes that report at one time: more of them take turns, so that a report stays small for rank 0
+#: and for the loggers, whose number of metrics it is.
+_AT_ONCE = 8
+
+# What a rank sends: its node, its process, its memory, and, where it samples, the node's figures.
+_HOST_MEMORY = ("rss", "peak_rss")
+_MEMORY = (*_HOST_MEMORY, *CUDA_MEMORY)
+_FIGURES = 2 + len(_MEMORY)
+
+
+class SystemMetrics(PerfCallback):
+    """Logs what each node and its GPUs do, averaged since the last report.
+
+    ``system/node_{n}/...`` has Determined's metrics of a machine, and more of CPU, swap and the
+    training's own processes; ``system/node_{n}/gpu_{i}/...`` use, memory, power, temperature,
+    clocks and throttling of each GPU that the training sees, under nvidia-smi's number. Units are
+    bytes, bytes a second, percent, watts, degrees Celsius and hertz; ``docs/system_metrics.md``
+    has them all. One thread of one process a node samples, without touching CUDA. A sensor that
+    fails is left out, with one warning.
+
+    ``memory/...`` has, in gigabytes, what CUDA's allocator holds on rank 0, as Composer names it
+    (with several ranks also the largest of all, ``memory/max_over_ranks/...``), and ``memory/rss``
+    and ``memory/peak_rss`` of the training's processes on rank 0's node.
+
+    It reports every ``Trainer(log_every_n_steps)``, in all stages under the same keys; what was
+    not sampled since the last report is left out, and a run too short to be sampled reports at
+    its end. More than eight nodes take turns.
+
+    Args:
+        interval: Time between samples: seconds, or a string such as ``"10s"`` or ``"1m"``.
+
+    Raises:
+        ConfigError: An interval that is no time, or below 0.1 s.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_perf import SystemMetrics
+        >>> trainer = L.Trainer(callbacks=[SystemMetrics(interval="5s")], logger=False)
+    """
+
+    reports = True
+
+    def __init__(self, interval: float | str = "1s") -> None:
+        super().__init__()
+        self.interval = interval
+        self._seconds = _seconds(interval)
+        #: What was reported last, by key; on rank 0.
+        self.metrics: dict[str, float] = {}
+        self._told = False
+        self._step = -1
+        self._allocator = True
+        self._reports, self._turns = 0, 1
+
+    @override
+    def prepare(self, driver: Driver) -> None:
+        self._step, self._allocator, self._reports = -1, True, 0
+        nodes = driver.ranks.world_size // max(driver.ranks.local_world_size, 1)
+        self._turns = ceil(nodes / _AT_ONCE) or 1
+        if driver.sampler is not None:
+            driver.sampler.subscribe(self.state_key, self._seconds)
+
+    @override
+    def close(self, driver: Driver, reason: str) -> None:
+        if driver.sampler is not None:
+            driver.sampler.unsubscribe(self.state_key)
+
+    @override
+    def on_start(self, driver: Driver) -> None:
+        if not driver.nested:
+            self._told = False
+
+    @override
+    def due(self, driver: Driver, at_end: bool) -> bool:
+        return not driver.nested and (at_end or driver.report_due)
+
+    @override
+    def collect(self, driver: Driver, at_end: bool) -> Report:
+        turn = at_end or self._reports % self._turns == driver.ranks.node_rank % self._turns
+        sampler = driver.sampler if turn else None
+        figures = self._take(sampler, at_end) if sampler is not None else {}
+        self._reports += 1
+        memory = self._memory(driver)
+        held = (memory.get(name, nan) for name in _MEMORY)
+        values = [driver.ranks.node_rank, os.getpid(), *held, *pack(figures)]
+        again, self._step = driver.step == self._step, driver.step
+        return Report(values, driver.stage, driver.step, at_end, {"again": again})
+
+    @override
+    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
+        if driver.sampler is not None:
+            here = driver.ranks.node_rank
+            driver.sampler.processes.update(int(row[1]) for row in rows if row[0] == here)
+        if driver.ranks.global_rank != 0:
+            return
+        # An end right after a report has the same memory at the same step.
+        found = {} if report.own["again"] else _over_ranks([row[2:_FIGURES] for row in rows])
+        for row in (row for row in rows if len(row) > _FIGURES):
+            node = f"system/node_{row[0]:.0f}"
+            found |= {f"{node}/{name}": value for name, value in unpack(row[_FIGURES:]).items()}
+        if found:
+            self.metrics = found
+            driver.log(found, report.step)
+
+    def _take(self, sampler: Sampler, at_end: bool) -> dict[str, float]:
+        if at_end and not self._told:
+            sampler.refresh(_PATIENCE)
+        figures = sampler.take(self.state_key)
+        self._told = self._told or bool(figures)
+        return figures
+
+    def _memory(self, driver: Driver) -> dict[str, float]:
+        """What this rank's allocator holds and, where it samples, the processes of its node."""
+        latest = driver.sampler.latest if driver.sampler is not None else {}
+        found = {name: latest.get(f"process_{name}") for name in _HOST_MEMORY}
+        host = {name: gigabytes(each) for name, each in found.items() if each is not None}
+        try:
+            return host | (
+                cuda_memory(driver.trainer.strategy.root_device) if self._allocator else {}
+            )
+        except RuntimeError as error:  # an allocator of the user's that keeps no statistics
+            self._allocator = False
+            warn(f"CUDA's allocator is not measured ({describe(error)}).")
+            return host
+
+
+def _seconds(interval: object) -> float:
+    example = "'10s', or 0.5"
+    try:
+        time = Time.from_timestring(interval) if isinstance(interval, str) else None
+    except (ValueError, TypeError):
+        raise ConfigError("interval", interval, "is no time", example) from None
+    if time is not None and time.unit is not TimeUnit.SECOND:
+        raise ConfigError("interval", interval, "is no time of a clock", example)
+    seconds = time.value if time is not None else interval
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not isfinite(seconds):
+        raise ConfigError("interval", interval, "is no number of seconds", example)
+    if seconds < _SHORTEST:
+        problem = f"is too short to measure anything: at least {_SHORTEST} s"
+        raise ConfigError("interval", interval, problem, example)
+    return float(seconds)
+
+
+def _over_ranks(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Rank 0's memory, and the largest of what several ranks know of themselves."""
+    columns: Iterable[Sequence[float]] = zip(*ranks, strict=True)
+    known = {name: each for name, each in zip(_MEMORY, columns, strict=True) if isfinite(each[0])}
+    found = {f"memory/{name}": each[0] for name, each in known.items()}
+    if len(ranks) > 1:
+        # Nothing is larger than a number but a larger number: NaN of other ranks is passed over.
+        found |= {
+            f"memory/max_over_ranks/{name}": max(each)
+            for name, each in known.items()
+            if name not in _HOST_MEMORY
+        }
+    return found

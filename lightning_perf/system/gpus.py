@@ -1,0 +1,189 @@
+"""Sensors of NVIDIA GPUs, by NVML: it needs no CUDA context and does not disturb the device."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_perf.errors import describe, warn_aside
+from lightning_perf.system.figures import MOST_GPUS, gpu_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+# Reasons for which a GPU's clocks are below what they could be: bits of NVML. Being idle, or held
+# at clocks that somebody set, is no throttling.
+_POWER = 0x04 | 0x80  # the power cap; the brake of the power supply
+_THERMAL = 0x20 | 0x40  # in software, in hardware
+_HARDWARE = 0x08  # clocks halved or worse
+_OTHER = 0x10  # kept in step with a slower GPU
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A GPU, or an instance of one that is split (MIG)."""
+
+    handle: Any
+    key: str
+    index: int
+    #: Its own, and of an instance its GPU's as well.
+    uuids: tuple[str, ...]
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a name in CUDA_VISIBLE_DEVICES, or a UUID of torch's, means this."""
+        if name.isdigit():
+            return self.index == int(name)
+        return any(uuid.startswith(name) or uuid.endswith(name) for uuid in self.uuids)
+
+
+class Gpu:
+    """One GPU.
+
+    Args:
+        nvml: The module ``pynvml``.
+        device: Which.
+    """
+
+    def __init__(self, nvml: Any, device: _Device) -> None:
+        self._nvml, self._device = nvml, device
+        self.name = device.key
+        self._readings: list[Callable[[Any], dict[str, float]]] = [
+            self._memory, self._use, self._power, self._temperature, self._clocks, self._throttled,
+        ]  # fmt: skip
+
+    def __call__(self, _now: float, /) -> dict[str, float]:
+        """The present state; what this kind of GPU does not tell is left out from then on."""
+        nvml = self._nvml
+        found: dict[str, float] = {}
+        for reading in list(self._readings):
+            try:
+                found |= reading(self._device.handle)
+            except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, AttributeError):
+                self._readings.remove(reading)
+            except nvml.NVMLError_GpuIsLost:
+                raise
+            except nvml.NVMLError as error:
+                self._readings.remove(reading)
+                what = reading.__name__.strip("_")
+                warn_aside(f"{self.name} tells its {what} no more ({describe(error)}).")
+        return {f"{self._device.key}/{name}": float(value) for name, value in found.items()}
+
+    def _memory(self, handle: Any) -> dict[str, float]:
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        return {"gpu_free_memory": memory.free, "gpu_used_memory": memory.used}
+
+    def _use(self, handle: Any) -> dict[str, float]:
+        return {"gpu_util": self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu}
+
+    def _power(self, handle: Any) -> dict[str, float]:
+        return {"gpu_power": self._nvml.nvmlDeviceGetPowerUsage(handle) / 1e3}
+
+    def _temperature(self, handle: Any) -> dict[str, float]:
+        nvml = self._nvml
+        return {"gpu_temperature": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)}
+
+    def _clocks(self, handle: Any) -> dict[str, float]:
+        nvml = self._nvml
+        return {
+            "gpu_sm_clock": 1e6 * nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "gpu_memory_clock": 1e6 * nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+        }
+
+    def _throttled(self, handle: Any) -> dict[str, float]:
+        reasons = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        kinds = {"power": _POWER, "thermal": _THERMAL, "hardware": _HARDWARE}
+        found = {
+            f"gpu_throttled_{kind}": 100 * bool(reasons & bits) for kind, bits in kinds.items()
+        }
+        any_of = _POWER | _THERMAL | _HARDWARE | _OTHER
+        return {"gpu_throttled": 100 * bool(reasons & any_of), **found}
+
+
+@contextmanager
+def gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[list[Gpu]]:
+    """The GPUs that the processes of this node see; none where there is no NVML.
+
+    Args:
+        visible: UUIDs of those that torch sees; None to go by CUDA_VISIBLE_DEVICES.
+        ranks: Processes of this job on this node that train on a GPU of their own.
+    """
+    try:
+        nvml = import_module("pynvml")
+    except ImportError:
+        nvml = None
+    if nvml is None or not _initialized(nvml):
+        if ranks:
+            warn_aside("GPUs are not measured: NVML is missing. Install the package nvidia-ml-py.")
+        yield []
+        return
+    try:
+        yield [Gpu(nvml, device) for device in _chosen(nvml, visible, ranks)]
+    finally:
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def _initialized(nvml: Any) -> bool:
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no driver here
+        return False
+    return True
+
+
+def _chosen(nvml: Any, visible: Sequence[str] | None, ranks: int) -> list[_Device]:
+    devices = list(_devices(nvml))
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    masked = None if mask is None else [name.strip() for name in mask.split(",")]
+    # Numbers in the mask are CUDA's, which may order GPUs otherwise than NVML: torch knows. UUIDs
+    # are plain, those of instances included.
+    by_uuid = masked is not None and masked[0].startswith(("GPU-", "MIG-"))
+    names = masked if by_uuid or visible is None else visible
+    chosen = devices if names is None else _named(names, devices)
+    # Where each rank has a mask of its own, this one's does not speak for the node.
+    return (devices if len(chosen) < ranks else chosen)[:MOST_GPUS]
+
+
+def _named(names: Sequence[str], devices: Sequence[_Device]) -> list[_Device]:
+    chosen: list[_Device] = []
+    for name in names:
+        found = next((device for device in devices if name and device.answers_to(name)), None)
+        if found is None:  # CUDA ignores what follows, too
+            break
+        if found not in chosen:
+            chosen.append(found)
+    return chosen
+
+
+def _devices(nvml: Any) -> Iterator[_Device]:
+    """All GPUs in nvidia-smi's order, instances in place of those that are split."""
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = _string(nvml.nvmlDeviceGetUUID(handle))
+        except nvml.NVMLError as error:
+            warn_aside(f"GPU {index} is not measured ({describe(error)}).")
+            continue
+        if not _split(nvml, handle):
+            yield _Device(handle, gpu_name(index), index, (uuid,))
+            continue
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with suppress(nvml.NVMLError):  # no instance of that number
+                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+                own = _string(nvml.nvmlDeviceGetUUID(instance))
+                yield _Device(instance, gpu_name(index, number), index, (own, uuid))
+
+
+def _split(nvml: Any, handle: Any) -> bool:
+    try:
+        present, _ = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError:  # not supported
+        return False
+    return bool(present)
+
+
+def _string(text: str | bytes) -> str:
+    return text.decode() if isinstance(text, bytes) else text

@@ -1,0 +1,268 @@
+"""From counters and limits to figures: rates, averages, containers."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_perf.system import GPU, HOST, MOST_GPUS, pack, unpack
+from lightning_perf.system.averages import Averages, Rates
+from lightning_perf.system.cgroup import Cgroup
+from lightning_perf.system.host import Cpu, Disks, Memory, Network, physical
+from lightning_perf.trainer.collective import WIDTH
+
+Patch = pytest.MonkeyPatch
+GB = 10**9
+
+
+# -- rates and averages ---------------------------------------------------------------------------
+
+
+def test_rates_are_over_the_exact_time_that_passed() -> None:
+    """Twice the time for the same difference is half the rate."""
+    rates = Rates[str]()
+    assert rates({"eth0": {"sent": 100}}, 10.0) == {}
+    assert rates({"eth0": {"sent": 400}}, 11.5) == {"sent": 200}
+    assert rates({"eth0": {"sent": 700}}, 14.5) == {"sent": 100}
+
+
+def test_a_counter_that_fell_has_no_rate_in_that_interval() -> None:
+    """Wrapped or reset: that figure is skipped once, the others are not."""
+    rates = Rates[str]()
+    rates({"sda": {"read": 4_000_000_000, "write": 0}}, 0.0)
+    assert rates({"sda": {"read": 10, "write": 5}}, 1.0) == {"write": 5}
+    assert rates({"sda": {"read": 40, "write": 5}}, 2.0) == {"read": 30, "write": 0}
+
+
+def test_devices_come_and_go_without_a_spike() -> None:
+    """What a device had counted before it appeared is no traffic of now, nor is its end."""
+    rates = Rates[str]()
+    rates({"eth0": {"sent": 10}}, 0.0)
+    assert rates({"eth0": {"sent": 20}, "usb0": {"sent": 10**12}}, 1.0) == {"sent": 10}
+    assert rates({"eth0": {"sent": 30}, "usb0": {"sent": 10**12 + 7}}, 2.0) == {"sent": 17}
+    assert rates({"eth0": {"sent": 40}}, 3.0) == {"sent": 10}
+    assert rates({}, 4.0) == {}
+
+
+def test_averages_weigh_by_time_and_keep_no_point_twice() -> None:
+    """A long interval counts for more than a short one; what was taken is gone."""
+    averages = Averages()
+    averages.add({"util": 100.0, "first": 1.0}, 0.0)
+    assert averages.take() == {}
+    averages.add({"util": 100.0}, 9.0)
+    averages.add({"util": 0.0, "late": 5.0}, 1.0)
+    assert averages.take() == {"util": 90.0, "late": 5.0}
+    assert averages.take() == {}
+
+
+def test_the_largest_node_fits_into_one_message() -> None:
+    """All figures of a node with sixteen GPUs, beside a rank's own, and back again."""
+    figures = {name: float(number) for number, name in enumerate(HOST)}
+    for index in range(MOST_GPUS - 1):
+        figures |= {f"gpu_{index}/{name}": index + 0.5 for name in GPU}
+    figures |= {f"gpu_90_mig_6/{name}": 1.5 for name in GPU}
+    row = pack(figures)
+    assert len(row) + 2 + 11 <= WIDTH
+    assert unpack(row) == figures
+    assert pack({}) == []
+
+
+# -- disks and networks ---------------------------------------------------------------------------
+
+
+def test_partitions_and_devices_on_devices_are_not_counted_again(
+    monkeypatch: Patch, tmp_path: Path
+) -> None:
+    """Bytes written to a partition through LVM and a loop device are one disk's bytes."""
+    for disk in ("nvme0n1", "dm-0", "loop0", "md127", "cciss!c0d0"):
+        (tmp_path / disk).mkdir()
+    for disk in ("nvme0n1", "cciss!c0d0"):
+        (tmp_path / disk / "device").mkdir()
+    names = ["nvme0n1", "nvme0n1p1", "dm-0", "loop0", "md127", "cciss/c0d0"]
+    assert [n for n in names if physical(n, tmp_path)] == ["nvme0n1", "cciss/c0d0"]
+    assert physical("PhysicalDrive0", tmp_path / "absent")
+
+
+def test_a_machine_without_disks_or_networks_has_no_such_figures(monkeypatch: Patch) -> None:
+    """In a sandbox that shows none, the figures are left out."""
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda **_: None)
+    monkeypatch.setattr(psutil, "net_io_counters", lambda **_: {})
+    for sensor in (Disks(), Network()):
+        assert sensor(0.0) == sensor(1.0) == {}
+
+
+# -- containers -----------------------------------------------------------------------------------
+
+
+def tree(root: Path, group: str, files: dict[str, Any]) -> Cgroup:
+    """A fake /sys/fs/cgroup."""
+    root.mkdir(parents=True)
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{content}\n")
+    for folder in [root, *(path for path in root.rglob("*") if path.is_dir())]:
+        (folder / "cgroup.procs").touch()
+    membership = root.parent / "membership"
+    membership.write_text(group)
+    return Cgroup(root, membership)
+
+
+V2 = "0::/job/step\n"
+V1 = "4:memory:/docker/f00\n3:cpuset:/docker/f00\n2:cpu,cpuacct:/docker/f00\n0::/docker/f00\n"
+UNLIMITED = 9223372036854771712
+
+
+def test_v2_the_tightest_limit_on_the_way_up_holds(tmp_path: Path) -> None:
+    """A step in a job: its CPU is limited by the job, its memory by itself."""
+    group = tree(
+        tmp_path / "cgroup",
+        V2,
+        {
+            "job/step/cpu.max": "max 100000",
+            "job/cpu.max": "250000 100000",
+            "job/cpu.stat": "usage_usec 7000000\nuser_usec 1",
+            "job/step/cpuset.cpus.effective": "0-2,8",
+            "job/step/memory.max": 8 * GB,
+            "job/step/memory.current": 5 * GB,
+            "job/step/memory.stat": f"anon 1\ninactive_file {2 * GB}",
+            "job/memory.max": 20 * GB,
+            "job/memory.current": 6 * GB,
+        },
+    )
+    cores, used = group.quota() or (0.0, float)
+    assert (cores, used()) == (2.5, 7.0)
+    assert group.cpus() == {0, 1, 2, 8}
+    left = group.memory()
+    assert left is not None
+    assert left() == 5 * GB
+
+
+def test_v1_a_container_finds_its_group_at_the_root(tmp_path: Path) -> None:
+    """Docker shows a container its own group as the root, under the name of the host's."""
+    group = tree(
+        tmp_path / "cgroup",
+        V1,
+        {
+            "cpu,cpuacct/cpu.cfs_quota_us": 400000,
+            "cpu,cpuacct/cpu.cfs_period_us": 100000,
+            "cpu,cpuacct/cpuacct.usage": 3_000_000_000,
+            "cpuset/cpuset.cpus": "4-5",
+            "memory/memory.limit_in_bytes": 4 * GB,
+            "memory/memory.usage_in_bytes": 3 * GB,
+            "memory/memory.stat": f"cache 1\ntotal_inactive_file {GB}",
+        },
+    )
+    cores, used = group.quota() or (0.0, float)
+    assert (cores, used()) == (4.0, 3.0)
+    assert group.cpus() == {4, 5}
+    left = group.memory()
+    assert left is not None
+    assert left() == 2 * GB
+
+
+@pytest.mark.parametrize(
+    ("group", "files"),
+    [
+        (V2, {"job/step/cpu.max": "max 100000", "job/step/memory.max": "max"}),
+        (
+            V1,
+            {
+                "cpu/cpu.cfs_quota_us": -1,
+                "cpu/cpu.cfs_period_us": 100000,
+                "memory/memory.limit_in_bytes": UNLIMITED,
+            },
+        ),
+        ("", {}),
+        ("0::/../outside\n", {}),
+    ],
+)
+def test_no_limit_is_none(tmp_path: Path, group: str, files: dict[str, Any]) -> None:
+    """Unlimited groups, an empty tree and a path out of sight limit nothing."""
+    found = tree(tmp_path / "cgroup", group, files)
+    assert found.quota() is None
+    assert found.cpus() == set()
+    assert found.memory() is None
+
+
+def test_free_memory_is_the_lesser_of_machine_and_container(
+    monkeypatch: Patch, tmp_path: Path
+) -> None:
+    """A small container on a large machine has its own limit, and the other way round."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GB))
+    for limit, free in ((8 * GB, 5 * GB), (80 * GB, 10 * GB)):
+        files = {"job/step/memory.max": limit, "job/step/memory.current": 3 * GB}
+        memory = Memory(tree(tmp_path / str(limit) / "cgroup", V2, files))
+        assert memory(0.0) == {"free_memory": free}
+
+
+Times = namedtuple("Times", "user idle iowait guest guest_nice")
+
+
+def times(*busy_idle_waited: tuple[float, float, float]) -> list[Times]:
+    # A guest's second is in its host's user time as well.
+    return [Times(busy, idle, waited, busy / 2, 0.0) for busy, idle, waited in busy_idle_waited]
+
+
+def cpu_after(monkeypatch: Patch, cgroup: Cgroup, then: list[Any], now: list[Any]) -> Any:
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: then)
+    sensor = Cpu(cgroup)
+    assert sensor(10.0) == {}
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: now)
+    return sensor(12.0)
+
+
+def test_cpu_use_is_averaged_over_cores(monkeypatch: Patch, tmp_path: Path) -> None:
+    """One core busy, one waiting for disks, two idle."""
+    found = cpu_after(
+        monkeypatch,
+        Cgroup(tmp_path, tmp_path / "absent"),
+        times((5, 5, 5), (5, 5, 5), (5, 5, 5), (5, 5, 5)),
+        times((7, 5, 5), (5, 5, 7), (5, 7, 5), (5, 7, 5)),
+    )
+    assert found == {"cpu_util_simple": 25.0, "cpu_util_max": 100.0, "cpu_iowait": 25.0}
+
+
+def test_cpu_use_is_relative_to_the_cpus_of_the_container(
+    monkeypatch: Patch, tmp_path: Path
+) -> None:
+    """What other containers do on other cores is not ours."""
+    group = tree(tmp_path / "cgroup", V2, {"job/step/cpuset.cpus.effective": "2-3"})
+    found = cpu_after(
+        monkeypatch,
+        group,
+        times((0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)),
+        times((2, 0, 0), (2, 0, 0), (1, 1, 0), (0, 2, 0)),
+    )
+    assert found == {"cpu_util_simple": 25.0, "cpu_util_max": 50.0, "cpu_iowait": 0.0}
+
+
+def test_cpu_use_is_relative_to_the_quota_of_the_container(
+    monkeypatch: Patch, tmp_path: Path
+) -> None:
+    """Three CPU seconds in two seconds, where two cores' worth is allowed, on an idle machine."""
+    usage = tmp_path / "cgroup" / "job" / "step" / "cpu.stat"
+    files = {"job/step/cpu.max": "200000 100000", "job/step/cpu.stat": "usage_usec 1000000"}
+    group = tree(tmp_path / "cgroup", V2, files)
+    idle = times(*[(0, 0, 0)] * 64), times(*[(0, 2, 0)] * 64)
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: idle[0])
+    sensor = Cpu(group)
+    assert sensor(10.0) == {}
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: idle[1])
+    usage.write_text("usage_usec 4000000\n")
+    assert sensor(12.0)["cpu_util_simple"] == pytest.approx(75.0)
+
+
+def test_a_core_whose_counters_fell_is_left_out(monkeypatch: Patch, tmp_path: Path) -> None:
+    """Linux' iowait may fall: that core says nothing in that interval."""
+    found = cpu_after(
+        monkeypatch,
+        Cgroup(tmp_path, tmp_path / "absent"),
+        times((0, 0, 9), (0, 0, 0)),
+        times((2, 0, 8), (1, 1, 0)),
+    )
+    assert found == {"cpu_util_simple": 50.0, "cpu_util_max": 50.0, "cpu_iowait": 0.0}
