@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import os
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -142,6 +144,7 @@ class PerfCallback(Callback):
                 )
             self._leave("teardown")
         driver = Driver.join(trainer, pl_module, self)
+        atexit.register(self._leave_at_exit, os.getpid())
         self.enlist(driver)
         driver.describe(self.settings())
 
@@ -188,10 +191,16 @@ class PerfCallback(Callback):
         """Leave it; the user's exception goes on."""
         self._leave("exception")
 
+    def _leave_at_exit(self, pid: int) -> None:
+        """Leave a run whose end nobody told: another callback's ``on_exception`` raised first."""
+        if pid == os.getpid():
+            self._leave("exception")
+
     def _leave(self, reason: str) -> None:
         driver = self._driver
         if driver is None:
             return
+        atexit.unregister(self._leave_at_exit)
         self.call("close", driver, reason)
         self.discharge()
         try:
