@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from dataclasses import replace
+from errno import ENOTDIR
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,7 +86,10 @@ def _place_of_names(
 
 def _owner(folder: Path, identity: str) -> str:
     """The identity of the run that the folder belongs to: ours, if it was nobody's."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # elsewhere that tells of traces of another run
+        raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(folder)) from error
     marker = folder / MARKER
     try:
         with marker.open("x", encoding="utf-8") as file:
