@@ -204,13 +204,16 @@ class TraceWriter:
                 if passed is not None:
                     passed = step(passed)
         except Exception as error:
-            kept = trace.spooled if os.path.lexists(trace.spooled) else trace.path
-            warn(f"{trace.path} was not finished ({describe(error)}); see {kept}.")
+            kept = next(filter(os.path.lexists, (trace.spooled, trace.path)), None)
+            where = "nothing of it is left" if kept is None else f"see {kept}"
+            warn(f"{trace.path} was not finished ({describe(error)}); {where}.")
             return None
         return passed
 
     def _prepare(self, trace: Trace) -> Trace:
         if trace.prepare is not None:
+            # The folder may have been removed since the recorder began.
+            trace.spooled.parent.mkdir(parents=True, exist_ok=True)
             trace.prepare()
         return replace(trace, prepare=None)  # which may hold the recorder and its memory
 
@@ -218,7 +221,10 @@ class TraceWriter:
         if trace.spooled.exists() and trace.spooled.stat().st_size:
             return trace
         trace.spooled.unlink(missing_ok=True)
-        warn(f"the recorder left nothing for {trace.path}: is the disk full?")
+        warn(
+            f"the recorder left nothing for {trace.path}: is the disk full, or was the folder "
+            "removed?"
+        )
         return None
 
     def _place(self, trace: Trace) -> Trace:
