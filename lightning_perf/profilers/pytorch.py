@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_perf.errors import RecorderBusy
 from lightning_perf.profilers.profiler import Profiler, Recording
-from lightning_perf.profilers.tools import check_options, given
+from lightning_perf.profilers.tools import check_options, check_whole, given
 from lightning_perf.schedule import Schedule
 from lightning_perf.trainer import compat
 
@@ -114,7 +114,13 @@ class PyTorch(Profiler):
         profiler.start()
         yield profiler.step
         profiler.stop()
-        return partial(profiler.export_chrome_trace, str(path))
+        return partial(_export, profiler, path)
+
+
+def _export(profiler: profile, path: Path) -> None:
+    profiler.export_chrome_trace(str(path))
+    if path.exists():  # or the writer says that nothing was left
+        check_whole(path)
 
 
 def _phases(first: int, warmup: int) -> Callable[[int], ProfilerAction]:

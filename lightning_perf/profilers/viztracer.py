@@ -15,6 +15,7 @@ from lightning_perf.errors import ConfigError, RecorderBusy
 from lightning_perf.profilers.profiler import Profiler, Recording
 from lightning_perf.profilers.tools import (
     check_options,
+    check_whole,
     given,
     installed,
     refuse_python_profiler,
@@ -134,9 +135,12 @@ class VizTracer(Profiler):
         tracer.stop()
         # VizTracer chooses the format by the suffix, and the user chose the file's name.
         raw = path.with_name(f"{path.name}.json")
-        tracer.save(str(raw), verbose=0)
+        try:
+            tracer.save(str(raw), verbose=0)
+        except ValueError as error:  # its word for a file that cannot be opened
+            raise OSError(str(error)) from error
         raw.replace(path)
-        return partial(_compress, path) if self.compress else None
+        return partial(_compress if self.compress else check_whole, path)
 
 
 def _known() -> set[str]:
