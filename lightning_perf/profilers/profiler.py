@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_perf.errors import ConfigError, RecorderBusy, warn
+from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers.claim import claim, release
 from lightning_perf.schedule import FOREVER, Cyclic, Schedule, as_schedule
 from lightning_perf.schedule.checks import rank_list
@@ -119,7 +119,8 @@ class Profiler(PerfCallback):
         self.batches_per_trace = batches_per_trace
         self._writer: TraceWriter | None = None
         self._open: _Window | None = None
-        self._reopen = self._told_busy = False
+        self._reopen = False
+        self._told: set[type] = set()
         # Batches before this one need not be looked at.
         self._asleep_until = 0
 
@@ -147,7 +148,8 @@ class Profiler(PerfCallback):
 
     @override
     def prepare(self, driver: Driver) -> None:
-        self._open, self._reopen, self._told_busy = None, False, False
+        self._open, self._reopen = None, False
+        self._told.clear()
         self._refuse_ranks(driver)
         self.schedule.validate(driver.limits)
         self.schedule.setup(driver.context)
@@ -274,24 +276,31 @@ class Profiler(PerfCallback):
     def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
         assert self._writer is not None
         with driver.aside():
-            path = self._writer.spool(driver.stage)
-            recording = self.record(path, driver, warmup)
             try:
+                path = self._writer.spool(driver.stage)
+                recording = self.record(path, driver, warmup)
                 claim(self)
                 tick = next(recording)
-            except RecorderBusy as busy:
+            except (RecorderBusy, OSError) as error:
                 release(self)
-                self._tell_busy(busy)
+                self._leave_out(error)
                 return
             except BaseException:
                 release(self)
                 raise
         self._open = _Window(recording, tick, path, driver.stage, window, warmup)
 
-    def _tell_busy(self, busy: RecorderBusy) -> None:
-        if not self._told_busy:
-            self._told_busy = True
-            warn(f"{busy} Windows of {type(self).__name__} that fall into it are left out.")
+    def _leave_out(self, error: RecorderBusy | OSError) -> None:
+        """One window less; the next one is tried again, and what is wrong is said once."""
+        kind = RecorderBusy if isinstance(error, RecorderBusy) else OSError
+        if kind in self._told:
+            return
+        self._told.add(kind)
+        name = type(self).__name__
+        if kind is RecorderBusy:
+            warn(f"{error} Windows of {name} that fall into it are left out.")
+        else:
+            warn(f"{name} cannot write ({describe(error)}): windows are left out until it can.")
 
     def _stop(self, driver: Driver, cut_short: bool = False) -> None:
         running, self._open = self._open, None
@@ -300,6 +309,9 @@ class Profiler(PerfCallback):
         with driver.aside():
             try:
                 finish = _run_out(running.recording)
+            except OSError as error:
+                self._leave_out(error)
+                return
             finally:
                 release(self)
         if running.warmup or not (running.batches or cut_short):

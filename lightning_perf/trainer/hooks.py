@@ -125,10 +125,11 @@ class PerfCallback(Callback):
     def _give_up(self, verb: str, error: Exception) -> None:
         self._given_up = True
         # Warnings that the user turned into errors must not stop training either.
+        ours = "" if isinstance(error, OSError) else " Please report this."
         with suppress(Exception):
             warn(
                 f"{type(self).__name__} is off for the rest of this run: {verb} failed "
-                f"({type(error).__name__}: {error}). Training goes on. Please report this."
+                f"({type(error).__name__}: {error}). Training goes on.{ours}"
             )
         with suppress(Exception):
             if self._driver is not None and verb != "close":
