@@ -90,3 +90,13 @@ def _quiet_lightning() -> None:
     """Lightning's notices would bury what a failing test has to say."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Any]:
+    """Starts processes that have their imports behind them."""
+    from faults import Nursery
+
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
