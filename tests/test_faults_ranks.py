@@ -91,6 +91,5 @@ def test_a_rank_that_fails_takes_no_file_with_it(
     assert ended.ended == without.ended, ended.stderr + without.stderr
     out = tmp_path / "ours" / "out"
     both = {name.format(each) for each in (0, 1) for name in EARLY}
-    print(whole(out) - both, hidden(out), _same(ended))
     assert both <= whole(out) <= both | {OPEN.format(0), OPEN.format(1)}
     assert all(path.name.startswith(".spool-") for path in hidden(out))

@@ -8,7 +8,7 @@ one of them, each in its turn, has a second window open.
 | 16 `RAISED`: in the module, in others' callbacks, in a logger; exits and signals | 48 | all |
 | 4 `KILLED`: no code of ours runs any more | 12 | what the tool leaves, under a hidden name |
 | 6 `EARLY`: before the first batch | 18 | there was none |
-| killed at 8 moments that nobody chose | 8 | as above |
+| SIGKILL at 8 moments that nobody chose | 8, PyTorch alone | as above |
 | a training that nothing happens to | 3 | all |
 """
 
