@@ -4,7 +4,7 @@
 |---|---|
 | the disk is full, and stays so | 3 |
 | the disk is full, and is no more two batches later | 3 |
-| no file may grow any more (a quota) | 3 |
+| no file may grow any more (a quota) | 3, and VizTracer's own form |
 | the folder is removed | 3 |
 | a file is in the folder's place | 3 |
 | the folder takes no new files for two batches | 3 |
@@ -21,13 +21,18 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults import BATCH, DONE, OPEN, Nursery, Planted, Setting, await_files, fit, profilers, whole
 from faults import hidden as hidden_files
+from viztracer import vcompressor
+
+from lightning_perf import Fixed, VizTracer
 
 pytestmark = pytest.mark.slow
 
+COMPRESSOR = vcompressor.VCompressor
 Act = Callable[[], object]
 
 
@@ -97,6 +102,24 @@ def mark(sign: str, folder: Path) -> None:
     subprocess.run(["chattr", f"{sign}i", str(folder), *map(str, below)], check=True)
 
 
+class Squeezed:
+    """The real one, for a moment under a quota that is less than it needs."""
+
+    def compress(self, data: Any, path: str) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
+        COMPRESSOR().compress(data, path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    def decompress(self, path: str) -> Any:
+        return COMPRESSOR().decompress(path)
+
+
+def squeezed() -> Setting:
+    vcompressor.VCompressor = Squeezed
+    return Setting()
+
+
 def expected(profiler: str, *batches: int) -> set[str]:
     return {OPEN[profiler].replace(str(BATCH), str(batch)) for batch in batches}
 
@@ -141,6 +164,19 @@ def test_a_quota_costs_the_windows_that_it_cuts(
     assert DONE <= whole(folder) <= DONE | expected(profiler, 12, 14)
     hidden(folder)
     assert told or profiler == "Memray"
+
+
+def test_a_quota_on_viztracer_s_own_form_leaves_the_recording(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """VizTracer does not tell of a file that it compressed in part: the raw one is kept."""
+    ours = [VizTracer(schedule=Fixed(1, 6), compress=True, tracer_entries=50_000)]
+    folder = tmp_path / "out"
+    ended = nursery.run(tmp_path / "process", fit, folder, squeezed, ours=ours)
+    assert ended.code == 0, ended.stderr
+    assert not whole(folder)
+    assert "lightning_perf:" in ended.stderr
+    assert hidden(folder)
 
 
 @pytest.mark.parametrize("profiler", OPEN)

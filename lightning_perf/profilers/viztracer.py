@@ -158,4 +158,5 @@ def _compress(path: Path) -> None:
 
     packed = path.with_name(f"{path.name}.cvf")
     VCompressor().compress(json.loads(path.read_bytes()), str(packed))
+    VCompressor().decompress(str(packed))  # raises: on a full disk the other one is silent
     packed.replace(path)
