@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
-from contextlib import suppress
 
+_log = logging.getLogger("lightning_perf.warnings")
 _MESSAGE_LENGTH = 300
 
 
@@ -69,20 +70,17 @@ class PerfWarning(UserWarning):
 def warn(message: str) -> None:
     """Warn in the one form that all our warnings have, without what may be secret in addresses.
 
-    Args:
-        message: What happened, and what to do about it.
-    """
-    warnings.warn(f"lightning_perf: {_redacted(message)}", PerfWarning, stacklevel=3)
-
-
-def warn_aside(message: str) -> None:
-    """Warn from a thread, where a warning that the user turned into an error would end the thread.
+    It never raises: where the user has turned warnings into errors, it is a line in the log, since
+    ours must neither stop training nor keep what follows them from being done.
 
     Args:
         message: What happened, and what to do about it.
     """
-    with suppress(PerfWarning):
-        warn(message)
+    text = f"lightning_perf: {_redacted(message)}"
+    try:
+        warnings.warn(text, PerfWarning, stacklevel=3)
+    except PerfWarning:
+        _log.warning(text)
 
 
 def describe(error: BaseException) -> str:

@@ -129,8 +129,26 @@ def records() -> Any:
     return Records()
 
 
+@pytest.fixture(autouse=True)
+def _no_warning_unheard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Our warnings never raise: one that a test does not expect is an error here."""
+    yield
+    records = caplog.get_records("call")
+    assert not [r.getMessage() for r in records if r.name == "lightning_perf.warnings"]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_lightning() -> None:
     """Lightning's notices would bury what a failing test has to say."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Any]:
+    """Starts processes that have their imports behind them."""
+    from faults import Nursery
+
+    nursery = Nursery()
+    yield nursery
+    nursery.close()

@@ -130,8 +130,10 @@ def test_a_failing_callback_gets_out_of_the_way(tmp_path: Path, verb: str) -> No
     assert sum(verb == "after" for verb, *_ in healthy.entries) == 32
 
 
-def test_warnings_as_errors_do_not_stop_training(tmp_path: Path) -> None:
-    """A run under -W error outlives our warnings as well."""
+def test_warnings_as_errors_do_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run under -W error outlives our warnings as well, which then are in the log."""
 
     class Broken(Diary):
         def after_batch(self, driver: Driver, batch: Any) -> None:
@@ -140,6 +142,8 @@ def test_warnings_as_errors_do_not_stop_training(tmp_path: Path) -> None:
     run = trainer(tmp_path, Broken())
     run.fit(Small())
     assert run.global_step == 16
+    assert "Broken is off for the rest of this run" in caplog.text
+    caplog.clear()
 
 
 def test_an_exception_closes_everything_and_goes_on(tmp_path: Path) -> None:

@@ -54,7 +54,10 @@ def stop(tracer: Any, path: Path) -> None:
     tracer.stop()
     # VizTracer chooses the format by the suffix.
     raw = path.with_name(f"{path.name}.json")
-    tracer.save(str(raw), verbose=0)
+    try:
+        tracer.save(str(raw), verbose=0)
+    except ValueError as error:  # its word for a file that cannot be opened
+        raise OSError(str(error)) from error
     raw.replace(path)
 
 

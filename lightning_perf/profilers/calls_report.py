@@ -1,7 +1,8 @@
 """What is made of VizTracer's files; run as a program, since reading them takes a second or more.
 
 ``python -m lightning_perf.profilers.calls_report merge TRACE CHILD...`` puts the traces of child
-processes into their parent's; ``page TRACE PAGE`` draws flame graphs of where the time went.
+processes into their parent's; ``page TRACE PAGE`` draws flame graphs of where the time went;
+``check PACKED`` reads a ``.cvf`` back.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ def merge(target: Path, others: Sequence[Path]) -> None:
         if part["viztracer_metadata"].get("overflow"):
             whole["viztracer_metadata"]["overflow"] = True
     target.write_text(json.dumps(whole))
+
+
+def check(packed: Path) -> None:
+    """Fail on a ``.cvf`` that was cut short: on a full disk VizTracer is silent."""
+    from viztracer.vcompressor import VCompressor  # type: ignore[import-untyped]
+
+    VCompressor().decompress(str(packed))
 
 
 def page(events: Sequence[Event], title: str) -> str:
@@ -108,6 +116,8 @@ if __name__ == "__main__":
     task, source, *others = sys.argv[1], *map(Path, sys.argv[2:])
     if task == "merge":
         merge(source, others)
+    elif task == "check":
+        check(source)
     else:
         traced = json.loads(source.read_bytes())["traceEvents"]
         others[0].write_text(page(traced, "Python calls"), encoding="utf-8")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from lightning_perf.errors import ConfigError, RecorderBusy
 
+#: Bytes in which a file of JSON ends, blanks included.
+_LAST = 16
 #: Seconds that the making of one file may take.
 _PATIENCE = 300.0
 
@@ -54,6 +58,30 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
 def installed(module: str) -> bool:
     """Whether a tool's package is there, without importing it."""
     return find_spec(module) is not None
+
+
+def check_whole(path: Path) -> None:
+    """Refuse a file of JSON that was cut short, which its tool did not tell.
+
+    Args:
+        path: A file that holds one object.
+
+    Raises:
+        OSError: It does not end as an object does, or is not there.
+
+    Example:
+        >>> from tempfile import NamedTemporaryFile
+        >>> with NamedTemporaryFile() as file:
+        ...     _ = file.write(b'{"traceEvents": [')
+        ...     file.flush()
+        ...     check_whole(Path(file.name))
+        Traceback (most recent call last):
+        OSError: the file was cut short: is the disk full?
+    """
+    with path.open("rb") as file:
+        file.seek(-min(_LAST, path.stat().st_size), os.SEEK_END)
+        if not file.read().rstrip().endswith(b"}"):
+            raise OSError("the file was cut short: is the disk full?")
 
 
 def require(profiler: object, module: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.profiler import profile
 
-from lightning_perf.profilers.tools import run_python
+from lightning_perf.profilers.tools import check_whole, run_python
 
 
 class TorchFiles:
@@ -33,6 +33,8 @@ class TorchFiles:
         if not self._exported:
             self._profiler.export_chrome_trace(str(self._path))
             self._exported = True
+            if self._path.exists():  # or the writer says that nothing was left
+                check_whole(self._path)
 
     def key_averages(self, target: Path) -> None:
         """Write the table of operators."""

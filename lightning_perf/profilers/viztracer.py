@@ -17,6 +17,7 @@ from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import (
     check_options,
+    check_whole,
     given,
     installed,
     refuse_python_profiler,
@@ -190,11 +191,13 @@ class _Trace:
 
     def finish(self, compress: bool) -> None:
         self._gather()
+        check_whole(self._path)
         if compress:
             raw, packed = (self._path.with_name(f"{self._path.name}{s}") for s in (".json", ".cvf"))
             self._path.replace(raw)
             try:
                 run_python("-m", "viztracer", "--quiet", "--compress", str(raw), "-o", str(packed))
+                run_python("-m", _REPORT, "check", str(packed))
             finally:
                 raw.replace(self._path)
             packed.replace(self._path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from lightning_perf.errors import RecorderBusy, warn
+from lightning_perf.errors import RecorderBusy, describe, warn
 from lightning_perf.profilers.claim import claim, release
 from lightning_perf.profilers.recording import Recorded, Recording, Window
 
@@ -50,7 +50,7 @@ class Windows:
         self.open: Window | None = None
         #: Batches before this one need not be looked at.
         self.asleep_until = 0
-        self._told_busy = False
+        self._told: set[type] = set()
 
     def begin(self, driver: Driver) -> None:
         """A stage begins, or goes on after validation inside of it."""
@@ -77,6 +77,9 @@ class Windows:
         with driver.aside():
             try:
                 recorded = running.stop()
+            except OSError as error:
+                self._leave_out(error)
+                return
             finally:
                 release(self._profiler)
         if running.warmup or not (running.batches or cut_short):
@@ -117,22 +120,28 @@ class Windows:
 
     def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
         with driver.aside():
-            path = self._spool(driver.stage)
-            recording = self._profiler.record(path, driver, warmup)
             try:
+                path = self._spool(driver.stage)
+                recording = self._profiler.record(path, driver, warmup)
                 claim(self._profiler)
                 tick = next(recording)
-            except RecorderBusy as busy:
+            except (RecorderBusy, OSError) as error:
                 release(self._profiler)
-                self._tell_busy(busy)
+                self._leave_out(error)
                 return
             except BaseException:
                 release(self._profiler)
                 raise
         self.open = Window(recording, tick, path, driver.stage, window, warmup)
 
-    def _tell_busy(self, busy: RecorderBusy) -> None:
-        if not self._told_busy:
-            self._told_busy = True
-            name = type(self._profiler).__name__
-            warn(f"{busy} Windows of {name} that fall into it are left out.")
+    def _leave_out(self, error: RecorderBusy | OSError) -> None:
+        """One window less; the next one is tried again, and what is wrong is said once."""
+        kind = RecorderBusy if isinstance(error, RecorderBusy) else OSError
+        if kind in self._told:
+            return
+        self._told.add(kind)
+        name = type(self._profiler).__name__
+        if kind is RecorderBusy:
+            warn(f"{error} Windows of {name} that fall into it are left out.")
+        else:
+            warn(f"{name} cannot write ({describe(error)}): windows are left out until it can.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import describe, warn_aside
+from lightning_perf.errors import describe, warn
 from lightning_perf.system.figures import MOST_GPUS, gpu_name
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Gpu:
             except nvml.NVMLError as error:
                 self._readings.remove(reading)
                 what = reading.__name__.strip("_")
-                warn_aside(f"{self.name} tells its {what} no more ({describe(error)}).")
+                warn(f"{self.name} tells its {what} no more ({describe(error)}).")
         return {f"{self._device.key}/{name}": float(value) for name, value in found.items()}
 
     def _memory(self, handle: Any) -> dict[str, float]:
@@ -116,7 +116,7 @@ def gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[list[
         nvml = None
     if nvml is None or not _initialized(nvml):
         if ranks:
-            warn_aside("GPUs are not measured: NVML is missing. Install the package nvidia-ml-py.")
+            warn("GPUs are not measured: NVML is missing. Install the package nvidia-ml-py.")
         yield []
         return
     try:
@@ -165,7 +165,7 @@ def _devices(nvml: Any) -> Iterator[_Device]:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = _string(nvml.nvmlDeviceGetUUID(handle))
         except nvml.NVMLError as error:
-            warn_aside(f"GPU {index} is not measured ({describe(error)}).")
+            warn(f"GPU {index} is not measured ({describe(error)}).")
             continue
         if not _split(nvml, handle):
             yield _Device(handle, gpu_name(index), index, (uuid,))

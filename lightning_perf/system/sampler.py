@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
-from lightning_perf.errors import describe, warn_aside
+from lightning_perf.errors import describe, warn
 from lightning_perf.system.averages import Averages
 from lightning_perf.system.sensors import Sensor, node_sensors
 
@@ -119,7 +119,7 @@ def _run(
                     sensors[sensor] = now
                 except Exception as error:
                     del sensors[sensor]
-                    warn_aside(f"{sensor.name} is not measured any more ({describe(error)}).")
+                    warn(f"{sensor.name} is not measured any more ({describe(error)}).")
             interval = sampler.interval
             del sampler
             if done is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_perf.errors import warn_aside
+from lightning_perf.errors import warn
 from lightning_perf.system.gpus import gpus
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _host_sensors(processes: Set[int]) -> Iterator[Sensor]:
         from lightning_perf.system.host import Cpu, Disks, Memory, Network, Swap
         from lightning_perf.system.processes import Processes
     except ImportError:
-        warn_aside("CPU, memory, network and disks are not measured. Install the package psutil.")
+        warn("CPU, memory, network and disks are not measured. Install the package psutil.")
         return
     makers: list[Callable[[], Sensor]] = [
         Cpu, Memory, Swap, Network, Disks, lambda: Processes(processes),
@@ -58,4 +58,4 @@ def _host_sensors(processes: Set[int]) -> Iterator[Sensor]:
         try:
             yield make()
         except Exception as error:
-            warn_aside(f"a sensor does not work here ({type(error).__name__}: {error}).")
+            warn(f"a sensor does not work here ({type(error).__name__}: {error}).")

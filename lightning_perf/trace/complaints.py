@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from lightning_perf.errors import PerfWarning, warn
+from lightning_perf.errors import warn
 
 
 class Complaints:
     """Says each kind of trouble when it first comes, and at the end how often it came again.
 
     A server that is gone for a million windows fills no terminal, and no registry of warnings.
-    Where the user turned warnings into errors, they must not keep a trace from its place.
     """
 
     def __init__(self) -> None:
@@ -29,15 +26,11 @@ class Complaints:
             self._again[kind] += count
             return
         self._again[kind] = 0
-        self._say(message)
+        warn(message)
 
     def sum_up(self) -> None:
         """Say how often each kind of trouble came again, once."""
         for kind, count in self._again.items():
             if count:
                 self._again[kind] = 0
-                self._say(f"{count} more {kind}.")
-
-    def _say(self, message: str) -> None:
-        with suppress(PerfWarning):
-            warn(message)
+                warn(f"{count} more {kind}.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import os
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -80,10 +82,11 @@ class PerfCallback(Verbs, Callback):
     def _give_up(self, verb: str, error: Exception) -> None:
         self._given_up = True
         # Warnings that the user turned into errors must not stop training either.
+        ours = "" if isinstance(error, OSError) else " Please report this."
         with suppress(Exception):
             warn(
                 f"{type(self).__name__} is off for the rest of this run: {verb} failed "
-                f"({type(error).__name__}: {error}). Training goes on. Please report this."
+                f"({type(error).__name__}: {error}). Training goes on.{ours}"
             )
         with suppress(Exception):
             if self._driver is not None and verb != "close":
@@ -99,6 +102,7 @@ class PerfCallback(Verbs, Callback):
                 )
             self._leave("teardown")
         driver = Driver.join(trainer, pl_module, self)
+        atexit.register(self._leave_at_exit, os.getpid())
         self.enlist(driver)
         driver.describe(self.settings())
 
@@ -145,10 +149,16 @@ class PerfCallback(Verbs, Callback):
         """Leave it; the user's exception goes on."""
         self._leave("exception")
 
+    def _leave_at_exit(self, pid: int) -> None:
+        """Leave a run whose end nobody told: another callback's ``on_exception`` raised first."""
+        if pid == os.getpid():
+            self._leave("exception")
+
     def _leave(self, reason: str) -> None:
         driver = self._driver
         if driver is None:
             return
+        atexit.unregister(self._leave_at_exit)
         self.call("close", driver, reason)
         self.discharge()
         try:
