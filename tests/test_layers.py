@@ -15,7 +15,7 @@ FLOORS = [
     {"trainer"},
     {"tracking"},
     {"diagnosis", "flops", "schedule", "trace"},
-    {"time", "timestamp", "moment", "batch", "throughput", "errors", "__init__"},
+    {"time", "timestamp", "moment", "batch", "throughput", "timings", "errors", "__init__"},
 ]
 #: Libraries that may enter on some floors only.
 RESERVED = {

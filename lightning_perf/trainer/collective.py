@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Rows = list[list[float]]
 
 #: Numbers a rank may send at once; all messages have this size, so that none can be misread.
-WIDTH = 12
+WIDTH = 24
 _HEADER = 3
 _MOST_PENDING = 16
 _TIMEOUT = timedelta(minutes=30)
