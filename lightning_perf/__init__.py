@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_perf.callbacks.flops import Flops as Flops
     from lightning_perf.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from lightning_perf.callbacks.suite import Suite as Suite
+    from lightning_perf.callbacks.timings import Timings as Timings
     from lightning_perf.errors import ConfigError as ConfigError
     from lightning_perf.errors import PerfWarning as PerfWarning
     from lightning_perf.errors import RecorderBusy as RecorderBusy
@@ -47,6 +48,7 @@ _HOMES = {
     "callbacks.flops": ["Flops"],
     "callbacks.speed_monitor": ["SpeedMonitor"],
     "callbacks.suite": ["Suite"],
+    "callbacks.timings": ["Timings"],
     "errors": ["ConfigError", "PerfWarning", "RecorderBusy"],
     "moment": ["Moment"],
     "profilers.memory_snapshot": ["MemorySnapshot"],
