@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 #: Every second of a run belongs to one of these, so that they add up to the wall time.
 CATEGORIES = (
@@ -108,7 +108,7 @@ class Totals:
         Args:
             categories: Those that are looked at.
         """
-        wanted, wall = set(categories), self.seconds
+        wanted, wall = set(categories), self.seconds or 1.0
         found: dict[str, Cost] = {}
         for action, cost in self.costs.items():
             if action.category in wanted and "." in action.name and cost.calls:
@@ -125,3 +125,71 @@ def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) ->
         before = earlier.get(action, nothing)
         found[action] = Cost(seconds - before.seconds, calls - before.calls)
     return found
+
+
+class History:
+    """Seconds a batch by category, report by report, within a bound.
+
+    Args:
+        most: Rows that are kept; of more, neighbours are merged.
+
+    Example:
+        >>> history = History(most=2)
+        >>> for step, seconds in enumerate([1.0, 2.0, 6.0]):
+        ...     history.add(step, 1, {"forward": seconds})
+        >>> history.rows
+        [(1, {'forward': 1.5}), (2, {'forward': 6.0})]
+    """
+
+    def __init__(self, most: int = 500) -> None:
+        self._most = most
+        # A step, the batches up to it, and the seconds of all of them.
+        self._rows: list[tuple[int, float, dict[str, float]]] = []
+
+    @property
+    def rows(self) -> list[tuple[int, Mapping[str, float]]]:
+        """Steps, and the seconds a batch up to each since the one before."""
+        return [
+            (step, {key: value / batches for key, value in seconds.items()})
+            for step, batches, seconds in self._rows
+        ]
+
+    def add(self, step: int, batches: float, seconds: Mapping[str, float]) -> None:
+        """Keep a report.
+
+        Args:
+            step: The loggers'.
+            batches: How many it is about.
+            seconds: A batch, by category.
+        """
+        whole = {key: value * batches for key, value in seconds.items()}
+        self._rows.append((step, batches, whole))
+        if len(self._rows) > self._most:
+            self._rows = [_merge(self._rows[i : i + 2]) for i in range(0, len(self._rows), 2)]
+
+    def forget(self) -> None:
+        """Drop the last report, which is told again."""
+        del self._rows[-1:]
+
+
+def _merge(
+    rows: Sequence[tuple[int, float, dict[str, float]]],
+) -> tuple[int, float, dict[str, float]]:
+    seconds = {key: sum(row[2][key] for row in rows) for key in rows[0][2]}
+    return rows[-1][0], sum(row[1] for row in rows), seconds
+
+
+def as_markdown(table: Sequence[Share], batches: int) -> str:
+    """A table as a page.
+
+    Args:
+        table: Its rows.
+        batches: Over which seconds a batch are averaged.
+    """
+    lines = ["| what | seconds | ms a batch | calls | share |", "|---|---:|---:|---:|---:|"]
+    for row in table:
+        each = 1e3 * row.seconds / max(batches, 1)
+        lines.append(
+            f"| {row.name} | {row.seconds:.3f} | {each:.3f} | {row.calls} | {row.share:.1%} |"
+        )
+    return "\n".join(lines) + "\n"

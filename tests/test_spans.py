@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.profilers import (
     AdvancedProfiler,
     PassThroughProfiler,
@@ -113,6 +114,7 @@ class Curious(L.Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         assert isinstance(trainer.profiler, Notes)
+        assert compat.profiler_name(trainer) == "Notes"
         trainer.profiler.note = "seen"
         with trainer.profiler.profile("mine") as name:
             assert name == "mine"
@@ -196,6 +198,24 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
         left = [key for owner in owners for key, v in vars(owner).items() if isinstance(v, Timed)]
         assert left == []
         assert type(run.profiler) is PassThroughProfiler
+
+
+def test_compiled_code_stays_whole(tmp_path: Path) -> None:
+    """A metric within a compiled module is not timed: a clock would break the graph."""
+
+    class Compiled(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.compile(self.net, backend="eager", fullgraph=True)
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            assert not isinstance(vars(self.mean)["compute"], Timed)
+            return super().training_step(batch, batch_idx)
+
+    timings = Timings()
+    trainer(tmp_path, timings, limit_train_batches=3).fit(Compiled())
+    assert timings.metrics["timings/forward"] > 0
 
 
 def test_a_profiler_that_the_user_puts_in_while_training_stays(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from small import Records, Small, TwoOptimizers, ours, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_perf import ConfigError, SpeedMonitor, Suite, Timings
+from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, Timings
 from lightning_perf.callbacks import timings as module
-from lightning_perf.timings import CATEGORIES
+from lightning_perf.timings import CATEGORIES, History
 from lightning_perf.trainer import clock
 
 DETERMINED = {
@@ -291,7 +291,7 @@ def test_the_numbers_of_training_stay_the_same(kind: type[Small], tmp_path: Path
 
 def test_rows_stay_few_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a bound neighbours are merged, and the whole stays the whole."""
-    monkeypatch.setattr(module, "_MOST_ROWS", 5)
+    monkeypatch.setattr(module, "History", lambda: History(most=5))
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 
@@ -333,6 +333,30 @@ def test_a_run_that_fails_leaves_its_table(tmp_path: Path) -> None:
         trainer(tmp_path, timings).fit(Failing())
     assert "Timings.on_train_batch_end" in [row.name for row in timings.table]
     assert list(tmp_path.glob("*/timings/table.md"))
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    """Training ends well, one warning says why there is no file, and the table is there."""
+    (tmp_path / "taken").write_text("")
+    timings = Timings()
+    run = trainer(tmp_path / "taken", timings)
+    with pytest.warns(PerfWarning, match="table of timings was not written"):
+        run.fit(Small())
+    assert timings.table
+
+
+def test_barebones_and_no_logger_are_fine(tmp_path: Path) -> None:
+    """A Trainer that logs nothing still gets the run's one report, at its end."""
+    timings = Timings()
+    bare = L.Trainer(
+        barebones=True,
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[timings],
+        default_root_dir=tmp_path,
+    )
+    bare.fit(Small())
+    assert [step for step, _ in timings.rows] == [15]
 
 
 @pytest.mark.parametrize("schedule", ["every now and then", 7, "0ba"])

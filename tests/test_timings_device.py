@@ -14,7 +14,6 @@ from lightning_perf.timings import Action, Cost
 from lightning_perf.trainer import device_clock, hub
 from lightning_perf.trainer.device_clock import DeviceClock
 
-
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

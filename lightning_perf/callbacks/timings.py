@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from typing_extensions import override
 
+from lightning_perf.errors import describe, warn
 from lightning_perf.schedule import Schedule, as_schedule
-from lightning_perf.timings import CATEGORIES, Share, Totals
+from lightning_perf.timings import CATEGORIES, History, Share, Totals, as_markdown
 from lightning_perf.trainer import documents
 from lightning_perf.trainer.cadence import Cadence
 from lightning_perf.trainer.collective import Rows
 from lightning_perf.trainer.hooks import PerfCallback
 from lightning_perf.trainer.roles import Report
+from lightning_perf.trainer.spread import over_ranks
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
@@ -35,8 +36,6 @@ _DEVICE = {
 }
 #: What a rank sends, in this order, in seconds a batch; then the number of batches.
 _SENT = (*CATEGORIES, "train_batch", *_DEVICE.values())
-#: Rows that are kept; of more, neighbours are merged.
-_MOST_ROWS = 500
 
 
 @dataclass(slots=True)
@@ -47,20 +46,6 @@ class _Window:
     batch: int
     #: Where the report before began, for what comes after the last batch.
     before: _Window | None = None
-
-
-@dataclass(slots=True)
-class _Row:
-    """What one report told, in the mean over ranks."""
-
-    step: int
-    batches: float
-    seconds: dict[str, float]
-
-    def merge(self, later: _Row) -> _Row:
-        """Both as one."""
-        seconds = {key: value + later.seconds[key] for key, value in self.seconds.items()}
-        return _Row(later.step, self.batches + later.batches, seconds)
 
 
 class Timings(PerfCallback):
@@ -106,7 +91,7 @@ class Timings(PerfCallback):
         self.table: list[Share] = []
         self._listens = False
         self._windows: dict[str, _Window] = {}
-        self._rows: list[_Row] = []
+        self._history = History()
         self._stage = ""
         self._began = Totals({})
 
@@ -116,14 +101,11 @@ class Timings(PerfCallback):
 
         Of the stage that the run is about; neighbours are merged where there are many.
         """
-        return [
-            (row.step, {key: value / row.batches for key, value in row.seconds.items()})
-            for row in self._rows
-        ]
+        return self._history.rows
 
     @override
     def prepare(self, driver: Driver) -> None:
-        self._windows, self._rows, self.table, self._stage = {}, [], [], ""
+        self._windows, self._history, self.table, self._stage = {}, History(), [], ""
         if self._cadence is not None:
             self._cadence.setup(driver)
         driver.spans.require()
@@ -159,9 +141,12 @@ class Timings(PerfCallback):
 
     @override
     def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
-        found = _over_ranks(rows)
+        found = over_ranks(_SENT, rows)
         if report.stage == self._stage:
-            self._keep(report, found, rows[driver.ranks.global_rank][-1])
+            if report.own["again"]:
+                self._history.forget()
+            seconds = {key: found[key] for key in CATEGORIES}
+            self._history.add(report.step, rows[driver.ranks.global_rank][-1], seconds)
         if report.own["wanted"]:
             prefix = "timings/" if report.stage == "train" else f"{report.stage}/timings/"
             self.metrics = {prefix + key: value for key, value in found.items()}
@@ -180,38 +165,18 @@ class Timings(PerfCallback):
             return
         self.table = run.table(_TABLED)
         if driver.ranks.global_rank == 0:
-            batches = driver.progress.timestamp(self._stage).batch
-            texts = {
-                "table.md": as_markdown(self.table, batches),
-                "table.json": json.dumps([row._asdict() for row in self.table], indent=1),
-            }
+            self._leave_table(driver)
+
+    def _leave_table(self, driver: Driver) -> None:
+        batches = driver.progress.timestamp(self._stage).batch
+        texts = {
+            "table.md": as_markdown(self.table, batches),
+            "table.json": json.dumps([row._asdict() for row in self.table], indent=1),
+        }
+        try:
             documents.leave(driver, _FOLDER, texts, self._stage)
-
-    def _keep(self, report: Report, found: Mapping[str, float], batches: float) -> None:
-        seconds = {key: found[key] * batches for key in CATEGORIES}
-        if report.own["again"]:
-            del self._rows[-1:]
-        self._rows.append(_Row(report.step, batches, seconds))
-        if len(self._rows) > _MOST_ROWS:
-            pairs = zip(self._rows[::2], self._rows[1::2], strict=False)
-            odd = self._rows[-1:] if len(self._rows) % 2 else []
-            self._rows = [one.merge(other) for one, other in pairs] + odd
-
-
-def as_markdown(table: Sequence[Share], batches: int) -> str:
-    """The table as a page.
-
-    Args:
-        table: The rows.
-        batches: Over which seconds a batch are averaged.
-    """
-    lines = ["| what | seconds | ms a batch | calls | share |", "|---|---:|---:|---:|---:|"]
-    for row in table:
-        each = 1e3 * row.seconds / max(batches, 1)
-        lines.append(
-            f"| {row.name} | {row.seconds:.3f} | {each:.3f} | {row.calls} | {row.share:.1%} |"
-        )
-    return "\n".join(lines) + "\n"
+        except OSError as error:
+            warn(f"the table of timings was not written ({describe(error)}): see Timings.table.")
 
 
 def _per_batch(spent: Totals, stage: str, batches: int) -> list[float]:
@@ -224,27 +189,3 @@ def _per_batch(spent: Totals, stage: str, batches: int) -> list[float]:
         known = ended and name in device
         values.append(device[name].seconds / ended if known else math.nan)
     return [*values, float(batches)]
-
-
-def _over_ranks(rows: Rows) -> dict[str, float]:
-    """All keys from what each rank sent; what no rank knows is left out."""
-    if len(rows) == 1:
-        return _by_key(rows[0])
-    sent = torch.tensor(rows, dtype=torch.float64)[:, : len(_SENT)]
-    most, slowest = sent.max(0)
-    found = _by_key(sent.mean(0).tolist())
-    of_ranks = {
-        "min": sent.amin(0),
-        "median": sent.quantile(0.5, 0),
-        "max": most,
-        # Not a number where no rank knows: the index would name one.
-        "slowest_rank": slowest.where(most.isfinite(), math.nan),
-    }
-    for word, values in of_ranks.items():
-        found |= {f"{key}/{word}": value for key, value in _by_key(values.tolist()).items()}
-    return found
-
-
-def _by_key(values: Sequence[float]) -> dict[str, float]:
-    named = zip(_SENT, values, strict=False)
-    return {key: value for key, value in named if not math.isnan(value)}
