@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    #: A step, the batches up to it since the last one, and the seconds of them all.
+    _Row = tuple[int, float, dict[str, float]]
+
 #: Every second of a run belongs to one of these, so that they add up to the wall time.
 CATEGORIES = (
     "dataloader_next",
@@ -143,8 +146,7 @@ class History:
 
     def __init__(self, most: int = 500) -> None:
         self._most = most
-        # A step, the batches up to it, and the seconds of all of them.
-        self._rows: list[tuple[int, float, dict[str, float]]] = []
+        self._rows: list[_Row] = []
 
     @property
     def rows(self) -> list[tuple[int, Mapping[str, float]]]:
@@ -172,9 +174,7 @@ class History:
         del self._rows[-1:]
 
 
-def _merge(
-    rows: Sequence[tuple[int, float, dict[str, float]]],
-) -> tuple[int, float, dict[str, float]]:
+def _merge(rows: Sequence[_Row]) -> _Row:
     seconds = {key: sum(row[2][key] for row in rows) for key in rows[0][2]}
     return rows[-1][0], sum(row[1] for row in rows), seconds
 

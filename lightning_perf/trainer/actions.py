@@ -26,6 +26,7 @@ _CATEGORIES = {
     "lr_scheduler_step": "step_lr_schedulers",
     "save_checkpoint": "checkpoint",
     "run_training_batch": "other",
+    "run_training_epoch": "other",
     "on_predict_batch_end": "other",
 }
 #: Hooks that matter although the user has not written them.

@@ -89,10 +89,11 @@ def unspanned(trainer: Trainer) -> Iterator[Unspanned]:
     """Methods of Lightning whose time is shown in no span; one that is gone stays untold."""
     fit = getattr(trainer, "fit_loop", None)
     epoch = getattr(fit, "epoch_loop", None)
-    yield Unspanned(epoch, "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm")
-    # Iterators are made in these, and the first batches of unsized data are fetched.
+    if trainer.world_size > 1:
+        yield Unspanned(epoch, "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm")
+    # Iterators are made in these, and the first batches of unsized data are fetched: for the first
+    # epoch, that is.
     yield Unspanned(fit, "setup_data", "dataloader_next", "iter")
-    yield Unspanned(epoch, "on_run_start", "dataloader_next", "iter")
     loops = ("validate_loop", "test_loop", "predict_loop")
     for loop in (validation_loop(trainer), *(getattr(trainer, name, None) for name in loops)):
         yield Unspanned(loop, "setup_data", "dataloader_next", "iter")

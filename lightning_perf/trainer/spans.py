@@ -76,7 +76,7 @@ class Spans:
             self._stand_in(Lean())
 
     def _listen(self, hub: Hub) -> None:
-        self._stand_in(Listener(getattr(self._trainer, "profiler", None), hub.span))
+        self._stand_in(Listener(getattr(self._trainer, "profiler", None), hub.book.__getitem__))
 
     def _stand_in(self, standin: Any) -> None:
         self._profiler = getattr(self._trainer, "profiler", None)

@@ -68,7 +68,7 @@ class Wraps:
         if not callable(original) or isinstance(original, Timed):
             return
         with suppress(Exception):
-            before = vars(owner).get(name, _ABSENT)
+            before = _ABSENT if _of_class(owner, name, original) else original
             timed = Timed(original, context)
             setattr(owner, name, timed)
             self._put.append((owner, name, before, timed))
@@ -78,12 +78,17 @@ class Wraps:
         while self._put:
             owner, name, before, timed = self._put.pop()
             with suppress(Exception):
-                if vars(owner).get(name) is not timed:
+                if getattr(owner, name) is not timed:
                     continue
                 if before is _ABSENT:
                     delattr(owner, name)
                 else:
                     setattr(owner, name, before)
+
+
+def _of_class(owner: object, name: str, method: object) -> bool:
+    # Not by vars(): an object whose __dict__ was once asked for is slower from then on.
+    return getattr(method, "__func__", method) is getattr(type(owner), name, None)
 
 
 def _same(value: Any) -> Any:
