@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_perf.trainer.wraps import is_of_class
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -79,6 +81,6 @@ def _module_hook(name: str, hook: str, trainer: Trainer) -> tuple[str, str] | No
 def _overrides(owner: object, hook: str) -> bool:
     """Whether a hook is not the empty one of Lightning's base class."""
     home = next((kind for kind in type(owner).__mro__ if hook in vars(kind)), None)
-    if hook in vars(owner) or home is None:
+    if home is None or not is_of_class(owner, hook, getattr(owner, hook, None)):
         return True
     return home.__name__ not in _EMPTY or not home.__module__.startswith(_LIGHTNING)

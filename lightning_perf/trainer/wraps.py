@@ -68,7 +68,7 @@ class Wraps:
         if not callable(original) or isinstance(original, Timed):
             return
         with suppress(Exception):
-            before = _ABSENT if _of_class(owner, name, original) else original
+            before = _ABSENT if is_of_class(owner, name, original) else original
             timed = Timed(original, context)
             setattr(owner, name, timed)
             self._put.append((owner, name, before, timed))
@@ -86,7 +86,8 @@ class Wraps:
                     setattr(owner, name, before)
 
 
-def _of_class(owner: object, name: str, method: object) -> bool:
+def is_of_class(owner: object, name: str, method: object) -> bool:
+    """Whether what an object has by a name is its class's, and not put on the object itself."""
     # Not by vars(): an object whose __dict__ was once asked for is slower from then on.
     return getattr(method, "__func__", method) is getattr(type(owner), name, None)
 
