@@ -28,10 +28,11 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite, SystemMetrics
+from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite, SystemMetrics, Timings
 
 STEPS, WARM = 400, 50
 REFERENCE = "Lightning's ThroughputMonitor"
+SIMPLE = 'Trainer(profiler="simple")'
 ROWS: dict[str, Callable[[], list[L.Callback]]] = {
     "nothing": list,
     "an empty callback": lambda: [L.Callback()],
@@ -45,6 +46,8 @@ ROWS: dict[str, Callable[[], list[L.Callback]]] = {
     'PyTorch(schedule="100000ba")': lambda: [PyTorch(schedule="100000ba")],
     "SpeedMonitor and Flops": lambda: [SpeedMonitor(), Flops()],
     "Suite of both": lambda: [Suite([SpeedMonitor(), Flops()])],
+    "Timings": lambda: [Timings()],
+    SIMPLE: list,
 }
 
 
@@ -66,7 +69,7 @@ class Tiny(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def typical_step(callbacks: list[L.Callback], folder: str) -> float:
+def typical_step(callbacks: list[L.Callback], profiler: str | None, folder: str) -> float:
     """Microseconds of the median step of a training with these callbacks."""
     model = Tiny()
     data = DataLoader(TensorDataset(torch.zeros(8 * STEPS, 16)), batch_size=8)
@@ -75,6 +78,7 @@ def typical_step(callbacks: list[L.Callback], folder: str) -> float:
         devices=1,
         max_steps=STEPS,
         callbacks=callbacks,
+        profiler=profiler,
         logger=CSVLogger(folder),
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -93,7 +97,8 @@ def main(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for _ in track(range(rounds), "training", transient=True):
             for name, make in ROWS.items():
-                steps[name].append(typical_step(make(), folder))
+                profiler = "simple" if name == SIMPLE else None
+                steps[name].append(typical_step(make(), profiler, folder))
     added = {
         name: [mine - bare for mine, bare in zip(times, steps["nothing"], strict=True)]
         for name, times in steps.items()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_perf.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from lightning_perf.callbacks.suite import Suite as Suite
     from lightning_perf.callbacks.system_metrics import SystemMetrics as SystemMetrics
+    from lightning_perf.callbacks.timings import Timings as Timings
     from lightning_perf.errors import ConfigError as ConfigError
     from lightning_perf.errors import PerfWarning as PerfWarning
     from lightning_perf.errors import RecorderBusy as RecorderBusy
@@ -49,6 +50,7 @@ _HOMES = {
     "callbacks.speed_monitor": ["SpeedMonitor"],
     "callbacks.suite": ["Suite"],
     "callbacks.system_metrics": ["SystemMetrics"],
+    "callbacks.timings": ["Timings"],
     "errors": ["ConfigError", "PerfWarning", "RecorderBusy"],
     "moment": ["Moment"],
     "profilers.memory_snapshot": ["MemorySnapshot"],

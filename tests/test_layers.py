@@ -15,7 +15,17 @@ FLOORS = [
     {"trainer"},
     {"tracking"},
     {"charts", "diagnosis", "flops", "schedule", "system", "trace"},
-    {"time", "timestamp", "moment", "batch", "throughput", "remaining", "errors", "__init__"},
+    {
+        "time",
+        "timestamp",
+        "moment",
+        "batch",
+        "throughput",
+        "timings",
+        "remaining",
+        "errors",
+        "__init__",
+    },
 ]
 #: Libraries that may enter on some floors only.
 RESERVED = {

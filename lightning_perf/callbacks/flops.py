@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak, formula_for
 from lightning_perf.schedule import Every, Schedule, as_schedule
+from lightning_perf.trainer.cadence import Cadence
 from lightning_perf.trainer.collective import Rows
 from lightning_perf.trainer.hooks import PerfCallback
 from lightning_perf.trainer.roles import Report
@@ -97,29 +98,24 @@ class Flops(PerfCallback):
         self.metrics: dict[str, float] = {}
         self._tallies: dict[str, _Tally] = {}
         self._timed: set[str] = set()
-        self._held = False
-        self._shared = True
-        self._quiet_until = 0
+        self._cadence = Cadence(self.schedule)
 
     @override
     def prepare(self, driver: Driver) -> None:
-        self._tallies, self._timed, self._held, self._quiet_until = {}, set(), False, 0
-        self._shared = self.schedule.shared or driver.ranks.world_size == 1
+        self._tallies, self._timed = {}, set()
         if self.formula is not None:
             self._formula = formula_for(self.formula, driver.module)
-        self.schedule.validate(driver.limits)
-        self.schedule.setup(driver.context)
+        self._cadence.setup(driver)
         driver.meter.require(self.peak_flops, "peak_flops")
 
     @override
     def close(self, driver: Driver, reason: str) -> None:
-        self.schedule.close()
+        self._cadence.close()
 
     @override
     def on_start(self, driver: Driver) -> None:
-        self._quiet_until = 0
         self._tallies[driver.stage] = _Tally()
-        self.schedule.observe(driver.moment)
+        self._cadence.start(driver)
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
@@ -130,20 +126,13 @@ class Flops(PerfCallback):
     def due(self, driver: Driver, at_end: bool) -> bool:
         if at_end or driver.nested:
             return at_end
-        now = self._now(driver)
-        if self._shared:
-            self._held = now
-            return now or driver.first_batch
-        # Ranks may disagree about such a schedule, so they meet at Lightning's own cadence.
-        self._held |= now
-        return driver.report_due or driver.first_batch
+        return self._cadence.due(driver) or driver.first_batch
 
     @override
     def collect(self, driver: Driver, at_end: bool) -> Report:
         tally = self._tallies[driver.stage]
         self._tallies[driver.stage] = _Tally()
-        wanted = self._held or driver.first_batch or at_end
-        self._held = False
+        wanted = self._cadence.take() or driver.first_batch or at_end
         return Report(_ALL(tally), driver.stage, driver.step, at_end, {"wanted": wanted})
 
     @override
@@ -179,17 +168,6 @@ class Flops(PerfCallback):
         tally.hardware_ideal_seconds += work.hardware_ideal_seconds
         if formula and work.total:
             tally.formula_ideal_seconds += work.ideal_seconds * formula / work.total
-
-    def _now(self, driver: Driver) -> bool:
-        batch = driver.counters.batch
-        if batch < self._quiet_until:
-            return False
-        self.schedule.observe(driver.moment)
-        if self.schedule(driver.moment):
-            return True
-        if not self.schedule.watches:
-            self._quiet_until = self.schedule.quiet_until(driver.moment)
-        return False
 
 
 def utilization(ranks: Sequence[_Tally]) -> dict[str, float]:

@@ -25,7 +25,7 @@ Rows = list[list[float]]
 WIDTH = 240
 _HEADER = 3
 #: What most messages need of that.
-_SHORT = 16
+_SHORT = 24
 _MOST_PENDING = 16
 _TIMEOUT = timedelta(minutes=30)
 

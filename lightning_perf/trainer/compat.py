@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lightning.pytorch import Trainer
 
 
@@ -64,10 +66,48 @@ def log_every_n_steps(trainer: Trainer) -> int:
 
 def profiler_name(trainer: Trainer) -> str:
     """The class of Lightning's own profiler, such as ``PassThroughProfiler``."""
-    return type(getattr(trainer, "profiler", None)).__name__
+    # Not type(): what stands in for a profiler says that it is one of its class.
+    return str(getattr(trainer, "profiler", None).__class__.__name__)
 
 
 def precision(trainer: Trainer) -> str:
     """Lightning's word for the precision, such as ``bf16-mixed``."""
     value: Any = getattr(trainer, "precision", None) or "32-true"
     return str(value)
+
+
+class Unspanned(NamedTuple):
+    """A method whose time no span of Lightning shows, and what it is."""
+
+    owner: object
+    method: str
+    category: str
+    name: str
+
+
+def unspanned(trainer: Trainer) -> Iterator[Unspanned]:
+    """Methods of Lightning whose time is shown in no span; one that is gone stays untold."""
+    fit = getattr(trainer, "fit_loop", None)
+    epoch = getattr(fit, "epoch_loop", None)
+    if trainer.world_size > 1:
+        yield Unspanned(epoch, "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm")
+    # Iterators are made in these, and the first batches of unsized data are fetched: for the first
+    # epoch, that is.
+    yield Unspanned(fit, "setup_data", "dataloader_next", "iter")
+    loops = ("validate_loop", "test_loop", "predict_loop")
+    for loop in (validation_loop(trainer), *(getattr(trainer, name, None) for name in loops)):
+        yield Unspanned(loop, "setup_data", "dataloader_next", "iter")
+        yield Unspanned(loop, "reset", "dataloader_next", "iter")
+    # Logged values are brought to the host in the first two, and reduced in the others.
+    connector = getattr(trainer, "_logger_connector", None)
+    yield Unspanned(connector, "on_batch_end", "from_device", "Trainer.logged_values")
+    yield Unspanned(connector, "log_metrics", "from_device", "Trainer.logged_values")
+    yield Unspanned(connector, "on_epoch_end", "reduce_metrics", "Trainer.epoch_values")
+    yield Unspanned(
+        connector, "update_eval_epoch_metrics", "reduce_metrics", "Trainer.epoch_values"
+    )
+
+
+def validation_loop(trainer: Trainer) -> Any:
+    """The loop of validation inside of fit, or None."""
+    return getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)

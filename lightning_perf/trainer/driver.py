@@ -19,7 +19,7 @@ from lightning_perf.trainer.hardware import node_sampler
 from lightning_perf.trainer.meter import FlopMeter
 from lightning_perf.trainer.progress import BatchCounter, Counters, Progress
 from lightning_perf.trainer.reporting import Reporting
-from lightning_perf.trainer.spans import LeanSpans
+from lightning_perf.trainer.spans import Spans
 from lightning_perf.trainer.surroundings import limits_of, owners_of, ranks_of, setup_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Driver:
         self.progress = _PROGRESS.setdefault(trainer, Progress())
         self.course = Course(self.progress, self.ranks, self.reporting.run_name)
         self._gatherer = Gatherer(trainer)
-        self._spans = LeanSpans(trainer)
+        self.spans = Spans(trainer, module)
         self._loop = compat.TrainingLoop(trainer)
         self._log_every = 0
         #: The stage that is running, in Lightning's words; empty between stages.
@@ -104,7 +104,7 @@ class Driver:
             return
         del _DRIVERS[self.trainer]
         self.meter.disarm()
-        self._spans.restore()
+        self.spans.restore()
         if reason != "exception":
             self._gatherer.finish(GATHER_TIMEOUT)
         self._gatherer.close()
@@ -148,6 +148,7 @@ class Driver:
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
+        self.spans.enter(stage)
         owners = owners_of(self.trainer, self.module, self.parts)
         if self._counter is None:
             self._counter = BatchCounter(owners)
@@ -189,6 +190,7 @@ class Driver:
                 self.step = self._loop.step + self.course.batches
         if self._gatherer.waiting:
             self._gatherer.poll()
+        self.spans.end_batch()
 
     def _tell_untracked(self) -> None:
         self._told_untracked = True
@@ -223,6 +225,7 @@ class Driver:
         """The present stage is over."""
         self.course.exit()
         self.stage = self.course.stage
+        self.spans.enter(self.stage)
         self.meter.resume(self.stage)
 
     # -- what members may ask for -------------------------------------------------------------

@@ -1,0 +1,203 @@
+"""Where every second of a run goes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from lightning_perf.charts import stacked_html, stacked_png
+from lightning_perf.errors import describe, warn
+from lightning_perf.schedule import Schedule, as_schedule
+from lightning_perf.timings import CATEGORIES, History, Share, Totals, as_markdown
+from lightning_perf.trainer import documents
+from lightning_perf.trainer.cadence import Cadence
+from lightning_perf.trainer.collective import Rows
+from lightning_perf.trainer.hooks import PerfCallback
+from lightning_perf.trainer.roles import Report
+from lightning_perf.trainer.spread import over_ranks
+
+if TYPE_CHECKING:
+    from lightning_perf.trainer.driver import Driver
+
+_FOLDER = "{run_name}/timings"
+_TABLED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
+#: What the device's own clock tells apart; it has no waiting for data but for the last.
+_DEVICE = {
+    "to_device": "device/to_device",
+    "forward": "device/forward",
+    "backward": "device/backward",
+    "optimizer_step": "device/optimizer_step",
+    "other": "device/other",
+    "dataloader_next": "exposed_input",
+}
+#: What a rank sends, in this order, in seconds a batch; then the number of batches.
+_SENT = (*CATEGORIES, "train_batch", *_DEVICE.values())
+
+
+@dataclass(slots=True)
+class _Window:
+    """What has come since a report."""
+
+    since: Totals
+    batch: int
+    #: Where the report before began, for what comes after the last batch.
+    before: _Window | None = None
+
+
+class Timings(PerfCallback):
+    """Logs where every second goes, in seconds a batch, with the keys of Determined's timings.
+
+    ``timings/{dataloader_next,to_device,forward,backward,optimizer_step,step_lr_schedulers,
+    from_device,reduce_metrics,callbacks,logging,checkpoint,validation,other}`` are exclusive: they
+    add up to the wall time of a batch. ``timings/train_batch`` stands beside them: forward,
+    backward and optimizer step together with what lies within. Each is the mean over the batches
+    since the last report; what comes after the last batch of a run counts with the batches of the
+    last report. Other stages than training have theirs under the stage's name
+    (``validate/timings/forward``).
+
+    With several ranks they are means over ranks, and ``timings/NAME/{min,median,max}`` and
+    ``timings/NAME/slowest_rank`` stand beside them. On a GPU, ``timings/device/...`` is the
+    device's own time from CUDA events, and ``timings/exposed_input`` how long the device had
+    nothing to do because the next batch was not there; nothing is synchronised for that.
+
+    At the end of a run, ``table`` names callbacks, loggers and checkpoints by what they cost. It is
+    written to ``{run_name}/timings`` as ``table.md`` and ``table.json``, beside a chart of where
+    the time went over the steps as ``timings.png`` and ``timings.html``, and uploaded to MLflow.
+
+    Args:
+        schedule: When to report; by default every ``Trainer(log_every_n_steps)``.
+
+    Raises:
+        ConfigError: A schedule that is none.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_perf import Timings
+        >>> trainer = L.Trainer(callbacks=[Timings(schedule="every 100ba")], logger=False)
+    """
+
+    reports = True
+
+    def __init__(self, schedule: Schedule | str | None = None) -> None:
+        super().__init__()
+        self.schedule = None if schedule is None else as_schedule(schedule)
+        self._cadence = None if self.schedule is None else Cadence(self.schedule)
+        #: What was reported last, by key.
+        self.metrics: dict[str, float] = {}
+        #: What callbacks, loggers and checkpoints cost, once the run is over.
+        self.table: list[Share] = []
+        self._listens = False
+        self._windows: dict[str, _Window] = {}
+        self._history = History()
+        self._stage = ""
+        self._began = Totals({})
+
+    @property
+    def rows(self) -> Sequence[tuple[int, Mapping[str, float]]]:
+        """Of each report its step and the seconds a batch by category, for charts.
+
+        Of the stage that the run is about; neighbours are merged where there are many.
+        """
+        return self._history.rows
+
+    @override
+    def prepare(self, driver: Driver) -> None:
+        self._windows, self._history, self.table, self._stage = {}, History(), [], ""
+        if self._cadence is not None:
+            self._cadence.setup(driver)
+        driver.spans.require()
+        self._listens = True
+
+    @override
+    def on_start(self, driver: Driver) -> None:
+        totals = driver.spans.totals
+        if not self._stage:
+            self._stage, self._began = driver.stage, totals
+        self._windows[driver.stage] = _Window(totals, driver.counters.batch)
+        if self._cadence is not None and not driver.nested:
+            self._cadence.start(driver)
+
+    @override
+    def due(self, driver: Driver, at_end: bool) -> bool:
+        if at_end or driver.nested:
+            return at_end
+        return driver.report_due if self._cadence is None else self._cadence.due(driver)
+
+    @override
+    def collect(self, driver: Driver, at_end: bool) -> Report:
+        now, stage = driver.spans.totals, driver.stage
+        window, batch = self._windows[stage], driver.counters.batch
+        again = batch == window.batch and window.before is not None
+        if again and window.before is not None:
+            window = window.before
+        self._windows[stage] = _Window(now, batch, _Window(window.since, window.batch))
+        batches = batch - window.batch
+        wanted = at_end or self._cadence is None or self._cadence.take()
+        values = _per_batch(now - window.since, stage, batches) if batches else ()
+        return Report(values, stage, driver.step, at_end, {"wanted": wanted, "again": again})
+
+    @override
+    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
+        found = over_ranks(_SENT, rows)
+        if report.stage == self._stage:
+            if report.own["again"]:
+                self._history.forget()
+            seconds = {key: found[key] for key in CATEGORIES}
+            self._history.add(report.step, rows[driver.ranks.global_rank][-1], seconds)
+        if report.own["wanted"]:
+            prefix = "timings/" if report.stage == "train" else f"{report.stage}/timings/"
+            self.metrics = {prefix + key: value for key, value in found.items()}
+            driver.log(self.metrics, report.step)
+
+    @override
+    def close(self, driver: Driver, reason: str) -> None:
+        if self._cadence is not None:
+            self._cadence.close()
+        if not self._listens:
+            return
+        self._listens = False
+        run = driver.spans.totals - self._began
+        driver.spans.release()
+        if not self._stage or reason == "failure":
+            return
+        self.table = run.table(_TABLED)
+        if driver.ranks.global_rank == 0:
+            self._leave_files(driver)
+
+    def _leave_files(self, driver: Driver) -> None:
+        rows, table = self.rows, self.table
+        batches = driver.progress.timestamp(self._stage).batch
+        texts = {
+            "table.md": as_markdown(table, batches),
+            "table.json": json.dumps([row._asdict() for row in table], indent=1),
+        }
+        files: dict[str, Callable[[Path], object]] = {
+            name: partial(Path.write_text, data=text, encoding="utf-8")
+            for name, text in texts.items()
+        }
+        if rows:
+            files["timings.html"] = partial(stacked_html, rows=rows, table=table)
+            files["timings.png"] = partial(stacked_png, rows=rows)
+        try:
+            documents.leave(driver, _FOLDER, files, self._stage)
+        except OSError as error:
+            warn(f"timings were not written ({describe(error)}): see Timings.table and .rows.")
+
+
+def _per_batch(spent: Totals, stage: str, batches: int) -> list[float]:
+    """What one rank sends."""
+    values = [seconds / batches for seconds in spent.by_category(stage).values()]
+    values.append(spent.train_batch / batches if stage == "train" else math.nan)
+    device = {a.category: cost for a, cost in spent.device.items() if a.stage == stage}
+    ended = device["other"].calls if "other" in device else 0
+    for name in _DEVICE:
+        known = ended and name in device
+        values.append(device[name].seconds / ended if known else math.nan)
+    return [*values, float(batches)]

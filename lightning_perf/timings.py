@@ -1,0 +1,195 @@
+"""Where the time of a run went: totals by what was done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    #: A step, the batches up to it since the last one, and the seconds of them all.
+    _Row = tuple[int, float, dict[str, float]]
+
+#: Every second of a run belongs to one of these, so that they add up to the wall time.
+CATEGORIES = (
+    "dataloader_next",
+    "to_device",
+    "forward",
+    "backward",
+    "optimizer_step",
+    "step_lr_schedulers",
+    "from_device",
+    "reduce_metrics",
+    "callbacks",
+    "logging",
+    "checkpoint",
+    "validation",
+    "other",
+)
+
+
+class Action(NamedTuple):
+    """One kind of work, as far as it is told apart."""
+
+    #: The stage that it was done in; empty before the first one and after the last.
+    stage: str
+    #: One of ``CATEGORIES``.
+    category: str
+    #: ``Class.hook``, ``Class.method``, or what else it is called.
+    name: str
+
+
+class Cost(NamedTuple):
+    """What an action took."""
+
+    seconds: float
+    calls: int
+
+
+class Share(NamedTuple):
+    """One row of the table of what took time."""
+
+    #: ``Class.hook`` or ``Class.method``.
+    name: str
+    seconds: float
+    calls: int
+    #: Of the wall time, as a fraction.
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What every action took up to a moment, or, as a difference, between two.
+
+    Example:
+        >>> step, wait = Action("train", "forward", "step"), Action("train", "other", "loop")
+        >>> before = Totals({step: Cost(1.0, 1)})
+        >>> after = Totals({step: Cost(4.0, 3), wait: Cost(0.5, 0)})
+        >>> (after - before).costs[step]
+        Cost(seconds=3.0, calls=2)
+        >>> (after - before).seconds
+        3.5
+    """
+
+    #: Exclusive: no second is in two of them.
+    costs: Mapping[Action, Cost]
+    #: Seconds of Lightning's ``run_training_batch`` with all that is within.
+    train_batch: float = 0.0
+    #: Seconds between the events of the device's own clock; the batches are the calls.
+    device: Mapping[Action, Cost] = field(default_factory=dict)
+
+    def __sub__(self, earlier: Totals) -> Totals:
+        return Totals(
+            _difference(self.costs, earlier.costs),
+            self.train_batch - earlier.train_batch,
+            _difference(self.device, earlier.device),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The wall time: all costs together."""
+        return sum(cost.seconds for cost in self.costs.values())
+
+    def by_category(self, stage: str) -> dict[str, float]:
+        """Seconds of each of ``CATEGORIES``, which add up to ``seconds``.
+
+        Args:
+            stage: Whose view. To training, validation inside of it is one thing, of which only
+                the checkpoints are told apart.
+        """
+        found = dict.fromkeys(CATEGORIES, 0.0)
+        for action, cost in self.costs.items():
+            within = stage == "train" and action.stage == "validate"
+            validation = within and action.category != "checkpoint"
+            found["validation" if validation else action.category] += cost.seconds
+        return found
+
+    def table(self, categories: Iterable[str]) -> list[Share]:
+        """What has a class and a method, the most costly first.
+
+        Args:
+            categories: Those that are looked at.
+        """
+        wanted, wall = set(categories), self.seconds or 1.0
+        found: dict[str, Cost] = {}
+        for action, cost in self.costs.items():
+            if action.category in wanted and "." in action.name and cost.calls:
+                seconds, calls = found.get(action.name, Cost(0.0, 0))
+                found[action.name] = Cost(seconds + cost.seconds, calls + cost.calls)
+        rows = [Share(name, *cost, cost.seconds / wall) for name, cost in found.items()]
+        return sorted(rows, key=lambda row: row.seconds, reverse=True)
+
+
+def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) -> dict[Action, Cost]:
+    nothing = Cost(0.0, 0)
+    found = {}
+    for action, (seconds, calls) in later.items():
+        before = earlier.get(action, nothing)
+        found[action] = Cost(seconds - before.seconds, calls - before.calls)
+    return found
+
+
+class History:
+    """Seconds a batch by category, report by report, within a bound.
+
+    Args:
+        most: Rows that are kept; of more, neighbours are merged.
+
+    Example:
+        >>> history = History(most=2)
+        >>> for step, seconds in enumerate([1.0, 2.0, 6.0]):
+        ...     history.add(step, 1, {"forward": seconds})
+        >>> history.rows
+        [(1, {'forward': 1.5}), (2, {'forward': 6.0})]
+    """
+
+    def __init__(self, most: int = 500) -> None:
+        self._most = most
+        self._rows: list[_Row] = []
+
+    @property
+    def rows(self) -> list[tuple[int, Mapping[str, float]]]:
+        """Steps, and the seconds a batch up to each since the one before."""
+        return [
+            (step, {key: value / batches for key, value in seconds.items()})
+            for step, batches, seconds in self._rows
+        ]
+
+    def add(self, step: int, batches: float, seconds: Mapping[str, float]) -> None:
+        """Keep a report.
+
+        Args:
+            step: The loggers'.
+            batches: How many it is about.
+            seconds: A batch, by category.
+        """
+        whole = {key: value * batches for key, value in seconds.items()}
+        self._rows.append((step, batches, whole))
+        if len(self._rows) > self._most:
+            self._rows = [_merge(self._rows[i : i + 2]) for i in range(0, len(self._rows), 2)]
+
+    def forget(self) -> None:
+        """Drop the last report, which is told again."""
+        del self._rows[-1:]
+
+
+def _merge(rows: Sequence[_Row]) -> _Row:
+    seconds = {key: sum(row[2][key] for row in rows) for key in rows[0][2]}
+    return rows[-1][0], sum(row[1] for row in rows), seconds
+
+
+def as_markdown(table: Sequence[Share], batches: int) -> str:
+    """A table as a page.
+
+    Args:
+        table: Its rows.
+        batches: Over which seconds a batch are averaged.
+    """
+    lines = ["| what | seconds | ms a batch | calls | share |", "|---|---:|---:|---:|---:|"]
+    for row in table:
+        each = 1e3 * row.seconds / max(batches, 1)
+        lines.append(
+            f"| {row.name} | {row.seconds:.3f} | {each:.3f} | {row.calls} | {row.share:.1%} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,161 @@
+"""Where every second goes: what Lightning's spans tell, and what it shows in none."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchmetrics import Metric
+
+from lightning_perf.flops import is_compiled
+from lightning_perf.timings import Totals
+from lightning_perf.trainer import compat
+from lightning_perf.trainer.actions import classify
+from lightning_perf.trainer.clock import Clock, Silent, Span, WatchedSpan, WholeSpan
+from lightning_perf.trainer.device_clock import DeviceClock
+from lightning_perf.trainer.wraps import Wraps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from lightning.pytorch import LightningModule, Trainer
+
+    #: Lightning's name of a span, or the category and the name of a method that has none.
+    Key = str | tuple[str, str]
+
+#: Spans that are told apart at most: the user's own may have any names.
+_MOST_SPANS = 4096
+_LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint")
+#: Devices with a clock of their own.
+_CLOCKED = {"cuda"}
+#: After which of their spans the device has come to the end of what a category names.
+_DEVICE = ("dataloader_next", "to_device", "forward", "backward", "optimizer_step")
+#: Spans within others that have a mark already, and those before there is a batch.
+_UNMARKED = {
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "iter",
+}
+_ITER = ("dataloader_next", "iter")
+_MOVE = ("from_device", "predictions")
+
+
+class Hub:
+    """Hears the trainer's spans, times what has none, and knows where every second went."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._clock = Clock()
+        self._nested = False
+        clocked = trainer.strategy.root_device.type in _CLOCKED
+        #: The device's own clock, where it has one.
+        self.device = DeviceClock() if clocked else None
+        #: Our spans by their keys, made as they are asked for.
+        self.book = Book(self._span)
+        self._wraps = Wraps()
+        self._wrap()
+
+    @property
+    def totals(self) -> Totals:
+        """Where the time went since this was made, up to now."""
+        device = self.device.costs if self.device is not None else {}
+        return Totals(self._clock.costs, self._clock.whole, device)
+
+    def enter(self, stage: str) -> None:
+        """A stage begins; empty: the last one is over."""
+        if not self._nested:
+            self._wrap()  # loggers and metrics may be new
+            self._begin(stage)
+
+    def close(self) -> None:
+        """Time nothing any more; spans that somebody still holds do no harm."""
+        self._clock.thread = None
+        self._wraps.restore()
+
+    def _begin(self, stage: str) -> None:
+        self._clock.begin(stage, [span for span in self.book.values() if isinstance(span, Span)])
+        if self.device is not None:
+            self.device.begin(stage)
+
+    @contextmanager
+    def _inside(self, stage: str) -> Iterator[None]:
+        """Another stage lies within the present one."""
+        if self._trainer.sanity_checking or self._nested:
+            yield
+            return
+        outer, self._nested = self._clock.stage, True
+        self._begin(stage)
+        try:
+            yield
+        finally:
+            self._nested = False
+            self._begin(outer)
+
+    def _span(self, key: Key) -> Span | Silent:
+        name = key if isinstance(key, str) else key[1]
+        try:
+            what = classify(key, self._trainer) if isinstance(key, str) else key
+        except Exception:  # a callback of the user's that cannot be asked: Lightning will tell
+            what = None
+        if what is None:
+            return Silent(name)
+        category, label = what
+        clock = self._clock
+        if label == "run_training_batch":
+            return WholeSpan(clock, what, name)
+        if label == "run_training_epoch":
+            # The loader's iterator is made first of all.
+            return WatchedSpan(clock, what, name, entered=partial(clock.run, *_ITER))
+        if label == "on_predict_batch_end":
+            # Predictions are brought to the host next.
+            return WatchedSpan(clock, what, name, left=partial(clock.run, *_MOVE))
+        if self.device is not None and category in _DEVICE and label not in _UNMARKED:
+            # Where backward is called within the step, what was before it is forward.
+            entered = partial(self.device.mark, "forward") if category == "backward" else None
+            return WatchedSpan(clock, what, name, entered, partial(self.device.mark, category))
+        return Span(clock, what, name)
+
+    def _wrap(self) -> None:
+        """Time what Lightning shows in no span."""
+        trainer, module = self._trainer, self._module
+        for owner, method, category, name in compat.unspanned(trainer):
+            self._time(owner, method, category, name)
+        inside = partial(self._inside, "validate")
+        self._wraps.put(compat.validation_loop(trainer), "run", inside)
+        for logger in trainer.loggers:
+            for method in _LOGGER_METHODS:
+                self._time(logger, method, "logging", f"{type(logger).__name__}.{method}")
+        strategy = trainer.strategy
+        if trainer.world_size > 1:
+            self._time(strategy, "reduce", "reduce_metrics", f"{type(strategy).__name__}.reduce")
+        if not module.automatic_optimization:
+            self._time(strategy, "backward", "backward", "backward")
+        # Within compiled code our clock would break the graph.
+        metrics = [] if is_compiled(module) else module.modules()
+        for metric in metrics:
+            if isinstance(metric, Metric):
+                name = f"{type(metric).__name__}.compute"
+                self._time(metric, "compute", "reduce_metrics", name)
+
+    def _time(self, owner: object, method: str, category: str, name: str) -> None:
+        self._wraps.put(owner, method, partial(self.book.__getitem__, (category, name)))
+
+
+class Book(dict[Any, "Span | Silent"]):
+    """Spans by their keys: looking one up costs no call of ours but for the first time.
+
+    Args:
+        make: Makes the span of a key.
+    """
+
+    def __init__(self, make: Callable[[Key], Span | Silent]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Key) -> Span | Silent:
+        if len(self) >= _MOST_SPANS:
+            return Silent(str(key))
+        span = self[key] = self._make(key)
+        return span

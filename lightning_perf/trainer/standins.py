@@ -1,0 +1,92 @@
+"""What stands in for a trainer's profiler."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.profilers import PassThroughProfiler
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Find = Callable[[str], AbstractContextManager[Any]]
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Lean(PassThroughProfiler):
+    """Does nothing as well, without making a generator for each span."""
+
+    @override
+    def profile(self, action_name: str) -> AbstractContextManager[None]:  # type: ignore[override]
+        return _NOTHING
+
+
+class Listener:
+    """Hears every span, and passes each on to the profiler that it stands in for.
+
+    All else, its class included, is that profiler's.
+
+    Args:
+        theirs: The trainer's own.
+        find: Gives our span by Lightning's name for it.
+    """
+
+    def __init__(self, theirs: Any, find: Find) -> None:
+        # Past __setattr__, which would write to theirs.
+        vars(self).update(_theirs=theirs, _find=find)
+        if type(theirs) is PassThroughProfiler:  # it would hear nothing: leave it out
+            vars(self)["profile"] = find
+
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+        """A span, as a context."""
+        return _Both(self._find(action_name), self._theirs.profile(action_name))
+
+    def start(self, action_name: str) -> None:
+        """The beginning of a span."""
+        self._find(action_name).__enter__()
+        self._theirs.start(action_name)
+
+    def stop(self, action_name: str) -> None:
+        """The end of a span."""
+        try:
+            self._theirs.stop(action_name)
+        finally:
+            self._find(action_name).__exit__(None, None, None)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._theirs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_theirs"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._theirs, name, value)
+
+
+class _Both:
+    """Our span around the user's profiler's, which thereby measures what it would without us."""
+
+    __slots__ = ("_ours", "_theirs")
+
+    def __init__(
+        self, ours: AbstractContextManager[Any], theirs: AbstractContextManager[Any]
+    ) -> None:
+        self._ours, self._theirs = ours, theirs
+
+    def __enter__(self) -> Any:
+        self._ours.__enter__()
+        try:
+            return self._theirs.__enter__()
+        except BaseException:
+            self._ours.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            return self._theirs.__exit__(*error)
+        finally:
+            self._ours.__exit__(None, None, None)

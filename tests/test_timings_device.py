@@ -1,0 +1,256 @@
+"""The device's own clock: events at boundaries, read late, never waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import Records, Small, TwoOptimizers, trainer
+
+from lightning_perf import Timings
+from lightning_perf.timings import Action, Cost
+from lightning_perf.trainer import device_clock, hub
+from lightning_perf.trainer.device_clock import DeviceClock
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Device:
+    """A queue that works off what it is given later: what events see of a GPU."""
+
+    def __init__(self) -> None:
+        self.queued = self.done = 0.0
+        self.made = 0
+        self.capturing = False
+        self.touched_while_capturing = False
+
+    def event(self) -> Event:
+        self.made += 1
+        return Event(self)
+
+    def clock(self) -> DeviceClock:
+        return DeviceClock(self.event, lambda: self.capturing)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, 0.0
+
+    def record(self) -> None:
+        self.device.touched_while_capturing |= self.device.capturing
+        self.at = self.device.queued
+
+    def query(self) -> bool:
+        self.device.touched_while_capturing |= self.device.capturing
+        return self.at <= self.device.done
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query()
+        assert end.query(), "it would raise, or wait"
+        return 1e3 * (end.at - self.at)
+
+    def synchronize(self) -> None:
+        raise AssertionError("never")
+
+
+SECONDS = {
+    "dataloader_next": 0.5, "to_device": 1.0, "forward": 2.0, "backward": 4.0,
+    "optimizer_step": 0.25, "other": 0.125,
+}  # fmt: skip
+
+
+def batch(device: Device, clock: DeviceClock) -> None:
+    """One batch's work and marks."""
+    for category, seconds in SECONDS.items():
+        device.queued += seconds
+        if category != "other":
+            clock.mark(category)
+    clock.end_batch()
+
+
+def cost(category: str, calls: int) -> tuple[Action, Cost]:
+    return Action("train", category, "device"), Cost(calls * SECONDS[category], calls)
+
+
+def test_segments_are_read_two_batches_later() -> None:
+    """Each segment is what its last event ends; nothing precedes the first event of all."""
+    device = Device()
+    clock = device.clock()
+    clock.begin("train")
+    for _ in range(3):
+        batch(device, clock)
+        device.done = device.queued
+    assert clock.costs == dict([cost(name, 1) for name in SECONDS if name != "dataloader_next"])
+    for _ in range(8):
+        batch(device, clock)
+        device.done = device.queued
+    expected = dict([cost(name, 9) for name in SECONDS])
+    expected |= dict([cost("dataloader_next", 8)])
+    assert clock.costs == expected
+
+
+def test_a_device_that_lags_is_not_waited_for_and_events_are_used_again() -> None:
+    """What is not done is asked about later; events are few however long the run."""
+    device = Device()
+    clock = device.clock()
+    clock.begin("train")
+    for _ in range(10):
+        batch(device, clock)
+    assert clock.costs == {}
+    for _ in range(1000):
+        device.done = device.queued
+        batch(device, clock)
+    assert clock.costs[Action("train", "forward", "device")].calls >= 1000
+    assert device.made < 100
+
+
+def test_a_device_that_hangs_takes_no_memory() -> None:
+    """Beyond a bound nothing is recorded, and what follows is right again."""
+    device = Device()
+    clock = device.clock()
+    clock.begin("train")
+    for _ in range(500):
+        batch(device, clock)
+    assert device.made <= device_clock._MOST_WAITING
+    device.done = device.queued
+    for _ in range(10):
+        batch(device, clock)
+        device.done = device.queued
+    seconds, calls = clock.costs[Action("train", "backward", "device")]
+    assert seconds == 4.0 * calls
+
+
+def test_validation_between_batches_is_no_waiting_for_data() -> None:
+    """A change of stage cuts the chain of events."""
+    device = Device()
+    clock = device.clock()
+    for stage in ("train", "validate"):
+        clock.begin(stage)
+        batch(device, clock)
+        device.queued += 100.0
+    clock.begin("train")
+    for _ in range(5):
+        batch(device, clock)
+    device.done = device.queued
+    batch(device, clock)
+    seconds, calls = clock.costs[Action("train", "dataloader_next", "device")]
+    assert seconds == calls * SECONDS["dataloader_next"]
+
+
+def test_events_are_left_alone_while_a_graph_is_captured() -> None:
+    """Neither recorded nor asked about, and what lies around the capture is not counted."""
+    device = Device()
+    clock = device.clock()
+    clock.begin("train")
+    for index in range(10):
+        device.capturing = index == 4
+        batch(device, clock)
+        device.capturing = False
+        device.done = device.queued
+    assert not device.touched_while_capturing
+    assert clock.costs[Action("train", "forward", "device")] == Cost(2.0 * 7, 7)
+
+
+def test_events_that_fail_are_told_once_and_stop_nothing() -> None:
+    """A driver's error ends the device's clock, not training."""
+
+    def broken() -> Any:
+        raise RuntimeError("CUDA error: planted")
+
+    clock = DeviceClock(broken, lambda: False)
+    with pytest.warns(UserWarning, match=r"CUDA events failed .*planted"):
+        clock.mark("forward")
+    clock.mark("backward")
+    clock.end_batch()
+
+
+@pytest.mark.parametrize("kind", [Small, TwoOptimizers])
+def test_a_run_s_marks_make_keys(
+    kind: type[Small], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a real training, what the device did goes by its place, manual optimization included."""
+    device = Device()
+    monkeypatch.setattr(hub, "DeviceClock", device.clock)
+    monkeypatch.setattr(hub, "_CLOCKED", {"cpu"})
+
+    class Working(kind):  # type: ignore[misc, valid-type]
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.work(1.0)
+            return batch
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.work(2.0)
+            loss = super().training_step(batch, batch_idx)
+            self.work(2.0)
+            return loss
+
+        def backward(self, loss: torch.Tensor, *args: Any) -> None:
+            self.work(4.0)
+            super().backward(loss, *args)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.work(0.5)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.work(8.0)
+
+        def work(self, seconds: float) -> None:
+            device.queued += seconds
+            device.done = device.queued
+
+    timings, records = Timings(), Records()
+    trainer(tmp_path, timings, logger=records, limit_train_batches=12).fit(Working())
+    passes = 2 if kind is TwoOptimizers else 1
+    found = {key.removeprefix("timings/"): values[-1][1] for key in records.keys
+             if (values := records.of(key))}  # fmt: skip
+    assert found["device/to_device"] == 1.0
+    assert found["device/forward"] == 4.0
+    assert found["device/backward"] == 4.0 * passes
+    assert found["device/optimizer_step"] == 0.5 * passes
+    assert found["device/other"] == 0.0
+    # The work of the hook after ours lies before the next batch's fetch.
+    assert found["exposed_input"] == 8.0
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_real_events_never_synchronise(tmp_path: Path) -> None:
+    """On a GPU, with synchronising calls forbidden from the first batch to the last."""
+
+    class Strict(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            torch.cuda.set_sync_debug_mode("error" if batch_idx else "default")
+
+        def on_train_end(self) -> None:
+            torch.cuda.set_sync_debug_mode("default")
+
+        def train_dataloader(self) -> Any:
+            x = torch.ones(64, 8).pin_memory()
+            return [(x[i : i + 4], x[i : i + 4, :1]) for i in range(0, 64, 4)]
+
+    timings = Timings()
+    try:
+        trainer(tmp_path, timings, accelerator="gpu", limit_val_batches=0).fit(Strict())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert timings.metrics["timings/device/forward"] > 0
+    assert timings.metrics["timings/exposed_input"] >= 0
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_device_time_is_the_device_s(tmp_path: Path) -> None:
+    """A long kernel in forward is device time of forward, though the host went on at once."""
+
+    class Heavy(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.cuda._sleep(20_000_000)  # cycles: some ten milliseconds
+            return super().training_step(batch, batch_idx)
+
+    timings = Timings()
+    trainer(tmp_path, timings, accelerator="gpu").fit(Heavy())
+    found = timings.metrics
+    assert found["timings/device/forward"] > 0.005
+    assert found["timings/device/backward"] < found["timings/device/forward"] / 2
