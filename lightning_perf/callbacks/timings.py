@@ -178,9 +178,8 @@ class Timings(PerfCallback):
             "table.md": as_markdown(table, batches),
             "table.json": json.dumps([row._asdict() for row in table], indent=1),
         }
-        files: dict[str, Callable[[Path], object]] = {
-            name: partial(Path.write_text, data=text, encoding="utf-8")
-            for name, text in texts.items()
+        files: dict[str, Callable[[Path], None]] = {
+            name: partial(_write, text) for name, text in texts.items()
         }
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table)
@@ -189,6 +188,10 @@ class Timings(PerfCallback):
             documents.leave(driver, _FOLDER, files, self._stage)
         except OSError as error:
             warn(f"timings were not written ({describe(error)}): see Timings.table and .rows.")
+
+
+def _write(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _per_batch(spent: Totals, stage: str, batches: int) -> list[float]:

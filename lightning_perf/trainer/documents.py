@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def leave(
-    driver: Driver, folder: str, files: Mapping[str, Callable[[Path], object]], stage: str
+    driver: Driver, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str
 ) -> None:
     """Write files below the trainer's ``default_root_dir``, and to MLflow as artifacts.
 
