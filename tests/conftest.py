@@ -78,20 +78,11 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A worker in which no job may raise; a warning that a test does not expect is an error."""
-    from lightning_perf.errors import PerfWarning
-    from lightning_perf.trace import Worker, complaints
+def worker() -> Iterator[Any]:
+    """A worker in which no job may raise."""
+    from lightning_perf.trace import Worker
 
-    errors = []
-
-    def warn(message: str, warn: Any = complaints.warn) -> None:
-        try:
-            warn(message)
-        except PerfWarning as unexpected:  # which a writer keeps to itself
-            errors.append(unexpected)
-
-    monkeypatch.setattr(complaints, "warn", warn)
+    errors: list[Any] = []
     worker = Worker("test worker", on_error=lambda *what: errors.append(what))
     yield worker
     assert worker.close(30.0)

@@ -107,6 +107,12 @@ def ours(caught: Any) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, PerfWarning)]
 
 
+def left_in(folder: Path) -> list[Path]:
+    """The files of a folder that recorders left, without the text that says how to open them."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
+    return sorted(found)
+
+
 def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
     """A quiet Trainer on one CPU, writing below a folder."""
     defaults: dict[str, Any] = {

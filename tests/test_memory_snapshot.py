@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import Records, Small, ours, trainer
+from small import Records, Small, left_in, ours, trainer
 
 from lightning_perf import (
     Always,
@@ -93,7 +93,7 @@ def allocator() -> Iterator[Allocator]:
 def files(folder: Path) -> list[str]:
     """What lies in the folder of one run, by its path in it."""
     folder = folder / "records-version_0" / "memory_snapshots"
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    return [str(path.relative_to(folder)) for path in left_in(folder)]
 
 
 def history(folder: Path, name: str) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 import yaml
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
-from small import Records, Small, ours, trainer
+from small import Records, Small, left_in, ours, trainer
 from test_cli import parse
 from test_unchanged import outcome
 from test_viztracer_profiler import Loading, Work
@@ -41,7 +41,7 @@ class Hungry(Small):
 def files(folder: Path) -> list[str]:
     """What lies in the folder of one run, by its path in it."""
     folder = folder / "records-version_0" / "memray"
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    return [str(path.relative_to(folder)) for path in left_in(folder)]
 
 
 def meals(capture: Path) -> int:
@@ -87,7 +87,7 @@ def test_capture_and_flame_graph_are_uploaded(tmp_path: Path, mlflow_database: s
     fit(tmp_path, Capture(schedule=Fixed(14, 2), flamegraph=True), logger=logger)
     found = MlflowClient(mlflow_database).list_artifacts(logger.run_id, "crow/memray")
     names = sorted(Path(entry.path).name for entry in found)
-    assert names == ["rank0.16.bin", "rank0.16.html"]
+    assert names == ["README.md", "rank0.16.bin", "rank0.16.html"]
 
 
 def test_a_page_that_fails_is_told_and_its_capture_stays(
@@ -249,7 +249,7 @@ def test_ranks_have_keys_of_their_own(tmp_path: Path, mlflow_database: str) -> N
     for key in ("memray/peak_memory", "memray/rank1/peak_memory"):
         assert run.data.metrics[key] > MEGABYTES
     names = sorted(Path(a.path).name for a in client.list_artifacts(run.info.run_id, "two/memray"))
-    assert names == ["rank0.2.bin", "rank0.2.txt", "rank1.2.bin", "rank1.2.txt"]
+    assert names == ["README.md", "rank0.2.bin", "rank0.2.txt", "rank1.2.bin", "rank1.2.txt"]
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])

@@ -17,7 +17,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
-from small import Records, Small, ours, trainer
+from small import Records, Small, left_in, ours, trainer
 from test_unchanged import outcome
 from torch.profiler import ProfilerActivity, profile
 
@@ -37,7 +37,7 @@ def fit(root: Path, profiler: PyTorch, **options: Any) -> dict[str, Path]:
     """The files of a run, by their name in its folder."""
     trainer(root, profiler, **{"logger": Records(), **options}).fit(Small())
     folder = root / "records-version_0" / "torch_traces"
-    return {path.name: path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {path.name: path for path in left_in(folder)}
 
 
 # -- the memory timeline ------------------------------------------------------------------------
@@ -63,11 +63,12 @@ def test_memory_timelines_go_to_mlflow_by_their_own_name(
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="wren")
     fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY), logger=logger)
     client = MlflowClient(mlflow_database)
-    (page,) = client.list_artifacts(logger.run_id, "wren/torch_memory_traces")
-    assert page.path == "wren/torch_memory_traces/rank0.1.pt.trace.memory.html"
+    pages = client.list_artifacts(logger.run_id, "wren/torch_memory_traces")
+    names = sorted(Path(entry.path).name for entry in pages)
+    assert names == ["README.md", "rank0.1.pt.trace.memory.html"]
     beside = client.list_artifacts(logger.run_id, "wren/torch_traces")
     names = sorted(Path(entry.path).name for entry in beside)
-    assert names == ["rank0.1.pt.trace.json.gz", "rank0.1.pt.trace.txt"]
+    assert names == ["README.md", "rank0.1.pt.trace.json.gz", "rank0.1.pt.trace.txt"]
 
 
 def test_a_timeline_needs_no_upload(tmp_path: Path, mlflow_database: str) -> None:

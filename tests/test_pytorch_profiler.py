@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
-from small import Records, Small, ours, trainer
+from small import Records, Small, left_in, ours, trainer
 
 from lightning_perf import (
     Always,
@@ -82,7 +82,7 @@ def test_uncompressed_traces_keep_their_name(tmp_path: Path) -> None:
     """compress=False leaves plain JSON under the plain name."""
     profiler = PyTorch(schedule="first 2ba", compress=False)
     trainer(tmp_path, profiler, logger=Records()).fit(Small())
-    (path,) = (tmp_path / "records-version_0" / "torch_traces").iterdir()
+    (path,) = left_in(tmp_path / "records-version_0" / "torch_traces")
     assert path.name == "rank0.2.pt.trace.json"
     assert json.loads(path.read_text())["traceEvents"]
 
@@ -154,7 +154,7 @@ def test_nothing_is_written_outside_of_the_named_folder(tmp_path: Path) -> None:
 
     root = tmp_path / "root"
     trainer(root, PyTorch(schedule="first 1ba"), logger=Hostile()).fit(Small())
-    marker, trace = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    marker, trace = left_in(tmp_path)
     assert (marker.name, trace.name) == (".run", "rank0.1.pt.trace.json.gz")
     assert marker.is_relative_to(root)
     assert trace.is_relative_to(root)

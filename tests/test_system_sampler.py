@@ -115,7 +115,9 @@ def test_a_sensor_that_breaks_is_said_once_and_the_others_go_on() -> None:
     assert ours(caught) == ["lightning_perf: ticks is not measured any more (OSError: gone)."]
 
 
-def test_a_warning_that_is_an_error_does_not_end_the_sampling() -> None:
+def test_a_warning_that_is_an_error_does_not_end_the_sampling(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """With warnings as errors, which this test runs under, the thread lives on."""
     good, bad = Ticks(), Ticks(OSError("gone"))
     sampler = Sampler(of(bad, good))
@@ -124,6 +126,8 @@ def test_a_warning_that_is_an_error_does_not_end_the_sampling() -> None:
     assert sampler.refresh(10)
     sampler.unsubscribe("me")
     assert good.closed.wait(10)
+    assert "ticks is not measured any more" in caplog.text
+    caplog.clear()
 
 
 def test_it_can_begin_again() -> None:

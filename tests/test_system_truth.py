@@ -172,10 +172,16 @@ def test_the_cpu_of_workers_counts(tmp_path: Path) -> None:
     assert 0.7 * burnt < found["process_cpu"] / 100 * seconds < 1.2 * (burnt + own)
 
 
+def resident() -> int:
+    """Bytes of this process and of those that other tests of it left running, as we count them."""
+    me = psutil.Process()
+    return sum(process.memory_info().rss for process in [me, *me.children(recursive=True)])
+
+
 def test_memory_is_averaged_and_its_peak_kept(tmp_path: Path) -> None:
     """300 MB held for half of the time: half of it in the average, all of it in the peak."""
     held: list[bytes] = []
-    base = psutil.Process().memory_info().rss
+    base = resident()
 
     def work(step: int) -> None:
         if step == 0:
@@ -185,9 +191,9 @@ def test_memory_is_averaged_and_its_peak_kept(tmp_path: Path) -> None:
         time.sleep(0.15)
 
     found, _ = run(tmp_path, work)
-    after = psutil.Process().memory_info().rss
+    after = resident()
     growth = after - base  # of everything else that the run brought along
     assert found["process_rss"] - base == pytest.approx(150 * MB, abs=75 * MB + growth)
-    assert found["peak_rss"] >= (base + 300 * MB) / 1e9
+    assert found["peak_rss"] >= round((base + 300 * MB) / 1e9, 3)  # of five digits
     assert found["rss"] == pytest.approx(after / 1e9, rel=0.1)
     assert 0 < found["free_memory"] < psutil.virtual_memory().total

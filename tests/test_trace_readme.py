@@ -6,7 +6,7 @@ from recordings import CONTENT, Server, after, files, record
 from lightning_perf.errors import PerfWarning
 from lightning_perf.moment import Ranks
 from lightning_perf.timestamp import Timestamp
-from lightning_perf.trace import Target, complaints
+from lightning_perf.trace import Target
 
 TEXT = "Drop the files on https://ui.perfetto.dev.\n"
 
@@ -102,16 +102,3 @@ def test_it_waits_for_a_server_that_takes_nothing(make_writer, worker, tmp_path)
         after(worker, record(make_writer(readme=TEXT, targets=[Target(server)], backoff=())))
     assert (tmp_path / "run/traces/README.md").exists()
     assert server.attempts == 1
-
-
-def test_warnings_that_are_errors_keep_no_trace_from_its_place(make_writer, worker, monkeypatch):
-    """A user may turn all warnings into errors; a writer says nothing then, and works on."""
-
-    def raising(message):
-        raise PerfWarning(message)
-
-    monkeypatch.setattr(complaints, "warn", raising)
-    writer = make_writer(targets=[Target(Server(99))], backoff=())
-    written = after(worker, [record(writer, batch) for batch in (1, 2)])
-    assert all(path.read_bytes() == CONTENT for path in written)
-    writer.close()

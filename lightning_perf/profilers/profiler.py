@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -105,6 +106,11 @@ class Profiler(PerfCallback):
         """
 
     @property
+    def own_file(self) -> tuple[str, str | None, bool]:
+        """The names of a recording, here and remote, and whether it is gzipped."""
+        return self.filename, self.remote_file_name, self.compress
+
+    @property
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:
         """The names, here and remote, of what ``record`` may make besides, such as pages."""
         return {}
@@ -140,10 +146,10 @@ class Profiler(PerfCallback):
             return
         # Before the recording's own, which at the end moves away what these are made of.
         self._further = {
-            name: self.new_writer(driver, filename, remote, False)
+            name: self._new_writer(driver, filename, remote, False, self._lies_elsewhere(remote))
             for name, (filename, remote) in self.further_files.items()
         }
-        self._writer = self.new_writer(driver, self.filename, self.remote_file_name, self.compress)
+        self._writer = self._new_writer(driver, *self.own_file, explains=True)
         self._windows = Windows(self, self._writer.spool)
 
     @override
@@ -185,31 +191,24 @@ class Profiler(PerfCallback):
 
     # -- files ------------------------------------------------------------------------------------
 
-    def new_writer(
-        self, driver: Driver, filename: str, remote_file_name: str | None, compress: bool
+    def _new_writer(
+        self, driver: Driver, filename: str, remote: str | None, compress: bool, explains: bool
     ) -> TraceWriter:
-        """A pipe into this profiler's folder, which the end of the run closes.
-
-        Args:
-            driver: The run.
-            filename: As the profiler's own.
-            remote_file_name: As the profiler's own.
-            compress: Whether the files are gzipped.
-        """
+        """A pipe into this profiler's folder, which the end of the run closes."""
         writer = TraceWriter(
             driver.worker,
             Path(self.output_path_prefix or driver.trainer.default_root_dir),
             self.folder,
             filename,
-            remote_file_name,
+            remote,
             driver.ranks,
             driver.run_name,
             compress,
             identity=driver.identity,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
-            targets=driver.targets(remote_file_name),
-            readme=self.how_to_open,
+            targets=driver.targets(remote),
+            readme=self.how_to_open if explains else None,
         )
         # Once the worker has stopped, the writer places here what a hung server held back.
         driver.at_end(writer.close)
@@ -231,6 +230,11 @@ class Profiler(PerfCallback):
             target = writer.spool(stage)
             writer.write(target, timestamp, stage, partial(make, target))
         self._writer.write(path, timestamp, stage, recorded.finish)
+
+    def _lies_elsewhere(self, remote: str | None) -> bool:
+        """Whether a further file is sent to another folder than the recording."""
+        own = self.remote_file_name or ""
+        return posixpath.dirname(remote or own) != posixpath.dirname(own)
 
     def _refuse_ranks(self, driver: Driver) -> None:
         world = driver.ranks.world_size

@@ -25,7 +25,6 @@ from lightning_perf.profilers.tools import (
     run_python,
 )
 from lightning_perf.schedule import Schedule
-from lightning_perf.trace import TraceWriter
 from lightning_perf.trainer import compat
 
 if TYPE_CHECKING:
@@ -138,16 +137,13 @@ class VizTracer(Profiler):
             if other == "PyTorchProfiler":
                 raise RecorderBusy("VizTracer", f"Trainer(profiler={other}())", _REMEDY)
 
+    @property
     @override
-    def new_writer(
-        self, driver: Driver, filename: str, remote_file_name: str | None, compress: bool
-    ) -> TraceWriter:
-        if filename != self.filename:  # a page
-            return super().new_writer(driver, filename, remote_file_name, compress)
-        if compress:
-            filename = _cvf(filename)
-            remote_file_name = None if remote_file_name is None else _cvf(remote_file_name)
-        return super().new_writer(driver, filename, remote_file_name, not compress)
+    def own_file(self) -> tuple[str, str | None, bool]:
+        if not self.compress:
+            return self.filename, self.remote_file_name, True
+        remote = self.remote_file_name
+        return _cvf(self.filename), None if remote is None else _cvf(remote), False
 
     @override
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
