@@ -37,18 +37,29 @@ TESTS = Path(__file__).parent
 PATIENCE = 60.0
 #: The batch in which things happen, when each profiler has recorded a window and one is open.
 BATCH = 10
-#: What is recorded by then.
-DONE = {
-    "torch_traces/rank0.2.pt.trace.json.gz",
-    "viztracer/rank0.4.json.gz",
-    "memray/rank0.6.bin",
+#: What each leaves of a window that was closed after a batch.
+_FILES = {
+    "PyTorch": ("torch_traces/rank{}.{}.pt.trace.json.gz",),
+    "VizTracer": ("viztracer/rank{}.{}.json.gz",),
+    "Memray": ("memray/rank{}.{}.bin", "memray/rank{}.{}.txt"),
 }
-#: What the window that opened before batch 8 is called, closed in batch 10.
-OPEN = {
-    "PyTorch": "torch_traces/rank0.10.pt.trace.json.gz",
-    "VizTracer": "viztracer/rank0.10.json.gz",
-    "Memray": "memray/rank0.10.bin",
+PROFILERS = tuple(_FILES)
+#: How to open the traces of each folder.
+_READMES = {
+    "torch_traces/README.md": PyTorch,
+    "viztracer/README.md": VizTracer,
+    "memray/README.md": Memray,
 }
+READMES = set(_READMES)
+
+
+def files(profiler: str, *batches: int, rank: int = 0) -> set[str]:
+    """What a profiler leaves of windows that were closed after these batches."""
+    return {name.format(rank, batch) for name in _FILES[profiler] for batch in batches}
+
+
+#: What is there by then, of three windows.
+DONE = files("PyTorch", 2) | files("VizTracer", 4) | files("Memray", 6) | READMES
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -287,6 +298,13 @@ def read(path: Path) -> None:
         assert next(memray.FileReader(path).get_allocation_records()), path
     elif path.suffix == ".html":
         assert path.read_text().rstrip().endswith("</html>"), path
+    elif path.suffix == ".txt":
+        text = path.read_text()
+        assert text.startswith("peak memory "), path
+        assert "\nAllocated in all, freed or not\n" in text, path
+    elif path.name == "README.md":
+        opens = _READMES["/".join(path.parts[-2:])]
+        assert path.read_text() == opens.how_to_open, path
     elif path.suffix == ".jsonl":
         assert [json.loads(line) for line in path.read_text().splitlines()], path
     else:

@@ -225,11 +225,11 @@ class Profiler(PerfCallback):
         """
         assert self._writer is not None  # made before any window opened
         # Before the recording itself: the one worker moves that away when its turn comes.
-        for name, make in recorded.further.items():
+        for name in recorded.further:
             writer = self._further[name]
             target = writer.spool(stage)
-            writer.write(target, timestamp, stage, partial(make, target))
-        self._writer.write(path, timestamp, stage, recorded.finish)
+            writer.write(target, timestamp, stage, partial(recorded.make, name, target))
+        self._writer.write(path, timestamp, stage, recorded.complete)
 
     def _lies_elsewhere(self, remote: str | None) -> bool:
         """Whether a further file is sent to another folder than the recording."""

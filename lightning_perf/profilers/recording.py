@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 Tick = Callable[[], None]
 
@@ -18,6 +19,20 @@ class Recorded:
     #: Makes further files of the recording, by their name in ``Profiler.further_files``. They are
     #: made before ``finish`` is called.
     further: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    # At the end of a run the training thread does what the worker has not begun, and must not
+    # move the recording away from what the worker is making of it.
+    _turn: Lock = field(default_factory=Lock)
+
+    def make(self, name: str, target: Path) -> None:
+        """Make one of the further files."""
+        with self._turn:
+            self.further[name](target)
+
+    def complete(self) -> None:
+        """Make the recording whole, when none of the further files is being made of it."""
+        with self._turn:
+            if self.finish is not None:
+                self.finish()
 
 
 #: Starts a recorder; yields what to call after each batch, or None; stops it; returns the rest.
