@@ -219,3 +219,28 @@ def test_it_works_again_after_a_fork(worker, gate):
     os.close(writer)
     with os.fdopen(reader) as seen:
         assert seen.read().split() == ["child", "parent"]
+
+
+def test_an_abandoned_worker_finishes_what_is_local_and_begins_nothing():
+    """What is being made is made; neither the rest of its job nor the next job is waited for."""
+    worker = Worker("test worker")
+    begun, made, seen, hang = threading.Event(), threading.Event(), [], threading.Event()
+
+    def job():
+        with worker.local():
+            begun.set()
+            made.wait(PATIENCE)
+            seen.append("made")
+        hang.wait(PATIENCE)
+
+    worker.submit(job, "job")
+    worker.submit(lambda: seen.append("next"), "next")
+    assert begun.wait(PATIENCE)
+    assert not worker.close(0.0)
+    assert not worker.abandon(0.0)
+    made.set()
+    assert worker.abandon(PATIENCE)
+    assert seen == ["made"]
+    hang.set()
+    assert worker.drain(PATIENCE)
+    assert seen == ["made"]

@@ -13,7 +13,9 @@ from lightning.pytorch.loggers import MLFlowLogger
 from small import Small, trainer
 
 from lightning_perf import PyTorch
-from lightning_perf.trainer import reporting
+from lightning_perf.profilers.recording import Recorded
+from lightning_perf.trace import Worker
+from lightning_perf.trainer import driver, reporting
 from lightning_perf.trainer.waiting import waiting
 
 
@@ -78,3 +80,31 @@ def test_only_a_wait_that_takes_long_is_shown(
     logger = MLFlowLogger("waiting", tracking_uri=mlflow_database)
     trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger).fit(Small())
     assert capsys.readouterr().err.count("uploads are on their way") == lines
+
+
+def test_a_file_that_is_being_made_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the wait for servers: what this machine is at work on is finished."""
+    asked = threading.Event()
+
+    class SlowToFinish(PyTorch):
+        def save(self, path: Path, timestamp: Any, stage: str, recorded: Any) -> None:
+            def finish() -> None:
+                assert asked.wait(30)
+                assert recorded.finish is not None
+                recorded.finish()
+
+            super().save(path, timestamp, stage, Recorded(finish))
+
+    abandon = Worker.abandon
+
+    def abandoned(self: Worker, timeout: float) -> bool:
+        asked.set()
+        return abandon(self, timeout)
+
+    monkeypatch.setattr(Worker, "abandon", abandoned)
+    monkeypatch.setattr(reporting, "_PATIENCE", 0.0)
+    monkeypatch.setitem(driver.UPLOAD_TIMEOUT, "teardown", 0.0)
+    trainer(tmp_path, SlowToFinish(schedule="first 1ba")).fit(Small())
+    assert len(list(tmp_path.rglob("rank0.1.pt.trace.json.gz"))) == 1

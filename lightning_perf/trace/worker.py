@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning_perf.errors import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -157,6 +157,33 @@ class Worker:
             self._changed.notify_all()
         return self.drain(timeout, progress)
 
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """What a job does within needs this machine alone: ``abandon`` waits until it is done."""
+        with self._guard():
+            self._local += 1
+        try:
+            yield
+        finally:
+            with self._guard():
+                self._local -= 1
+                self._changed.notify_all()
+
+    def abandon(self, timeout: float) -> bool:
+        """Begin no further job, and let the present one finish what is local.
+
+        Args:
+            timeout: The longest wait, in seconds.
+
+        Returns:
+            Whether nothing local was cut off.
+        """
+        with self._guard():
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._local, timeout)
+
     def _await_change(self, seen: int, timeout: float) -> None:
         with self._guard():
             self._changed.wait_for(lambda: self.pending != seen, timeout)
@@ -165,7 +192,7 @@ class Worker:
         self._pid = os.getpid()
         self._changed = threading.Condition(threading.RLock())
         self._queue: list[_Entry] = []
-        self._running = 0
+        self._running = self._local = 0
         self._count = 0
         self._closed = False
         self._thread: threading.Thread | None = None

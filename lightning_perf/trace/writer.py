@@ -196,8 +196,12 @@ class TraceWriter:
         self._complaints.sum_up()
 
     def _process(self, trace: Trace) -> None:
-        if self._ledger.claim(trace):
-            self._fold(trace, (*self._recording, *self._sending))
+        if not self._ledger.claim(trace):
+            return
+        with self._worker.local():
+            placed = self._fold(trace, self._recording)
+        if placed is not None:
+            self._fold(placed, self._sending)
 
     def _keep_here(self, trace: Trace, why: str) -> Path | None:
         """Place a trace on the calling thread, which must not wait for a server."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lightning_perf.trace.worker import Worker
 
 _NAME_TIMEOUT = 10.0
+#: Seconds that one file may still take to be made when a run is over.
+_LOCAL_PATIENCE = 300.0
 #: Seconds to wait before saying that there is something to wait for.
 _PATIENCE = 2.0
 
@@ -107,7 +109,9 @@ class Reporting:
             # Each rank sends its own, but one voice is enough for a thousand of them.
             shown = waiting(self._worker.pending, timeout) if self._first else nullcontext()
             with shown as progress:
-                self._worker.close(timeout, progress)
+                if not self._worker.close(timeout, progress):
+                    # A server is not waited for any longer; what is being made here is.
+                    self._worker.abandon(_LOCAL_PATIENCE)
         for target in self._own:
             target.tell_lost()
         self.deliver()
