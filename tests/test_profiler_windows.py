@@ -12,7 +12,7 @@ from typing import Any
 import memray
 import pytest
 import torch
-from small import Records, Small, ours, trainer
+from small import Records, Small, left_in, ours, trainer
 
 from lightning_perf import (
     Always,
@@ -216,3 +216,26 @@ def test_two_of_one_kind_record_in_turn(tmp_path: Path, recorder: Recorder) -> N
         assert recorder.fit(tmp_path / "clashing", *clashing) == {"rank0.11": 9}
     assert len(ours(caught)) == 1
     assert [stamp.batch for stamp, _ in clashing[1].saved_traces] == [13, 16]
+
+
+@pytest.mark.parametrize("late_first", [False, True], ids=["in order", "the later one first"])
+def test_windows_that_follow_one_another_are_all_recorded(tmp_path: Path, late_first: bool) -> None:
+    """Whoever stands first in the list: a window that is over makes room for the next one."""
+    early, late = PyTorch(schedule="first 3ba"), VizTracer(schedule="at 3ba for 2ba")
+    profilers = [late, early] if late_first else [early, late]
+    trainer(tmp_path, *profilers, limit_train_batches=6).fit(Small())
+    assert [path.name for path in left_in(tmp_path)] == [
+        "rank0.3.pt.trace.json.gz",
+        "rank0.5.json.gz",
+    ]
+
+
+def test_validation_is_recorded_by_who_stands_first(tmp_path: Path) -> None:
+    """The training window of another profiler is over when validation inside of fit begins."""
+    inner = VizTracer(schedule=Stages("validate") & Always())
+    outer = PyTorch(schedule=Stages("train") & Always())
+    limits = {"limit_train_batches": 4, "limit_val_batches": 2, "val_check_interval": 2}
+    trainer(tmp_path, inner, outer, **limits).fit(Small())
+    traces = [f"rank0.{batch}.pt.trace.json.gz" for batch in (2, 4)]
+    calls = [f"rank0.{batch}.json.gz" for batch in (2, 4)]
+    assert [path.name for path in left_in(tmp_path)] == [*traces, *calls]

@@ -27,6 +27,11 @@ def claim(recorder: object) -> None:
         _holder = recorder
 
 
+def holder() -> object | None:
+    """Who has the process."""
+    return _holder
+
+
 def release(recorder: object) -> None:
     """Give it back; harmless if another one has it."""
     global _holder

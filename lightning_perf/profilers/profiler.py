@@ -189,6 +189,15 @@ class Profiler(PerfCallback):
             self._windows.stop(driver, cut_short=reason == "exception")
         self.schedule.close()
 
+    def settle(self, driver: Driver) -> None:
+        """Close a window that is over by now, for a profiler that is told of things first.
+
+        Args:
+            driver: That profiler's run.
+        """
+        if self._windows is not None and self._driver is driver:
+            self._windows.settle(driver)
+
     # -- files ------------------------------------------------------------------------------------
 
     def _new_writer(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from lightning_perf.errors import RecorderBusy, describe, warn
-from lightning_perf.profilers.claim import claim, release
+from lightning_perf.profilers.claim import claim, holder, release
 from lightning_perf.profilers.recording import Recorded, Recording, Window
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _MOST_LEAD = 100
 
 
+@runtime_checkable
 class Recorder(Protocol):
     """What is opened and closed, as ``Profiler`` documents it."""
 
@@ -34,6 +35,10 @@ class Recorder(Protocol):
 
     def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
         """Take a recording over."""
+        ...
+
+    def settle(self, driver: Driver) -> None:
+        """Close what is over by now."""
         ...
 
 
@@ -51,6 +56,7 @@ class Windows:
         #: Batches before this one need not be looked at.
         self.asleep_until = 0
         self._told: set[type] = set()
+        self._seen = ("", 0)
 
     def begin(self, driver: Driver) -> None:
         """A stage begins, or goes on after validation inside of it."""
@@ -58,11 +64,21 @@ class Windows:
         self._turn(driver)
 
     def after_batch(self, driver: Driver) -> None:
-        """A batch has ended."""
+        """A batch has ended; told twice, as ``settle`` may, it counts once."""
+        seen, self._seen = self._seen, (driver.stage, driver.counters.batch)
+        if seen == self._seen:
+            return
         if self.open is not None:
             self.open.count()
         self._profiler.schedule.observe(driver.moment)
         self._turn(driver)
+
+    def settle(self, driver: Driver) -> None:
+        """Close what is over by now: another profiler, which is told of things first, wants to."""
+        if self.open is not None and self.open.stage != driver.stage:
+            self.stop(driver)
+        elif self.open is not None:
+            self.after_batch(driver)
 
     def stop(self, driver: Driver, cut_short: bool = False) -> None:
         """Close the open recording, if there is one, and hand it over.
@@ -121,6 +137,9 @@ class Windows:
     def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
         with driver.aside():
             try:
+                other = holder()
+                if isinstance(other, Recorder) and other is not self._profiler:
+                    other.settle(driver)
                 path = self._spool(driver.stage)
                 recording = self._profiler.record(path, driver, warmup)
                 claim(self._profiler)
