@@ -50,7 +50,7 @@ from small import Records, Small, trainer
 
 from lightning_perf import Fixed, Profiler, PyTorch
 from lightning_perf.profilers.recording import Recorded, Recording
-from lightning_perf.trainer import driver
+from lightning_perf.trainer import driver, reporting
 
 pytestmark = pytest.mark.slow
 
@@ -258,16 +258,21 @@ class Paged(Profiler):
             Fixed(0, 1), None, None, "paged", "rank{rank}.{batch}.json", None,
             False, False, -1, 20,
         )  # fmt: skip
-        self.begun = Event()
+        self.begun, self.trained = Event(), Event()
 
     def record(self, path: Path, driver: Any, warmup: int) -> Recording:
         path.write_text("recorded")
         yield None
         return Recorded(further={"page": partial(self._draw, path)})
 
+    def await_page(self) -> None:
+        self.begun.wait(PATIENCE)
+        self.trained.set()
+
     def _draw(self, path: Path, page: Path) -> None:
         self.begun.set()
-        time.sleep(0.5)
+        self.trained.wait(PATIENCE)
+        time.sleep(0.5)  # the run ends
         page.write_text(path.read_text())
 
 
@@ -275,9 +280,10 @@ def test_a_run_that_ends_while_a_page_is_made_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recording is not moved away from what the worker is making of it."""
+    monkeypatch.setattr(reporting, "_PATIENCE", 0.0)
     monkeypatch.setattr(driver, "UPLOAD_TIMEOUT", {"teardown": 0.0})
     paged = Paged()
-    wait = Planted("on_train_end", partial(paged.begun.wait, PATIENCE), 16)
+    wait = Planted("on_train_end", paged.await_page, 16)
     trainer(tmp_path, wait, paged).fit(Small())
     found = {path.name: path.read_text() for path in (tmp_path / "paged").glob("[!.]*")}
     assert found == {"rank0.1.json": "recorded", "rank0.1.html": "recorded"}
