@@ -3,13 +3,14 @@
 Each fault meets a training in which PyTorch, VizTracer and Memray have recorded a window each, and
 one of them, each in its turn, has a second window open.
 
-| faults | x profilers | what is left of the open window |
-|---|---|---|
-| 16 `RAISED`: in the module, in others' callbacks, in a logger; exits and signals | 48 | all |
-| 4 `KILLED`: no code of ours runs any more | 12 | what the tool leaves, under a hidden name |
-| 6 `EARLY`: before the first batch | 18 | there was none |
-| SIGKILL at 8 moments that nobody chose | 8, PyTorch alone | as above |
-| a training that nothing happens to | 3 | all |
+| faults, each x 3 profilers | what is left of the open window |
+|---|---|
+| 16 `RAISED`: in the module, in others' callbacks, in a logger; exits and signals | all |
+| 4 `KILLED`: no code of ours runs any more | what the tool leaves, under a hidden name |
+| 6 `EARLY`: before the first batch | there was none |
+| SIGKILL at 8 moments that nobody chose, PyTorch alone | as above |
+| a training that nothing happens to | all |
+| a run that ends while a page is made of a recording | all |
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from faults import (
     BATCH,
     DONE,
+    PATIENCE,
     PROFILERS,
     READMES,
     Acting,
-    Child,
     Ended,
     Nursery,
     Planted,
@@ -44,9 +46,11 @@ from faults import (
     read,
     whole,
 )
-from small import Records, Small
+from small import Records, Small, trainer
 
-from lightning_perf import PyTorch
+from lightning_perf import Fixed, Profiler, PyTorch
+from lightning_perf.profilers.recording import Recorded, Recording
+from lightning_perf.trainer import driver, reporting
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +119,7 @@ def twice_after() -> Setting:
 
 
 Make = Callable[[], Setting]
+Each = Callable[[Callable[[Path, set[str]], Make]], Iterator[tuple[str, Ended, Path]]]
 #: With the batches that have ended by then. Lightning heeds SIGTERM at the end of a batch.
 RAISED: dict[str, tuple[Make, int]] = {
     "step raises": (partial(in_step, raises), BATCH),
@@ -163,89 +168,67 @@ def _when_settled(act: Callable[[], object], folder: Path, names: set[str]) -> N
     act()
 
 
-class Trainings:
-    """Every training once; those of one fault run side by side."""
+@pytest.fixture
+def each(nursery: Nursery, tmp_path: Path) -> Each:
+    """Trains with one profiler after the other having the open window, and without us.
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
-        self._nursery, self._folder = nursery, folder
-        self._children: dict[tuple[str, str], Child] = {}
-        self._ended: dict[tuple[str, str], Ended] = {}
+    All four run side by side, and must end alike. What is to happen is told by the folder of the
+    training, and by what we have put there by then.
+    """
 
-    def __call__(self, fault: str, profiler: str) -> tuple[Ended, Path]:
-        """How the training with this profiler ended, and where its files are."""
-        key = fault, profiler
-        if key not in self._children:
-            for name in ("", *PROFILERS):
-                self._children[fault, name] = self._start(fault, name)
-        if key not in self._ended:
-            self._ended[key] = self._children[key].wait()
-        return self._ended[key], self._place(*key)
+    def run(happens: Callable[[Path, set[str]], Make]) -> Iterator[tuple[str, Ended, Path]]:
+        children = {}
+        for name in ("", *PROFILERS):
+            place, ours = tmp_path / (name or "without"), profilers(name) if name else []
+            make = happens(place, DONE if ours else set())
+            process = place.with_suffix(".process")
+            children[name] = nursery.start(process, fit, place, make, ours=ours)
+        without, *others = (child.wait() for child in children.values())
+        for name, ended in zip(PROFILERS, others, strict=True):
+            assert ended.ended == without.ended, (name, ended.stderr)
+            yield name, ended, tmp_path / name
 
-    def _place(self, fault: str, profiler: str) -> Path:
-        return self._folder / fault.replace(": ", "-") / (profiler or "without")
-
-    def _start(self, fault: str, profiler: str) -> Child:
-        place, ours = self._place(fault, profiler), profilers(profiler) if profiler else []
-        make = RAISED[fault][0] if fault in RAISED else EARLY.get(fault, Setting)
-        if fault in KILLED:
-            make = partial(settled, KILLED[fault], place, DONE if profiler else set())
-        return self._nursery.start(place.with_suffix(".process"), fit, place, make, ours=ours)
+    return run
 
 
-@pytest.fixture(scope="module")
-def trainings(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(nursery, tmp_path_factory.mktemp("trainings"))
-
-
-@pytest.mark.parametrize("profiler", PROFILERS)
 @pytest.mark.parametrize("fault", RAISED)
-def test_all_that_was_recorded_outlives_what_is_raised(
-    trainings: Trainings, fault: str, profiler: str
-) -> None:
+def test_all_that_was_recorded_outlives_what_is_raised(each: Each, fault: str) -> None:
     """The end is the user's own, and the open window is closed and whole as the others are."""
-    ended, folder = trainings(fault, profiler)
-    assert ended.ended == trainings(fault, "")[0].ended, ended.stderr
-    assert whole(folder) == DONE | files(profiler, RAISED[fault][1])
-    assert not hidden(folder)
-    # A logger that fails takes none of our metrics either.
-    assert ("lightning_perf:" in ended.stderr) == (fault == "logger")
+    make, batches = RAISED[fault]
+    for profiler, ended, folder in each(lambda *_: make):
+        assert whole(folder) == DONE | files(profiler, batches)
+        assert not hidden(folder)
+        # A logger that fails takes none of our metrics either.
+        assert ("lightning_perf:" in ended.stderr) == (fault == "logger")
 
 
-@pytest.mark.parametrize("profiler", PROFILERS)
 @pytest.mark.parametrize("fault", KILLED)
-def test_what_was_recorded_outlives_a_kill(trainings: Trainings, fault: str, profiler: str) -> None:
+def test_what_was_recorded_outlives_a_kill(each: Each, fault: str) -> None:
     """Finished windows are whole; one cut short has a hidden name, and memray still reads it."""
-    ended, folder = trainings(fault, profiler)
-    assert ended.ended == trainings(fault, "")[0].ended, ended.stderr
-    assert whole(folder) == DONE
-    left = hidden(folder)
-    assert all(path.name.startswith(".spool-rank0-") for path in left)
-    if profiler == "Memray":
-        (capture,) = left
-        read(capture)
+    for profiler, _, folder in each(partial(partial, settled, KILLED[fault])):
+        assert whole(folder) == DONE
+        left = hidden(folder)
+        assert all(path.name.startswith(".spool-rank0-") for path in left)
+        if profiler == "Memray":
+            (capture,) = left
+            read(capture)
 
 
-@pytest.mark.parametrize("profiler", PROFILERS)
 @pytest.mark.parametrize("fault", EARLY)
-def test_before_the_first_batch_there_is_nothing_to_keep(
-    trainings: Trainings, fault: str, profiler: str
-) -> None:
+def test_before_the_first_batch_there_is_nothing_to_keep(each: Each, fault: str) -> None:
     """A run that does not begin ends as it would without us, and leaves no file."""
-    ended, folder = trainings(fault, profiler)
-    assert ended.ended == trainings(fault, "")[0].ended, ended.stderr
-    assert ended.code != 0
-    assert not whole(folder)
-    assert not hidden(folder)
+    for _, ended, folder in each(lambda *_: EARLY[fault]):
+        assert ended.code != 0
+        assert not whole(folder)
+        assert not hidden(folder)
 
 
-@pytest.mark.parametrize("profiler", PROFILERS)
-def test_where_nothing_goes_wrong_nothing_differs(trainings: Trainings, profiler: str) -> None:
+def test_where_nothing_goes_wrong_nothing_differs(each: Each) -> None:
     """The cases above are not told from one another by faults of their own."""
-    ended, folder = trainings("none", profiler)
-    assert ended.ended == trainings("none", "")[0].ended
-    assert ended.code == 0
-    assert whole(folder) == DONE | files(profiler, 12, 14)
-    assert "lightning_perf:" not in ended.stderr
+    for profiler, ended, folder in each(lambda *_: Setting):
+        assert ended.code == 0
+        assert whole(folder) == DONE | files(profiler, 12, 14)
+        assert "lightning_perf:" not in ended.stderr
 
 
 def endless(flag: Path) -> Setting:
@@ -263,3 +246,44 @@ def test_files_are_whole_at_any_moment(nursery: Nursery, tmp_path: Path, millise
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait().code == -signal.SIGKILL
     assert len(whole(tmp_path / "out") - READMES) > 1
+
+
+class Paged(Profiler):
+    """Takes longer over a page than the end of a run waits for the worker."""
+
+    further_files = {"page": ("rank{rank}.{batch}.html", None)}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__(
+            Fixed(0, 1), None, None, "paged", "rank{rank}.{batch}.json", None,
+            False, False, -1, 20,
+        )  # fmt: skip
+        self.begun, self.trained = Event(), Event()
+
+    def record(self, path: Path, driver: Any, warmup: int) -> Recording:
+        path.write_text("recorded")
+        yield None
+        return Recorded(further={"page": partial(self._draw, path)})
+
+    def await_page(self) -> None:
+        self.begun.wait(PATIENCE)
+        self.trained.set()
+
+    def _draw(self, path: Path, page: Path) -> None:
+        self.begun.set()
+        self.trained.wait(PATIENCE)
+        time.sleep(0.5)  # the run ends
+        page.write_text(path.read_text())
+
+
+def test_a_run_that_ends_while_a_page_is_made_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recording is not moved away from what the worker is making of it."""
+    monkeypatch.setattr(reporting, "_PATIENCE", 0.0)
+    monkeypatch.setattr(driver, "UPLOAD_TIMEOUT", {"teardown": 0.0})
+    paged = Paged()
+    wait = Planted("on_train_end", paged.await_page, 16)
+    trainer(tmp_path, wait, paged).fit(Small())
+    found = {path.name: path.read_text() for path in (tmp_path / "paged").glob("[!.]*")}
+    assert found == {"rank0.1.json": "recorded", "rank0.1.html": "recorded"}

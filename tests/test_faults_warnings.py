@@ -64,15 +64,14 @@ class Elsewhere(MLFlowLogger):
     """Has its run in a database, and tells ours an address at which nothing listens."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         # Else one call takes minutes to fail, of which we wait for half of one.
         os.environ |= {
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
             "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
         }
-        super().__init__(
-            "elsewhere", tracking_uri=f"sqlite:///{folder}/.mlflow.db", run_name="gone"
-        )
+        # One for both trainings, since it takes seconds to make.
+        database = f"sqlite:///{folder.parents[1]}/mlflow.db"
+        super().__init__("elsewhere", tracking_uri=database, run_name="gone")
         _ = self.experiment
         self._tracking_uri = f"http://127.0.0.1:{free_port()}"
 
