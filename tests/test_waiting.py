@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import MLFlowLogger
-from small import Small, trainer
+from mlflow import MlflowClient
+from small import Small, left_in, trainer
 
-from lightning_perf import PyTorch
+from lightning_perf import PerfWarning, PyTorch, SpeedMonitor
 from lightning_perf.profilers.recording import Recorded
 from lightning_perf.trace import Worker
 from lightning_perf.trainer import driver, reporting
@@ -32,7 +35,7 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    with waiting(4, 30.0) as progress:
+    with waiting("uploads are on their way", 4, 30.0) as progress:
         assert progress is not None
         progress(3)
         progress(1)
@@ -44,7 +47,7 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_log_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Where no terminal is, nothing moves."""
-    with waiting(4, 30.0) as progress:
+    with waiting("uploads are on their way", 4, 30.0) as progress:
         assert progress is None
     told = capsys.readouterr()
     assert told.err == (
@@ -68,9 +71,9 @@ def test_only_a_wait_that_takes_long_is_shown(
     def slow(*args: Any) -> None:
         gate.wait(60.0)
 
-    def opened(jobs: int, timeout: float, waiting: Any = waiting) -> Any:
+    def opened(what: str, jobs: int, timeout: float, waiting: Any = waiting) -> Any:
         gate.set()
-        return waiting(jobs, timeout)
+        return waiting(what, jobs, timeout)
 
     monkeypatch.setattr("lightning_perf.tracking.artifacts._send", slow)
     monkeypatch.setattr(reporting, "waiting", opened)
@@ -82,22 +85,26 @@ def test_only_a_wait_that_takes_long_is_shown(
     assert capsys.readouterr().err.count("uploads are on their way") == lines
 
 
+class Finishing(PyTorch):
+    """Asks, before a recording is finished, whether it may be."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        super().__init__(schedule="first 1ba")
+        self.ask = ask
+
+    def save(self, path: Path, timestamp: Any, stage: str, recorded: Any) -> None:
+        def finish() -> None:
+            self.ask()
+            recorded.finish()
+
+        super().save(path, timestamp, stage, Recorded(finish))
+
+
 def test_a_file_that_is_being_made_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However short the wait for servers: what this machine is at work on is finished."""
-    asked = threading.Event()
-
-    class SlowToFinish(PyTorch):
-        def save(self, path: Path, timestamp: Any, stage: str, recorded: Any) -> None:
-            def finish() -> None:
-                assert asked.wait(30)
-                assert recorded.finish is not None
-                recorded.finish()
-
-            super().save(path, timestamp, stage, Recorded(finish))
-
-    abandon = Worker.abandon
+    """However short the wait: what is begun is finished, and it is not called an upload."""
+    asked, abandon = threading.Event(), Worker.abandon
 
     def abandoned(self: Worker, timeout: float) -> bool:
         asked.set()
@@ -105,6 +112,53 @@ def test_a_file_that_is_being_made_is_waited_for(
 
     monkeypatch.setattr(Worker, "abandon", abandoned)
     monkeypatch.setattr(reporting, "_PATIENCE", 0.0)
-    monkeypatch.setitem(driver.UPLOAD_TIMEOUT, "teardown", 0.0)
-    trainer(tmp_path, SlowToFinish(schedule="first 1ba")).fit(Small())
+    monkeypatch.setitem(driver.FILE_TIMEOUT, "teardown", 0.0)
+    trainer(tmp_path, Finishing(lambda: bool(asked.wait(30)))).fit(Small())
     assert len(list(tmp_path.rglob("rank0.1.pt.trace.json.gz"))) == 1
+    told = capsys.readouterr().err
+    assert "traces are being finished" in told
+    assert "uploads" not in told
+
+
+def test_servers_do_not_wait_for_files(tmp_path: Path, mlflow_database: str) -> None:
+    """Metrics arrive in MLflow while a file takes long to be made."""
+    logger = MLFlowLogger("waiting", tracking_uri=mlflow_database)
+    client, found = MlflowClient(mlflow_database), []
+
+    def until_metrics_arrive() -> None:
+        until = time.monotonic() + 60
+        while not found and time.monotonic() < until:
+            time.sleep(0.1)
+            found.extend(client.get_run(logger.run_id).data.metrics)
+
+    callbacks = [Finishing(until_metrics_arrive), SpeedMonitor(window_size=2)]
+    trainer(tmp_path, *callbacks, logger=logger).fit(Small())
+    assert "throughput/batches_per_sec" in found
+    sent = client.list_artifacts(logger.run_id)
+    assert len(sent) == 1
+
+
+def test_pages_that_were_not_begun_are_left_out_and_recordings_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a run makes no pages for minutes on the training thread, and says so."""
+    monkeypatch.setattr(reporting, "_PATIENCE", 0.0)
+    monkeypatch.setitem(driver.FILE_TIMEOUT, "teardown", 0.0)
+    gate = threading.Event()
+    abandon = Worker.abandon
+
+    def abandoned(self: Worker, timeout: float) -> bool:
+        left = abandon(self, 0.0)
+        gate.set()
+        return left
+
+    class Held(PyTorch):
+        def save(self, path: Path, timestamp: Any, stage: str, recorded: Any) -> None:
+            assert self._driver is not None
+            self._driver.maker.submit(lambda: gate.wait(30), "something else")
+            super().save(path, timestamp, stage, recorded)
+
+    monkeypatch.setattr(Worker, "abandon", abandoned)
+    with pytest.warns(PerfWarning, match="was not made: the run ended first"):
+        trainer(tmp_path, Held(schedule="first 1ba", key_averages=True)).fit(Small())
+    assert [path.name for path in left_in(tmp_path)] == ["rank0.1.pt.trace.json.gz"]

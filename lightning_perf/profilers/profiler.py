@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
 
 
+#: Pages, tables and pictures tell what is in a recording that is kept.
+_MADE_OF_OTHERS = (".html", ".txt", ".svg")
+
+
 class Profiler(PerfCallback):
     """Records the batches of each window of a schedule; subclasses write ``record``.
 
@@ -218,6 +222,9 @@ class Profiler(PerfCallback):
             num_traces_to_keep=self.num_traces_to_keep,
             targets=driver.targets(remote),
             readme=self.how_to_open if explains else None,
+            maker=driver.maker,
+            complaints=driver.complaints,
+            optional=filename.endswith(_MADE_OF_OTHERS),
         )
         # Once the worker has stopped, the writer places here what a hung server held back.
         driver.at_end(writer.close)

@@ -38,7 +38,7 @@ class TraceWriter:
     unless `overwrite` is set.
 
     Args:
-        worker: Does the work; it may be shared.
+        worker: Sends what is placed, and what else takes a network; it may be shared.
         root: What `folder` lies under, unless that is absolute.
         folder: Format string of the folder.
         filename: Format string of the file names.
@@ -56,6 +56,12 @@ class TraceWriter:
         readme: What a ``README.md`` beside the traces says, here and where they are sent to; None
             for none. A file of that name that is there already stays.
         backoff: Seconds to wait before each further attempt to upload.
+        maker: Does what needs this machine alone, so that neither waits for the other; by default
+            `worker` does that too.
+        complaints: Where trouble is told, if several writers share that; then somebody else sums
+            it up.
+        optional: Whether the files are made of others that are kept, so that what is not begun at
+            the end of a run is left out.
 
     Raises:
         ConfigError: If a format string or `num_traces_to_keep` cannot work.
@@ -77,6 +83,9 @@ class TraceWriter:
         targets: Sequence[Target] = (),
         readme: str | None = None,
         backoff: Sequence[float] = (1.0, 2.0, 4.0),
+        maker: Worker | None = None,
+        complaints: Complaints | None = None,
+        optional: bool = False,
     ) -> None:
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
         self._layout = Layout(
@@ -84,7 +93,9 @@ class TraceWriter:
         )
         self._worker, self._ranks, self._overwrite = worker, ranks, overwrite
         self._keep, self._targets = num_traces_to_keep, tuple(targets)
-        self._ledger, self._complaints = Ledger(self._keep), Complaints()
+        self._maker, self._optional = maker or worker, optional
+        self._ledger, self._complaints = Ledger(self._keep), complaints or Complaints()
+        self._shares_complaints = complaints is not None
         placing = self._placing = Placing(
             self._layout, self._ledger, self._complaints, compress, overwrite
         )
@@ -180,7 +191,7 @@ class TraceWriter:
         targets = self._targets if remote is not None else ()
         trace = Trace(spooled, path, remote, timestamp, stage, targets, prepare)
         self._ledger.queue(trace)
-        if self._worker.submit(partial(self._process, trace), trace.path.name):
+        if self._maker.submit(partial(self._process, trace), trace.path.name):
             return trace.path
         return self._keep_here(trace, "the worker took no more jobs")
 
@@ -191,17 +202,32 @@ class TraceWriter:
         left to it.
         """
         for trace in self._ledger.queued:
-            self._keep_here(trace, "the run ended first")
+            if self._optional:
+                self._leave_out(trace)
+            else:
+                self._keep_here(trace, "the run ended first")
         self._delivery.park(self._ledger.unsent, "the run ended first")
-        self._complaints.sum_up()
+        if not self._shares_complaints:
+            self._complaints.sum_up()
 
     def _process(self, trace: Trace) -> None:
         if not self._ledger.claim(trace):
             return
-        with self._worker.local():
+        with self._maker.local():
             placed = self._fold(trace, self._recording)
-        if placed is not None:
-            self._fold(placed, self._sending)
+        if placed is None:
+            return
+        send = partial(self._fold, placed, self._sending)
+        if self._maker is self._worker or placed.remote is None:
+            send()
+        elif not self._worker.submit(send, placed.path.name):
+            self._delivery.park([placed], "too many uploads wait")
+
+    def _leave_out(self, trace: Trace) -> None:
+        """Do without a file that is made of others: making it could take minutes."""
+        if self._ledger.claim(trace):
+            message = f"{trace.path} was not made: the run ended first. What it is made of is kept."
+            self._complaints.tell("files were not made: the run ended first", message)
 
     def _keep_here(self, trace: Trace, why: str) -> Path | None:
         """Place a trace on the calling thread, which must not wait for a server."""

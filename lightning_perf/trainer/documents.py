@@ -41,6 +41,8 @@ def leave(
             compress=False,
             identity=driver.identity,
             targets=driver.targets(remote),
+            maker=driver.maker,
+            complaints=driver.complaints,
         )
         driver.at_end(writer.close)
         spooled = writer.spool(stage)

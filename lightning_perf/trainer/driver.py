@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from lightning_perf.errors import ConfigError
 from lightning_perf.moment import Limits, Moment
 from lightning_perf.schedule import Context
+from lightning_perf.trace.complaints import Complaints
 from lightning_perf.trace.worker import Worker
 from lightning_perf.trainer import compat
 from lightning_perf.trainer.collective import Gatherer, Rows
@@ -40,6 +41,8 @@ _log = logging.getLogger("lightning_perf")
 #: sent by then is listed for ``lightning-perf upload``.
 GATHER_TIMEOUT = 10.0
 UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
+#: Seconds that it waits for files that are made of recordings.
+FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
 
 
 class Driver:
@@ -54,7 +57,10 @@ class Driver:
         self.members: list[Member] = []
         self.ranks = ranks_of(trainer)
         self.limits = limits_of(trainer)
-        self.worker = Worker("lightning_perf")
+        #: Sends, and asks servers; and who makes files meanwhile.
+        self.worker, self.maker = Worker("lightning_perf"), Worker("lightning_perf maker")
+        #: What writers of files have to say.
+        self.complaints = Complaints()
         self.reporting = Reporting(trainer, self.worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
@@ -108,9 +114,12 @@ class Driver:
         if reason != "exception":
             self._gatherer.finish(GATHER_TIMEOUT)
         self._gatherer.close()
+        self.reporting.flush()
+        self.reporting.finish(self.maker, FILE_TIMEOUT[reason])
         self.reporting.close(UPLOAD_TIMEOUT[reason])
         for finish in self._at_end:
             finish()
+        self.complaints.sum_up()
 
     # -- where the run is ---------------------------------------------------------------------
 

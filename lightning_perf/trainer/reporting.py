@@ -97,24 +97,40 @@ class Reporting:
         for target in self._mlflow:
             target.log_params(params)
 
+    def flush(self) -> None:
+        """The run is over: send the metrics that wait, while its last files are made."""
+        for target in self._own:
+            target.flush()
+
     def close(self, timeout: float) -> None:
         """Wait a bounded time for what is on its way, and say what did not arrive.
 
         Args:
             timeout: Seconds at most.
         """
-        for target in self._own:
-            target.flush()
-        if not self._worker.close(_PATIENCE):
-            # Each rank sends its own, but one voice is enough for a thousand of them.
-            shown = waiting(self._worker.pending, timeout) if self._first else nullcontext()
-            with shown as progress:
-                if not self._worker.close(timeout, progress):
-                    # A server is not waited for any longer; what is being made here is.
-                    self._worker.abandon(_LOCAL_PATIENCE)
+        self.flush()
+        self._let_go(self._worker, "uploads are on their way", timeout)
         for target in self._own:
             target.tell_lost()
         self.deliver()
+
+    def finish(self, maker: Worker, timeout: float) -> None:
+        """Wait a bounded time for files that are being made.
+
+        Args:
+            maker: Who makes them.
+            timeout: Seconds at most; the one that is begun then may take some more.
+        """
+        self._let_go(maker, "traces are being finished", timeout)
+
+    def _let_go(self, worker: Worker, what: str, timeout: float) -> None:
+        if worker.close(_PATIENCE):
+            return
+        # Each rank has its own, but one voice is enough for a thousand of them.
+        shown = waiting(what, worker.pending, timeout) if self._first else nullcontext()
+        with shown as progress:
+            if not worker.close(timeout, progress):
+                worker.abandon(_LOCAL_PATIENCE)
 
 
 def _destination(trainer: Trainer, worker: Worker) -> Destination:

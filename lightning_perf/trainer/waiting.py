@@ -1,4 +1,4 @@
-"""What people see while a run that is over waits for its uploads."""
+"""What people see while a run that is over waits for its files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def waiting(jobs: int, timeout: float) -> Iterator[Callable[[int], None] | None]:
+def waiting(what: str, jobs: int, timeout: float) -> Iterator[Callable[[int], None] | None]:
     """A bar on the terminal, or one line where there is none.
 
     Args:
+        what: What is waited for.
         jobs: How many are left.
         timeout: Seconds that the wait takes at most.
 
@@ -24,7 +25,7 @@ def waiting(jobs: int, timeout: float) -> Iterator[Callable[[int], None] | None]
     from rich.console import Console
     from rich.progress import Progress
 
-    text = f"lightning_perf: uploads are on their way; waiting up to {timeout:.0f} s"
+    text = f"lightning_perf: {what}; waiting up to {timeout:.0f} s"
     console = Console(stderr=True)
     if not console.is_terminal:
         print(f"{text} for {jobs} of them", file=sys.stderr)  # noqa: T201
