@@ -285,5 +285,6 @@ def test_a_run_that_ends_while_a_page_is_made_keeps_it(
     paged = Paged()
     wait = Planted("on_train_end", paged.await_page, 16)
     trainer(tmp_path, wait, paged).fit(Small())
+    await_files(tmp_path, {"paged/rank0.1.html"})  # which the worker was busy with
     found = {path.name: path.read_text() for path in (tmp_path / "paged").glob("[!.]*")}
     assert found == {"rank0.1.json": "recorded", "rank0.1.html": "recorded"}
