@@ -156,6 +156,15 @@ class History:
             for step, batches, seconds in self._rows
         ]
 
+    @property
+    def first(self) -> int:
+        """The step of the first batch that the first row is about."""
+        if not self._rows:
+            return 0
+        step, batches, _ = self._rows[0]
+        # Gradient accumulation has fewer steps than batches.
+        return max(step - int(batches) + 1, 0)
+
     def add(self, step: int, batches: float, seconds: Mapping[str, float]) -> None:
         """Keep a report.
 
@@ -177,6 +186,29 @@ class History:
 def _merge(rows: Sequence[_Row]) -> _Row:
     seconds = {key: sum(row[2][key] for row in rows) for key in rows[0][2]}
     return rows[-1][0], sum(row[1] for row in rows), seconds
+
+
+#: A table tells nothing of callbacks that cost less than this share of the wall time.
+_NEGLIGIBLE = 0.001
+
+
+def folded(table: Sequence[Share]) -> list[Share]:
+    """A table with one last row for all that hardly cost anything, as a page shows it.
+
+    Args:
+        table: Its rows.
+
+    Example:
+        >>> costs = [("A.log", 0.2), ("B.log", 0.0004), ("C.log", 0.0002)]
+        >>> [row.name for row in folded([Share(name, share, 5, share) for name, share in costs])]
+        ['A.log', '2 others']
+    """
+    small = [row for row in table if row.share < _NEGLIGIBLE]
+    if len(small) < 2:
+        return list(table)
+    _, seconds, calls, shares = zip(*small, strict=True)
+    others = Share(f"{len(small)} others", sum(seconds), sum(calls), sum(shares))
+    return [*(row for row in table if row.share >= _NEGLIGIBLE), others]
 
 
 def as_markdown(table: Sequence[Share], batches: int) -> str:

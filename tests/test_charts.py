@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from html.parser import HTMLParser
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -100,15 +100,16 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 
 def test_the_page_holds_the_numbers(tmp_path: Path) -> None:
     """Steps and values are those given, the legend tells means and shares, costliest first."""
-    page = page_of(tmp_path, ROWS)
-    assert page.data["steps"] == [step for step, _ in ROWS]
+    page = page_of(tmp_path, ROWS, first=1)
+    assert page.data["windows"][:2] == ["steps 1 to 10", "steps 11 to 20"]
+    assert len(page.data["windows"]) == len(ROWS)
     assert page.data["unit"] == "ms"
     names = [text for text in page.texts if text in ROWS[0][1]]
     assert names == ["backward", "dataloader_next", "forward"]
     assert page.data["values"][0] == [20.0] * len(ROWS)
     assert page.data["values"][1] == [pytest.approx(step / 10) for step, _ in ROWS]
     assert {"20.0 ms", "10.5 ms", "49.4%", "25.9%"} <= set(page.texts)
-    assert "40.5 ms a batch on average, steps 10 to 200" in page.texts
+    assert "40.5 ms a batch on average, steps 1 to 200" in page.texts
     fills = [attributes["fill"] for _, attributes in page.tags if attributes.get("class") == "band"]
     assert fills == [COLOURS[name] for name in names]
 
@@ -140,8 +141,11 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     [
         ([], "No batch was timed."),
         ([(5, {}), (6, {"forward": nan}), (7, {"forward": -1.0})], "No batch was timed."),
-        ([(5, {"forward": 2.5})], "2.50 s a batch on average, step 5"),
-        ([(5, {"forward": 1e-5}), (5, {"forward": 3e-5})], "20.0 µs a batch on average, step 5"),
+        ([(5, {"forward": 2.5})], "2.50 s a batch on average, steps 0 to 5"),
+        (
+            [(5, {"forward": 1e-5}), (5, {"forward": 3e-5})],
+            "20.0 µs a batch on average, steps 0 to 5",
+        ),
         ([(n, {"forward": 0.5}) for n in range(1300)], "500 ms a batch on average, steps "),
         ([(3, {"other": 0.5, "mine": inf}), (1, {"mine": 0.5})], "500 ms a batch on average, "),
     ],
@@ -158,10 +162,41 @@ def test_any_number_of_rows_can_be_drawn(tmp_path: Path, rows: list[Row], summar
 
 
 def test_one_row_fills_the_width(tmp_path: Path) -> None:
-    """The only report of a short run is an area, not a line that nobody sees."""
-    stacked_png(tmp_path / "time.png", [(7, {"forward": 0.5})])
+    """The only report of a run of one batch is an area, not a line that nobody sees."""
+    stacked_png(tmp_path / "time.png", [(7, {"forward": 0.5})], first=7)
     filled = (pixels(tmp_path / "time.png") == rgb(COLOURS["forward"])).all(axis=2)
     assert filled[600].sum() > 850
+
+
+def area(path: str) -> float:
+    """Of a path of straight lines."""
+    points = [tuple(map(float, point.split(","))) for point in path.strip("MZ").split()]
+    return abs(sum(a * d - b * c for (a, b), (c, d) in pairwise([*points, points[0]]))) / 2
+
+
+def test_a_mean_is_flat_over_its_window(tmp_path: Path) -> None:
+    """Validation ends where its window does, is no triangle, and takes the area of its seconds."""
+    lasts = (4, 9, 14, 19, 24, 29, 44, 47)
+    rows: list[Row] = [(n, {"forward": 1.0, "validation": 6.0 * (n == 24)}) for n in lasts]
+    shown = stack(rows)
+    steps, (_, _, upper) = shown.outline
+    assert list(steps) == [-0.5, *(n + 0.5 for n in lasts[:-1] for _ in range(2)), 47.5]
+    assert list(upper) == [1.0 + 6.0 * (n == 24) for n in lasts for _ in range(2)]
+    assert shown.windows[:2] == ["steps 0 to 4", "steps 5 to 9"]
+    page = page_of(tmp_path, rows)
+    assert "1.62 s a batch on average, steps 0 to 47" in page.texts  # 48 s, and 5 batches of 6 s
+    forward, validation = (
+        area(str(each["d"])) for _, each in page.tags if each.get("class") == "band"
+    )
+    assert validation / forward == pytest.approx(30 / 48, rel=0.01)
+    assert [band.share for band in shown.bands] == pytest.approx([48 / 78, 30 / 78])
+
+
+def test_a_run_that_was_resumed_begins_where_it_was() -> None:
+    """The first window starts at the first step that was seen, not at 0."""
+    shown = stack([(109, {"forward": 1.0}), (119, {"forward": 2.0})], first=105)
+    assert shown.windows == ["steps 105 to 109", "steps 110 to 119"]
+    assert shown.bands[0].mean == pytest.approx(25 / 15)
 
 
 def test_many_rows_become_means() -> None:
@@ -172,13 +207,13 @@ def test_many_rows_become_means() -> None:
     assert [band.name for band in shown.bands] == ["backward", "forward"]
     assert shown.bands[1].seconds == pytest.approx(1.5)
     assert shown.bands[1].share == pytest.approx(1.5 / 4.5)
-    assert shown.notes == ("Each point is the mean of about 8 reports.",)
+    assert shown.notes == ("Each window is the mean of about 8 reports.",)
 
 
 def test_a_category_that_comes_late_took_no_time_before() -> None:
     """Validation appears when it first runs, at the step where it does."""
     rows: list[Row] = [(1, {"forward": 1.0}), (2, {"forward": 1.0, "validation": 3.0})]
-    shown = stack(rows)
+    shown = stack(rows, first=1)
     assert [(band.name, list(band.seconds)) for band in shown.bands] == [
         ("validation", [0.0, 3.0]),
         ("forward", [1.0, 1.0]),
@@ -337,5 +372,5 @@ def test_hovering_tells_the_values_at_a_step_in_a_sandboxed_frame(tmp_path: Path
     found = re.search(r'<pre id="said">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found
     said = found[1].split()
-    assert said[:4] == ["step", "200", "50.0", "ms"]
+    assert said[:6] == ["steps", "191", "to", "200", "50.0", "ms"]
     assert {"backward", "20.0", "40.0%", "dataloader_next", "forward", "10.0", "20.0%"} <= set(said)

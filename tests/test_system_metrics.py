@@ -118,18 +118,41 @@ def test_the_thread_ends_with_a_run_that_fails(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "interval",
-    ["10ba", "soon", "", "0.5dur", "0s", "0.5sec", 0.05, 0, -1, True, None, float("nan")],
+    [
+        "10ba",
+        "soon",
+        "",
+        "0.5dur",
+        "0s",
+        "0.05sec",
+        "99ms",
+        "-1s",
+        "1.s.",
+        0.05,
+        0,
+        -1,
+        True,
+        None,
+        float("nan"),
+    ],
 )
 def test_an_interval_that_cannot_work_is_refused(interval: Any) -> None:
     """With what to write instead."""
-    with pytest.raises(ConfigError, match=r"^interval=.*Try interval='10s', or 0.5"):
+    with pytest.raises(ConfigError, match=r"^interval=.*Try interval='10s', '500ms', or 0.5"):
         SystemMetrics(interval)
 
 
-@pytest.mark.parametrize("interval", ["1s", "1sec", "1m", 1, 0.1, 2.5])
-def test_intervals_are_times_or_seconds(interval: Any) -> None:
-    """What is taken can be pickled for spawned ranks."""
-    assert pickle.loads(pickle.dumps(SystemMetrics(interval))).interval == interval
+@pytest.mark.parametrize(
+    ("interval", "seconds"),
+    [
+        ("1s", 1), ("1sec", 1), ("1m", 60), ("1m30s", 90), (1, 1), (0.1, 0.1), (2.5, 2.5),
+        ("0.5s", 0.5), (".5sec", 0.5), ("500ms", 0.5), ("100ms", 0.1), ("0.1S", 0.1),
+    ],
+)  # fmt: skip
+def test_intervals_are_times_or_seconds(interval: Any, seconds: float) -> None:
+    """Down to the shortest, in seconds and parts of them; and spawned ranks get the same."""
+    again = pickle.loads(pickle.dumps(SystemMetrics(interval)))
+    assert (again.interval, again._seconds) == (interval, seconds)
 
 
 def test_mlflow_has_it_in_its_system_tab(tmp_path: Path, mlflow_database: str) -> None:

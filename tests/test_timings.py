@@ -349,6 +349,60 @@ def test_a_run_that_fails_leaves_its_table(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*/timings/table.md"))
 
 
+def test_a_run_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
+    """Where no batch was counted there is nothing to tell, and no folder."""
+
+    class Refused(Small):
+        def on_train_start(self) -> None:
+            raise FileExistsError
+
+    timings = Timings()
+    run = trainer(tmp_path, timings)
+    with pytest.raises(FileExistsError):
+        run.fit(Refused())
+    assert not list(tmp_path.glob("**/timings*"))
+
+
+def test_a_page_folds_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row stands for all that took less than 0.1 %, while table and data have them all."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+
+    class Costly(L.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            now[0] += 1.0
+
+    timings = Timings()
+    trainer(tmp_path, timings, Costly(), limit_train_batches=4).fit(Small())
+    (page,) = tmp_path.glob("*/timings/table.md")
+    costly, others = page.read_text().splitlines()[2:]
+    assert costly == "| Costly.on_train_batch_start | 4.000 | 1000.000 | 4 | 100.0% |"
+    assert others.startswith(f"| {len(timings.table) - 1} others | 0.000 |")
+    assert len(json.loads((page.parent / "table.json").read_text())) == len(timings.table)
+    assert f"{len(timings.table) - 1} others" in (page.parent / "timings.html").read_text()
+
+
+def test_means_a_batch_are_of_the_batches_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second fit of the trainer divides by its own batches, and its chart begins there."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+
+    class Costly(L.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            now[0] += 1.0
+
+    run = trainer(tmp_path, Timings(), Costly(), max_epochs=1, log_every_n_steps=8)
+    run.fit(Small())
+    run.fit_loop.max_epochs = 2
+    run.fit(Small())
+    pages = sorted(tmp_path.glob("*/timings/table*.md"))
+    charts = sorted(tmp_path.glob("*/timings/timings*.html"))
+    assert [page.read_text().count("| 1000.000 |") for page in pages] == [1, 1]
+    assert ["steps 0 to 15" in charts[0].read_text(), "steps 16 to 31" in charts[1].read_text()]
+
+
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     """Training ends well, one warning says why there is no file, and the table is there."""
     (tmp_path / "taken").write_text("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from math import ceil, isfinite, nan
 from typing import TYPE_CHECKING
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
 
 _SHORTEST = 0.1
+#: Parts of a second, which a `Time` does not have: how many make one.
+_FINE = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|sec)", re.ASCII | re.IGNORECASE)
+_PER_SECOND = {"ms": 1000, "s": 1, "sec": 1}
 #: Seconds that the end of a short run waits for a sample.
 _PATIENCE = 0.5
 
@@ -54,7 +58,8 @@ class SystemMetrics(PerfCallback):
     its end. More than eight nodes take turns.
 
     Args:
-        interval: Time between samples: seconds, or a string such as ``"10s"`` or ``"1m"``.
+        interval: Time between samples: seconds, or a string such as ``"10s"``, ``"1m"``,
+            ``"0.5s"`` or ``"500ms"``.
 
     Raises:
         ConfigError: An interval that is no time, or below 0.1 s.
@@ -151,20 +156,29 @@ class SystemMetrics(PerfCallback):
 
 
 def _seconds(interval: object) -> float:
-    example = "'10s', or 0.5"
-    try:
-        time = Time.from_timestring(interval) if isinstance(interval, str) else None
-    except (ValueError, TypeError):
-        raise ConfigError("interval", interval, "is no time", example) from None
-    if time is not None and time.unit is not TimeUnit.SECOND:
-        raise ConfigError("interval", interval, "is no time of a clock", example)
-    seconds = time.value if time is not None else interval
+    example = "'10s', '500ms', or 0.5"
+    seconds = interval
+    if isinstance(interval, str):
+        if fine := _FINE.fullmatch(interval):
+            seconds = float(fine[1]) / _PER_SECOND[fine[2].lower()]
+        else:
+            seconds = _clock_time(interval, example)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not isfinite(seconds):
         raise ConfigError("interval", interval, "is no number of seconds", example)
     if seconds < _SHORTEST:
         problem = f"is too short to measure anything: at least {_SHORTEST} s"
         raise ConfigError("interval", interval, problem, example)
     return float(seconds)
+
+
+def _clock_time(interval: str, example: str) -> float:
+    try:
+        time = Time.from_timestring(interval)
+    except (ValueError, TypeError):
+        raise ConfigError("interval", interval, "is no time", example) from None
+    if time.unit is not TimeUnit.SECOND:
+        raise ConfigError("interval", interval, "is no time of a clock", example)
+    return time.value
 
 
 def _over_ranks(ranks: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_perf.charts import stacked_html, stacked_png
 from lightning_perf.errors import describe, warn
 from lightning_perf.schedule import Schedule, as_schedule
-from lightning_perf.timings import CATEGORIES, History, Share, Totals, as_markdown
+from lightning_perf.timings import CATEGORIES, History, Share, Totals, as_markdown, folded
 from lightning_perf.trainer import documents
 from lightning_perf.trainer.cadence import Cadence
 from lightning_perf.trainer.collective import Rows
@@ -97,7 +97,7 @@ class Timings(PerfCallback):
         self._windows: dict[str, _Window] = {}
         self._history = History()
         self._stage = ""
-        self._began = Totals({})
+        self._began = _Window(Totals({}), 0)
 
     @property
     def rows(self) -> Sequence[tuple[int, Mapping[str, float]]]:
@@ -119,7 +119,7 @@ class Timings(PerfCallback):
     def on_start(self, driver: Driver) -> None:
         totals = driver.spans.totals
         if not self._stage:
-            self._stage, self._began = driver.stage, totals
+            self._stage, self._began = driver.stage, _Window(totals, driver.counters.batch)
         self._windows[driver.stage] = _Window(totals, driver.counters.batch)
         if self._cadence is not None and not driver.nested:
             self._cadence.start(driver)
@@ -163,27 +163,27 @@ class Timings(PerfCallback):
         if not self._listens:
             return
         self._listens = False
-        run = driver.spans.totals - self._began
+        run = driver.spans.totals - self._began.since
         driver.spans.release()
         if not self._stage or reason == "failure":
             return
         self.table = run.table(_TABLED)
-        if driver.ranks.global_rank == 0:
-            self._leave_files(driver)
+        batches = driver.progress.timestamp(self._stage).batch - self._began.batch
+        if batches and driver.ranks.global_rank == 0:
+            self._leave_files(driver, batches)
 
-    def _leave_files(self, driver: Driver) -> None:
-        rows, table = self.rows, self.table
-        batches = driver.progress.timestamp(self._stage).batch
+    def _leave_files(self, driver: Driver, batches: int) -> None:
+        rows, first, table = self.rows, self._history.first, folded(self.table)
         texts = {
             "table.md": as_markdown(table, batches),
-            "table.json": json.dumps([row._asdict() for row in table], indent=1),
+            "table.json": json.dumps([row._asdict() for row in self.table], indent=1),
         }
         files: dict[str, Callable[[Path], None]] = {
             name: partial(_write, text) for name, text in texts.items()
         }
         if rows:
-            files["timings.html"] = partial(stacked_html, rows=rows, table=table)
-            files["timings.png"] = partial(stacked_png, rows=rows)
+            files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
+            files["timings.png"] = partial(stacked_png, rows=rows, first=first)
         try:
             documents.leave(driver, _FOLDER, files, self._stage)
         except OSError as error:

@@ -37,6 +37,7 @@ def stacked_html(
     rows: Sequence[Row],
     title: str = "Where the time of a batch went",
     table: Sequence[TableRow] = (),
+    first: int = 0,
 ) -> None:
     """Write a page of what a batch's time was spent on, over the steps of a run.
 
@@ -45,6 +46,7 @@ def stacked_html(
         rows: The steps, with the seconds a batch by category.
         title: The headline.
         table: Callbacks and loggers: name, seconds and calls in all, share of the run (0 to 1).
+        first: The step that the first row begins with; each row is flat since the one before.
 
     Example:
         >>> import tempfile
@@ -53,7 +55,7 @@ def stacked_html(
         >>> "MyCallback" in path.read_text()
         True
     """
-    shown = stack(rows)
+    shown = stack(rows, first)
     page = _template().render(
         title=title,
         shown=shown,
@@ -99,8 +101,8 @@ def _drawing(shown: Stack) -> dict[str, Any]:
         "x_ticks": [(across(t), f"{t:,.0f}") for t in ticks(first, last) if t == int(t)],
         "y_ticks": [(up(t / scale), f"{t:,.10g}") for t in ticks(0, shown.top * scale)],
         "data": {
-            "x": [round(float(each), 1) for each in across(shown.steps)],
-            "steps": [int(step) for step in shown.steps],
+            "edges": [round(float(each), 1) for each in across(shown.edges)],
+            "windows": shown.windows,
             "unit": name,
             "values": [
                 [float(f"{seconds * scale:.4g}") for seconds in band.seconds]

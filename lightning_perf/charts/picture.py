@@ -20,7 +20,10 @@ _SIZE, _DPI = (10.0, 5.0), 150
 
 
 def stacked_png(
-    path: str | Path, rows: Sequence[Row], title: str = "Where the time of a batch went"
+    path: str | Path,
+    rows: Sequence[Row],
+    title: str = "Where the time of a batch went",
+    first: int = 0,
 ) -> None:
     """Draw what a batch's time was spent on, over the steps of a run.
 
@@ -31,6 +34,7 @@ def stacked_png(
         path: The file to write.
         rows: The steps, with the seconds a batch by category.
         title: The headline.
+        first: The step that the first row begins with; each row is flat since the one before.
 
     Example:
         >>> import tempfile
@@ -42,7 +46,7 @@ def stacked_png(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = stack(rows)
+    shown = stack(rows, first)
     figure = Figure(figsize=_SIZE, dpi=_DPI, facecolor=_PAPER, frameon=True)
     figure.set_layout_engine("none")
     canvas = FigureCanvasAgg(figure)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_perf.charts.colours import OTHER, colour_of
 
-#: A step, and the seconds a batch that each category took then.
+#: A step, and the mean seconds a batch that each category took since the row before.
 Row: TypeAlias = tuple[int, Mapping[str, float]]
 #: A callback or logger: its name, seconds and calls in all, and share of the run (0 to 1).
 TableRow: TypeAlias = tuple[str, float, int, float]
@@ -32,9 +32,9 @@ class Band:
 
     name: str
     colour: str
-    #: Seconds a batch, one a step of the stack.
+    #: Seconds a batch, one a window of the stack.
     seconds: Numbers
-    #: Mean of these, over all rows.
+    #: Mean of these, over all steps.
     mean: float
     #: Of all time, from 0 to 1.
     share: float
@@ -44,91 +44,122 @@ class Band:
 class Stack:
     """Categories over steps, the costliest first, and so at the bottom of the chart."""
 
+    #: The last step of each window, in order.
     steps: Numbers
     bands: tuple[Band, ...]
     #: Where the y axis ends, in seconds; peaks above it are cut off.
     top: float
+    #: The first step of the first window.
+    first: int = 0
     notes: tuple[str, ...] = ()
 
     @property
+    def edges(self) -> Numbers:
+        """Where windows begin and end: half-way between steps, one more than windows."""
+        return np.concatenate(([self.first], self.steps + 1)) - 0.5
+
+    @property
     def outline(self) -> tuple[Numbers, Numbers]:
-        """What to draw, with a width even if there is one step.
+        """What to draw: each mean is flat over its window, so that areas are times.
 
         Returns:
             Steps, and the lower edge of each band and the upper one of the last in seconds:
-            shapes (points) and (bands + 1, points).
+            shapes (points) and (bands + 1, points), with two points a window.
         """
         values = [np.zeros_like(self.steps), *(band.seconds for band in self.bands)]
-        edges: Numbers = np.cumsum(values, axis=0)
-        if self.steps[0] == self.steps[-1]:
-            mean = edges.mean(axis=1, keepdims=True)
-            return self.steps[0] + np.array([-0.5, 0.5]), mean.repeat(2, axis=1)
-        return self.steps, edges
+        sums: Numbers = np.cumsum(values, axis=0)
+        return self.edges.repeat(2)[1:-1], sums.repeat(2, axis=1)
+
+    @property
+    def windows(self) -> list[str]:
+        """What to call each window."""
+        lasts = [int(step) for step in self.steps]
+        firsts = [self.first, *(step + 1 for step in lasts)]
+        return [_steps(*window) for window in zip(firsts, lasts, strict=False)]
 
     @property
     def summary(self) -> str:
         """What it shows, in a line; says so if there is nothing to show."""
         if not self.bands:
             return "No batch was timed."
-        first, last = int(self.steps[0]), int(self.steps[-1])
-        when = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
-        return f"{duration(sum(band.mean for band in self.bands))} a batch on average, {when}"
+        mean = duration(sum(band.mean for band in self.bands))
+        return f"{mean} a batch on average, {_steps(self.first, int(self.steps[-1]))}"
 
 
-def stack(rows: Sequence[Row]) -> Stack:
+def _steps(first: int, last: int) -> str:
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def stack(rows: Sequence[Row], first: int = 0) -> Stack:
     """Arrange rows as a stack.
 
     Args:
-        rows: In any order of steps. A category that a row lacks, or that is not a positive
-            number there, took no time then; a row without any number is left out.
+        rows: In any order of steps; each is the mean over the steps since the row before. A
+            category that a row lacks, or that is not a positive number there, took no time then;
+            a row without any number is left out.
+        first: The step that the first row begins with.
 
     Example:
         >>> [band.name for band in stack([(1, {"forward": 0.1, "backward": 0.2})]).bands]
         ['backward', 'forward']
     """
     rows = sorted((row for row in rows if _told(row[1])), key=lambda row: row[0])
-    seconds = _folded(_table(rows))
-    total = sum(float(each.sum()) for each in seconds.values())
-    if not total > 0:
+    ends = np.array([step for step, _ in rows], dtype=float)
+    first = min([first, *ends[:1].astype(int)])
+    steps, begins, counts = np.unique(ends, return_index=True, return_counts=True)
+    # Rows of one step share it.
+    widths = (np.diff(steps, prepend=first - 1) / counts).repeat(counts)
+    spent = _folded(_table(rows, widths))
+    if not any(each.any() for each in spent.values()):
         return Stack(np.zeros(0), (), 1.0)
-    starts = np.unique(np.linspace(0, len(rows), MAX_POINTS, endpoint=False, dtype=int))
-    sizes = np.diff(starts, append=len(rows))
-    bands = tuple(
+    kept = np.unique(np.linspace(0, len(steps), MAX_POINTS, endpoint=False, dtype=int))
+    bands = _bands(spent, widths, begins[kept])
+    steps = steps[np.append(kept[1:], len(steps)) - 1]
+    top, cut = _top(steps, sum((band.seconds for band in bands), np.zeros_like(steps)))
+    merged = len(rows) / len(steps)
+    averaged = f"Each window is the mean of about {merged:.3g} reports." if merged > 1 else ""
+    return Stack(steps, bands, top, first, tuple(note for note in (cut, averaged) if note))
+
+
+def _bands(
+    spent: dict[str, Numbers], widths: Numbers, starts: NDArray[np.int_]
+) -> tuple[Band, ...]:
+    """The costliest first: what was spent on each, by windows of rows that start at ``starts``."""
+    sums = {name: float(each.sum()) for name, each in spent.items()}
+    total, steps = sum(sums.values()), float(widths.sum())
+    sizes = np.add.reduceat(widths, starts)
+    return tuple(
         Band(
             name,
             colour_of(name),
-            np.add.reduceat(each, starts) / sizes,
-            float(each.mean()),
-            float(each.sum()) / total,
+            np.add.reduceat(spent[name], starts) / sizes,
+            sums[name] / steps,
+            sums[name] / total,
         )
-        for name, each in sorted(seconds.items(), key=lambda item: -float(item[1].sum()))
+        for name in sorted(spent, key=lambda name: -sums[name])
     )
-    steps = np.array([step for step, _ in rows], dtype=float)[starts + sizes - 1]
-    top, cut = _top(steps, sum((band.seconds for band in bands), np.zeros_like(steps)))
-    each = len(rows) / len(steps)
-    averaged = f"Each point is the mean of about {each:.3g} reports." if each > 1 else ""
-    return Stack(steps, bands, top, tuple(note for note in (cut, averaged) if note))
 
 
 def _told(values: Mapping[str, float]) -> bool:
     return any(isfinite(seconds) for seconds in values.values())
 
 
-def _table(rows: Sequence[Row]) -> dict[str, Numbers]:
+def _table(rows: Sequence[Row], widths: Numbers) -> dict[str, Numbers]:
+    """Seconds of all steps of each row, by category."""
     names = dict.fromkeys(name for _, values in rows for name in values)
     table = np.array([[values.get(name, 0.0) for name in names] for _, values in rows], dtype=float)
     table = np.where(np.isfinite(table), table, 0.0).clip(min=0.0)
-    return {name: table[:, column] for column, name in enumerate(names)}
+    return {name: table[:, column] * widths for column, name in enumerate(names)}
 
 
-def _folded(seconds: dict[str, Numbers]) -> dict[str, Numbers]:
-    sums = {name: float(each.sum()) for name, each in seconds.items()}
+def _folded(spent: dict[str, Numbers]) -> dict[str, Numbers]:
+    sums = {name: float(each.sum()) for name, each in spent.items()}
     least = _FOLDED * sum(sums.values())
-    small = [name for name in seconds if sums[name] < least or name == OTHER]
-    kept = {name: each for name, each in seconds.items() if name not in small}
+    small = [name for name in spent if sums[name] < least or name == OTHER]
+    kept = {name: each for name, each in spent.items() if name not in small}
     if not any(sums[name] for name in small):
         return kept
-    return kept | {OTHER: np.sum([seconds[name] for name in small], axis=0)}
+    return kept | {OTHER: np.sum([spent[name] for name in small], axis=0)}
 
 
 def _top(steps: Numbers, totals: Numbers) -> tuple[float, str]:
