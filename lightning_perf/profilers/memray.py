@@ -158,14 +158,16 @@ class Memray(Profiler):
         refuse_python_profiler(self)
         with blaming(given(self.options)):
             tracker = Tracker(path, **self._tracker_options())
+        if self._children is not None:
+            self._children.open(path)
         try:
             memray_child.start(tracker)
         except RuntimeError as error:  # a tracker that is not ours
             path.unlink(missing_ok=True)
+            if self._children is not None:
+                self._children.shut()
             remedy = "remove one of the two"
             raise RecorderBusy("Memray", "a memray that is not ours", remedy) from error
-        if self._children is not None:
-            self._children.open()
         yield None
         memray_child.stop(tracker)
         return Recorded(further=self._further_of(path, driver))

@@ -157,11 +157,14 @@ class VizTracer(Profiler):
         with blaming(options):
             tracer = calls.new_tracer(driver.ranks.global_rank, self.tracer_entries, options)
         if self._children is not None:
-            self._children.open()
-        calls.start(tracer)
-        yield None
+            self._children.open(path)
+        try:
+            calls.start(tracer)
+            yield None
+        finally:
+            theirs = self._children.shut() if self._children is not None else None
         calls.stop(tracer, path)
-        trace = _Trace(path, self._children.shut() if self._children is not None else None)
+        trace = _Trace(path, theirs)
         return Recorded(
             partial(trace.finish, compress=self.compress),
             dict.fromkeys(self.further_files, trace.draw),
