@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,20 @@ def child(method: str) -> Iterator[tuple[Any, Callable[[], tuple[int, int, bool]
         process.join(60)
 
 
+@pytest.fixture(autouse=True)
+def _spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings lie in a folder of the test's."""
+    monkeypatch.chdir(tmp_path)
+
+
+_spools = count(1)
+
+
+def spool() -> Path:
+    """Where the parent of a window's children records."""
+    return Path(f".spool-{next(_spools)}.bin")
+
+
 @contextmanager
 def following(record: Any = note) -> Iterator[Children]:
     hub = Children(record)
@@ -70,9 +85,9 @@ def following(record: Any = note) -> Iterator[Children]:
 
 def begin(hub: Children, *asks: Callable[[], object]) -> None:
     """Open a window, and give the children work until they record: idle ones do not begin."""
-    hub.open()
+    hub.open(spool())
     until = time.monotonic() + 60
-    while len(list(hub._folder.glob(f"{hub._window}-*.on"))) < len(asks):
+    while len(list(hub._folders[-1].glob("*.on"))) < len(asks):
         assert time.monotonic() < until
         for ask in asks:
             ask()
@@ -88,13 +103,15 @@ def test_a_child_records_while_a_window_is_open(method: str) -> None:
             assert ask()[:2] == (6, process.pid)
             (found,) = hub.shut().wait().values()
             assert found.read_text() == f"1 {process.pid}"
+            assert found.is_relative_to(Path.cwd())  # the system's folder may be small
     assert process.exitcode == 0
+    assert list(Path().iterdir()) == []
 
 
 def test_a_child_that_is_born_in_a_window_records_from_its_beginning() -> None:
     """It need not look first, and what it leaves when it ends is kept."""
     with following() as hub:
-        hub.open()
+        hub.open(spool())
         with child("fork") as (process, _):
             pass
         files = hub.shut()
@@ -106,7 +123,8 @@ def test_without_a_window_nothing_is_left() -> None:
     """A run without a recording is one without files."""
     with following() as hub, child("fork") as (_, ask):
         ask()
-        assert list(hub._folder.iterdir()) == []
+        assert list(hub._marker.parent.iterdir()) == []
+    assert list(Path().iterdir()) == []
 
 
 def test_a_child_that_is_killed_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +142,7 @@ def test_a_recorder_that_fails_costs_the_child_nothing(method: str) -> None:
     """The target runs to its end, with what it returns."""
     with following(broken) as hub, child(method) as (process, ask):
         ask()
-        hub.open()
+        hub.open(spool())
         time.sleep(0.1)
         assert ask()[:2] == (6, process.pid)
         assert hub.shut().numbers == ()
@@ -157,7 +175,7 @@ def test_who_replaced_it_after_us_keeps_it(monkeypatch: pytest.MonkeyPatch) -> N
             assert ask()[0] == 6
         with following() as hub:
             assert BaseProcess.start is theirs
-            hub.open()
+            hub.open(spool())
             with child("fork") as (process, ask):
                 ask()
             assert set(hub.shut().wait()) == {1}

@@ -31,6 +31,8 @@ class Suite(PerfCallback):
     def __init__(self, callbacks: list[PerfCallback]) -> None:
         super().__init__()
         example = "[SpeedMonitor(), Flops()]"
+        if not isinstance(callbacks, list | tuple):
+            raise ConfigError("callbacks", callbacks, "is no list", example)
         for part in callbacks:
             if not isinstance(part, PerfCallback):
                 problem = "may hold only callbacks of lightning_perf; give others to the Trainer"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Generator, Mapping
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,15 @@ def new_tracer(rank: int, entries: int, options: Mapping[str, Any], child: int =
     from viztracer import VizTracer as Tracer  # type: ignore[import-untyped]
 
     name = f"rank {rank} {multiprocessing.current_process().name}" if child else f"rank {rank}"
-    tracer = Tracer(
-        tracer_entries=entries,
-        process_name=name,
-        dump_raw=True,
-        register_global=False,
-        verbose=0,
-        **options,
-    )
+    with _unhooked():
+        tracer = Tracer(
+            tracer_entries=entries,
+            process_name=name,
+            dump_raw=True,
+            register_global=False,
+            verbose=0,
+            **options,
+        )
     # Processes of several nodes may share an id, and to VizTracer 0 is no id.
     tracer.setpid((rank + 1) * _CHILDREN + child % _CHILDREN if child else rank + 1)
     return tracer
@@ -44,7 +47,14 @@ def start(tracer: Any) -> None:
     """Record; processes that are forked meanwhile do not go on with it."""
     global _recording
     _recording = tracer
-    tracer.start()
+    try:
+        with _unhooked():
+            tracer.start()
+    except BaseException:
+        _recording = None
+        with suppress(Exception):
+            tracer.stop()
+        raise
 
 
 def stop(tracer: Any, path: Path) -> None:
@@ -74,6 +84,17 @@ def record_child(
     yield
     if sys.getprofile() is tracer:  # the hook of a thread is its own
         sys.setprofile(None)
+
+
+@contextmanager
+def _unhooked() -> Iterator[None]:
+    """Free the hook for Python's calls where VizTracer, which takes it first, fails."""
+    try:
+        yield
+    except BaseException:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        raise
 
 
 def _forget() -> None:

@@ -23,7 +23,6 @@ from typing import Any
 #: Starts to record into a file; is resumed to stop, on any thread, and again on the main thread.
 ChildRecord = Callable[[Path, int], Generator[None, None, None]]
 
-_OPEN = "open"
 #: Seconds between a child's looks at the window, and that its file is waited for.
 _LOOK, _PATIENCE = 0.02, 5.0
 #: Never sent: it is how a thread asks the main one of its process to call something.
@@ -41,23 +40,32 @@ class Children:
 
     def __init__(self, record: ChildRecord) -> None:
         self._record = record
-        self._folder = Path(tempfile.mkdtemp(prefix="lightning_perf-"))
-        self._window = self._count = 0
+        # It holds one short text. A disk of this machine, since children look at it all the time.
+        self._marker = Path(tempfile.mkdtemp(prefix="lightning_perf-")) / "open"
+        self._folders: list[Path] = []
+        self._count = 0
         _follow(self)
 
-    def open(self) -> None:
-        """A window opens: children begin to record within hundredths of a second."""
-        self._window += 1
-        marker = self._folder / _OPEN
-        marker.with_suffix(".next").write_text(str(self._window))
-        marker.with_suffix(".next").replace(marker)
+    def open(self, path: Path) -> None:
+        """A window opens: children begin to record within hundredths of a second.
+
+        Args:
+            path: Where the parent records. Beside it is a folder of theirs, removed in the end.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        folder = path.with_name(f"{path.name}.children").absolute()
+        folder.mkdir()
+        self._folders.append(folder)
+        self._marker.with_suffix(".next").write_text(str(folder), encoding="utf-8")
+        self._marker.with_suffix(".next").replace(self._marker)
 
     def shut(self) -> Files:
         """The window ends, and so do the children's recordings."""
-        (self._folder / _OPEN).unlink(missing_ok=True)
-        begun = self._folder.glob(f"{self._window}-*.on")
-        numbers = sorted(int(path.stem.partition("-")[2]) for path in begun)
-        return Files(self._folder, self._window, tuple(numbers))
+        self._marker.unlink(missing_ok=True)
+        folder = self._folders[-1]
+        return Files(folder, tuple(sorted(int(path.stem) for path in folder.glob("*.on"))))
 
     def leave(self) -> None:
         """Let processes start as they did."""
@@ -65,12 +73,13 @@ class Children:
 
     def remove(self) -> None:
         """Forget the files that were not collected."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in (self._marker.parent, *self._folders):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def wrap(self, target: Callable[..., Any]) -> Callable[..., Any]:
         """What a process that is about to start shall run in place of its target."""
         self._count += 1
-        return _Followed(target, self._record, self._folder, self._count)
+        return _Followed(target, self._record, self._marker, self._count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +87,13 @@ class Files:
     """What the children leave of one window."""
 
     _folder: Path
-    _window: int
     #: The children that recorded.
     numbers: tuple[int, ...]
 
     def wait(self) -> dict[int, Path]:
         """The files by number, without those of children that were killed, after some seconds."""
         until = time.monotonic() + _PATIENCE
-        files = {number: self._folder / f"{self._window}-{number}" for number in self.numbers}
+        files = {number: self._folder / str(number) for number in self.numbers}
         while not all(path.exists() for path in files.values()) and time.monotonic() < until:
             time.sleep(_LOOK)
         return {number: path for number, path in files.items() if path.exists()}
@@ -95,15 +103,15 @@ class _Followed:
     """A process's target that records, too. Whatever fails of ours, the target runs."""
 
     def __init__(
-        self, target: Callable[..., Any], record: ChildRecord, folder: Path, number: int
+        self, target: Callable[..., Any], record: ChildRecord, marker: Path, number: int
     ) -> None:
-        self.target, self.record, self.folder, self.number = target, record, folder, number
+        self.target, self.record, self.marker, self.number = target, record, marker, number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watch = None
         with suppress(Exception):
             _following.clear()  # a forked child's own children are not followed
-            watch = _Watch(self.record, self.folder, self.number)
+            watch = _Watch(self.record, self.marker, self.number)
         try:
             return self.target(*args, **kwargs)
         finally:
@@ -119,9 +127,10 @@ _recorder: _Watch | None = None
 class _Watch:
     """Records in this process while its parent's window is open."""
 
-    def __init__(self, record: ChildRecord, folder: Path, number: int) -> None:
-        self._record, self._folder, self._number = record, folder, number
+    def __init__(self, record: ChildRecord, marker: Path, number: int) -> None:
+        self._record, self._marker, self._number = record, marker, number
         self._lock = threading.RLock()
+        #: The folder of the window that was last seen, or nothing.
         self._window = ""
         self._running: Generator[None, None, None] | None = None
         self._stopped: Generator[None, None, None] | None = None
@@ -146,7 +155,7 @@ class _Watch:
 
     def _asked(self) -> str:
         try:
-            return (self._folder / _OPEN).read_text()
+            return self._marker.read_text(encoding="utf-8")
         except OSError:
             return ""
 
@@ -187,7 +196,7 @@ class _Watch:
                 self._file(".part").replace(self._file())
 
     def _file(self, suffix: str = "") -> Path:
-        return self._folder / f"{self._window}-{self._number}{suffix}"
+        return Path(self._window) / f"{self._number}{suffix}"
 
 
 # -- where processes start ------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,8 @@ from itertools import accumulate
 
 from lightning_perf.profilers.chrome_trace import Event, nanoseconds
 
-_ON_CPU = {"cpu_op", "user_annotation", "python_function"}
+_PYTHON = "python_function"
+_ON_CPU = {"cpu_op", "user_annotation", _PYTHON}
 _DRIVERS = ("_runtime", "_driver")
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 #: The trace's number for a device that is none.
@@ -20,6 +22,8 @@ _UNSEEN = {
     "profiler::_record_function_enter", "profiler::_record_function_enter_new",
     "profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version",
 }  # fmt: skip
+#: Where an object lay: calls of one function are one row.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: Nanoseconds by which rounding may push a call out of the one that it ends with: one for each.
 _SLACK = 2
 
@@ -43,11 +47,14 @@ class Row:
     cpu_memory: int = 0
     self_device_memory: int = 0
     device_memory: int = 0
+    #: Whether it is a frame of Python, which are recorded with stacks.
+    python: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     name: str
+    python: bool
     start: int
     end: int
     kernels: int = 0
@@ -67,7 +74,8 @@ def key_averages(events: Sequence[Event]) -> list[Row]:
         events: Of a trace by torch.profiler.
 
     Returns:
-        Rows by self device time, or by self CPU time where there was no device.
+        Rows by self device time, or by self CPU time where there was no device; those of Python's
+        frames after all others.
 
     Example:
         >>> call = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
@@ -91,7 +99,11 @@ def key_averages(events: Sequence[Event]) -> list[Row]:
     for calls in _by_thread(timed, launched):
         _nest(calls)
         _add(rows, _without_repeats(calls), memory)
-    return sorted(rows.values(), key=lambda row: (row.self_device, row.self_cpu), reverse=True)
+    return sorted(rows.values(), key=_cost, reverse=True)
+
+
+def _cost(row: Row) -> tuple[bool, int, int]:
+    return not row.python, row.self_device, row.self_cpu
 
 
 def _by_thread(events: list[Event], launched: dict[object, int]) -> Iterable[list[_Call]]:
@@ -104,7 +116,7 @@ def _by_thread(events: list[Event], launched: dict[object, int]) -> Iterable[lis
         # What the driver does bears the operator's identity, and the operator has the kernels.
         kernels = launched.get(identity, 0) if identity and category in _ON_CPU else 0
         name = "ProfilerStep*" if name.startswith("ProfilerStep#") else name
-        call = _Call(name, start, start + nanoseconds(event["dur"]), kernels)
+        call = _Call(name, category == _PYTHON, start, start + nanoseconds(event["dur"]), kernels)
         threads[event["pid"], event["tid"]].append(call)
     return threads.values()
 
@@ -138,7 +150,8 @@ def _add(rows: dict[tuple[str, str], Row], calls: list[_Call], memory: _Memory) 
     for call in reversed(calls):  # the inner ones first
         call.device = call.kernels + sum(child.device for child in call.children)
         call.cpu_memory, call.device_memory = memory.between(call.start, call.end)
-        row = rows.setdefault(("cpu", call.name), Row(call.name))
+        name = _ADDRESS.sub("", call.name)
+        row = rows.setdefault(("cpu", name), Row(name, python=call.python))
         inner = call.children
         row.calls += 1
         row.cpu += call.end - call.start

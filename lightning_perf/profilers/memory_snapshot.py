@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,13 +13,14 @@ import torch
 from torch.cuda import _memory_viz
 from typing_extensions import override
 
-from lightning_perf.errors import ConfigError, warn
+from lightning_perf.errors import warn
 from lightning_perf.profilers.flame_svg import bytes_text, flame_graph, fold, read_folded
 from lightning_perf.profilers.out_of_memory import LastMoment
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import run_python
 from lightning_perf.schedule import Schedule
+from lightning_perf.schedule.checks import flag, whole
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
@@ -96,9 +97,8 @@ class MemorySnapshot(Profiler):
             num_traces_to_keep,
             batches_per_trace,
         )
-        if max_entries < 1:
-            raise ConfigError("max_entries", max_entries, "leaves nothing to record", "100000")
-        self.html, self.max_entries = html, max_entries
+        self.html = flag("html", html)
+        self.max_entries = whole("max_entries", max_entries, 1, "100000")
         self._last_moment, self._ran_out = LastMoment(), False
 
     @property
@@ -116,7 +116,7 @@ class MemorySnapshot(Profiler):
             self._last_moment.watch()
         else:
             self._writer = self._windows = None
-            warn("MemorySnapshot records nothing: there is no CUDA device here.")
+            _tell_once()
 
     @override
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
@@ -166,6 +166,11 @@ class MemorySnapshot(Profiler):
 
 def _has_cuda() -> bool:
     return torch.cuda.is_available()
+
+
+@cache
+def _tell_once() -> None:
+    warn("MemorySnapshot records nothing: there is no CUDA device here.")
 
 
 def _plot(kind: str, source: Path, page: Path) -> None:

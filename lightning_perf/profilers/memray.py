@@ -16,6 +16,7 @@ from lightning_perf.profilers import children, memray_child
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import (
+    blaming,
     check_options,
     given,
     refuse_python_profiler,
@@ -23,17 +24,19 @@ from lightning_perf.profilers.tools import (
     run_python,
 )
 from lightning_perf.schedule import Schedule
+from lightning_perf.schedule.checks import flag
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
 
-#: What memray.Tracker takes besides; it is written in C and cannot be asked.
-_OPTIONS = (
-    "file_format",
-    "memory_interval_ms",
-    "trace_python_allocators",
-    "track_object_lifetimes",
-)
+#: What memray.Tracker takes besides, by its defaults; it is written in C and cannot be asked.
+_OPTIONS = {
+    "file_format": None,
+    "memory_interval_ms": 10,
+    "trace_python_allocators": False,
+    "track_object_lifetimes": False,
+}
+_FORMATS = ("all_allocations", "aggregated_allocations")
 #: Of more children that recorded in a window, the first ones' captures are kept.
 _MOST_CHILDREN = 64
 
@@ -66,7 +69,8 @@ class Memray(Profiler):
         summary: Whether a text lies beside each file, with the lines of source that allocated the
             most, and metrics are logged. It is made in a process of its own, of low priority.
         **kwargs: Further arguments of ``memray.Tracker``: ``trace_python_allocators``,
-            ``memory_interval_ms``, ``file_format``, ``track_object_lifetimes``.
+            ``memory_interval_ms``, ``file_format`` (``"aggregated_allocations"`` or memray's own),
+            ``track_object_lifetimes``.
 
     Raises:
         ConfigError: A value that cannot work, or an argument that memray does not know.
@@ -118,10 +122,13 @@ class Memray(Profiler):
             batches_per_trace,
         )
         check_options(Memray, kwargs, _OPTIONS, "memray")
+        _check_format(kwargs.get("file_format"))
         if follow_fork and not children.SUPPORTED:
             raise ConfigError("follow_fork", follow_fork, "needs POSIX signals", "False")
-        self.flamegraph, self.native_traces, self.options = flamegraph, native_traces, kwargs
-        self.follow_fork, self.summary = follow_fork, summary
+        self.flamegraph = flag("flamegraph", flamegraph)
+        self.native_traces = flag("native_traces", native_traces)
+        self.follow_fork, self.summary = flag("follow_fork", follow_fork), flag("summary", summary)
+        self.options = kwargs
         self._children: children.Children | None = None
 
     @property
@@ -149,15 +156,18 @@ class Memray(Profiler):
         from memray import Tracker
 
         refuse_python_profiler(self)
-        tracker = Tracker(path, **self._tracker_options())
+        with blaming(given(self.options)):
+            tracker = Tracker(path, **self._tracker_options())
+        if self._children is not None:
+            self._children.open(path)
         try:
             memray_child.start(tracker)
         except RuntimeError as error:  # a tracker that is not ours
             path.unlink(missing_ok=True)
+            if self._children is not None:
+                self._children.shut()
             remedy = "remove one of the two"
             raise RecorderBusy("Memray", "a memray that is not ours", remedy) from error
-        if self._children is not None:
-            self._children.open()
         yield None
         memray_child.stop(tracker)
         return Recorded(further=self._further_of(path, driver))
@@ -175,7 +185,12 @@ class Memray(Profiler):
             self._children = None
 
     def _tracker_options(self) -> dict[str, Any]:
-        return {"native_traces": self.native_traces, **given(self.options)}
+        options = {"native_traces": self.native_traces, **given(self.options)}
+        if isinstance(name := options.get("file_format"), str):
+            from memray import FileFormat
+
+            options["file_format"] = FileFormat[name.upper()]
+        return options
 
     def _further_of(self, path: Path, driver: Driver) -> dict[str, Callable[[Path], None]]:
         further: dict[str, Callable[[Path], None]] = {}
@@ -196,6 +211,14 @@ class Memray(Profiler):
         rank = driver.ranks.global_rank
         first = min(self.ranks) if self.ranks is not None else 0
         return f"{stage}memray/" if rank == first else f"{stage}memray/rank{rank}/"
+
+
+def _check_format(value: Any) -> None:
+    """Accept the names of memray's formats, and the formats themselves."""
+    name = value if isinstance(value, str) else getattr(value, "name", "")
+    if value is not None and name.lower() not in _FORMATS:
+        problem = f"is not of {', '.join(_FORMATS)}"
+        raise ConfigError("file_format", value, problem, '"aggregated_allocations"')
 
 
 def _take(files: children.Files, number: int, target: Path) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from lightning_perf.profilers.chrome_trace import read_events
 from lightning_perf.profilers.key_averages import Row, key_averages
 
+_WIDTH = 60
+
 
 def table(rows: Sequence[Row], limit: int = 100) -> str:
     """Rows as text, without columns that hold nothing.
@@ -29,7 +31,7 @@ def table(rows: Sequence[Row], limit: int = 100) -> str:
         ---------------------------------------------------
         aten::addmm      2      100.0%        3.500   4.000
     """
-    lines = [["name"], *([row.name] for row in rows[:limit])]
+    lines = [["name"], *([_short(row)] for row in rows[:limit])]
     for title, value, show in _COLUMNS:
         values = [value(row) for row in rows]
         if any(values):
@@ -45,6 +47,13 @@ def table(rows: Sequence[Row], limit: int = 100) -> str:
     if len(rows) > limit:
         texts.append(f"and {len(rows) - limit} more, which cost less")
     return "\n".join(texts)
+
+
+def _short(row: Row) -> str:
+    """A long name's beginning, or its end for a frame, where its function is."""
+    if len(row.name) <= _WIDTH:
+        return row.name
+    return f"...{row.name[3 - _WIDTH :]}" if row.python else f"{row.name[: _WIDTH - 3]}..."
 
 
 def _share(value: int, total: int) -> str:

@@ -15,7 +15,7 @@ from lightning_perf.errors import ConfigError
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.windows import Windows
 from lightning_perf.schedule import Cyclic, Schedule, as_schedule
-from lightning_perf.schedule.checks import rank_list
+from lightning_perf.schedule.checks import flag, rank_list, whole
 from lightning_perf.trace import TraceWriter, check_names
 from lightning_perf.tracking.stores import check_store
 from lightning_perf.trainer.hooks import PerfCallback
@@ -82,16 +82,13 @@ class Profiler(PerfCallback):
         super().__init__()
         self.schedule = as_schedule(schedule, default=Cyclic())
         self.ranks = None if ranks is None else rank_list("ranks", ranks)
-        if batches_per_trace < 1:
-            problem = "leaves no batch to record"
-            raise ConfigError("batches_per_trace", batches_per_trace, problem, "20")
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
         check_store(remote_file_name)
         self.output_path_prefix = output_path_prefix
         self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
-        self.overwrite, self.compress = overwrite, compress
+        self.overwrite, self.compress = flag("overwrite", overwrite), flag("compress", compress)
         self.num_traces_to_keep = num_traces_to_keep
-        self.batches_per_trace = batches_per_trace
+        self.batches_per_trace = whole("batches_per_trace", batches_per_trace, 1, "20")
         self._writer: TraceWriter | None = None
         self._further: dict[str, TraceWriter] = {}
         self._windows: Windows | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,10 +14,11 @@ from typing_extensions import override
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
-from lightning_perf.profilers.tools import check_options, refuse_python_profiler
+from lightning_perf.profilers.tools import check_options, defaults, refuse_python_profiler
 from lightning_perf.profilers.torch_files import TorchFiles
 from lightning_perf.profilers.torch_options import torch_options
 from lightning_perf.schedule import Schedule
+from lightning_perf.schedule.checks import flag
 from lightning_perf.trace import file_format, remote_format
 from lightning_perf.trainer import compat
 
@@ -118,13 +118,15 @@ class PyTorch(Profiler):
             num_traces_to_keep,
             batches_per_trace,
         )
-        known = set(inspect.signature(profile).parameters) - _OURS
+        known = {name: value for name, value in defaults(profile).items() if name not in _OURS}
         check_options(PyTorch, kwargs, known, "torch.profiler")
-        self.record_shapes, self.profile_memory = record_shapes, profile_memory
-        self.with_stack, self.with_flops = with_stack, with_flops
+        self.record_shapes = flag("record_shapes", record_shapes)
+        self.profile_memory = flag("profile_memory", profile_memory)
+        self.with_stack = flag("with_stack", with_stack)
+        self.with_flops = flag("with_flops", with_flops)
         self.memory_filename = memory_filename
         self.memory_remote_file_name = memory_remote_file_name
-        self.key_averages, self.options = key_averages, kwargs
+        self.key_averages, self.options = flag("key_averages", key_averages), kwargs
         torch_options(kwargs)
         if use_gzip and not compress:
             raise ConfigError("use_gzip", use_gzip, "contradicts compress=False", "None")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
-from lightning_perf.errors import ConfigError, RecorderBusy
+from lightning_perf.errors import ConfigError, RecorderBusy, describe
+from lightning_perf.schedule.checks import flag, whole
 
 #: Bytes in which a file of JSON ends, blanks included.
 _LAST = 16
@@ -20,39 +22,89 @@ _LAST = 16
 _PATIENCE = 300.0
 
 
+def defaults(tool: Any) -> dict[str, Any]:
+    """The arguments of a tool, with what they are by default.
+
+    Args:
+        tool: Its class.
+
+    Example:
+        >>> def profile(activities=None, with_modules=False): ...
+        >>> defaults(profile)
+        {'activities': None, 'with_modules': False}
+    """
+    arguments = signature(tool).parameters.values()
+    return {
+        each.name: None if each.default is Parameter.empty else each.default for each in arguments
+    }
+
+
 def check_options(
-    profiler: type, options: Mapping[str, Any], known: Iterable[str], tool: str
+    profiler: type, options: Mapping[str, Any], known: Mapping[str, Any], tool: str
 ) -> None:
     """Refuse options that the tool does not know, with the nearest one that is known.
+
+    Where the tool has a switch or a whole number, the option must be one, too.
 
     Args:
         profiler: The class that was given the options.
         options: What it was given beyond its own arguments.
-        known: What the tool takes.
+        known: What the tool takes, with its defaults.
         tool: Its name.
 
     Raises:
-        ConfigError: An option of another name.
+        ConfigError: An option of another name or kind.
 
     Example:
         >>> class Tracer: ...
-        >>> check_options(Tracer, {"log_gz": True}, ["log_gc"], "viztracer")
+        >>> check_options(Tracer, {"log_gz": True}, {"log_gc": False}, "viztracer")
         Traceback (most recent call last):
         lightning_perf.errors.ConfigError: log_gz=True is no option of Tracer: did you mean log_gc?
     """
-    known = set(known)
     for name, value in options.items():
         # LightningCLI sees through to the tool's arguments, and hands all of them over.
-        if name not in known and value is not None:
-            near = get_close_matches(name, sorted(known | _own_arguments(profiler)), n=1)
+        if value is None:
+            continue
+        if name not in known:
+            near = get_close_matches(name, sorted({*known, *_own_arguments(profiler)}), n=1)
             told = f"; {tool} has {', '.join(sorted(known))}"
             told = f": did you mean {near[0]}?" if near else told
             raise ConfigError(name, value, f"is no option of {profiler.__name__}{told}", None)
+        if isinstance(known[name], bool):
+            flag(name, value)
+        elif isinstance(known[name], int) and not isinstance(value, float):
+            whole(name, value, min(known[name], 1), str(known[name]))
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options without those that LightningCLI wrote down as None."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+@contextmanager
+def blaming(options: Mapping[str, Any]) -> Iterator[None]:
+    """Tell what a tool does not take as what it is: an error of who gave it.
+
+    Args:
+        options: What the user gave the tool.
+
+    Raises:
+        ConfigError: The tool raised ``TypeError`` or ``ValueError``.
+
+    Example:
+        >>> with blaming({"min_duration": "x"}):
+        ...     raise TypeError("min_duration must be a float")
+        Traceback (most recent call last):
+        lightning_perf.errors.ConfigError: options={'min_duration': 'x'} was not taken \
+(TypeError: min_duration must be a float).
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not options:
+            raise
+        problem = f"was not taken ({describe(error)})"
+        raise ConfigError("options", dict(options), problem, None) from error
 
 
 def installed(module: str) -> bool:

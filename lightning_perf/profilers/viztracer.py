@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,10 @@ from lightning_perf.profilers import calls, children
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import (
+    blaming,
     check_options,
     check_whole,
+    defaults,
     given,
     installed,
     refuse_python_profiler,
@@ -25,6 +26,7 @@ from lightning_perf.profilers.tools import (
     run_python,
 )
 from lightning_perf.schedule import Schedule
+from lightning_perf.schedule.checks import flag, whole
 from lightning_perf.trainer import compat
 
 if TYPE_CHECKING:
@@ -117,7 +119,8 @@ class VizTracer(Profiler):
             raise ConfigError("compress", compress, problem, "False")
         if patch and not children.SUPPORTED:
             raise ConfigError("patch", patch, "needs a system with POSIX signals", "False")
-        self.tracer_entries, self.patch, self.html = tracer_entries, patch, html
+        self.tracer_entries = whole("tracer_entries", tracer_entries, 1, "500000")
+        self.patch, self.html = flag("patch", patch), flag("html", html)
         self.options = kwargs
         self._children: children.Children | None = None
 
@@ -150,15 +153,18 @@ class VizTracer(Profiler):
         refuse_python_profiler(self)
         if self.options.get("log_torch") and torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             raise RecorderBusy("VizTracer", "a torch.profiler that is not ours", _REMEDY)
-        tracer = calls.new_tracer(
-            driver.ranks.global_rank, self.tracer_entries, given(self.options)
-        )
+        options = given(self.options)
+        with blaming(options):
+            tracer = calls.new_tracer(driver.ranks.global_rank, self.tracer_entries, options)
         if self._children is not None:
-            self._children.open()
-        calls.start(tracer)
-        yield None
+            self._children.open(path)
+        try:
+            calls.start(tracer)
+            yield None
+        finally:
+            theirs = self._children.shut() if self._children is not None else None
         calls.stop(tracer, path)
-        trace = _Trace(path, self._children.shut() if self._children is not None else None)
+        trace = _Trace(path, theirs)
         return Recorded(
             partial(trace.finish, compress=self.compress),
             dict.fromkeys(self.further_files, trace.draw),
@@ -210,10 +216,11 @@ class _Trace:
             run_python("-m", _REPORT, "merge", str(self._path), *files)
 
 
-def _known() -> set[str]:
+def _known() -> dict[str, Any]:
     from viztracer import VizTracer as Tracer  # type: ignore[import-untyped]
 
-    return set(inspect.signature(Tracer).parameters) - _OURS - {"tracer_entries"}
+    ours = _OURS | {"tracer_entries"}
+    return {name: value for name, value in defaults(Tracer).items() if name not in ours}
 
 
 def _cvf(name: str) -> str:

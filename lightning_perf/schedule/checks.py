@@ -24,6 +24,13 @@ def whole(field: str, value: int, minimum: int, example: str) -> int:
     return value
 
 
+def flag(field: str, value: bool) -> bool:
+    """Check a switch: a text is always true, "no" included."""
+    if not isinstance(value, bool):
+        raise ConfigError(field, value, "is neither True nor False", "True")
+    return value
+
+
 def times(
     field: str,
     value: Time | str,

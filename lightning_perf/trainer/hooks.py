@@ -82,7 +82,8 @@ class PerfCallback(Verbs, Callback):
     def _give_up(self, verb: str, error: Exception) -> None:
         self._given_up = True
         # Warnings that the user turned into errors must not stop training either.
-        ours = "" if isinstance(error, OSError) else " Please report this."
+        theirs = isinstance(error, OSError | ConfigError)
+        ours = "" if theirs else " Please report this."
         with suppress(Exception):
             warn(
                 f"{type(self).__name__} is off for the rest of this run: {verb} failed "
