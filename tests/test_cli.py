@@ -152,8 +152,8 @@ def test_every_configuration_of_ours_trains(
         text=True,
         check=True,
     ).stdout
-    assert "MFU" in report
-    assert "tokens/s" in report
+    for part in ("MFU", "tokens/s", "where the time went", "/timings/timings.html"):
+        assert part in report
     assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in report
 
 
@@ -196,9 +196,59 @@ def test_the_report_is_whole_at_any_width(
         main(["report", run.run_id, "--tracking_uri", mlflow_database])
     told = capsys.readouterr().out.splitlines()
     assert told[0] == f"[red]owl[/] :smile: ({run.run_id})"
-    assert [line.rpartition("/")[2] for line in told if "torch_traces" in line] == names
+    assert [line.rpartition("/")[2] for line in told if "torch_traces" in line] == names[1:]
     assert any("status" in line and "failed" in line for line in told)
     assert f"  mlflow ui --backend-store-uri {mlflow_database}" in told
+
+
+def test_the_report_names_what_can_be_opened(
+    mlflow_database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The latest traces of both tracers, the pages with the run's chart, and no other file."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("opened"), run_name="owl").info
+    files = {
+        "torch_traces": [*(f"rank0.{n}.pt.trace.json.gz" for n in range(8, 13)), "README.md"],
+        "viztracer": ["rank0.1.json", "rank0.2.json.gz", "rank0.1.html", "README.md"],
+        "torch_memory_traces": [f"rank0.{n}.pt.trace.memory.html" for n in range(6)],
+        "timings": ["table.json", "table.md", "timings.html", "timings.png"],
+    }
+    for folder, names in files.items():
+        for name in names:
+            (tmp_path / name).touch()
+            client.log_artifact(run.run_id, str(tmp_path / name), f"owl/{folder}")
+    with pytest.raises(SystemExit):
+        main(["report", run.run_id, "--tracking_uri", mlflow_database])
+    told = capsys.readouterr().out.splitlines()
+    traces = next(n for n, line in enumerate(told) if line.startswith("Traces"))
+    pages = next(n for n, line in enumerate(told) if line.startswith("Pages"))
+    assert [line.rpartition("/")[2] for line in told[traces + 1 : pages]] == [
+        *(f"rank0.{n}.pt.trace.json.gz" for n in range(10, 13)),
+        "rank0.1.json",
+        "rank0.2.json.gz",
+        "  and 2 more",
+    ]
+    assert told[pages + 5].endswith("/owl/timings/timings.html")
+    assert told[pages + 6] == "  and 3 more"
+    assert not any(".md" in line or "table" in line for line in told)
+
+
+def test_the_report_tells_where_the_time_went(
+    tmp_path: Path, mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The five costliest categories, with shares of the whole; nothing without `Timings`."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("times"), run_name="owl").info
+    spent = {"forward": 0.2, "backward": 0.5, "logging": 0.1, "checkpoint": 0.09, "other": 0.06}
+    for name, seconds in {**spent, "callbacks": 0.05, "train_batch": 9.0}.items():
+        client.log_metric(run.run_id, f"timings/{name}", seconds)
+    with pytest.raises(SystemExit):
+        main(["report", run.run_id, "--tracking_uri", mlflow_database])
+    told = capsys.readouterr().out
+    shares = [line.split("%")[0].split()[-1] for line in told.splitlines() if "a batch)" in line]
+    assert shares == ["50.0", "20.0", "10.0", "9.0", "6.0"]
+    assert "50.0%  backward (500 ms a batch)" in told
+    assert "train_batch" not in told
 
 
 def test_the_report_says_what_it_misses(

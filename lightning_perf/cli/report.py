@@ -7,10 +7,12 @@ import sys
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from lightning_perf.charts.stack import duration
 from lightning_perf.errors import without_credentials
+from lightning_perf.timings import CATEGORIES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from jsonargparse import ArgumentParser
     from rich.console import Console
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 
     from lightning_perf.tracking.runs import Run
 
-_TRACES = ("torch_traces",)
+#: The folders of what Perfetto opens, and how its files end.
+_TRACES, _TRACE_FILES = {"torch_traces", "viztracer"}, (".json", ".json.gz")
+#: Files of a kind that are named, and categories of time: more would not be read.
+_MOST_FILES, _MOST_CATEGORIES = 5, 5
 
 
 def parser() -> ArgumentParser:
@@ -61,13 +66,26 @@ def run(run: str | None, tracking_uri: str | None) -> int:
 def _show(run: Run, console: Console) -> None:
     console.print(f"{run.name} ({run.run_id})", style="bold")
     console.print(_table(run), soft_wrap=False)
-    traces = _traces(run)
-    if traces:
-        console.print("Traces, to be dropped on https://ui.perfetto.dev (they stay local):")
-    for path in traces:
-        console.print(f"  {path}")
+    _list(
+        console,
+        "Traces, to be dropped on https://ui.perfetto.dev (they stay local):",
+        [path for path in _files(run, *_TRACE_FILES) if _TRACES & set(PurePosixPath(path).parts)],
+    )
+    # The chart of the run comes last, where it is always among those named.
+    pages = sorted(_files(run, ".html"), key=lambda path: path.endswith("/timings.html"))
+    _list(console, "Pages, for a browser or among MLflow's artifacts:", pages)
     console.print("To look at the run and its charts, start MLflow and open the address it prints:")
     console.print(f"  {_ui_command(run.tracking_uri)}", style="bold")
+
+
+def _list(console: Console, headline: str, paths: Sequence[str]) -> None:
+    """The latest files, one a line."""
+    if paths:
+        console.print(headline)
+    for path in paths[-_MOST_FILES:]:
+        console.print(f"  {path}")
+    if len(paths) > _MOST_FILES:
+        console.print(f"  and {len(paths) - _MOST_FILES:,} more")
 
 
 def _ui_command(uri: str) -> str:
@@ -101,7 +119,8 @@ def _rows(run: Run) -> Iterator[tuple[str, str]]:
         "FLOPs a batch": metric("batch_flops", "{:.4g}"),
         "MFU (last window)": metric("throughput/device/mfu", "{:.1%}"),
         "against a peak of": _peak(run),
-        "on": iter(_device(run)),
+        "on": _device(run),
+        "where the time went": _time(run),
     }.items():
         text = "\n".join(values)
         if text:
@@ -121,10 +140,21 @@ def _device(run: Run) -> Iterator[str]:
         yield f"{run.params.get('lightning_perf/world_size', '1')} x {device}"
 
 
-def _traces(run: Run) -> list[str]:
-    found = [path for path in run.artifacts if set(_TRACES) & set(PurePosixPath(path).parts)]
+def _time(run: Run) -> Iterator[str]:
+    """The categories that took the most of the last report, with their shares."""
+    spent = {name: run.metrics.get(f"timings/{name}", 0.0) for name in CATEGORIES}
+    whole = sum(spent.values())
+    costliest = sorted(spent, key=lambda name: -spent[name])[:_MOST_CATEGORIES]
+    for name in costliest:
+        if spent[name] > 0:
+            yield f"{spent[name] / whole:6.1%}  {name} ({duration(spent[name])} a batch)"
+
+
+def _files(run: Run, *endings: str) -> list[str]:
+    """Where files are that end so, in the order of batches."""
     root = run.artifact_uri.removeprefix("file://").rstrip("/")
-    return [f"{root}/{path}" for path in sorted(found, key=_natural)]
+    found = sorted((path for path in run.artifacts if path.endswith(endings)), key=_natural)
+    return [f"{root}/{path}" for path in found]
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
