@@ -42,6 +42,7 @@ class Suite(PerfCallback):
             raise ConfigError("callbacks", keys, "holds one callback twice", example)
         self.callbacks = list(callbacks)
         self._early: list[PerfCallback] = []
+        self._late: list[PerfCallback] = []
 
     @property
     @override
@@ -66,7 +67,8 @@ class Suite(PerfCallback):
     def prepare(self, driver: Driver) -> None:
         for part in self.callbacks:
             part.enlist(driver)
-        self._early = [part for part in self.callbacks if part._before_batch]
+        self._early = [part for part in self.callbacks if part.overrides("before_batch")]
+        self._late = [part for part in self.callbacks if part.overrides("after_batch")]
 
     @override
     def on_start(self, driver: Driver) -> None:
@@ -79,7 +81,8 @@ class Suite(PerfCallback):
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
-        self._each("after_batch", driver, batch)
+        for part in self._late:
+            part.call("after_batch", driver, batch)
 
     @override
     def on_end(self, driver: Driver) -> None:

@@ -186,11 +186,11 @@ class Driver:
             if self.meter.untracked and not self._told_untracked:
                 self._tell_untracked()
         if self.stage == "train":
-            trainer, loop = self.trainer, self._loop
+            trainer, step = self.trainer, self._loop.step
             self.course.count(samples, tokens, trainer.global_step, trainer.is_last_batch)
-            due = self._log_every > 0 and (loop.step + 1) % self._log_every == 0
-            self.report_due = due and not loop.accumulating
-            self.step = loop.step
+            due = self._log_every > 0 and (step + 1) % self._log_every == 0
+            self.report_due = due and not self._loop.accumulating
+            self.step = step
         else:
             self.course.count(samples, tokens, 0, False)
             every = 0 if self.course.nested else self._log_every
