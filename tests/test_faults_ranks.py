@@ -112,4 +112,6 @@ def test_a_rank_that_fails_takes_no_file_with_it(
     assert _same(ended) == _same(without), ended.stderr + without.stderr
     out = tmp_path / "ours" / "out"
     assert EARLY <= whole(out) <= EARLY | LATE
-    assert all(path.name.startswith(".spool-") for path in hidden(out))
+    # torch ends the rank that is left by SIGTERM, which may meet a file on its way to its name.
+    left = [path.name for path in hidden(out)]
+    assert all(name.startswith(".spool-") or name.endswith(".partial") for name in left), left
