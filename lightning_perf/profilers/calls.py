@@ -62,6 +62,9 @@ def stop(tracer: Any, path: Path) -> None:
     global _recording
     _recording = None
     tracer.stop()
+    # Or threads that start later would call it in vain.
+    if getattr(threading.getprofile(), "__self__", None) is tracer:
+        threading.setprofile(None)
     # VizTracer chooses the format by the suffix.
     raw = path.with_name(f"{path.name}.json")
     try:
