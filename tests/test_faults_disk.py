@@ -158,7 +158,8 @@ def test_a_disk_that_was_full_takes_the_next_window(
     assert DONE | files(profiler, 14) <= kept <= DONE | files(profiler, 12, 14)
 
 
-@pytest.mark.parametrize("profiler", PROFILERS)
+# Not Memray: its capture ends early, maybe before its first record, which docs/traces.md says.
+@pytest.mark.parametrize("profiler", ["PyTorch", "VizTracer"])
 def test_a_quota_costs_the_windows_that_it_cuts(
     train: Callable[..., list[str]], tmp_path: Path, profiler: str
 ) -> None:
@@ -167,7 +168,7 @@ def test_a_quota_costs_the_windows_that_it_cuts(
     told = train(profiler, folder, {BATCH: bound})
     assert DONE <= whole(folder) <= DONE | files(profiler, 12, 14)
     hidden(folder)
-    assert told or profiler == "Memray"
+    assert told
 
 
 def test_a_quota_on_viztracer_s_own_form_leaves_the_recording(
