@@ -275,3 +275,22 @@ def test_a_suite_reports_what_its_parts_report(tmp_path: Path) -> None:
     run.save_checkpoint(tmp_path / "suite.ckpt")
     state = torch.load(tmp_path / "suite.ckpt", weights_only=True)["callbacks"]
     assert state["lightning_perf.Suite"]["lightning_perf.Flops"]["progress"]
+
+
+def test_hooks_that_no_verb_needs_stay_the_user_s(tmp_path: Path) -> None:
+    """Lightning is spared them, unless a subclass or the object has its own, which may be super."""
+    seen: list[str] = []
+
+    class Theirs(SpeedMonitor):
+        def on_before_backward(self, *args: Any) -> None:
+            super().on_before_backward(*args)
+            seen.append("of the class")
+
+    monitor = Theirs()
+    monitor.on_after_backward = lambda *_: seen.append("of the object")  # type: ignore[method-assign]
+    run = trainer(tmp_path, monitor, limit_train_batches=2)
+    run.fit(Small())
+    run.fit(Small())  # put back after the first, or it would not know them again
+    assert seen == ["of the class", "of the object"] * 2
+    assert callable(monitor.on_before_zero_grad)
+    assert vars(copy.deepcopy(monitor)).keys() == vars(monitor).keys()

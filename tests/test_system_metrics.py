@@ -264,7 +264,7 @@ def test_an_allocator_without_statistics_costs_its_own_figures_alone(
         trainer(tmp_path, SystemMetrics(), logger=records).fit(Small())
     assert len(ours(caught)) == 1
     assert "allocator is not measured" in ours(caught)[0]
-    assert len(records.of("memory/rss")) > 1
+    assert records.of("memory/rss")
 
 
 def test_memory_of_several_ranks_is_rank_0s_and_the_largest() -> None:

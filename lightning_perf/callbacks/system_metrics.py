@@ -114,7 +114,9 @@ class SystemMetrics(PerfCallback):
         memory = self._memory(driver)
         held = (memory.get(name, nan) for name in _MEMORY)
         values = [driver.ranks.node_rank, os.getpid(), *held, *pack(figures)]
-        again, self._step = driver.step == self._step, driver.step
+        again = driver.step == self._step
+        # A report before the first sample has not told all of it.
+        self._step = driver.step if "rss" in memory else -1
         return Report(values, driver.stage, driver.step, at_end, {"again": again})
 
     @override
