@@ -47,6 +47,9 @@ ROWS: dict[str, Callable[[], list[L.Callback]]] = {
     "SpeedMonitor and Flops": lambda: [SpeedMonitor(), Flops()],
     "Suite of both": lambda: [Suite([SpeedMonitor(), Flops()])],
     "Timings": lambda: [Timings()],
+    "the always-on set": lambda: [
+        Suite([SpeedMonitor(), Flops(schedule="every 50ba"), Timings(), SystemMetrics()])
+    ],
     SIMPLE: list,
 }
 

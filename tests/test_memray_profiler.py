@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,6 +188,54 @@ def test_options_reach_memray(tmp_path: Path) -> None:
     with memray.FileReader(tmp_path / "records-version_0" / "memray" / "rank0.1.bin") as reader:
         assert reader.metadata.has_native_traces
         assert reader.metadata.trace_python_allocators
+
+
+COLLECTING = """
+import gc, sys, threading
+from memray import Tracker
+from lightning_perf.profilers import memray_child
+
+begun, go, gone = threading.Event(), threading.Event(), threading.Event()
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):  # lets the other thread leave its eight hundred frames
+        go.set()
+        gone.wait(10)
+
+def deep(frames):
+    if frames:
+        return deep(frames - 1)
+    begun.set()
+    go.wait()
+
+def thread():
+    deep(800)
+    gone.set()
+
+def record(name):
+    tracker = Tracker(sys.argv[1] + name)
+    memray_child.start(tracker)
+    assert gc.isenabled()
+    memray_child.stop(tracker)
+
+record("first")  # which imports what it needs
+threading.Thread(target=thread, daemon=True).start()
+begun.wait()
+gc.collect()
+Garbage()
+gc.set_threshold(600)
+record("second")
+"""
+
+
+def test_a_collection_while_memray_starts_does_not_crash(tmp_path: Path) -> None:
+    """memray walks all stacks then, and finalizers would let frames go that it has in hand."""
+    command = [sys.executable, "-c", COLLECTING, str(tmp_path / "capture")]
+    # Memory that was freed is overwritten at once: what reads it is sure to crash.
+    subprocess.run(command, env=os.environ | {"PYTHONMALLOC": "debug"}, check=True, timeout=60)
 
 
 def test_the_summary_tells_the_largest_allocators(tmp_path: Path) -> None:

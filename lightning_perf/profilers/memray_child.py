@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import gc
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,23 @@ def start(tracker: Any) -> None:
     global _recording
     # On a thread whose stack is empty: memray notes how deep the stack is where it is entered, and
     # its readers cut as many frames off every stack of the main thread.
-    with ThreadPoolExecutor(1) as pool:
+    with _no_collection(), ThreadPoolExecutor(1) as pool:
         pool.submit(tracker.__enter__).result()
     _recording = tracker
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    # Entering, memray walks the stacks of all threads, and makes objects as it goes. A collection
+    # in between may run finalizers, which let those threads go on: memray then reads frames that
+    # are gone, and the process crashes.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def stop(tracker: Any) -> None:
