@@ -100,6 +100,11 @@ class Flops(PerfCallback):
         self._timed: set[str] = set()
         self._cadence = Cadence(self.schedule)
 
+    @property
+    @override
+    def restless(self) -> bool:
+        return True
+
     @override
     def prepare(self, driver: Driver) -> None:
         self._tallies, self._timed = {}, set()
@@ -119,8 +124,8 @@ class Flops(PerfCallback):
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
-        if driver.work is not None:
-            self._add(driver, driver.work, batch)
+        if (work := driver.work) is not None:
+            self._add(driver, work, batch)
 
     @override
     def due(self, driver: Driver, at_end: bool) -> bool:

@@ -54,6 +54,10 @@ class Suite(PerfCallback):
         return {key: value for part in self.callbacks for key, value in part.settings().items()}
 
     @override
+    def overrides(self, verb: str) -> bool:
+        return any(part.overrides(verb) for part in self.callbacks)
+
+    @override
     def discharge(self) -> None:
         super().discharge()
         for part in self.callbacks:

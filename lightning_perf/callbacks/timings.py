@@ -107,6 +107,11 @@ class Timings(PerfCallback):
         """
         return self._history.rows
 
+    @property
+    @override
+    def restless(self) -> bool:
+        return self._cadence is not None
+
     @override
     def prepare(self, driver: Driver) -> None:
         self._windows, self._history, self.table, self._stage = {}, History(), [], ""

@@ -58,13 +58,9 @@ class Gatherer:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._world_size = trainer.world_size
-        self._pending: deque[_Pending] = deque()
+        #: What was sent and has not been read.
+        self.pending: deque[_Pending] = deque()
         self._group = _new_group() if self._world_size > 1 and _initialized() else None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something was sent that has not been read."""
-        return bool(self._pending)
 
     def gather(
         self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]
@@ -79,7 +75,7 @@ class Gatherer:
         if self._world_size == 1:
             then([list(values)])
             return
-        if len(self._pending) >= _MOST_PENDING:  # a rank is gone: nothing will come any more
+        if len(self.pending) >= _MOST_PENDING:  # a rank is gone: nothing will come any more
             return
         row = torch.tensor([*tag, len(values), *values], dtype=torch.float64)
         message = torch.zeros(_HEADER + WIDTH, dtype=torch.float64)
@@ -90,12 +86,12 @@ class Gatherer:
             return
         table = message.new_empty(self._world_size, len(message))
         work = dist.all_gather(list(table), message, group=self._group, async_op=True)
-        self._pending.append(_Pending(tag, work, table, then))
+        self.pending.append(_Pending(tag, work, table, then))
 
     def poll(self) -> None:
         """Hand over what has come, in the order in which it was sent."""
-        while self._pending and self._pending[0].work.is_completed():
-            sent = self._pending.popleft()
+        while self.pending and self.pending[0].work.is_completed():
+            sent = self.pending.popleft()
             try:
                 sent.work.wait()  # it has ended: this tells how
             except RuntimeError:  # a rank is gone
@@ -110,15 +106,15 @@ class Gatherer:
         """
         until = time.monotonic() + timeout
         self.poll()
-        while self._pending and time.monotonic() < until:
+        while self.pending and time.monotonic() < until:
             time.sleep(0.005)
             self.poll()
 
     def close(self) -> None:
         """Let the group go, unless something never came: that would have to be waited for."""
-        if self._group is not None and not self._pending:
+        if self._group is not None and not self.pending:
             _retired.append(self._group)
-        self._pending.clear()
+        self.pending.clear()
         self._group = None
 
     def _deliver(

@@ -17,6 +17,26 @@ class TrainingLoop:
         self._trainer = trainer
         self._loop: Any = getattr(trainer.fit_loop, "epoch_loop", None)
         self._accumulates = getattr(self._loop, "_should_accumulate", None)
+        module = trainer.lightning_module
+        self._manual = module is not None and not module.automatic_optimization
+
+    @property
+    def counts(self) -> tuple[int, int, bool]:
+        """``step``, ``Trainer.global_step``, and whether the present batch ends its epoch.
+
+        Without the dozen properties that these are behind.
+        """
+        try:
+            loop = self._loop
+            done = (
+                loop.manual_optimization.optim_step_progress
+                if self._manual
+                else loop.automatic_optimization.optim_progress.optimizer.step
+            )
+            last: bool = loop.batch_progress.is_last_batch
+            return loop._batches_that_stepped, done.total.completed, last
+        except AttributeError:
+            return self.step, self._trainer.global_step, self._trainer.is_last_batch
 
     @property
     def step(self) -> int:

@@ -96,7 +96,7 @@ class Course:
         self._stages.append(_Stage(name, now, now, limits, self.progress.stages[name]))
         self._changed()
 
-    def count(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> None:
+    def count(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> int:
         """A batch has ended.
 
         Args:
@@ -104,12 +104,16 @@ class Course:
             tokens: Tokens in it, None where they cannot be told.
             step: Optimizer steps so far.
             epoch_ends: Whether it was the last of its epoch.
+
+        Returns:
+            Batches since the stage was entered.
         """
         stage, now = self._stages[-1], time.perf_counter()
         stage.counters.add(samples, tokens, now - stage.mark, step)
         stage.mark = now
         stage.batches += 1
         self._epoch_ends, self._moment, self._timestamp = epoch_ends, None, None
+        return stage.batches
 
     def end_epoch(self) -> None:
         """An epoch of the present stage is over."""

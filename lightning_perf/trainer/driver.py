@@ -55,6 +55,8 @@ class Driver:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self.members: list[Member] = []
+        #: The member whose hooks move the driver on: the first.
+        self.leader: Member | None = None
         self.ranks = ranks_of(trainer)
         self.limits = limits_of(trainer)
         #: Sends, and asks servers; and who makes files meanwhile.
@@ -71,20 +73,29 @@ class Driver:
         self._log_every = 0
         #: The stage that is running, in Lightning's words; empty between stages.
         self.stage = ""
+        #: Whether it is validation inside of fit.
+        self.nested = False
+        # What all callbacks ask for at every batch is kept at hand: a property takes as long as
+        # what it does.
+        #: What was counted of the present stage, and of its last batch: ``last_samples``, ...
+        self.counters = Counters()
+        #: The FLOPs of the last batch, where they are known.
+        self.work: BatchWork | None = None
+        #: Whether it took longer because they were counted.
+        self.slowed = False
+        #: Whether it is the first one of its stage in this run.
+        self.first_batch = False
         #: Whether the last batch is one at which Lightning logs, the same on every rank.
         self.report_due = False
-        #: The callbacks that report, in the same order on all ranks.
-        self.reporters: list[Part] = []
+        #: The callbacks that report, numbered in the same order on all ranks; and those of them
+        #: that may be due when Lightning does not log.
+        self.reporters: list[tuple[int, Part]] = []
+        self._restless: list[tuple[int, Part]] = []
         #: The loggers' step for what is reported now.
         self.step = 0
         self._at_end: list[Callable[[], None]] = []
         self._counter: BatchCounter | None = None
         self._resumed = self._told_untracked = False
-
-    @property
-    def leader(self) -> Member | None:
-        """The member whose hooks move the driver on: the first."""
-        return self.members[0] if self.members else None
 
     # -- who takes part ---------------------------------------------------------------------
 
@@ -100,12 +111,14 @@ class Driver:
                 problem = "watches this Trainer already, on its own or in a Suite"
                 raise ConfigError("callbacks", part.state_key, problem, "[Suite([...])]")
         driver.members.append(member)
+        driver.leader = driver.members[0]
         return driver
 
     def leave(self, member: Member, reason: str) -> None:
         """Let a member go; the last one closes what is shared."""
         if member in self.members:
             self.members.remove(member)
+            self.leader = next(iter(self.members), None)
         if self.members or _DRIVERS.get(self.trainer) is not self:
             return
         del _DRIVERS[self.trainer]
@@ -124,11 +137,6 @@ class Driver:
     # -- where the run is ---------------------------------------------------------------------
 
     @property
-    def nested(self) -> bool:
-        """Whether the present stage is validation inside of fit."""
-        return self.course.nested
-
-    @property
     def timestamp(self) -> Timestamp:
         """Where the present stage stands."""
         return self.course.timestamp
@@ -139,19 +147,9 @@ class Driver:
         return self.course.moment
 
     @property
-    def counters(self) -> Counters:
-        """What was counted of the present stage, and of its last batch: ``last_samples``, ..."""
-        return self.course.counters
-
-    @property
     def parts(self) -> list[Any]:
         """All callbacks on this trainer, those in suites included."""
         return [part for member in self.members for part in member.parts]
-
-    @property
-    def first_batch(self) -> bool:
-        """Whether the last batch is the first one of its stage in this run."""
-        return self.course.batches == 1
 
     # -- what the first member tells --------------------------------------------------------------
 
@@ -162,6 +160,7 @@ class Driver:
         if self._counter is None:
             self._counter = BatchCounter(owners)
         limits = Limits()
+        self._loop = compat.TrainingLoop(self.trainer)
         self.meter.start(stage)
         if stage == "train":
             limits = self.limits = limits_of(self.trainer, owners[1:])
@@ -169,37 +168,43 @@ class Driver:
             peak = self.meter.peaks.setup() if self.meter.wanted else {}
             self.describe(setup_of(self.trainer) | peak)
         self._log_every = compat.log_every_n_steps(self.trainer)
-        self.reporters = [part for part in self.parts if part.reports]
+        self.reporters = list(enumerate(part for part in self.parts if part.reports))
+        self._restless = [(number, part) for number, part in self.reporters if part.restless]
         self.course.enter(stage, limits)
-        self.stage = stage
+        self._look()
 
-    def begin_batch(self, batch: Any) -> None:
-        """A batch has arrived on the device."""
-        self.meter.before_batch(batch)
+    def _look(self) -> None:
+        """Another stage is the present one."""
+        self.stage, self.nested = self.course.stage, self.course.nested
+        self.work, self.slowed, self.first_batch = None, False, False
+        if self.stage:
+            self.counters = self.course.counters
 
     def end_batch(self, batch: Any) -> None:
         """A batch has been worked on."""
         assert self._counter is not None  # made by enter()
         samples, tokens = self._counter.count(batch)
-        if self.meter.wanted:
-            self.meter.after_batch(batch)
-            if self.meter.untracked and not self._told_untracked:
+        meter, every = self.meter, self._log_every
+        if meter.wanted:
+            meter.after_batch(batch)
+            self.work, self.slowed = meter.work, meter.counted
+            if meter.untracked and not self._told_untracked:
                 self._tell_untracked()
         if self.stage == "train":
-            trainer, step = self.trainer, self._loop.step
-            self.course.count(samples, tokens, trainer.global_step, trainer.is_last_batch)
-            due = self._log_every > 0 and (step + 1) % self._log_every == 0
+            self.step, steps, last = self._loop.counts
+            batches = self.course.count(samples, tokens, steps, last)
+            due = every > 0 and (self.step + 1) % every == 0
             self.report_due = due and not self._loop.accumulating
-            self.step = step
         else:
-            self.course.count(samples, tokens, 0, False)
-            every = 0 if self.course.nested else self._log_every
-            self.report_due = every > 0 and self.course.batches % every == 0
-            if not self.course.nested:
-                self.step = self._loop.step + self.course.batches
-        if self._gatherer.waiting:
+            batches = self.course.count(samples, tokens, 0, False)
+            self.report_due = every > 0 and not self.nested and batches % every == 0
+            if not self.nested:
+                self.step = self._loop.step + batches
+        self.first_batch = batches == 1
+        if self._gatherer.pending:
             self._gatherer.poll()
-        self.spans.end_batch()
+        if self.spans.clocked:
+            self.spans.end_batch()
 
     def _tell_untracked(self) -> None:
         self._told_untracked = True
@@ -214,7 +219,7 @@ class Driver:
         Whether something is due follows from what all ranks share, and a rank that has nothing to
         say sends an empty message: else the messages of one callback would be taken for another's.
         """
-        for number, part in enumerate(self.reporters):
+        for number, part in self.reporters if at_end or self.report_due else self._restless:
             if not part.due(self, at_end):
                 continue
             mine: Report | None = part.call("collect", self, at_end)
@@ -233,7 +238,7 @@ class Driver:
     def exit(self) -> None:
         """The present stage is over."""
         self.course.exit()
-        self.stage = self.course.stage
+        self._look()
         self.spans.enter(self.stage)
         self.meter.resume(self.stage)
 
@@ -266,20 +271,10 @@ class Driver:
         """Leave what happens within out of the batch's seconds: it is ours, not training."""
         return self.course.aside()
 
-    @property
-    def work(self) -> BatchWork | None:
-        """The FLOPs of the last batch, where they are known."""
-        return self.meter.work
-
     @cached_property
     def sampler(self) -> Sampler | None:
         """What samples this node's hardware, on the first of its ranks; None on the others."""
         return node_sampler(self.trainer, self.ranks)
-
-    @property
-    def slowed(self) -> bool:
-        """Whether the last batch took longer because its FLOPs were counted."""
-        return self.meter.counted
 
     def describe(self, settings: Mapping[str, object]) -> None:
         """The set-up of the run, or of one member, as params of the run."""

@@ -51,6 +51,7 @@ class PerfCallback(Verbs, Callback):
         self._progress: Progress | None = None
         self._given_up = False
         self._at_batch = frozenset(_AT_BATCH)
+        self._spared: list[str] = []
 
     @cached_property
     def state_key(self) -> str:
@@ -114,11 +115,7 @@ class PerfCallback(Verbs, Callback):
         driver = Driver.join(trainer, pl_module, self)
         atexit.register(self._leave_at_exit, os.getpid())
         self.enlist(driver)
-        # Lightning passes over what is not callable, which spares two thirds of what a callback
-        # costs a batch. On the object, so that a subclass may have the hook, and call super().
-        for hook in _UNUSED:
-            if getattr(getattr(self, hook), "__func__", None) is getattr(Callback, hook):
-                setattr(self, hook, None)
+        self._spare(*_UNUSED)
         driver.describe(self.settings())
 
     def enlist(self, driver: Driver) -> None:
@@ -129,19 +126,30 @@ class PerfCallback(Verbs, Callback):
         self.call("prepare", driver, teach=True)
 
     def overrides(self, verb: str) -> bool:
-        """Whether it has anything to do at a verb."""
+        """Whether it has anything to do at a verb of every batch."""
         return getattr(type(self), verb) is not getattr(Verbs, verb)
 
     def discharge(self) -> None:
         """Know the run no more."""
         self._driver = None
-        for hook in _UNUSED:
-            self.__dict__.pop(hook, None)
+        while self._spared:
+            delattr(self, self._spared.pop())
+
+    def _spare(self, *hooks: str) -> None:
+        """Have Lightning pass over hooks: it does so with what is not callable.
+
+        On the object, so that a subclass may have them and call super(). That is most of what a
+        callback costs a batch.
+        """
+        for hook in hooks:
+            if getattr(getattr(self, hook), "__func__", None) is getattr(PerfCallback, hook):
+                setattr(self, hook, None)
+                self._spared.append(hook)
 
     def __getstate__(self) -> dict[str, Any]:
         # A run is a process's own: spawned processes and copies join theirs.
-        own = {name: value for name, value in self.__dict__.items() if name not in _UNUSED}
-        return {**own, "_driver": None, "_progress": None}
+        own = {name: value for name, value in self.__dict__.items() if name not in self._spared}
+        return {**own, "_driver": None, "_progress": None, "_spared": []}
 
     def settings(self) -> dict[str, object]:
         """The arguments that this was made with, for the run's params."""
@@ -188,12 +196,17 @@ class PerfCallback(Verbs, Callback):
         except Exception as error:
             self._give_up("leave", error)
 
-    def _begin(self, stage: str, trainer: Trainer) -> None:
+    def _begin(self, stage: str, word: str, trainer: Trainer) -> None:
         driver = self._driver
         if driver is None or trainer.sanity_checking:
             return
-        if driver.leader is self:
+        leads, last = driver.leader is self, driver.members[-1] is self
+        if leads:
             self._drive("enter", stage)
+        if not ("before_batch" in self._at_batch or (leads and driver.meter.wanted)):
+            self._spare(f"on_{word}_batch_start")
+        if not ("after_batch" in self._at_batch or leads or last):
+            self._spare(f"on_{word}_batch_end")
         # Before the first batch a user can still be told; within training no more.
         self.call("on_start", driver, teach=not driver.nested)
 
@@ -202,7 +215,10 @@ class PerfCallback(Verbs, Callback):
         if driver is None or driver.stage != stage:
             return
         if driver.leader is self and driver.meter.wanted:
-            self._drive("begin_batch", batch)
+            try:
+                driver.meter.before_batch(batch)
+            except Exception as error:
+                self._all_give_up("before_batch", error)
         if "before_batch" in self._at_batch and not self._given_up:
             self.call("before_batch", driver, batch)
 
@@ -211,7 +227,10 @@ class PerfCallback(Verbs, Callback):
         if driver is None or driver.stage != stage:
             return
         if driver.leader is self:
-            self._drive("end_batch", batch)
+            try:
+                driver.end_batch(batch)
+            except Exception as error:
+                self._all_give_up("end_batch", error)
         if "after_batch" in self._at_batch and not self._given_up:
             self.call("after_batch", driver, batch)
         if driver.reporters and driver.members[-1] is self:
@@ -227,15 +246,18 @@ class PerfCallback(Verbs, Callback):
             self._drive("exit")
 
     def _drive(self, verb: str, *args: Any) -> None:
-        """Move the shared driver on; if it fails, none of us can go on."""
-        driver = self._driver
-        assert driver is not None  # the hooks look first
+        """Move the shared driver on."""
         try:
-            getattr(driver, verb)(*args)
+            getattr(self._driver, verb)(*args)
         except Exception as error:
-            for member in list(driver.members):
-                if isinstance(member, PerfCallback):
-                    member._give_up(verb, error)
+            self._all_give_up(verb, error)
+
+    def _all_give_up(self, verb: str, error: Exception) -> None:
+        """What all share has failed: none of us can go on."""
+        assert self._driver is not None  # the hooks look first
+        for member in list(self._driver.members):
+            if isinstance(member, PerfCallback):
+                member._give_up(verb, error)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the epoch."""
@@ -260,7 +282,7 @@ def _fold(stage: str, word: str) -> None:
     """
 
     def start(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(stage, trainer)
+        self._begin(stage, word, trainer)
 
     def end(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end(stage)

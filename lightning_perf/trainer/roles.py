@@ -30,6 +30,11 @@ class Part(Protocol):
 
     state_key: str
 
+    @property
+    def restless(self) -> bool:
+        """Whether it may be due when Lightning does not log."""
+        ...
+
     def due(self, driver: Driver, at_end: bool) -> bool:
         """Whether there is something to report now, on all ranks alike."""
         ...

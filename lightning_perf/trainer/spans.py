@@ -8,7 +8,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_perf.timings import Totals
 from lightning_perf.trainer.hub import Hub
-from lightning_perf.trainer.standins import Lean, Listener
+from lightning_perf.trainer.standins import Hearing, Lean, Listener
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -30,6 +30,8 @@ class Spans:
         self._profiler = getattr(trainer, "profiler", None)
         self._standin: Any = None
         self._hub: Hub | None = None
+        #: Whether the device's clock wants to know of the ends of batches.
+        self.clocked = False
         self._be_lean()
 
     @property
@@ -43,6 +45,7 @@ class Spans:
         if self._hub is None:
             self._put_back()
             self._hub = Hub(self._trainer, self._module)
+            self.clocked = self._hub.device is not None
             self._listen(self._hub)
 
     def release(self) -> None:
@@ -69,14 +72,16 @@ class Spans:
         self._put_back()
         if self._hub is not None:
             self._hub.close()
-            self._hub = None
+            self._hub, self.clocked = None, False
 
     def _be_lean(self) -> None:
         if type(getattr(self._trainer, "profiler", None)) is PassThroughProfiler:
             self._stand_in(Lean())
 
     def _listen(self, hub: Hub) -> None:
-        self._stand_in(Listener(getattr(self._trainer, "profiler", None), hub.book.__getitem__))
+        theirs, find = getattr(self._trainer, "profiler", None), hub.book.__getitem__
+        none = type(theirs) is PassThroughProfiler
+        self._stand_in(Hearing(find) if none else Listener(theirs, find))
 
     def _stand_in(self, standin: Any) -> None:
         self._profiler = getattr(self._trainer, "profiler", None)

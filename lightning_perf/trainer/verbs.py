@@ -18,6 +18,11 @@ class Verbs:
     ``publish`` make a report; ``close`` lets everything go.
     """
 
+    @property
+    def restless(self) -> bool:
+        """Whether it may be due when Lightning does not log."""
+        return False
+
     def prepare(self, driver: Driver) -> None:
         """The run is set up, on all ranks: check settings against it."""
 
@@ -37,7 +42,8 @@ class Verbs:
         """Whether there is something to report now, on all ranks alike.
 
         Asked after every batch and at a stage's end, on every rank, even where this callback has
-        given up: it must follow from what all ranks share, and not fail.
+        given up: it must follow from what all ranks share, and not fail. Unless it is
+        ``restless``, only where Lightning logs (``driver.report_due``) and at the end.
         """
         return False
 
