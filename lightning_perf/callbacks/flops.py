@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from lightning_perf.trainer.roles import Report
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
     from lightning_perf.trainer.peaks import BatchWork
+    from lightning_perf.trainer.roles import BatchRecord
 
 
 @dataclass(slots=True)
@@ -37,6 +39,23 @@ class _Tally:
     batch_formula_flops: float = 0
     tracked_operations: float = 0
     untracked_operations: float = 0
+
+    def see(self, work: BatchWork, formula: float) -> None:
+        """Take in a batch's work, whatever time it took."""
+        self.batch_flops, self.peak = work.total, work.peak if work.ideal_seconds else 0.0
+        self.batch_formula_flops = formula
+        self.tracked_operations = work.tracked_operations
+        self.untracked_operations = work.untracked_operations
+
+    def add(self, seconds: float, work: BatchWork, formula: float) -> None:
+        """Take in a batch whose time tells the utilization."""
+        self.batches += 1
+        self.seconds += seconds
+        self.flops += work.total
+        self.ideal_seconds += work.ideal_seconds
+        self.hardware_ideal_seconds += work.hardware_ideal_seconds
+        if formula and work.total:
+            self.formula_ideal_seconds += work.ideal_seconds * formula / work.total
 
 
 # dataclasses.astuple copies deeply, at forty times the cost.
@@ -97,6 +116,8 @@ class Flops(PerfCallback):
         #: What was reported last, by key.
         self.metrics: dict[str, float] = {}
         self._tallies: dict[str, _Tally] = {}
+        # The formula's FLOPs of batches that are not in a tally yet.
+        self._by_formula: list[float] = []
         self._timed: set[str] = set()
         self._cadence = Cadence(self.schedule)
 
@@ -107,7 +128,7 @@ class Flops(PerfCallback):
 
     @override
     def prepare(self, driver: Driver) -> None:
-        self._tallies, self._timed = {}, set()
+        self._tallies, self._by_formula, self._timed = {}, [], set()
         if self.formula is not None:
             self._formula = formula_for(self.formula, driver.module)
         self._cadence.setup(driver)
@@ -123,9 +144,24 @@ class Flops(PerfCallback):
         self._cadence.start(driver)
 
     @override
+    def busy(self, verb: str) -> bool:
+        return super().busy(verb) and (verb != "after_batch" or self._formula is not None)
+
+    @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
-        if (work := driver.work) is not None:
-            self._add(driver, work, batch)
+        if self._formula is not None:
+            asked = driver.stage == "train"
+            self._by_formula.append(float(self._formula(batch)) if asked else 0.0)
+
+    @override
+    def after_batches(self, driver: Driver, batches: Sequence[BatchRecord]) -> None:
+        tally, formulas = self._tallies[driver.stage], self._by_formula or repeat(0.0)
+        for (seconds, _, _, work, slowed, first), formula in zip(batches, formulas, strict=False):
+            if work is not None:
+                tally.see(work, formula)
+                if not (slowed or first):
+                    tally.add(seconds, work, formula)
+        self._by_formula.clear()
 
     @override
     def due(self, driver: Driver, at_end: bool) -> bool:
@@ -154,25 +190,6 @@ class Flops(PerfCallback):
             prefix = "" if stage == "train" else f"{stage}/"
             self.metrics = {prefix + key: value for key, value in found.items()}
             driver.log(self.metrics, report.step)
-
-    def _add(self, driver: Driver, work: BatchWork, batch: Any) -> None:
-        tally = self._tallies[driver.stage]
-        formula = 0.0
-        if self._formula is not None and driver.stage == "train":
-            formula = float(self._formula(batch))
-        tally.batch_flops, tally.peak = work.total, work.peak if work.ideal_seconds else 0.0
-        tally.batch_formula_flops = formula
-        tally.tracked_operations = work.tracked_operations
-        tally.untracked_operations = work.untracked_operations
-        if driver.slowed or driver.first_batch:
-            return
-        tally.batches += 1
-        tally.seconds += driver.counters.last_seconds
-        tally.flops += work.total
-        tally.ideal_seconds += work.ideal_seconds
-        tally.hardware_ideal_seconds += work.hardware_ideal_seconds
-        if formula and work.total:
-            tally.formula_ideal_seconds += work.ideal_seconds * formula / work.total
 
 
 def utilization(ranks: Sequence[_Tally]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -17,6 +17,7 @@ from lightning_perf.trainer.roles import Report
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
+    from lightning_perf.trainer.roles import BatchRecord
 
 
 class SpeedMonitor(PerfCallback):
@@ -110,21 +111,19 @@ class SpeedMonitor(PerfCallback):
             self._remaining.validation_begins(batch, progress.validation_seconds)
 
     @override
-    def after_batch(self, driver: Driver, batch: Any) -> None:
+    def after_batches(self, driver: Driver, batches: Sequence[BatchRecord]) -> None:
         window = self._windows.get(driver.stage)
-        if window is None:  # the first batch warms up
-            self._windows[driver.stage] = RollingWindow(self.window_size)
-        elif not driver.slowed:
-            last, work = driver.counters, driver.work
-            window.add(
-                last.last_seconds,
-                last.last_samples,
-                last.last_tokens,
-                work.total if work is not None else None,
-                work.ideal_seconds if work is not None else 0.0,
-            )
-            if self._remaining is not None and driver.stage == "train":
-                self._remaining.add(last.last_seconds)
+        if window is None:
+            window = self._windows[driver.stage] = RollingWindow(self.window_size)
+            batches = batches[1:]  # the first one warms up
+        remaining = self._remaining if driver.stage == "train" else None
+        for seconds, samples, tokens, work, slowed, _ in batches:
+            if slowed:
+                continue
+            flops, ideal = (None, 0.0) if work is None else (work.total, work.ideal_seconds)
+            window.add(seconds, samples, tokens, flops, ideal)
+            if remaining is not None:
+                remaining.add(seconds)
 
     @override
     def due(self, driver: Driver, at_end: bool) -> bool:

@@ -41,27 +41,27 @@ class Suite(PerfCallback):
         if len(set(keys)) < len(keys):
             raise ConfigError("callbacks", keys, "holds one callback twice", example)
         self.callbacks = list(callbacks)
-        self._early: list[PerfCallback] = []
-        self._late: list[PerfCallback] = []
 
     @property
     @override
-    def parts(self) -> list[object]:
-        return list(self.callbacks)
+    def parts(self) -> list[PerfCallback]:
+        return [part for each in self.callbacks for part in each.parts]
 
     @override
     def settings(self) -> dict[str, object]:
         return {key: value for part in self.callbacks for key, value in part.settings().items()}
 
     @override
-    def overrides(self, verb: str) -> bool:
-        return any(part.overrides(verb) for part in self.callbacks)
-
-    @override
     def discharge(self) -> None:
         super().discharge()
         for part in self.callbacks:
             part.discharge()
+
+    @override
+    def _give_up(self, verb: str, error: Exception) -> None:
+        super()._give_up(verb, error)
+        for part in self.parts:
+            part._given_up = True
 
     def _each(self, verb: str, *args: Any, teach: bool = False) -> None:
         for part in self.callbacks:
@@ -71,22 +71,10 @@ class Suite(PerfCallback):
     def prepare(self, driver: Driver) -> None:
         for part in self.callbacks:
             part.enlist(driver)
-        self._early = [part for part in self.callbacks if part.overrides("before_batch")]
-        self._late = [part for part in self.callbacks if part.overrides("after_batch")]
 
     @override
     def on_start(self, driver: Driver) -> None:
         self._each("on_start", driver, teach=not driver.nested)
-
-    @override
-    def before_batch(self, driver: Driver, batch: Any) -> None:
-        for part in self._early:
-            part.call("before_batch", driver, batch)
-
-    @override
-    def after_batch(self, driver: Driver, batch: Any) -> None:
-        for part in self._late:
-            part.call("after_batch", driver, batch)
 
     @override
     def on_end(self, driver: Driver) -> None:

@@ -49,7 +49,10 @@ def _describe(value: Any, parts: list[Any]) -> None:
     elif kind is tuple or kind is list:
         parts += (kind, len(value))
         for item in value:
-            _describe(item, parts)
+            if type(item) is Tensor and not item.is_nested:  # a call less
+                parts += (item.dtype, item.shape)
+            else:
+                _describe(item, parts)
     else:
         _describe_rare(value, kind, parts)
 

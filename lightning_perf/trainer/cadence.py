@@ -44,7 +44,7 @@ class Cadence:
 
     def due(self, driver: Driver) -> bool:
         """Whether ranks meet now, on all of them alike; asked once a batch."""
-        now = self._now(driver)
+        now = driver.counters.batch >= self._quiet_until and self._now(driver)
         if self._shared:
             self._wanted = now
             return now
@@ -61,9 +61,6 @@ class Cadence:
         self._schedule.close()
 
     def _now(self, driver: Driver) -> bool:
-        batch = driver.counters.batch
-        if batch < self._quiet_until:
-            return False
         self._schedule.observe(driver.moment)
         if self._schedule(driver.moment):
             return True

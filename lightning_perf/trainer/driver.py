@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.trace.targets import Target
     from lightning_perf.trainer.peaks import BatchWork
-    from lightning_perf.trainer.roles import Member, Part, Report
+    from lightning_perf.trainer.roles import BatchRecord, Member, Part, Report
 
 _log = logging.getLogger("lightning_perf")
 
@@ -43,6 +43,8 @@ GATHER_TIMEOUT = 10.0
 UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
 #: Seconds that it waits for files that are made of recordings.
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
+#: Batches at most whose figures are kept until they are told.
+_MOST_UNTOLD = 1000
 
 
 class Driver:
@@ -91,6 +93,11 @@ class Driver:
         #: that may be due when Lightning does not log.
         self.reporters: list[tuple[int, Part]] = []
         self._restless: list[tuple[int, Part]] = []
+        #: Those that may be due after the last batch.
+        self.asked: list[tuple[int, Part]] = []
+        # What came of the last batches, until those are told who take it.
+        self._batches: list[BatchRecord] = []
+        self._takers: list[Part] = []
         #: The loggers' step for what is reported now.
         self.step = 0
         self._at_end: list[Callable[[], None]] = []
@@ -155,6 +162,7 @@ class Driver:
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
+        self._tell_batches()
         self.spans.enter(stage)
         owners = owners_of(self.trainer, self.module, self.parts)
         if self._counter is None:
@@ -170,6 +178,7 @@ class Driver:
         self._log_every = compat.log_every_n_steps(self.trainer)
         self.reporters = list(enumerate(part for part in self.parts if part.reports))
         self._restless = [(number, part) for number, part in self.reporters if part.restless]
+        self._takers = [part for part in self.parts if part.busy("after_batches")]
         self.course.enter(stage, limits)
         self._look()
 
@@ -200,11 +209,22 @@ class Driver:
             self.report_due = every > 0 and not self.nested and batches % every == 0
             if not self.nested:
                 self.step = self._loop.step + batches
-        self.first_batch = batches == 1
+        first = self.first_batch = batches == 1
+        if self._takers:
+            if len(self._batches) >= _MOST_UNTOLD:
+                self._tell_batches()
+            seconds = self.counters.last_seconds
+            self._batches.append((seconds, samples, tokens, self.work, self.slowed, first))
+        self.asked = self.reporters if self.report_due else self._restless
         if self._gatherer.pending:
             self._gatherer.poll()
         if self.spans.clocked:
             self.spans.end_batch()
+
+    def _tell_batches(self) -> None:
+        batches, self._batches = self._batches, []
+        for part in self._takers if batches else ():
+            part.call("after_batches", self, batches)
 
     def _tell_untracked(self) -> None:
         self._told_untracked = True
@@ -219,9 +239,10 @@ class Driver:
         Whether something is due follows from what all ranks share, and a rank that has nothing to
         say sends an empty message: else the messages of one callback would be taken for another's.
         """
-        for number, part in self.reporters if at_end or self.report_due else self._restless:
+        for number, part in self.reporters if at_end else self.asked:
             if not part.due(self, at_end):
                 continue
+            self._tell_batches()
             mine: Report | None = part.call("collect", self, at_end)
             then = partial(self._publish, part, mine)
             self._gatherer.gather((number, self.counters.batch), mine.values if mine else (), then)
@@ -237,6 +258,7 @@ class Driver:
 
     def exit(self) -> None:
         """The present stage is over."""
+        self._tell_batches()
         self.course.exit()
         self._look()
         self.spans.enter(self.stage)

@@ -17,14 +17,14 @@ from lightning_perf.trainer.driver import Driver
 from lightning_perf.trainer.verbs import Verbs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.trainer.progress import Progress
 
 #: Errors of set-up that the user can mend: these stop the run before it starts.
 _FOR_THE_USER = (ConfigError, RecorderBusy, FileExistsError)
-#: Verbs of every batch.
-_AT_BATCH = ("before_batch", "after_batch")
 #: Lightning's hooks of every batch that no verb needs.
 _UNUSED = (
     "on_before_zero_grad",
@@ -50,7 +50,9 @@ class PerfCallback(Verbs, Callback):
         self._driver: Driver | None = None
         self._progress: Progress | None = None
         self._given_up = False
-        self._at_batch = frozenset(_AT_BATCH)
+        # Those of its parts that have something to do before and after each batch.
+        self._early: list[PerfCallback] = []
+        self._late: list[PerfCallback] = []
         self._spared: list[str] = []
 
     @cached_property
@@ -62,7 +64,7 @@ class PerfCallback(Verbs, Callback):
         return f"lightning_perf.{type(self).__name__}"
 
     @property
-    def parts(self) -> list[object]:
+    def parts(self) -> list[PerfCallback]:
         """The callbacks that this is, or hosts."""
         return [self]
 
@@ -121,11 +123,9 @@ class PerfCallback(Verbs, Callback):
     def enlist(self, driver: Driver) -> None:
         """Get ready for a run; errors that the user can mend are raised."""
         self._driver, self._progress, self._given_up = driver, driver.progress, False
-        # Many callbacks have nothing to do there, and this is asked at every batch.
-        self._at_batch = frozenset(verb for verb in _AT_BATCH if self.overrides(verb))
         self.call("prepare", driver, teach=True)
 
-    def overrides(self, verb: str) -> bool:
+    def busy(self, verb: str) -> bool:
         """Whether it has anything to do at a verb of every batch."""
         return getattr(type(self), verb) is not getattr(Verbs, verb)
 
@@ -203,38 +203,14 @@ class PerfCallback(Verbs, Callback):
         leads, last = driver.leader is self, driver.members[-1] is self
         if leads:
             self._drive("enter", stage)
-        if not ("before_batch" in self._at_batch or (leads and driver.meter.wanted)):
+        self._early = [part for part in self.parts if part.busy("before_batch")]
+        self._late = [part for part in self.parts if part.busy("after_batch")]
+        if not (self._early or (leads and driver.meter.wanted)):
             self._spare(f"on_{word}_batch_start")
-        if not ("after_batch" in self._at_batch or leads or last):
+        if not (self._late or leads or last):
             self._spare(f"on_{word}_batch_end")
         # Before the first batch a user can still be told; within training no more.
         self.call("on_start", driver, teach=not driver.nested)
-
-    def _before(self, stage: str, batch: Any) -> None:
-        driver = self._driver
-        if driver is None or driver.stage != stage:
-            return
-        if driver.leader is self and driver.meter.wanted:
-            try:
-                driver.meter.before_batch(batch)
-            except Exception as error:
-                self._all_give_up("before_batch", error)
-        if "before_batch" in self._at_batch and not self._given_up:
-            self.call("before_batch", driver, batch)
-
-    def _after(self, stage: str, batch: Any) -> None:
-        driver = self._driver
-        if driver is None or driver.stage != stage:
-            return
-        if driver.leader is self:
-            try:
-                driver.end_batch(batch)
-            except Exception as error:
-                self._all_give_up("end_batch", error)
-        if "after_batch" in self._at_batch and not self._given_up:
-            self.call("after_batch", driver, batch)
-        if driver.reporters and driver.members[-1] is self:
-            self._drive("report", False)
 
     def _end(self, stage: str) -> None:
         driver = self._driver
@@ -256,7 +232,7 @@ class PerfCallback(Verbs, Callback):
         """What all share has failed: none of us can go on."""
         assert self._driver is not None  # the hooks look first
         for member in list(self._driver.members):
-            if isinstance(member, PerfCallback):
+            if isinstance(member, PerfCallback) and not member._given_up:
                 member._give_up(verb, error)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -273,6 +249,54 @@ def _readable(value: object) -> object:
     return getattr(value, "__qualname__", value) if callable(value) else value
 
 
+def _batch_start(stage: str) -> Callable[..., None]:
+    # Each call of Python's takes a microsecond of every batch, so there are few here.
+    def batch_start(
+        self: PerfCallback, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any
+    ) -> None:
+        driver = self._driver
+        if driver is None or driver.stage != stage:
+            return
+        if driver.leader is self and driver.meter.wanted:
+            try:
+                driver.meter.before_batch(batch)
+            except Exception as error:
+                self._all_give_up("before_batch", error)
+        for part in self._early:
+            part.call("before_batch", driver, batch)
+
+    return batch_start
+
+
+def _batch_end(stage: str) -> Callable[..., None]:
+    def batch_end(
+        self: PerfCallback,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        _: Any,
+        batch: Any,
+        *__: Any,
+    ) -> None:
+        driver = self._driver
+        if driver is None or driver.stage != stage:
+            return
+        if driver.leader is self:
+            try:
+                driver.end_batch(batch)
+            except Exception as error:
+                self._all_give_up("end_batch", error)
+        for part in self._late:
+            if not part._given_up:
+                try:
+                    part.after_batch(driver, batch)
+                except Exception as error:
+                    part._give_up("after_batch", error)
+        if driver.asked and driver.members[-1] is self:
+            self._drive("report", False)
+
+    return batch_end
+
+
 def _fold(stage: str, word: str) -> None:
     """Give ``PerfCallback`` Lightning's four hooks of one stage.
 
@@ -287,22 +311,12 @@ def _fold(stage: str, word: str) -> None:
     def end(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end(stage)
 
-    def batch_start(
-        self: PerfCallback, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any
-    ) -> None:
-        self._before(stage, batch)
-
-    def batch_end(
-        self: PerfCallback,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        *_: Any,
-    ) -> None:
-        self._after(stage, batch)
-
-    hooks = {"start": start, "end": end, "batch_start": batch_start, "batch_end": batch_end}
+    hooks = {
+        "start": start,
+        "end": end,
+        "batch_start": _batch_start(stage),
+        "batch_end": _batch_end(stage),
+    }
     for name, hook in hooks.items():
         hook.__name__ = f"on_{word}_{name}"
         setattr(PerfCallback, hook.__name__, hook)

@@ -145,7 +145,7 @@ class BatchCounter:
         """Samples and tokens in a batch; None where they cannot be told, 0 if not tracked."""
         if type(batch) is self._known:
             # A sequence of tensors was looked at whole when the first one came.
-            return len(batch[0]), 0
+            return batch[0].shape[0], 0
         if batch is None:  # Lightning lets a loader skip a batch
             return 0, 0
         samples = self._told(self._samples, "samples", batch)

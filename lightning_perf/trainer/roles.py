@@ -9,6 +9,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lightning_perf.trainer.driver import Driver
+    from lightning_perf.trainer.peaks import BatchWork
+
+    #: What came of one batch: seconds, samples and tokens (None where they cannot be told), FLOPs
+    #: (None where they are not known), whether it took longer because these were counted, and
+    #: whether it was the first of its stage. A plain tuple, since one is made of every batch.
+    BatchRecord = tuple[float, int | None, int | None, BatchWork | None, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,10 @@ class Part(Protocol):
     @property
     def restless(self) -> bool:
         """Whether it may be due when Lightning does not log."""
+        ...
+
+    def busy(self, verb: str) -> bool:
+        """Whether it has anything to do at a verb of every batch."""
         ...
 
     def due(self, driver: Driver, at_end: bool) -> bool:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning_perf.trainer.collective import Rows
     from lightning_perf.trainer.driver import Driver
-    from lightning_perf.trainer.roles import Report
+    from lightning_perf.trainer.roles import BatchRecord, Report
 
 
 class Verbs:
     """The few verbs into which Lightning's hooks are folded; none of them has to be written.
 
     ``prepare`` acquires what a run needs and may refuse a setting; ``on_start`` and ``on_end``
-    frame a stage, ``before_batch`` and ``after_batch`` a batch; ``due``, ``collect`` and
-    ``publish`` make a report; ``close`` lets everything go.
+    frame a stage, ``before_batch`` and ``after_batch`` a batch; ``after_batches`` tells of many at
+    a time; ``due``, ``collect`` and ``publish`` make a report; ``close`` lets everything go.
     """
 
     @property
@@ -34,6 +36,12 @@ class Verbs:
 
     def after_batch(self, driver: Driver, batch: Any) -> None:
         """A batch has been worked on; ``driver.moment`` is past it."""
+
+    def after_batches(self, driver: Driver, batches: Sequence[BatchRecord]) -> None:
+        """What came of the batches since the last call, before each report at the latest.
+
+        For what need not be known at once: it takes a fraction of the time of ``after_batch``.
+        """
 
     def on_end(self, driver: Driver) -> None:
         """``driver.stage`` ends as it should."""
