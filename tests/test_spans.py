@@ -365,9 +365,9 @@ def test_a_timed_method_passes_for_its_original() -> None:
     """Equal both ways, same hash and attributes; copies of its owner are not timed."""
     owner, wraps = Owner(), Wraps()
     original = owner.work
-    wraps.put(owner, "work", lambda: clock.Silent(""))
-    wraps.put(owner, "work", lambda: clock.Silent(""))  # once is enough
-    wraps.put(owner, "gone", lambda: clock.Silent(""))
+    wraps.time(owner, "work", lambda: clock.Silent(""))
+    wraps.time(owner, "work", lambda: clock.Silent(""))  # once is enough
+    wraps.time(owner, "gone", lambda: clock.Silent(""))
     assert owner.work == original == owner.work
     assert hash(owner.work) == hash(original)
     assert owner.work.__name__ == "work"
@@ -383,10 +383,10 @@ def test_what_was_wrapped_around_ours_stays() -> None:
     owner, wraps = Owner(), Wraps()
     owner.work = lambda: "patched"  # type: ignore[method-assign]
     before = owner.work
-    wraps.put(owner, "work", lambda: clock.Silent(""))
+    wraps.time(owner, "work", lambda: clock.Silent(""))
     wraps.restore()
     assert owner.work is before
-    wraps.put(owner, "work", lambda: clock.Silent(""))
+    wraps.time(owner, "work", lambda: clock.Silent(""))
     on_top = owner.work = lambda: "on top"  # type: ignore[method-assign]
     wraps.restore()
     assert owner.work is on_top

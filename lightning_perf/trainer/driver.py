@@ -129,7 +129,7 @@ class Driver:
         if self.members or _DRIVERS.get(self.trainer) is not self:
             return
         del _DRIVERS[self.trainer]
-        self.meter.disarm()
+        self.meter.close()
         self.spans.restore()
         if reason != "exception":
             self._gatherer.finish(GATHER_TIMEOUT)

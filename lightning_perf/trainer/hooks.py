@@ -205,7 +205,7 @@ class PerfCallback(Verbs, Callback):
             self._drive("enter", stage)
         self._early = [part for part in self.parts if part.busy("before_batch")]
         self._late = [part for part in self.parts if part.busy("after_batch")]
-        if not (self._early or (leads and driver.meter.wanted)):
+        if not self._early:
             self._spare(f"on_{word}_batch_start")
         if not (self._late or leads or last):
             self._spare(f"on_{word}_batch_end")
@@ -257,11 +257,6 @@ def _batch_start(stage: str) -> Callable[..., None]:
         driver = self._driver
         if driver is None or driver.stage != stage:
             return
-        if driver.leader is self and driver.meter.wanted:
-            try:
-                driver.meter.before_batch(batch)
-            except Exception as error:
-                self._all_give_up("before_batch", error)
         for part in self._early:
             part.call("before_batch", driver, batch)
 

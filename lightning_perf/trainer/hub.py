@@ -123,7 +123,7 @@ class Hub:
         for owner, method, category, name in compat.unspanned(trainer):
             self._time(owner, method, category, name)
         inside = partial(self._inside, "validate")
-        self._wraps.put(compat.validation_loop(trainer), "run", inside)
+        self._wraps.time(compat.validation_loop(trainer), "run", inside)
         for logger in trainer.loggers:
             for method in _LOGGER_METHODS:
                 self._time(logger, method, "logging", f"{type(logger).__name__}.{method}")
@@ -140,7 +140,7 @@ class Hub:
                 self._time(metric, "compute", "reduce_metrics", name)
 
     def _time(self, owner: object, method: str, category: str, name: str) -> None:
-        self._wraps.put(owner, method, partial(self.book.__getitem__, (category, name)))
+        self._wraps.time(owner, method, partial(self.book.__getitem__, (category, name)))
 
 
 class Book(dict[Any, "Span | Silent"]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import warn
@@ -19,19 +18,13 @@ from lightning_perf.flops import (
 )
 from lightning_perf.trainer.book import MOST_COUNTED, Book
 from lightning_perf.trainer.peaks import BatchWork, Peaks
+from lightning_perf.trainer.steps import STEPS, Steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Hashable
 
     from lightning.pytorch import LightningModule, Trainer
 
-#: What of a strategy does a batch's work, by stage.
-_STEPS = {
-    "train": ("training_step", "backward"),
-    "validate": ("validation_step",),
-    "test": ("test_step",),
-    "predict": ("predict_step",),
-}
 _CONTEXTS = {
     "train": "train_step_context",
     "validate": "val_step_context",
@@ -67,9 +60,10 @@ class FlopMeter:
         self._stale = True
         self._signature: Signature = ()
         self._lawless = False
-        self._counter: FlopCounter | None = None
-        self._restore: list[Callable[[], None]] = []
-        self._backward_seen = False
+        self._steps = Steps(trainer.strategy, self._begins)
+        #: Whether the present batch was looked at, and what went wrong then.
+        self._begun = False
+        self._error: Exception | None = None
 
     def require(self, peak: float | str | None, name: str) -> None:
         """Ask for FLOPs, and perhaps give the peak to judge them by.
@@ -94,9 +88,11 @@ class FlopMeter:
         if not self.wanted:
             return
         self._stage, self._stale = stage, True
-        self.work, self.counted = None, False
+        self.work, self.counted, self._begun = None, False, False
         self._declared = getattr(self._module, "flops_per_batch", None) is not None
         self._compiled = is_compiled(self._module)
+        if not (self._declared and stage == "train"):
+            self._steps.watch(stage)
         self.peaks.of(self.peaks.dtype)
 
     def resume(self, stage: str) -> None:
@@ -106,14 +102,25 @@ class FlopMeter:
             stage: The stage.
         """
         self._stage, self._stale = stage, True
-        self.work, self.counted = None, False
+        self.work, self.counted, self._begun = None, False, False
 
-    def before_batch(self, batch: Any) -> None:
-        """Look the batch up by its shapes, and count it if they are new."""
-        self.counted = False
-        self.work = None
-        if self._declared and self._stage == "train":
+    def close(self) -> None:
+        """Know of no batch any more, whatever happened."""
+        self._stage = ""
+        self._steps.leave()
+
+    def _begins(self, stage: str, batch: Any) -> None:
+        # Lightning's sanity check has steps, but is no stage.
+        if self._begun or stage != self._stage:
             return
+        self._begun, self.counted, self.work = True, False, None
+        try:
+            self._look_up(batch)
+        except Exception as error:  # training is on the stack: raised after it
+            self._error = error
+
+    def _look_up(self, batch: Any) -> None:
+        """Know the batch by its shapes, and count it if they are new."""
         if self._stale:
             self._stale = False
             frozen = tuple(each.requires_grad for each in self._module.parameters())
@@ -136,7 +143,7 @@ class FlopMeter:
         elif book.tries and self._compiled:
             self._count_on_shadow(batch)
         elif book.tries:
-            self._arm()
+            self._steps.count(FlopCounter())
 
     def _tell_lawless(self) -> None:
         if not self._lawless:
@@ -161,39 +168,33 @@ class FlopMeter:
                     "Define flops_per_batch on the LightningModule to have them."
                 )
             return
-        self._backward_seen = True
-        self._learn(counts)
+        self._learn(counts, whole=True)
 
     def _step(self, module: Any, batch: Any) -> Any:
         """The stage's step of a module, in the context that the strategy gives it."""
-        name, context = _STEPS[self._stage][0], _CONTEXTS[self._stage]
-        step = getattr(module, name)
+        step, context = getattr(module, STEPS[self._stage]), _CONTEXTS[self._stage]
         wanted = len(inspect.signature(step).parameters)
         with getattr(self._trainer.precision_plugin, context)():
             return step(*(batch, 0, 0)[:wanted])
 
     def after_batch(self, batch: Any) -> None:
         """Know the work of the batch that has just ended."""
-        if self._counter is not None:
-            counts, self.counted = self._counter.counts, True
-            self.disarm()
-            self._learn(counts)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if not self._begun:  # it was skipped
+            self.work, self.counted = None, False
+        self._begun = False
+        if self._steps.counter is not None:
+            counts, self.counted = self._steps.counter.counts, True
+            self._steps.stop_counting()
+            self._learn(counts, whole=self._steps.backward_seen)
         elif self._declared and self._stage == "train":
             self.work = self._declared_work(batch)
 
-    def disarm(self) -> None:
-        """Take the wraps off, whatever happened."""
-        self._counter = None
-        while self._restore:
-            self._restore.pop()()
-
-    def _learn(self, counts: Counts) -> None:
+    def _learn(self, counts: Counts, whole: bool) -> None:
         # A step that was skipped has no FLOPs, or none of a backward: the next one is counted.
-        skipped = (
-            self._stage == "train"
-            and self._module.automatic_optimization
-            and not self._backward_seen
-        )
+        skipped = self._stage == "train" and self._module.automatic_optimization and not whole
         if counts.model_flops and not skipped:
             self.untracked |= counts.untracked_names.keys()
             self.work = self.peaks.priced(counts)
@@ -206,31 +207,6 @@ class FlopMeter:
                 "no FLOPs were found in the first batches: no mfu. Define flops_per_batch on the "
                 "LightningModule to have it."
             )
-
-    def _arm(self) -> None:
-        self._counter, self._backward_seen = FlopCounter(), False
-        for name in _STEPS[self._stage]:
-            self._wrap(name, self._counter)
-
-    def _wrap(self, name: str, counter: FlopCounter) -> None:
-        strategy = self._trainer.strategy
-        before = vars(strategy).get(name)
-        original = getattr(strategy, name)
-
-        @wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._backward_seen |= name == "backward"
-            with counter:
-                return original(*args, **kwargs)
-
-        def restore() -> None:
-            if before is None:
-                vars(strategy).pop(name, None)
-            else:
-                setattr(strategy, name, before)
-
-        setattr(strategy, name, counted)
-        self._restore.append(restore)
 
     def _declared_work(self, batch: Any) -> BatchWork | None:
         try:

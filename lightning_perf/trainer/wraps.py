@@ -1,4 +1,4 @@
-"""Methods that are timed on their instances, and put back as they were."""
+"""Methods that are stood before on their instances, and put back as they were."""
 
 from __future__ import annotations
 
@@ -12,23 +12,15 @@ if TYPE_CHECKING:
 _ABSENT = object()
 
 
-class Timed:
-    """A method that runs within a context, and passes for the one that it stands for.
+class StandIn:
+    """Is called in place of a method, and passes for it in all else.
 
     Args:
         original: The method.
-        context: Makes the context, once a call.
     """
 
-    def __init__(
-        self, original: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
-        self.original, self._context = original, context
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method within its context."""
-        with self._context():
-            return self.original(*args, **kwargs)
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
 
     def __getattr__(self, name: str) -> Any:
         if name == "original":  # a copy that has nothing yet
@@ -38,23 +30,43 @@ class Timed:
     # Lightning compares the functions by which metrics are reduced, also with those of earlier
     # runs.
     def __eq__(self, other: object) -> bool:
-        return bool(self.original == (other.original if isinstance(other, Timed) else other))
+        return bool(self.original == (other.original if isinstance(other, StandIn) else other))
 
     def __hash__(self) -> int:
         return hash(self.original)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of its owner is not timed.
+        # A copy of its owner has the method itself.
         return _same, (self.original,)
 
 
+class Timed(StandIn):
+    """A method that runs within a context.
+
+    Args:
+        original: The method.
+        context: Makes the context, once a call.
+    """
+
+    def __init__(
+        self, original: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        super().__init__(original)
+        self._context = context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method within its context."""
+        with self._context():
+            return self.original(*args, **kwargs)
+
+
 class Wraps:
-    """The methods that are timed now."""
+    """The methods that are stood before now."""
 
     def __init__(self) -> None:
-        self._put: list[tuple[Any, str, Any, Timed]] = []
+        self._put: list[tuple[Any, str, Any, StandIn]] = []
 
-    def put(
+    def time(
         self, owner: Any, name: str, context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         """Time a method of one object from now on, if it has it and lets us.
@@ -64,21 +76,32 @@ class Wraps:
             name: The method's name.
             context: Makes the context, once a call.
         """
+        if not isinstance(getattr(owner, name, None), Timed):
+            self.put(owner, name, lambda original: Timed(original, context))
+
+    def put(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], StandIn]) -> None:
+        """Stand before a method of one object from now on, if it has it and lets us.
+
+        Args:
+            owner: The object.
+            name: The method's name.
+            make: Makes what is called in its place.
+        """
         original = getattr(owner, name, None)
-        if not callable(original) or isinstance(original, Timed):
+        if not callable(original):
             return
         with suppress(Exception):
             before = _ABSENT if is_of_class(owner, name, original) else original
-            timed = Timed(original, context)
-            setattr(owner, name, timed)
-            self._put.append((owner, name, before, timed))
+            ours = make(original)
+            setattr(owner, name, ours)
+            self._put.append((owner, name, before, ours))
 
     def restore(self) -> None:
         """Put back what stood there, unless it was exchanged meanwhile."""
         while self._put:
-            owner, name, before, timed = self._put.pop()
+            owner, name, before, ours = self._put.pop()
             with suppress(Exception):
-                if getattr(owner, name) is not timed:
+                if getattr(owner, name) is not ours:
                     continue
                 if before is _ABSENT:
                     delattr(owner, name)
