@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -14,8 +14,8 @@ from lightning_perf.schedule import Context
 from lightning_perf.trace.complaints import Complaints
 from lightning_perf.trace.worker import Worker
 from lightning_perf.trainer import compat
-from lightning_perf.trainer.collective import Gatherer, Rows
 from lightning_perf.trainer.course import Course
+from lightning_perf.trainer.exchange import Exchange
 from lightning_perf.trainer.hardware import node_sampler
 from lightning_perf.trainer.meter import FlopMeter
 from lightning_perf.trainer.progress import BatchCounter, Counters, Progress
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.trace.targets import Target
     from lightning_perf.trainer.peaks import BatchWork
-    from lightning_perf.trainer.roles import BatchRecord, Member, Part, Report
+    from lightning_perf.trainer.roles import Member
 
 _log = logging.getLogger("lightning_perf")
 
@@ -43,8 +43,6 @@ GATHER_TIMEOUT = 10.0
 UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
 #: Seconds that it waits for files that are made of recordings.
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
-#: Batches at most whose figures are kept until they are told.
-_MOST_UNTOLD = 1000
 
 
 class Driver:
@@ -69,7 +67,7 @@ class Driver:
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
         self.course = Course(self.progress, self.ranks, self.reporting.run_name)
-        self._gatherer = Gatherer(trainer)
+        self.exchange = Exchange(trainer)
         self.spans = Spans(trainer, module)
         self._loop = compat.TrainingLoop(trainer)
         self._log_every = 0
@@ -89,15 +87,6 @@ class Driver:
         self.first_batch = False
         #: Whether the last batch is one at which Lightning logs, the same on every rank.
         self.report_due = False
-        #: The callbacks that report, numbered in the same order on all ranks; and those of them
-        #: that may be due when Lightning does not log.
-        self.reporters: list[tuple[int, Part]] = []
-        self._restless: list[tuple[int, Part]] = []
-        #: Those that may be due after the last batch.
-        self.asked: list[tuple[int, Part]] = []
-        # What came of the last batches, until those are told who take it.
-        self._batches: list[BatchRecord] = []
-        self._takers: list[Part] = []
         #: The loggers' step for what is reported now.
         self.step = 0
         self._at_end: list[Callable[[], None]] = []
@@ -131,9 +120,7 @@ class Driver:
         del _DRIVERS[self.trainer]
         self.meter.close()
         self.spans.restore()
-        if reason != "exception":
-            self._gatherer.finish(GATHER_TIMEOUT)
-        self._gatherer.close()
+        self.exchange.close(0 if reason == "exception" else GATHER_TIMEOUT)
         self.reporting.flush()
         self.reporting.finish(self.maker, FILE_TIMEOUT[reason])
         self.reporting.close(UPLOAD_TIMEOUT[reason])
@@ -162,7 +149,7 @@ class Driver:
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
-        self._tell_batches()
+        self.exchange.tell(self)
         self.spans.enter(stage)
         owners = owners_of(self.trainer, self.module, self.parts)
         if self._counter is None:
@@ -176,9 +163,7 @@ class Driver:
             peak = self.meter.peaks.setup() if self.meter.wanted else {}
             self.describe(setup_of(self.trainer) | peak)
         self._log_every = compat.log_every_n_steps(self.trainer)
-        self.reporters = list(enumerate(part for part in self.parts if part.reports))
-        self._restless = [(number, part) for number, part in self.reporters if part.restless]
-        self._takers = [part for part in self.parts if part.busy("after_batches")]
+        self.exchange.enter(self.parts)
         self.course.enter(stage, limits)
         self._look()
 
@@ -210,21 +195,11 @@ class Driver:
             if not self.nested:
                 self.step = self._loop.step + batches
         first = self.first_batch = batches == 1
-        if self._takers:
-            if len(self._batches) >= _MOST_UNTOLD:
-                self._tell_batches()
-            seconds = self.counters.last_seconds
-            self._batches.append((seconds, samples, tokens, self.work, self.slowed, first))
-        self.asked = self.reporters if self.report_due else self._restless
-        if self._gatherer.pending:
-            self._gatherer.poll()
+        seconds = self.counters.last_seconds
+        record = (seconds, samples, tokens, self.work, self.slowed, first)
+        self.exchange.end_batch(self, record, self.report_due)
         if self.spans.clocked:
             self.spans.end_batch()
-
-    def _tell_batches(self) -> None:
-        batches, self._batches = self._batches, []
-        for part in self._takers if batches else ():
-            part.call("after_batches", self, batches)
 
     def _tell_untracked(self) -> None:
         self._told_untracked = True
@@ -234,22 +209,8 @@ class Driver:
             _log.warning("lightning_perf: no formula tells the FLOPs of %s: not counted.", names)
 
     def report(self, at_end: bool) -> None:
-        """All members have seen the batch, or the end of the stage: exchange what is due.
-
-        Whether something is due follows from what all ranks share, and a rank that has nothing to
-        say sends an empty message: else the messages of one callback would be taken for another's.
-        """
-        for number, part in self.reporters if at_end else self.asked:
-            if not part.due(self, at_end):
-                continue
-            self._tell_batches()
-            mine: Report | None = part.call("collect", self, at_end)
-            then = partial(self._publish, part, mine)
-            self._gatherer.gather((number, self.counters.batch), mine.values if mine else (), then)
-
-    def _publish(self, part: Part, mine: Report | None, rows: Rows) -> None:
-        if mine is not None and all(rows):
-            part.call("publish", self, mine, rows)
+        """All members have seen the batch, or the end of the stage: exchange what is due."""
+        self.exchange.report(self, at_end)
 
     def end_epoch(self) -> None:
         """An epoch of training is over."""
@@ -258,7 +219,7 @@ class Driver:
 
     def exit(self) -> None:
         """The present stage is over."""
-        self._tell_batches()
+        self.exchange.tell(self)
         self.course.exit()
         self._look()
         self.spans.enter(self.stage)

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback
 
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
-from lightning_perf.moment import STAGES
 from lightning_perf.trainer.driver import Driver
+from lightning_perf.trainer.folding import fold
 from lightning_perf.trainer.verbs import Verbs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.trainer.progress import Progress
@@ -196,9 +194,9 @@ class PerfCallback(Verbs, Callback):
         except Exception as error:
             self._give_up("leave", error)
 
-    def _begin(self, stage: str, word: str, trainer: Trainer) -> None:
+    def _begin(self, stage: str, word: str) -> None:
         driver = self._driver
-        if driver is None or trainer.sanity_checking:
+        if driver is None:
             return
         leads, last = driver.leader is self, driver.members[-1] is self
         if leads:
@@ -249,73 +247,4 @@ def _readable(value: object) -> object:
     return getattr(value, "__qualname__", value) if callable(value) else value
 
 
-def _batch_start(stage: str) -> Callable[..., None]:
-    # Each call of Python's takes a microsecond of every batch, so there are few here.
-    def batch_start(
-        self: PerfCallback, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any
-    ) -> None:
-        driver = self._driver
-        if driver is None or driver.stage != stage:
-            return
-        for part in self._early:
-            part.call("before_batch", driver, batch)
-
-    return batch_start
-
-
-def _batch_end(stage: str) -> Callable[..., None]:
-    def batch_end(
-        self: PerfCallback,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        _: Any,
-        batch: Any,
-        *__: Any,
-    ) -> None:
-        driver = self._driver
-        if driver is None or driver.stage != stage:
-            return
-        if driver.leader is self:
-            try:
-                driver.end_batch(batch)
-            except Exception as error:
-                self._all_give_up("end_batch", error)
-        for part in self._late:
-            if not part._given_up:
-                try:
-                    part.after_batch(driver, batch)
-                except Exception as error:
-                    part._give_up("after_batch", error)
-        if driver.asked and driver.members[-1] is self:
-            self._drive("report", False)
-
-    return batch_end
-
-
-def _fold(stage: str, word: str) -> None:
-    """Give ``PerfCallback`` Lightning's four hooks of one stage.
-
-    Args:
-        stage: Lightning's word for the stage.
-        word: Lightning's word for it in the names of hooks.
-    """
-
-    def start(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin(stage, word, trainer)
-
-    def end(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end(stage)
-
-    hooks = {
-        "start": start,
-        "end": end,
-        "batch_start": _batch_start(stage),
-        "batch_end": _batch_end(stage),
-    }
-    for name, hook in hooks.items():
-        hook.__name__ = f"on_{word}_{name}"
-        setattr(PerfCallback, hook.__name__, hook)
-
-
-for _stage, _word in zip(STAGES, ("train", "validation", "test", "predict"), strict=True):
-    _fold(_stage, _word)
+fold(PerfCallback)

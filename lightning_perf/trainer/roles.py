@@ -35,6 +35,7 @@ class Part(Protocol):
     """One callback that reports, as ``PerfCallback`` documents."""
 
     state_key: str
+    reports: bool
 
     @property
     def restless(self) -> bool:

@@ -1,0 +1,99 @@
+"""What callbacks are told of batches, and what they report to each other's ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lightning_perf.trainer.collective import Gatherer, Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lightning.pytorch import Trainer
+
+    from lightning_perf.trainer.driver import Driver
+    from lightning_perf.trainer.roles import BatchRecord, Part, Report
+
+#: Batches at most whose figures are kept until they are told.
+_MOST_UNTOLD = 1000
+
+
+class Exchange:
+    """Tells of batches many at a time, and brings reports to all ranks.
+
+    Args:
+        trainer: Whose ranks take part. With several, all must construct this together.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._gatherer = Gatherer(trainer)
+        # Those that report, numbered in the same order on all ranks; and those of them that may be
+        # due when Lightning does not log.
+        self._reporters: list[tuple[int, Part]] = []
+        self._restless: list[tuple[int, Part]] = []
+        #: Those that may be due after the last batch.
+        self.asked: list[tuple[int, Part]] = []
+        self._batches: list[BatchRecord] = []
+        self._takers: list[Part] = []
+
+    def enter(self, parts: Sequence[Part]) -> None:
+        """A stage begins.
+
+        Args:
+            parts: All callbacks.
+        """
+        self._reporters = list(enumerate(part for part in parts if part.reports))
+        self._restless = [(number, part) for number, part in self._reporters if part.restless]
+        self._takers = [part for part in parts if part.busy("after_batches")]
+
+    def end_batch(self, driver: Driver, batch: BatchRecord, logs: bool) -> None:
+        """A batch is over.
+
+        Args:
+            driver: The run's.
+            batch: What came of it.
+            logs: Whether Lightning logs now.
+        """
+        if self._takers:
+            if len(self._batches) >= _MOST_UNTOLD:
+                self.tell(driver)
+            self._batches.append(batch)
+        self.asked = self._reporters if logs else self._restless
+        if self._gatherer.pending:
+            self._gatherer.poll()
+
+    def tell(self, driver: Driver) -> None:
+        """Tell of the batches that have not been told yet."""
+        batches, self._batches = self._batches, []
+        for part in self._takers if batches else ():
+            part.call("after_batches", driver, batches)
+
+    def report(self, driver: Driver, at_end: bool) -> None:
+        """All members have seen the batch, or the end of the stage: exchange what is due.
+
+        Whether something is due follows from what all ranks share, and a rank that has nothing to
+        say sends an empty message: else the messages of one callback would be taken for another's.
+        """
+        for number, part in self._reporters if at_end else self.asked:
+            if not part.due(driver, at_end):
+                continue
+            self.tell(driver)
+            mine: Report | None = part.call("collect", driver, at_end)
+            tag, values = (number, driver.counters.batch), mine.values if mine else ()
+            self._gatherer.gather(tag, values, partial(_publish, driver, part, mine))
+
+    def close(self, timeout: float) -> None:
+        """End.
+
+        Args:
+            timeout: Seconds to wait for other ranks' last numbers.
+        """
+        if timeout:
+            self._gatherer.finish(timeout)
+        self._gatherer.close()
+
+
+def _publish(driver: Driver, part: Part, mine: Report | None, rows: Rows) -> None:
+    if mine is not None and all(rows):
+        part.call("publish", driver, mine, rows)
