@@ -24,7 +24,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ThroughputMonitor
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,11 +33,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite, SystemMetrics, Timings
 
+
+def always_on() -> list[L.Callback]:
+    """What may stay on a Trainer for good."""
+    return [Suite([SpeedMonitor(), Flops(schedule="every 50ba"), Timings(), SystemMetrics()])]
+
+
 STEPS, WARM = 400, 50
 #: The percentile of a row's steps that stands for it.
 FAST = 3
 REFERENCE = "Lightning's ThroughputMonitor"
 SIMPLE = 'Trainer(profiler="simple")'
+MLFLOW = "the always-on set, with MLflow"
 ROWS: dict[str, Callable[[], list[L.Callback]]] = {
     "nothing": list,
     "an empty callback": lambda: [L.Callback()],
@@ -52,9 +59,8 @@ ROWS: dict[str, Callable[[], list[L.Callback]]] = {
     "SpeedMonitor and Flops": lambda: [SpeedMonitor(), Flops()],
     "Suite of both": lambda: [Suite([SpeedMonitor(), Flops()])],
     "Timings": lambda: [Timings()],
-    "the always-on set": lambda: [
-        Suite([SpeedMonitor(), Flops(schedule="every 50ba"), Timings(), SystemMetrics()])
-    ],
+    "the always-on set": always_on,
+    MLFLOW: always_on,
     SIMPLE: list,
 }
 
@@ -77,17 +83,19 @@ class Tiny(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def steps(callbacks: list[L.Callback], profiler: str | None, folder: str) -> list[float]:
-    """Microseconds of each step of a training with these callbacks."""
+def steps(row: str, folder: str) -> list[float]:
+    """Microseconds of each step of a training with the callbacks of a row."""
+    store = f"sqlite:///{folder}/mlflow.db"
+    logger = MLFlowLogger("overhead", tracking_uri=store) if row == MLFLOW else CSVLogger(folder)
     model = Tiny()
     data = DataLoader(TensorDataset(torch.zeros(8 * STEPS, 16)), batch_size=8)
     L.Trainer(
         accelerator="cpu",
         devices=1,
         max_steps=STEPS,
-        callbacks=callbacks,
-        profiler=profiler,
-        logger=CSVLogger(folder),
+        callbacks=ROWS[row](),
+        profiler="simple" if row == SIMPLE else None,
+        logger=logger,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -105,15 +113,15 @@ def added(times: np.ndarray) -> np.ndarray:
 def main(rounds: int) -> None:
     """Measure and print."""
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     rows, reference = list(ROWS), list(ROWS).index(REFERENCE)
     times = np.zeros((len(rows), rounds, STEPS - WARM - 1))
     with tempfile.TemporaryDirectory() as folder:
         for turn in track(range(rounds), "training", transient=True):
             for row in random.sample(range(len(rows)), len(rows)):
-                profiler = "simple" if rows[row] == SIMPLE else None
-                times[row, turn] = steps(ROWS[rows[row]](), profiler, folder)
+                times[row, turn] = steps(rows[row], folder)
     again = np.random.default_rng(0).integers(rounds, size=(500, rounds))
     spread = np.array([added(times[:, chosen]) for chosen in again])
     table = Table("callback", "step us", "added us", "10 % to 90 %", "x TM", "10 % to 90 %")
