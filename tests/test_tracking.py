@@ -120,6 +120,31 @@ def test_metrics_wait_for_the_server_and_arrive(tmp_path: Path, mlflow_database:
     assert [(m.step, m.value) for m in history] == [(s, float(s)) for s in range(5)]
 
 
+@pytest.mark.slow
+def test_reports_share_calls(
+    tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports at every batch take few calls, whose time is training's, and all arrive."""
+    calls, send = [], MlflowClient.log_batch
+
+    def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **options: Any) -> None:
+        if metrics:
+            calls.append(len(metrics))
+        send(self, run_id, metrics, **options)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    # Lightning's own metrics aside: they go through another method.
+    logger = MLFlowLogger("shared", tracking_uri=mlflow_database)
+    run = trainer(tmp_path, Flops(schedule="1ba", peak_flops=1e9), logger=logger, max_epochs=12)
+    run.fit(Small())
+    client = MlflowClient(mlflow_database)
+    steps = [m.step for m in client.get_metric_history(logger.run_id, "batch_flops")]
+    assert steps == list(range(192))
+    # Hundreds of reports within a second or two: the first at once, the last at the end.
+    assert 2 <= len(calls) <= 12
+    assert sum(calls) > 1500
+
+
 @pytest.mark.parametrize(
     ("key", "clean"),
     [

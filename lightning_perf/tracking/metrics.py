@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 #: MLflow takes at most this many metrics in one call.
 _BATCH = 1000
+#: So many are sent without a pause.
+_HURRY = 2 * _BATCH
 _MOST_WAITING = 20_000
 _FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
+#: Seconds between calls, and at least so many times what the last one took: each one holds Python's
+#: lock for some 20 ms, more than many a step takes.
+_PAUSE, _PAUSES, _LONGEST_PAUSE = 1.0, 20.0, 10.0
 _REFUSED = re.compile(r"[^A-Za-z0-9_\-. /:]+")
 
 Entry = tuple[str, float, int, int]  # key, value, milliseconds since the epoch, step
@@ -79,8 +84,10 @@ class MlflowMetrics:
         self._waiting: deque[Entry] = deque()
         self._client: MlflowClient | None = None
         self._retry = 0.0
+        # When the next call may be made, on time.monotonic.
+        self._due = 0.0
         self._lost = 0
-        self._queued = False
+        self._queued = self._hurried = False
         self._said: set[str] = set()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -93,6 +100,8 @@ class MlflowMetrics:
             else:
                 self._waiting.append((clean_key(prefix + key), value, now, step))
         self._enqueue()
+        if len(self._waiting) >= _HURRY and not self._retry and not self._hurried:
+            self._hurried = self._worker.submit(self._send, "metrics to MLflow")
 
     def log_params(self, params: Mapping[str, object]) -> None:
         """Hand params over; a param that stands there already keeps its value."""
@@ -114,12 +123,16 @@ class MlflowMetrics:
         if self._queued:
             return
         self._queued = True  # before the job, which sets it back
-        if not self._worker.submit(self._send, "metrics to MLflow", delay=self._retry):
+        delay = max(self._retry, self._due - time.monotonic())
+        if not self._worker.submit(self._send, "metrics to MLflow", delay=delay):
             self._queued = False
 
     def _send(self) -> None:
-        self._queued = False
-        while self._waiting:
+        self._queued = self._hurried = False
+        # What comes meanwhile waits for the next time.
+        for _ in range(0, len(self._waiting), _BATCH):
+            began = time.monotonic()
+            self._due = began + _PAUSE
             batch = list(islice(self._waiting, _BATCH))
             try:
                 self._connect().log_batch(self._run.run_id, metrics=_metrics(batch))
@@ -128,9 +141,13 @@ class MlflowMetrics:
                 self._say(f"metrics wait for the server ({describe(error)})")
                 self._enqueue()
                 return
+            now = time.monotonic()
             self._retry = 0.0
+            self._due = now + min(max(_PAUSE, _PAUSES * (now - began)), _LONGEST_PAUSE)
             for _ in batch:
                 self._waiting.popleft()
+        if self._waiting:
+            self._enqueue()
 
     def _send_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
