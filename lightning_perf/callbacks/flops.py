@@ -123,8 +123,8 @@ class Flops(PerfCallback):
 
     @property
     @override
-    def restless(self) -> bool:
-        return True
+    def quiet_until(self) -> float:
+        return self._cadence.quiet_until
 
     @override
     def prepare(self, driver: Driver) -> None:

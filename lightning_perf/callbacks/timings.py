@@ -109,8 +109,8 @@ class Timings(PerfCallback):
 
     @property
     @override
-    def restless(self) -> bool:
-        return self._cadence is not None
+    def quiet_until(self) -> float:
+        return math.inf if self._cadence is None else self._cadence.quiet_until
 
     @override
     def prepare(self, driver: Driver) -> None:

@@ -23,8 +23,8 @@ class Cadence:
         self._schedule = schedule
         self._shared = True
         self._wanted = False
-        # Batches before this one need not be asked about.
-        self._quiet_until = 0
+        #: Batches before this one need not be asked about.
+        self.quiet_until: float = 0
 
     def setup(self, driver: Driver) -> None:
         """Begin to watch a run.
@@ -33,18 +33,18 @@ class Cadence:
             ConfigError: The schedule cannot work in it.
         """
         self._shared = self._schedule.shared or driver.ranks.world_size == 1
-        self._wanted, self._quiet_until = False, 0
+        self._wanted, self.quiet_until = False, 0
         self._schedule.validate(driver.limits)
         self._schedule.setup(driver.context)
 
     def start(self, driver: Driver) -> None:
         """A stage begins."""
-        self._quiet_until = 0
+        self.quiet_until = 0
         self._schedule.observe(driver.moment)
 
     def due(self, driver: Driver) -> bool:
         """Whether ranks meet now, on all of them alike; asked once a batch."""
-        now = driver.counters.batch >= self._quiet_until and self._now(driver)
+        now = driver.counters.batch >= self.quiet_until and self._now(driver)
         if self._shared:
             self._wanted = now
             return now
@@ -65,5 +65,5 @@ class Cadence:
         if self._schedule(driver.moment):
             return True
         if not self._schedule.watches:
-            self._quiet_until = self._schedule.quiet_until(driver.moment)
+            self.quiet_until = self._schedule.quiet_until(driver.moment)
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -12,6 +12,7 @@ from lightning_perf.timings import Action, Cost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
 
 #: What runs where no span does.
 _LOOP = ("other", "loop")
@@ -136,6 +137,18 @@ class Silent:
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         return
+
+
+class _Nothing:
+    """A context that does nothing, in half the time: this takes what it is given, and gives ""."""
+
+    __slots__ = ()
+
+    __enter__ = __exit__ = "".format
+
+
+#: In place of spans of Lightning's that nobody asked for.
+NOTHING: AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
 
 
 class Clock:

@@ -171,6 +171,7 @@ class Driver:
         """Another stage is the present one."""
         self.stage, self.nested = self.course.stage, self.course.nested
         self.work, self.slowed, self.first_batch = None, False, False
+        self.exchange.wake()
         if self.stage:
             self.counters = self.course.counters
 

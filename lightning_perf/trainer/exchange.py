@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from lightning_perf.trainer.collective import Gatherer, Rows
@@ -28,12 +29,12 @@ class Exchange:
 
     def __init__(self, trainer: Trainer) -> None:
         self._gatherer = Gatherer(trainer)
-        # Those that report, numbered in the same order on all ranks; and those of them that may be
-        # due when Lightning does not log.
-        self._reporters: list[tuple[int, Part]] = []
-        self._restless: list[tuple[int, Part]] = []
-        #: Those that may be due after the last batch.
-        self.asked: list[tuple[int, Part]] = []
+        # Those that report, in the same order on all ranks; and the batch before which they are
+        # due only where Lightning logs.
+        self._reporters: list[Part] = []
+        self._quiet_until: float = 0
+        #: Whether somebody may be due after the last batch.
+        self.asked = False
         self._batches: list[BatchRecord] = []
         self._takers: list[Part] = []
 
@@ -43,9 +44,12 @@ class Exchange:
         Args:
             parts: All callbacks.
         """
-        self._reporters = list(enumerate(part for part in parts if part.reports))
-        self._restless = [(number, part) for number, part in self._reporters if part.restless]
+        self._reporters = [part for part in parts if part.reports]
         self._takers = [part for part in parts if part.busy("after_batches")]
+
+    def wake(self) -> None:
+        """Another stage is the present one."""
+        self._quiet_until = 0
 
     def end_batch(self, driver: Driver, batch: BatchRecord, logs: bool) -> None:
         """A batch is over.
@@ -59,7 +63,7 @@ class Exchange:
             if len(self._batches) >= _MOST_UNTOLD:
                 self.tell(driver)
             self._batches.append(batch)
-        self.asked = self._reporters if logs else self._restless
+        self.asked = logs or driver.counters.batch >= self._quiet_until
         if self._gatherer.pending:
             self._gatherer.poll()
 
@@ -75,13 +79,17 @@ class Exchange:
         Whether something is due follows from what all ranks share, and a rank that has nothing to
         say sends an empty message: else the messages of one callback would be taken for another's.
         """
-        for number, part in self._reporters if at_end else self.asked:
+        quiet = not (at_end or driver.report_due)
+        for number, part in enumerate(self._reporters):
+            if quiet and driver.counters.batch < part.quiet_until:
+                continue
             if not part.due(driver, at_end):
                 continue
             self.tell(driver)
             mine: Report | None = part.call("collect", driver, at_end)
             tag, values = (number, driver.counters.batch), mine.values if mine else ()
             self._gatherer.gather(tag, values, partial(_publish, driver, part, mine))
+        self._quiet_until = min((part.quiet_until for part in self._reporters), default=inf)
 
     def close(self, timeout: float) -> None:
         """End.

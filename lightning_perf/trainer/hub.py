@@ -12,12 +12,13 @@ from lightning_perf.flops import is_compiled
 from lightning_perf.timings import Totals
 from lightning_perf.trainer import compat
 from lightning_perf.trainer.actions import classify
-from lightning_perf.trainer.clock import Clock, Silent, Span, WatchedSpan, WholeSpan
+from lightning_perf.trainer.clock import NOTHING, Clock, Silent, Span, WatchedSpan, WholeSpan
 from lightning_perf.trainer.device_clock import DeviceClock
 from lightning_perf.trainer.wraps import Wraps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
 
@@ -53,7 +54,7 @@ class Hub:
         #: The device's own clock, where it has one.
         self.device = DeviceClock() if clocked else None
         #: Our spans by their keys, made as they are asked for.
-        self.book = Book(self._span)
+        self.book = SpanBook(self._span)
         self._wraps = Wraps()
         self._wrap()
 
@@ -93,14 +94,14 @@ class Hub:
             self._nested = False
             self._begin(outer)
 
-    def _span(self, key: Key) -> Span | Silent:
+    def _span(self, key: Key) -> AbstractContextManager[Any]:
         name = key if isinstance(key, str) else key[1]
         try:
             what = classify(key, self._trainer) if isinstance(key, str) else key
         except Exception:  # a callback of the user's that cannot be asked: Lightning will tell
             what = None
         if what is None:
-            return Silent(name)
+            return NOTHING if name.startswith("[") else Silent(name)
         category, label = what
         clock = self._clock
         if label == "run_training_batch":
@@ -143,18 +144,18 @@ class Hub:
         self._wraps.time(owner, method, partial(self.book.__getitem__, (category, name)))
 
 
-class Book(dict[Any, "Span | Silent"]):
+class SpanBook(dict[Any, "AbstractContextManager[Any]"]):
     """Spans by their keys: looking one up costs no call of ours but for the first time.
 
     Args:
         make: Makes the span of a key.
     """
 
-    def __init__(self, make: Callable[[Key], Span | Silent]) -> None:
+    def __init__(self, make: Callable[[Key], AbstractContextManager[Any]]) -> None:
         super().__init__()
         self._make = make
 
-    def __missing__(self, key: Key) -> Span | Silent:
+    def __missing__(self, key: Key) -> AbstractContextManager[Any]:
         if len(self) >= _MOST_SPANS:
             return Silent(str(key))
         span = self[key] = self._make(key)

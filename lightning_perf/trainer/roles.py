@@ -38,8 +38,8 @@ class Part(Protocol):
     reports: bool
 
     @property
-    def restless(self) -> bool:
-        """Whether it may be due when Lightning does not log."""
+    def quiet_until(self) -> float:
+        """The batch of the stage before which it is due only where Lightning logs."""
         ...
 
     def busy(self, verb: str) -> bool:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.profilers import PassThroughProfiler
 from typing_extensions import override
 
+from lightning_perf.trainer.clock import NOTHING
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     Find = Callable[[str], AbstractContextManager[Any]]
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Lean(PassThroughProfiler):
     """Does nothing as well, without making a generator for each span."""
 
     @override
-    def profile(self, action_name: str) -> AbstractContextManager[None]:  # type: ignore[override]
-        return _NOTHING
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
+        return NOTHING
 
 
 class Hearing(PassThroughProfiler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ class Verbs:
     """
 
     @property
-    def restless(self) -> bool:
-        """Whether it may be due when Lightning does not log."""
-        return False
+    def quiet_until(self) -> float:
+        """The batch of the stage before which it is due only where Lightning logs."""
+        return math.inf
 
     def prepare(self, driver: Driver) -> None:
         """The run is set up, on all ranks: check settings against it."""
@@ -50,8 +51,8 @@ class Verbs:
         """Whether there is something to report now, on all ranks alike.
 
         Asked after every batch and at a stage's end, on every rank, even where this callback has
-        given up: it must follow from what all ranks share, and not fail. Unless it is
-        ``restless``, only where Lightning logs (``driver.report_due``) and at the end.
+        given up: it must follow from what all ranks share, and not fail. Before ``quiet_until``
+        only where Lightning logs (``driver.report_due``) and at the end.
         """
         return False
 
