@@ -113,8 +113,7 @@ def added(times: np.ndarray) -> np.ndarray:
 def main(rounds: int) -> None:
     """Measure and print."""
     warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     rows, reference = list(ROWS), list(ROWS).index(REFERENCE)
     times = np.zeros((len(rows), rounds, STEPS - WARM - 1))
