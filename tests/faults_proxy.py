@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -83,9 +85,8 @@ class Proxy:
 
     def recover(self) -> None:
         """From now on all is well, and what was held is let go."""
-        switch(self.folder, "pass")
+        switch(self.folder, self.port, "pass")
         self.released.set()
-        time.sleep(0.1)  # for the port to be open again
 
     def close(self) -> None:
         self.released.set()
@@ -109,7 +110,13 @@ class Proxy:
             server.server_close()
 
 
-def switch(folder: Path, mode: str) -> None:
-    """Change a proxy's mode from any process, at once as a whole."""
+def switch(folder: Path, port: int, mode: str) -> None:
+    """Change a proxy's mode from any process, at once as a whole; it listens from then on."""
     (new := folder / "new").write_text(mode)
     new.replace(folder / "mode")
+    deadline = time.monotonic() + 20
+    while mode == "pass" and time.monotonic() < deadline:
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        time.sleep(0.02)

@@ -71,7 +71,7 @@ def served(
     driver.UPLOAD_TIMEOUT = {"teardown": 2.0, "exception": 2.0}
     address = f"http://me:{SECRETS[0]}@127.0.0.1:{port}"
     turns = [
-        Planted("on_train_batch_start", partial(switch, place, mode), at)
+        Planted("on_train_batch_start", partial(switch, place, port, mode), at)
         for at, mode in modes.items()
     ]
     return Setting(
