@@ -45,7 +45,7 @@ def numel(signature: Signature) -> int:
 def _describe(value: Any, parts: list[Any]) -> None:
     kind = type(value)
     if kind is Tensor:
-        parts += (value.dtype, _size(value) if value.is_nested else value.shape)
+        parts += (value.dtype, _size(value))
     elif kind is tuple or kind is list:
         parts += (kind, len(value))
         for item in value:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from lightning_perf.system import Sampler
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.trace.targets import Target
-    from lightning_perf.trainer.peaks import BatchWork
     from lightning_perf.trainer.roles import Member
 
 _log = logging.getLogger("lightning_perf")
@@ -55,8 +54,6 @@ class Driver:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self.members: list[Member] = []
-        #: The member whose hooks move the driver on: the first.
-        self.leader: Member | None = None
         self.ranks = ranks_of(trainer)
         self.limits = limits_of(trainer)
         #: Sends, and asks servers; and who makes files meanwhile.
@@ -69,22 +66,13 @@ class Driver:
         self.course = Course(self.progress, self.ranks, self.reporting.run_name)
         self.exchange = Exchange(trainer)
         self.spans = Spans(trainer, module)
-        self._loop = compat.TrainingLoop(trainer)
+        self._loop: compat.TrainingLoop  # each stage's: modules may settle how late
         self._log_every = 0
         #: The stage that is running, in Lightning's words; empty between stages.
         self.stage = ""
-        #: Whether it is validation inside of fit.
-        self.nested = False
-        # What all callbacks ask for at every batch is kept at hand: a property takes as long as
-        # what it does.
         #: What was counted of the present stage, and of its last batch: ``last_samples``, ...
+        #: Kept at hand, since it is asked for at every batch.
         self.counters = Counters()
-        #: The FLOPs of the last batch, where they are known.
-        self.work: BatchWork | None = None
-        #: Whether it took longer because they were counted.
-        self.slowed = False
-        #: Whether it is the first one of its stage in this run.
-        self.first_batch = False
         #: Whether the last batch is one at which Lightning logs, the same on every rank.
         self.report_due = False
         #: The loggers' step for what is reported now.
@@ -107,14 +95,12 @@ class Driver:
                 problem = "watches this Trainer already, on its own or in a Suite"
                 raise ConfigError("callbacks", part.state_key, problem, "[Suite([...])]")
         driver.members.append(member)
-        driver.leader = driver.members[0]
         return driver
 
     def leave(self, member: Member, reason: str) -> None:
         """Let a member go; the last one closes what is shared."""
         if member in self.members:
             self.members.remove(member)
-            self.leader = next(iter(self.members), None)
         if self.members or _DRIVERS.get(self.trainer) is not self:
             return
         del _DRIVERS[self.trainer]
@@ -129,6 +115,21 @@ class Driver:
         self.complaints.sum_up()
 
     # -- where the run is ---------------------------------------------------------------------
+
+    @property
+    def nested(self) -> bool:
+        """Whether the present stage is validation inside of fit."""
+        return self.course.nested
+
+    @property
+    def slowed(self) -> bool:
+        """Whether the last batch took longer because its FLOPs were counted."""
+        return self.meter.counted
+
+    @property
+    def first_batch(self) -> bool:
+        """Whether the last batch is the first one of its stage in this run."""
+        return self.course.batches == 1
 
     @property
     def timestamp(self) -> Timestamp:
@@ -169,8 +170,7 @@ class Driver:
 
     def _look(self) -> None:
         """Another stage is the present one."""
-        self.stage, self.nested = self.course.stage, self.course.nested
-        self.work, self.slowed, self.first_batch = None, False, False
+        self.stage = self.course.stage
         self.exchange.wake()
         if self.stage:
             self.counters = self.course.counters
@@ -182,7 +182,6 @@ class Driver:
         meter, every = self.meter, self._log_every
         if meter.wanted:
             meter.after_batch(batch)
-            self.work, self.slowed = meter.work, meter.counted
             if meter.untracked and not self._told_untracked:
                 self._tell_untracked()
         if self.stage == "train":
@@ -195,9 +194,8 @@ class Driver:
             self.report_due = every > 0 and not self.nested and batches % every == 0
             if not self.nested:
                 self.step = self._loop.step + batches
-        first = self.first_batch = batches == 1
         seconds = self.counters.last_seconds
-        record = (seconds, samples, tokens, self.work, self.slowed, first)
+        record = (seconds, samples, tokens, meter.work, meter.counted, batches == 1)
         self.exchange.end_batch(self, record, self.report_due)
         if self.spans.clocked:
             self.spans.end_batch()

@@ -73,7 +73,7 @@ def _batch_end(stage: str) -> Callable[..., None]:
         driver = self._driver
         if driver is None or driver.stage != stage:
             return
-        if driver.leader is self:
+        if driver.members[0] is self:
             try:
                 driver.end_batch(batch)
             except Exception as error:

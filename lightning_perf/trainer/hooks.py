@@ -198,7 +198,7 @@ class PerfCallback(Verbs, Callback):
         driver = self._driver
         if driver is None:
             return
-        leads, last = driver.leader is self, driver.members[-1] is self
+        leads, last = driver.members[0] is self, driver.members[-1] is self
         if leads:
             self._drive("enter", stage)
         self._early = [part for part in self.parts if part.busy("before_batch")]
@@ -236,7 +236,7 @@ class PerfCallback(Verbs, Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the epoch."""
         driver = self._driver
-        if driver is not None and driver.stage == "train" and driver.leader is self:
+        if driver is not None and driver.stage == "train" and driver.members[0] is self:
             self._drive("end_epoch")
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.trainer.wraps import StandIn, Wraps
+from lightning_perf.trainer.clock import NOTHING
+from lightning_perf.trainer.wraps import StandIn, Timed, Wraps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from lightning_perf.flops import FlopCounter
 
@@ -52,7 +54,12 @@ class Steps:
     def count(self, counter: FlopCounter) -> None:
         """Count what the steps and the backwards of the present batch do."""
         self.counter, self.backward_seen = counter, False
-        self._backward.put(self._strategy, "backward", partial(_Backward, steps=self))
+        make = partial(Timed, context=self._in_backward)
+        self._backward.put(self._strategy, "backward", make)
+
+    def _in_backward(self) -> AbstractContextManager[Any]:
+        self.backward_seen = True
+        return self.counter or NOTHING
 
     def stop_counting(self) -> None:
         """Count no more."""
@@ -79,19 +86,4 @@ class _Step(StandIn):
         if steps.counter is None:
             return self.original(*args, **kwargs)
         with steps.counter:
-            return self.original(*args, **kwargs)
-
-
-class _Backward(StandIn):
-    """Runs counted, and is remembered."""
-
-    def __init__(self, original: Callable[..., Any], steps: Steps) -> None:
-        super().__init__(original)
-        self._steps = steps
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._steps.backward_seen = True
-        if self._steps.counter is None:
-            return self.original(*args, **kwargs)
-        with self._steps.counter:
             return self.original(*args, **kwargs)

@@ -41,7 +41,7 @@ class StandIn:
 
 
 class Timed(StandIn):
-    """A method that runs within a context.
+    """A method that runs within a context: a span, or a count.
 
     Args:
         original: The method.
