@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from html.parser import HTMLParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations, pairwise
 from math import inf, nan
 from pathlib import Path
-from queue import Queue
-from threading import Thread
 from typing import Any
 
 import matplotlib
 import numpy as np
 import pytest
+from browser import needs_browser, said_in_a_browser
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -346,62 +341,8 @@ def test_a_category_of_the_users_keeps_its_colour() -> None:
     assert colour_of("my_phase") not in COLOURS.values()
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-class Answers(ThreadingHTTPServer):
-    """Serves one page, and keeps what the page posts back."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__(("127.0.0.1", 0), Asked)
-        self.page = page.encode()
-        self.posted: Queue[str] = Queue()
-
-
-class Asked(BaseHTTPRequestHandler):
-    """One request to ``Answers``."""
-
-    server: Answers
-
-    def do_GET(self) -> None:
-        self.answer(self.server.page)
-
-    def do_POST(self) -> None:
-        self.server.posted.put(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        self.answer(b"")
-
-    def answer(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        """Requests are no test's output."""
-
-
-def said_in_a_browser(page: str, folder: Path) -> str:
-    """The first text that the page posts to its server, however long the browser takes to start."""
-    with Answers(page) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        browser = subprocess.Popen(
-            [
-                str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-                f"--user-data-dir={folder / 'profile'}", f"http://127.0.0.1:{server.server_port}",
-            ],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        try:
-            return server.posted.get(timeout=120)
-        finally:
-            os.killpg(browser.pid, signal.SIGKILL)
-            browser.wait()
-            server.shutdown()
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no browser")
+@needs_browser
 def test_hovering_tells_the_values_at_a_step_in_a_sandboxed_frame(tmp_path: Path) -> None:
     """In a frame such as MLflow's, the pointer brings up the values of the step below it."""
     page = page_of(tmp_path, ROWS, table=TABLE).source

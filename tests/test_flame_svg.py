@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from browser import needs_browser, said_in_a_browser
 
 from lightning_perf.profilers.flame_svg import bytes_text, flame_graph, fold, read_folded
 
@@ -79,3 +82,33 @@ def test_nothing_recorded_is_an_empty_picture() -> None:
 def test_nothing_is_loaded_from_anywhere() -> None:
     """The only address in a picture is the name of its format."""
     assert set(re.findall(r"https?://[^\"]+", draw(STACKS))) == {"http://www.w3.org/2000/svg"}
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_click_magnifies_and_a_narrow_window_holds_the_picture(tmp_path: Path) -> None:
+    """In a browser a clicked frame takes the whole width, which is no more than the window's."""
+    ask = """<script>
+    const all = {}, frames = [...document.querySelectorAll("g")];
+    const look = () => frames.filter(g => g.style.display != "none").map(g => {
+      const box = g.querySelector("rect").getBoundingClientRect();
+      return [g.dataset.name, box.width, box.right, g.querySelector("text").textContent];
+    });
+    const click = name => {
+      frames.find(g => g.dataset.name == name).dispatchEvent(new MouseEvent("click"));
+      all[name] = look();
+    };
+    click("load"); click("all");
+    all.window = innerWidth;
+    fetch("/", {method: "POST", body: JSON.stringify(all)});
+    </script>"""
+    seen = json.loads(said_in_a_browser(f"<!doctype html>{draw(STACKS)}{ask}", tmp_path))
+    load = {name: (width, text) for name, width, _, text in seen["load"]}
+    full = load["all"][0]
+    assert {name: width / full for name, (width, _) in load.items()} == pytest.approx(
+        {"all": 1, "main": 1, "load": 1, "read": 6 / 7, "decode": 1 / 7}, abs=0.01
+    )
+    assert {name for name, (_, text) in load.items() if text == name} == set(load)
+    assert "train" in {name for name, *_ in seen["all"]}
+    assert seen["window"] < 1200
+    assert max(right for _, _, right, _ in seen["all"]) <= seen["window"]

@@ -65,7 +65,8 @@ def flame_graph(root: Frame, title: str, unit: Callable[[int], str] = str) -> st
     height = _MARGIN + (deepest + 1) * _ROW + 6
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH:.0f}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH:.0f} {height}" font-family="monospace" font-size="11">\n'
+        f'viewBox="0 0 {_WIDTH:.0f} {height}" style="max-width:100%;height:auto" '
+        f'font-family="monospace" font-size="11">\n'
         f'<rect width="100%" height="100%" fill="#fff"/>\n'
         f'<text x="6" y="20" font-size="14">{escape(title)}: {escape(unit(root.value))}</text>\n'
         + "\n".join(boxes)
