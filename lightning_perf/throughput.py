@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, fields
-from operator import attrgetter
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 SECONDS_PER_UNIT = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What one rank did in some seconds.
 
     Example:
@@ -35,13 +29,6 @@ class Work:
     uncounted_tokens: float = 0
     uncounted_flops: float = 0
 
-    def values(self) -> tuple[float, ...]:
-        """All fields in their order."""
-        return _VALUES(self)
-
-
-_VALUES: Callable[[Work], tuple[float, ...]] = attrgetter(*(each.name for each in fields(Work)))
-
 
 class RollingWindow:
     """The work of the most recent batches.
@@ -51,7 +38,7 @@ class RollingWindow:
     """
 
     def __init__(self, size: int) -> None:
-        self._now = Work().values()
+        self._now: tuple[float, ...] = Work()
         # Running totals at the edges of batches: a window is the difference of two of them.
         self._edges: deque[tuple[float, ...]] = deque([self._now], maxlen=size + 1)
 
@@ -89,33 +76,38 @@ class RollingWindow:
     def work(self) -> Work:
         """The work inside of the window."""
         last, first = self._edges[-1], self._edges[0]
-        return Work(*[a - b for a, b in zip(last, first, strict=True)])
+        return Work._make(a - b for a, b in zip(last, first, strict=True))
 
 
-def throughput(ranks: Sequence[Work]) -> dict[str, float]:
+def throughput(per_second: Work, least: Work, ranks: int) -> dict[str, float]:
     """The rates of all ranks together, and of one device on average.
 
     Args:
-        ranks: One window a rank, of about the same stretch of time.
+        per_second: One window a rank, of about the same stretch of time, each by its seconds; their
+            sum.
+        least: The least of each field on any rank.
+        ranks: How many they are.
 
     Returns:
         ``throughput/...`` and ``throughput/device/...`` by name, all per second; ``mfu`` is a
         fraction of the peak. What no rank knows is left out.
+
+    Example:
+        >>> found = throughput(Work(2.0, batches=4.0, samples=128.0), Work(), ranks=2)
+        >>> found["throughput/batches_per_sec"], found["throughput/samples_per_sec"]
+        (2.0, 128.0)
     """
-    rates: dict[str, float] = {}
     # Every rank takes part in every batch, so batches are averaged where samples are summed.
-    rates["batches_per_sec"] = sum(_rate(w.batches, w) for w in ranks) / len(ranks)
+    rates = {"batches_per_sec": per_second.batches / ranks}
     for name in ("samples", "tokens", "flops"):
-        total = sum(_rate(getattr(w, name), w) for w in ranks)
+        total = getattr(per_second, name)
         # One batch that could not be counted would make the rate too low.
-        whole = not any(getattr(w, f"uncounted_{name}") for w in ranks)
-        if total > 0 and whole:
+        if total > 0 and not getattr(per_second, f"uncounted_{name}"):
             rates[f"{name}_per_sec"] = total
     found = {f"throughput/{key}": value for key, value in rates.items()}
-    found |= {f"throughput/device/{key}": value / len(ranks) for key, value in rates.items()}
-    if all(w.ideal_seconds > 0 and not w.uncounted_flops for w in ranks):
-        mfu = sum(_rate(w.ideal_seconds, w) for w in ranks) / len(ranks)
-        found["throughput/device/mfu"] = mfu
+    found |= {f"throughput/device/{key}": value / ranks for key, value in rates.items()}
+    if least.ideal_seconds > 0 and not per_second.uncounted_flops:
+        found["throughput/device/mfu"] = per_second.ideal_seconds / ranks
     return found
 
 
@@ -137,7 +129,3 @@ def elapsed(train: float, validation: float, unit: str) -> dict[str, float]:
         "time/val": validation / each,
         "time/total": (train + validation) / each,
     }
-
-
-def _rate(amount: float, work: Work) -> float:
-    return amount / work.seconds if work.seconds > 0 else 0.0

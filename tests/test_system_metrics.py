@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -270,13 +271,13 @@ def test_an_allocator_without_statistics_costs_its_own_figures_alone(
 def test_memory_of_several_ranks_is_rank_0s_and_the_largest() -> None:
     """The rank that runs out first need not be rank 0; host memory is a node's, not a rank's."""
     one, other = [float(n) for n in range(11)], [nan, nan, *(float(20 - n) for n in range(2, 11))]
-    found = _over_ranks([one, other, [nan] * 11])
+    found = _over_ranks(np.array([one, other, [nan] * 11]))
     assert found["memory/current_allocated_mem"] == 2.0
     assert found["memory/max_over_ranks/current_allocated_mem"] == 18.0
     assert found["memory/alloc_retries"] == 10.0
     assert found["memory/rss"] == 0.0
     assert not [key for key in found if "max_over_ranks" in key and "rss" in key]
-    assert not [key for key in _over_ranks([one]) if "max_over_ranks" in key]
+    assert not [key for key in _over_ranks(np.array([one])) if "max_over_ranks" in key]
 
 
 def test_many_nodes_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

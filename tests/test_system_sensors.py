@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,8 @@ def test_the_largest_node_fits_into_one_message() -> None:
     row = pack(figures)
     assert len(row) + 2 + 11 <= WIDTH
     assert unpack(row) == figures
+    # A node with more GPUs makes all rows longer.
+    assert unpack([*row, *[nan] * (1 + len(GPU))]) == figures
     assert pack({}) == []
 
 

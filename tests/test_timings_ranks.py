@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small import Records, Small, trainer
@@ -50,7 +51,7 @@ class Told(Stopped):
         super().publish(driver, report, rows)
         found = {
             "metrics": self.metrics,
-            "own": rows[driver.ranks.global_rank],
+            "own": rows[driver.ranks.global_rank].tolist(),
             "wall": self.wall,
             "rows": self.rows,
             "names": self.names,
@@ -92,8 +93,8 @@ def test_a_thousand_ranks_are_one_short_sum() -> None:
     """What a thousand ranks send gives the same keys as two, and the slowest is found."""
     names = module._SENT
     width = len(names) + 1
-    rows = [[float(rank)] * width for rank in range(1000)]
-    rows[137][3] = 5000.0
+    rows = np.repeat(np.arange(1000.0)[:, None], width, axis=1)
+    rows[137, 3] = 5000.0
     found = over_ranks(names, rows)
     assert found["dataloader_next"] == found["dataloader_next/median"] == 499.5
     assert found["backward/slowest_rank"] == 137

@@ -17,6 +17,7 @@ from lightning_perf.trainer.cadence import Cadence
 from lightning_perf.trainer.collective import Rows
 from lightning_perf.trainer.hooks import PerfCallback
 from lightning_perf.trainer.roles import Report
+from lightning_perf.trainer.spread import lowest, per_first, summed
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
@@ -182,7 +183,7 @@ class Flops(PerfCallback):
         done = stage == "train" and report.at_end and stage in self._timed
         if done or not report.own["wanted"]:
             return
-        found = utilization([_Tally(*row) for row in rows])
+        found = utilization(rows)
         if "mfu" in found:
             self._timed.add(stage)
         driver.meter.peaks.doubt(found.get("mfu", 0.0))
@@ -192,34 +193,32 @@ class Flops(PerfCallback):
             driver.log(self.metrics, report.step)
 
 
-def utilization(ranks: Sequence[_Tally]) -> dict[str, float]:
-    """All of Flops' metrics from one tally a rank; what no rank knows is left out."""
-    found: dict[str, float] = {}
-    batch_flops = sum(r.batch_flops for r in ranks)
-    if batch_flops <= 0:
-        return found
-    found["batch_flops"] = batch_flops
-    found["tracked_operations"] = sum(r.tracked_operations for r in ranks)
-    found["untracked_operations"] = sum(r.untracked_operations for r in ranks)
-    if formula := sum(r.batch_formula_flops for r in ranks):
-        found["batch_flops_from_formula"] = formula
-    if all(r.peak > 0 for r in ranks):
-        total = sum(r.peak for r in ranks)
-        found |= {"total_flops": total, "max_batches_per_sec": total / batch_flops}
-    if all(r.seconds > 0 for r in ranks):
-        found |= _rates(ranks)
+def utilization(ranks: Rows) -> dict[str, float]:
+    """All of Flops' metrics from the fields of one tally a rank; what none knows is left out."""
+    total, least = _Tally(*summed(ranks)), _Tally(*lowest(ranks))
+    if total.batch_flops <= 0:
+        return {}
+    found = {
+        "batch_flops": total.batch_flops,
+        "tracked_operations": total.tracked_operations,
+        "untracked_operations": total.untracked_operations,
+    }
+    if total.batch_formula_flops:
+        found["batch_flops_from_formula"] = total.batch_formula_flops
+    if least.peak > 0:
+        found["total_flops"] = total.peak
+        found["max_batches_per_sec"] = total.peak / total.batch_flops
+    if least.seconds > 0:
+        found |= _rates(_Tally(*per_first(ranks)), len(ranks))
     return found
 
 
-def _rates(ranks: Sequence[_Tally]) -> dict[str, float]:
-    def mean(part: Callable[[_Tally], float]) -> float:
-        return sum(part(r) / r.seconds for r in ranks) / len(ranks)
-
+def _rates(per_second: _Tally, ranks: int) -> dict[str, float]:
     found = {
-        "actual_batches_per_sec": mean(lambda r: r.batches),
-        "tflops_per_device": mean(lambda r: r.flops) / 1e12,
-        "mfu": mean(lambda r: r.ideal_seconds),
-        "hfu": mean(lambda r: r.hardware_ideal_seconds),
-        "mfu_from_formula": mean(lambda r: r.formula_ideal_seconds),
+        "actual_batches_per_sec": per_second.batches,
+        "tflops_per_device": per_second.flops / 1e12,
+        "mfu": per_second.ideal_seconds,
+        "hfu": per_second.hardware_ideal_seconds,
+        "mfu_from_formula": per_second.formula_ideal_seconds,
     }
-    return {key: value for key, value in found.items() if value > 0}
+    return {key: value / ranks for key, value in found.items() if value > 0}

@@ -14,6 +14,7 @@ from lightning_perf.throughput import SECONDS_PER_UNIT, RollingWindow, Work, ela
 from lightning_perf.trainer.collective import Rows
 from lightning_perf.trainer.hooks import PerfCallback
 from lightning_perf.trainer.roles import Report
+from lightning_perf.trainer.spread import lowest, per_first
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
@@ -133,16 +134,16 @@ class SpeedMonitor(PerfCallback):
     def collect(self, driver: Driver, at_end: bool) -> Report:
         window = self._windows.get(driver.stage)
         work = window.work() if window is not None else Work()
-        return Report(work.values(), driver.stage, driver.step, at_end, self._times(driver, at_end))
+        return Report(work, driver.stage, driver.step, at_end, self._times(driver, at_end))
 
     @override
     def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
-        ranks = [Work(*row) for row in rows]
         stage = report.stage
         found = dict(report.own)
-        if self._worth_telling(report, ranks):
+        least = Work(*lowest(rows))
+        if self._worth_telling(report, least):
             self._told.add(stage)
-            found |= throughput(ranks)
+            found |= throughput(Work(*per_first(rows)), least, len(rows))
             driver.meter.peaks.doubt(found.get("throughput/device/mfu", 0.0))
         elif report.at_end:
             return
@@ -150,12 +151,12 @@ class SpeedMonitor(PerfCallback):
         self.metrics = {prefix + key: value for key, value in found.items()}
         driver.log(self.metrics, report.step)
 
-    def _worth_telling(self, report: Report, ranks: list[Work]) -> bool:
+    def _worth_telling(self, report: Report, least: Work) -> bool:
         """Whether the windows are full on all ranks, or will not be any more."""
         if report.at_end:
             done = report.stage == "train" and "train" in self._told
-            return not done and all(rank.batches > 0 for rank in ranks)
-        return all(rank.batches >= self.window_size for rank in ranks)
+            return not done and least.batches > 0
+        return least.batches >= self.window_size
 
     def _times(self, driver: Driver, at_end: bool) -> dict[str, float]:
         each, spent = SECONDS_PER_UNIT[self.time_unit], driver.counters.total_wct

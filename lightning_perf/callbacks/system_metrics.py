@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
 from math import ceil, isfinite, nan
 from typing import TYPE_CHECKING
 
+import numpy as np
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError, describe, warn
@@ -123,12 +123,13 @@ class SystemMetrics(PerfCallback):
     def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
         if driver.sampler is not None:
             here = driver.ranks.node_rank
-            driver.sampler.processes.update(int(row[1]) for row in rows if row[0] == here)
+            driver.sampler.processes.update(int(pid) for pid in rows[rows[:, 0] == here, 1])
         if driver.ranks.global_rank != 0:
             return
         # An end right after a report has the same memory at the same step.
-        found = {} if report.own["again"] else _over_ranks([row[2:_FIGURES] for row in rows])
-        for row in (row for row in rows if len(row) > _FIGURES):
+        found = {} if report.own["again"] else _over_ranks(rows[:, 2:_FIGURES])
+        figures = rows[:, _FIGURES:]
+        for row in rows[np.isfinite(figures).any(1)].tolist() if figures.size else ():
             node = f"system/node_{row[0]:.0f}"
             found |= {f"{node}/{name}": value for name, value in unpack(row[_FIGURES:]).items()}
         if found:
@@ -183,16 +184,15 @@ def _clock_time(interval: str, example: str) -> float:
     return time.value
 
 
-def _over_ranks(ranks: Sequence[Sequence[float]]) -> dict[str, float]:
+def _over_ranks(ranks: Rows) -> dict[str, float]:
     """Rank 0's memory, and the largest of what several ranks know of themselves."""
-    columns: Iterable[Sequence[float]] = zip(*ranks, strict=True)
-    known = {name: each for name, each in zip(_MEMORY, columns, strict=True) if isfinite(each[0])}
-    found = {f"memory/{name}": each[0] for name, each in known.items()}
+    own = dict(zip(_MEMORY, ranks[0].tolist(), strict=True))
+    found = {f"memory/{name}": value for name, value in own.items() if isfinite(value)}
     if len(ranks) > 1:
-        # Nothing is larger than a number but a larger number: NaN of other ranks is passed over.
+        most = dict(zip(_MEMORY, np.fmax.reduce(ranks).tolist(), strict=True))
         found |= {
-            f"memory/max_over_ranks/{name}": max(each)
-            for name, each in known.items()
-            if name not in _HOST_MEMORY
+            f"memory/max_over_ranks/{name}": value
+            for name, value in most.items()
+            if isfinite(own[name]) and name not in _HOST_MEMORY
         }
     return found

@@ -155,7 +155,8 @@ class Timings(PerfCallback):
             if report.own["again"]:
                 self._history.forget()
             seconds = {key: found[key] for key in CATEGORIES}
-            self._history.add(report.step, rows[driver.ranks.global_rank][-1], seconds)
+            batches = float(rows[driver.ranks.global_rank, len(_SENT)])
+            self._history.add(report.step, batches, seconds)
         if report.own["wanted"]:
             prefix = "timings/" if report.stage == "train" else f"{report.stage}/timings/"
             self.metrics = {prefix + key: value for key, value in found.items()}

@@ -66,9 +66,11 @@ def pack(figures: Mapping[str, float]) -> list[float]:
 
 
 def unpack(row: Sequence[float]) -> dict[str, float]:
-    """Read what `pack` wrote."""
+    """Read what `pack` wrote, with or without NaN after its end."""
     found = dict(zip(HOST, row, strict=False))
     for start in range(len(HOST), len(row), 1 + len(GPU)):
+        if isnan(row[start]):
+            break
         prefix = _name(row[start])
         values = row[start + 1 : start + 1 + len(GPU)]
         found |= {f"{prefix}/{name}": value for name, value in zip(GPU, values, strict=True)}

@@ -7,8 +7,10 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from math import nan
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,13 +21,12 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
-Rows = list[list[float]]
+#: One row a rank; NaN past the end of what a rank sent.
+Rows = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 #: Numbers a rank may send at once; all messages have this size, so that none can be misread.
 WIDTH = 240
 _HEADER = 3
-#: What most messages need of that.
-_SHORT = 24
 _MOST_PENDING = 16
 _TIMEOUT = timedelta(minutes=30)
 
@@ -70,15 +71,17 @@ class Gatherer:
         Args:
             tag: What and when: the same on every rank.
             values: At most ``WIDTH`` numbers.
-            then: Called on the training thread with the rows in rank order.
+            then: Called on the training thread with the rows in rank order, unless some rank sent
+                no numbers at all.
         """
         if self._world_size == 1:
-            then([list(values)])
+            if values:
+                then(np.array([values], dtype=np.float64))
             return
         if len(self.pending) >= _MOST_PENDING:  # a rank is gone: nothing will come any more
             return
         row = torch.tensor([*tag, len(values), *values], dtype=torch.float64)
-        message = torch.zeros(_HEADER + WIDTH, dtype=torch.float64)
+        message = torch.full((_HEADER + WIDTH,), nan, dtype=torch.float64)
         message[: len(row)] = row
         if self._group is None:
             gathered = self._trainer.strategy.all_gather(message)
@@ -120,14 +123,13 @@ class Gatherer:
     def _deliver(
         self, tag: tuple[int, int], table: torch.Tensor, then: Callable[[Rows], None]
     ) -> None:
-        heads = table[:, : _HEADER + _SHORT].tolist()
-        if any(tuple(head[:2]) != tag for head in heads):
+        rows = table.numpy()
+        if (rows[:, :2] != tag).any():
             warn("the ranks report different things at one time, so that report is left out.")
             return
-        # With a thousand ranks, reading all of every row would take milliseconds.
-        ends = [_HEADER + int(head[2]) for head in heads]
-        whole = {rank: table[rank].tolist() for rank, end in enumerate(ends) if end > len(heads[0])}
-        then([whole.get(rank, heads[rank])[_HEADER:end] for rank, end in enumerate(ends)])
+        lengths = rows[:, 2]
+        if lengths.all():
+            then(rows[:, _HEADER : _HEADER + int(lengths.max())])
 
 
 def _initialized() -> bool:
