@@ -7,52 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import Device, Unwaited, never_waited_for
 from small import Records, Small, TwoOptimizers, trainer
 
 from lightning_perf import Timings
 from lightning_perf.timings import Action, Cost
-from lightning_perf.trainer import device_clock, hub
+from lightning_perf.trainer import device_clock
 from lightning_perf.trainer.device_clock import DeviceClock
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-class Device:
-    """A queue that works off what it is given later: what events see of a GPU."""
-
-    def __init__(self) -> None:
-        self.queued = self.done = 0.0
-        self.made = 0
-        self.capturing = False
-        self.touched_while_capturing = False
-
-    def event(self) -> Event:
-        self.made += 1
-        return Event(self)
-
-    def clock(self) -> DeviceClock:
-        return DeviceClock(self.event, lambda: self.capturing)
-
-
-class Event:
-    def __init__(self, device: Device) -> None:
-        self.device, self.at = device, 0.0
-
-    def record(self) -> None:
-        self.device.touched_while_capturing |= self.device.capturing
-        self.at = self.device.queued
-
-    def query(self) -> bool:
-        self.device.touched_while_capturing |= self.device.capturing
-        return self.at <= self.device.done
-
-    def elapsed_time(self, end: Event) -> float:
-        assert self.query()
-        assert end.query(), "it would raise, or wait"
-        return 1e3 * (end.at - self.at)
-
-    def synchronize(self) -> None:
-        raise AssertionError("never")
 
 
 SECONDS = {
@@ -172,33 +135,28 @@ def test_a_run_s_marks_make_keys(
 ) -> None:
     """In a real training, what the device did goes by its place, manual optimization included."""
     device = Device()
-    monkeypatch.setattr(hub, "DeviceClock", device.clock)
-    monkeypatch.setattr(hub, "_CLOCKED", {"cpu"})
+    device.stands_in(monkeypatch)
 
     class Working(kind):  # type: ignore[misc, valid-type]
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            self.work(1.0)
+            device.work(1.0)
             return batch
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.work(2.0)
+            device.work(2.0)
             loss = super().training_step(batch, batch_idx)
-            self.work(2.0)
+            device.work(2.0)
             return loss
 
         def backward(self, loss: torch.Tensor, *args: Any) -> None:
-            self.work(4.0)
+            device.work(4.0)
             super().backward(loss, *args)
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.work(0.5)
+            device.work(0.5)
 
         def on_train_batch_end(self, *_: Any) -> None:
-            self.work(8.0)
-
-        def work(self, seconds: float) -> None:
-            device.queued += seconds
-            device.done = device.queued
+            device.work(8.0)
 
     timings, records = Timings(), Records()
     trainer(tmp_path, timings, logger=records, limit_train_batches=12).fit(Working())
@@ -218,23 +176,9 @@ def test_a_run_s_marks_make_keys(
 @NEEDS_CUDA
 def test_real_events_never_synchronise(tmp_path: Path) -> None:
     """On a GPU, with synchronising calls forbidden from the first batch to the last."""
-
-    class Strict(Small):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            torch.cuda.set_sync_debug_mode("error" if batch_idx else "default")
-
-        def on_train_end(self) -> None:
-            torch.cuda.set_sync_debug_mode("default")
-
-        def train_dataloader(self) -> Any:
-            x = torch.ones(64, 8).pin_memory()
-            return [(x[i : i + 4], x[i : i + 4, :1]) for i in range(0, 64, 4)]
-
     timings = Timings()
-    try:
-        trainer(tmp_path, timings, accelerator="gpu", limit_val_batches=0).fit(Strict())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with never_waited_for():
+        trainer(tmp_path, timings, accelerator="gpu", limit_val_batches=0).fit(Unwaited())
     assert timings.metrics["timings/device/forward"] > 0
     assert timings.metrics["timings/exposed_input"] >= 0
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ class Flops(PerfCallback):
         self.metrics: dict[str, float] = {}
         self._tallies: dict[str, _Tally] = {}
         # The formula's FLOPs of batches that are not in a tally yet.
-        self._by_formula: list[float] = []
+        self._by_formula: deque[float] = deque()
         self._timed: set[str] = set()
         self._cadence = Cadence(self.schedule)
 
@@ -129,7 +129,7 @@ class Flops(PerfCallback):
 
     @override
     def prepare(self, driver: Driver) -> None:
-        self._tallies, self._by_formula, self._timed = {}, [], set()
+        self._tallies, self._by_formula, self._timed = {}, deque(), set()
         if self.formula is not None:
             self._formula = formula_for(self.formula, driver.module)
         self._cadence.setup(driver)
@@ -150,19 +150,19 @@ class Flops(PerfCallback):
 
     @override
     def after_batch(self, driver: Driver, batch: Any) -> None:
-        if self._formula is not None:
-            asked = driver.stage == "train"
-            self._by_formula.append(float(self._formula(batch)) if asked else 0.0)
+        if self._formula is not None and driver.stage == "train":
+            self._by_formula.append(float(self._formula(batch)))
 
     @override
     def after_batches(self, driver: Driver, batches: Sequence[BatchRecord]) -> None:
-        tally, formulas = self._tallies[driver.stage], self._by_formula or repeat(0.0)
-        for (seconds, _, _, work, slowed, first), formula in zip(batches, formulas, strict=False):
+        tally = self._tallies[driver.stage]
+        formulas = self._by_formula if driver.stage == "train" else deque()
+        for seconds, _, _, work, slowed, first in batches:
+            formula = formulas.popleft() if formulas else 0.0
             if work is not None:
                 tally.see(work, formula)
                 if not (slowed or first):
                     tally.add(seconds, work, formula)
-        self._by_formula.clear()
 
     @override
     def due(self, driver: Driver, at_end: bool) -> bool:
@@ -171,10 +171,12 @@ class Flops(PerfCallback):
         return self._cadence.due(driver) or driver.first_batch
 
     @override
-    def collect(self, driver: Driver, at_end: bool) -> Report:
+    def collect(self, driver: Driver, at_end: bool) -> Report | None:
+        wanted = self._cadence.take() or driver.first_batch or at_end
         tally = self._tallies[driver.stage]
         self._tallies[driver.stage] = _Tally()
-        wanted = self._cadence.take() or driver.first_batch or at_end
+        if not tally.batch_flops:  # nothing is known, or a GPU has come to nothing since
+            return None
         return Report(_ALL(tally), driver.stage, driver.step, at_end, {"wanted": wanted})
 
     @override
@@ -196,8 +198,6 @@ class Flops(PerfCallback):
 def utilization(ranks: Rows) -> dict[str, float]:
     """All of Flops' metrics from the fields of one tally a rank; what none knows is left out."""
     total, least = _Tally(*summed(ranks)), _Tally(*lowest(ranks))
-    if total.batch_flops <= 0:
-        return {}
     found = {
         "batch_flops": total.batch_flops,
         "tracked_operations": total.tracked_operations,

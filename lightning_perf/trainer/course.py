@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.moment import Ranks
     from lightning_perf.timestamp import Timestamp
+    from lightning_perf.trainer.laps import Laps
     from lightning_perf.trainer.progress import Counters, Progress
 
 
@@ -38,10 +39,14 @@ class Course:
         progress: The counters, which outlive this object.
         ranks: Where this process stands.
         run_name: The run's name.
+        laps: Measures batches on the device, where it has a clock of its own.
     """
 
-    def __init__(self, progress: Progress, ranks: Ranks, run_name: str) -> None:
+    def __init__(
+        self, progress: Progress, ranks: Ranks, run_name: str, laps: Laps | None = None
+    ) -> None:
         self.progress, self.ranks, self.run_name = progress, ranks, run_name
+        self._laps = laps
         self._stages: list[_Stage] = []
         self._moment: Moment | None = None
         self._epoch_ends = False
@@ -94,6 +99,8 @@ class Course:
         """A stage begins."""
         now = time.perf_counter()
         self._stages.append(_Stage(name, now, now, limits, self.progress.stages[name]))
+        if self._laps is not None:
+            self._laps.enter()
         self._changed()
 
     def count(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> int:
@@ -125,6 +132,8 @@ class Course:
         if self._stages[-1].name != "train":  # its epochs end by themselves; others are one
             self.end_epoch()
         ended = self._stages.pop()
+        if self._laps is not None:
+            self._laps.exit()
         self._changed()
         if self._stages:
             # Validation inside of fit is left out of the training batch around it.
@@ -139,8 +148,12 @@ class Course:
     def aside(self) -> Iterator[None]:
         """Leave what happens within out of the batch's seconds: it is ours, not training."""
         start = time.perf_counter()
+        if self._laps is not None:
+            self._laps.pause()
         try:
             yield
         finally:
+            if self._laps is not None:
+                self._laps.resume()
             if self._stages:
                 self._stages[-1].mark += time.perf_counter() - start

@@ -15,8 +15,10 @@ from lightning_perf.trace.complaints import Complaints
 from lightning_perf.trace.worker import Worker
 from lightning_perf.trainer import compat
 from lightning_perf.trainer.course import Course
+from lightning_perf.trainer.events import clocked
 from lightning_perf.trainer.exchange import Exchange
 from lightning_perf.trainer.hardware import node_sampler
+from lightning_perf.trainer.laps import Laps
 from lightning_perf.trainer.meter import FlopMeter
 from lightning_perf.trainer.progress import BatchCounter, Counters, Progress
 from lightning_perf.trainer.reporting import Reporting
@@ -63,8 +65,9 @@ class Driver:
         self.reporting = Reporting(trainer, self.worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
-        self.course = Course(self.progress, self.ranks, self.reporting.run_name)
-        self.exchange = Exchange(trainer)
+        self._laps = Laps() if clocked(trainer) else None
+        self.course = Course(self.progress, self.ranks, self.reporting.run_name, self._laps)
+        self.exchange = Exchange(trainer, self._laps)
         self.spans = Spans(trainer, module)
         self._loop: compat.TrainingLoop  # each stage's: modules may settle how late
         self._log_every = 0
@@ -196,7 +199,8 @@ class Driver:
                 self.step = self._loop.step + batches
         seconds = self.counters.last_seconds
         record = (seconds, samples, tokens, meter.work, meter.counted, batches == 1)
-        self.exchange.end_batch(self, record, self.report_due)
+        lap = None if self._laps is None else self._laps.end()
+        self.exchange.end_batch(self, record, lap)
         if self.spans.clocked:
             self.spans.end_batch()
 
@@ -218,7 +222,7 @@ class Driver:
 
     def exit(self) -> None:
         """The present stage is over."""
-        self.exchange.tell(self)
+        self.exchange.exit(self)
         self.course.exit()
         self._look()
         self.spans.enter(self.stage)

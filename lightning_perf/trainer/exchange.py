@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -9,15 +10,18 @@ from typing import TYPE_CHECKING
 from lightning_perf.trainer.collective import Gatherer, Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from lightning.pytorch import Trainer
 
     from lightning_perf.trainer.driver import Driver
+    from lightning_perf.trainer.laps import Lap, Laps
     from lightning_perf.trainer.roles import BatchRecord, Part, Report
 
 #: Batches at most whose figures are kept until they are told.
 _MOST_UNTOLD = 1000
+#: Seconds that the end of a run waits for the device to come to it.
+_PATIENCE = 10.0
 
 
 class Exchange:
@@ -25,9 +29,11 @@ class Exchange:
 
     Args:
         trainer: Whose ranks take part. With several, all must construct this together.
+        laps: Knows how long batches took on the device, where it has a clock of its own.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, laps: Laps | None) -> None:
+        self._laps = laps
         self._gatherer = Gatherer(trainer)
         # Those that report, in the same order on all ranks; and the batch before which they are
         # due only where Lightning logs.
@@ -36,6 +42,10 @@ class Exchange:
         #: Whether somebody may be due after the last batch.
         self.asked = False
         self._batches: list[BatchRecord] = []
+        # Batches since they were told of.
+        self._untold = 0
+        # Those that the device may not have come to, by their stage.
+        self._late: defaultdict[str, deque[tuple[BatchRecord, Lap]]] = defaultdict(deque)
         self._takers: list[Part] = []
 
     def enter(self, parts: Sequence[Part]) -> None:
@@ -46,30 +56,39 @@ class Exchange:
         """
         self._reporters = [part for part in parts if part.reports]
         self._takers = [part for part in parts if part.busy("after_batches")]
+        if self._laps is not None:
+            self._laps.wanted = bool(self._takers)
 
     def wake(self) -> None:
         """Another stage is the present one."""
         self._quiet_until = 0
 
-    def end_batch(self, driver: Driver, batch: BatchRecord, logs: bool) -> None:
+    def end_batch(self, driver: Driver, batch: BatchRecord, lap: Lap | None) -> None:
         """A batch is over.
 
         Args:
             driver: The run's.
             batch: What came of it.
-            logs: Whether Lightning logs now.
+            lap: The device's time of it; None where that is the host's.
         """
         if self._takers:
-            if len(self._batches) >= _MOST_UNTOLD:
+            if self._untold >= _MOST_UNTOLD:
                 self.tell(driver)
-            self._batches.append(batch)
-        self.asked = logs or driver.counters.batch >= self._quiet_until
+            self._untold += 1
+            if lap is None:
+                self._batches.append(batch)
+            else:
+                self._late[driver.stage].append((batch, lap))
+        self.asked = driver.report_due or driver.counters.batch >= self._quiet_until
         if self._gatherer.pending:
             self._gatherer.poll()
 
     def tell(self, driver: Driver) -> None:
-        """Tell of the batches that have not been told yet."""
-        batches, self._batches = self._batches, []
+        """Tell of the batches that have not been told yet, as far as the device has come."""
+        if self._laps is not None:
+            self._laps.read()
+            self._batches += _known(self._late[driver.stage], self._laps.failed)
+        batches, self._batches, self._untold = self._batches, [], 0
         for part in self._takers if batches else ():
             part.call("after_batches", driver, batches)
 
@@ -79,6 +98,8 @@ class Exchange:
         Whether something is due follows from what all ranks share, and a rank that has nothing to
         say sends an empty message: else the messages of one callback would be taken for another's.
         """
+        if at_end and self._laps is not None and not driver.nested:
+            self._laps.wait(_PATIENCE)
         quiet = not (at_end or driver.report_due)
         for number, part in enumerate(self._reporters):
             if quiet and driver.counters.batch < part.quiet_until:
@@ -91,6 +112,11 @@ class Exchange:
             self._gatherer.gather(tag, values, partial(_publish, driver, part, mine))
         self._quiet_until = min((part.quiet_until for part in self._reporters), default=inf)
 
+    def exit(self, driver: Driver) -> None:
+        """The present stage is over: what the device has not come to by now is left out."""
+        self.tell(driver)
+        self._late.pop(driver.stage, None)
+
     def close(self, timeout: float) -> None:
         """End.
 
@@ -100,6 +126,18 @@ class Exchange:
         if timeout:
             self._gatherer.finish(timeout)
         self._gatherer.close()
+
+
+def _known(late: deque[tuple[BatchRecord, Lap]], failed: bool) -> Iterator[BatchRecord]:
+    """The batches whose time is known, or does not matter, up to the first one of another kind."""
+    while late:
+        (host, samples, tokens, work, slowed, first), lap = late[0]
+        if not (lap.known or slowed or first or failed):
+            return
+        late.popleft()
+        # Where the device's time is not known, nobody is to take the host's.
+        slowed = slowed or not (failed or (lap.known and lap.whole))
+        yield (lap.seconds if lap.known else host), samples, tokens, work, slowed, first
 
 
 def _publish(driver: Driver, part: Part, mine: Report | None, rows: Rows) -> None:

@@ -14,6 +14,7 @@ from lightning_perf.trainer import compat
 from lightning_perf.trainer.actions import classify
 from lightning_perf.trainer.clock import NOTHING, Clock, Silent, Span, WatchedSpan, WholeSpan
 from lightning_perf.trainer.device_clock import DeviceClock
+from lightning_perf.trainer.events import clocked
 from lightning_perf.trainer.wraps import Wraps
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 #: Spans that are told apart at most: the user's own may have any names.
 _MOST_SPANS = 4096
 _LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint")
-#: Devices with a clock of their own.
-_CLOCKED = {"cuda"}
 #: After which of their spans the device has come to the end of what a category names.
 _DEVICE = ("dataloader_next", "to_device", "forward", "backward", "optimizer_step")
 #: Spans within others that have a mark already, and those before there is a batch.
@@ -50,9 +49,8 @@ class Hub:
         self._trainer, self._module = trainer, module
         self._clock = Clock()
         self._nested = False
-        clocked = trainer.strategy.root_device.type in _CLOCKED
         #: The device's own clock, where it has one.
-        self.device = DeviceClock() if clocked else None
+        self.device = DeviceClock() if clocked(trainer) else None
         #: Our spans by their keys, made as they are asked for.
         self.book = SpanBook(self._span)
         self._wraps = Wraps()

@@ -56,7 +56,7 @@ class Verbs:
         """
         return False
 
-    def collect(self, driver: Driver, at_end: bool) -> Report:
+    def collect(self, driver: Driver, at_end: bool) -> Report | None:
         """This rank's numbers for a report that is due."""
         raise NotImplementedError
 
