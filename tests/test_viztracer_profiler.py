@@ -65,7 +65,7 @@ class Work(Dataset[list[torch.Tensor]]):
 
 
 class Loading(Small):
-    """Twenty batches from two workers, with long steps while a window is open.
+    """Twenty batches from two workers, and steps long enough for these while a window is open.
 
     Else a window of this test would be over before a worker looks.
     """
@@ -73,6 +73,7 @@ class Loading(Small):
     def __init__(self, profiler: Any, context: str) -> None:
         super().__init__()
         self.profiler, self.context = profiler, context
+        self.steps = 0  # in the window that is open
         self.losses: list[float] = []
 
     def train_dataloader(self) -> Any:
@@ -81,11 +82,22 @@ class Loading(Small):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         windows = self.profiler._windows if self.profiler is not None else None
-        if windows is not None and windows.open is not None:
+        self.steps = self.steps + 1 if windows is not None and windows.open is not None else 0
+        if self.steps:
+            # Work wakes a worker, and the loader hands it to one of them a step.
+            if self.steps > 2 and batch_idx < 15:
+                self.wait_for_workers()
             time.sleep(0.2)
         loss = super().training_step(batch, batch_idx)
         self.losses.append(float(loss.detach()))
         return loss
+
+    def wait_for_workers(self) -> None:
+        """A spawned one may have to import its tracer first, on a busy machine for seconds."""
+        folder = self.profiler._children._folders[-1]
+        until = time.monotonic() + 30.0
+        while len(list(folder.glob("*.on"))) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def fit(folder: Path, *profilers: Any, model: Any = None, **options: Any) -> dict[str, Any]:
