@@ -349,9 +349,9 @@ def test_hovering_tells_the_values_at_a_step_in_a_sandboxed_frame(tmp_path: Path
     point = """<script>
     function point() {
       const box = chart.getBoundingClientRect();
+      if (box.width < 500) return setTimeout(point, 20);  // not laid out yet
       chart.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 20, clientY: 99}));
-      if (tip.hidden || !tip.innerText) return setTimeout(point, 20);  // not laid out yet
-      parent.postMessage(tip.innerText, "*");
+      parent.postMessage(tip.hidden ? "hidden" : tip.innerText, "*");
     }
     point();
     </script></body>"""

@@ -98,9 +98,13 @@ def test_a_click_magnifies_and_a_narrow_window_holds_the_picture(tmp_path: Path)
       frames.find(g => g.dataset.name == name).dispatchEvent(new MouseEvent("click"));
       all[name] = look();
     };
-    click("load"); click("all");
-    all.window = innerWidth;
-    fetch("/", {method: "POST", body: JSON.stringify(all)});
+    const tell = () => {
+      if (look()[0][1] < 300) return setTimeout(tell, 20);  // not laid out yet
+      click("load"); click("all");
+      all.window = innerWidth;
+      fetch("/", {method: "POST", body: JSON.stringify(all)});
+    };
+    tell();
     </script>"""
     seen = json.loads(said_in_a_browser(f"<!doctype html>{draw(STACKS)}{ask}", tmp_path))
     load = {name: (width, text) for name, width, _, text in seen["load"]}
