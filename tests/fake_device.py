@@ -10,7 +10,7 @@ import pytest
 import torch
 from small import Small
 
-from lightning_perf.trainer import driver, events, hub
+from lightning_perf.trainer import device_clock, driver, events, hub
 from lightning_perf.trainer.device_clock import DeviceClock
 from lightning_perf.trainer.events import Events
 from lightning_perf.trainer.laps import Laps
@@ -32,10 +32,13 @@ class Device:
         return Event(self)
 
     def clock(self) -> DeviceClock:
-        return DeviceClock(self.event, lambda: self.capturing)
+        return DeviceClock(self.events(device_clock._MOST_WAITING))
 
     def laps(self, most: int = 2048) -> Laps:
-        return Laps(Events("a loss", most, self.event, lambda: self.capturing))
+        return Laps(self.events(most))
+
+    def events(self, most: int) -> Events[Any]:
+        return Events("a loss", most, self.event, lambda: self.capturing)
 
     def stands_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The CPU is taken for a device with a clock of its own: this one."""

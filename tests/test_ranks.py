@@ -32,7 +32,7 @@ class Dump(PerfCallback):
         self.timed, self.seconds = 0, 0.0
 
     def after_batch(self, driver: Any, batch: Any) -> None:
-        if not driver.slowed:
+        if not driver.meter.counted:
             self.timed += 4
             self.seconds += driver.counters.last_seconds
 

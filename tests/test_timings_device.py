@@ -14,6 +14,7 @@ from lightning_perf import Timings
 from lightning_perf.timings import Action, Cost
 from lightning_perf.trainer import device_clock
 from lightning_perf.trainer.device_clock import DeviceClock
+from lightning_perf.trainer.events import Events
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -122,7 +123,7 @@ def test_events_that_fail_are_told_once_and_stop_nothing() -> None:
     def broken() -> Any:
         raise RuntimeError("CUDA error: planted")
 
-    clock = DeviceClock(broken, lambda: False)
+    clock = DeviceClock(Events("a loss", 256, broken, lambda: False))
     with pytest.warns(UserWarning, match=r"CUDA events failed .*planted"):
         clock.mark("forward")
     clock.mark("backward")

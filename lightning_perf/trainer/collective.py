@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_perf.errors import warn
+from lightning_perf.trainer.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,8 +91,8 @@ class Gatherer:
         work = dist.all_gather(list(table), message, group=self._group, async_op=True)
         self.pending.append(_Pending(tag, work, table, then))
 
-    def poll(self) -> None:
-        """Hand over what has come, in the order in which it was sent."""
+    def poll(self) -> bool:
+        """Hand over what has come, in the order in which it was sent: whether that is all."""
         while self.pending and self.pending[0].work.is_completed():
             sent = self.pending.popleft()
             try:
@@ -100,6 +100,7 @@ class Gatherer:
             except RuntimeError:  # a rank is gone
                 continue
             self._deliver(sent.tag, sent.table, sent.then)
+        return not self.pending
 
     def finish(self, timeout: float) -> None:
         """Wait a bounded time for what is still on its way.
@@ -107,11 +108,7 @@ class Gatherer:
         Args:
             timeout: Seconds at most.
         """
-        until = time.monotonic() + timeout
-        self.poll()
-        while self.pending and time.monotonic() < until:
-            time.sleep(0.005)
-            self.poll()
+        wait_until(self.poll, timeout)
 
     def close(self) -> None:
         """Let the group go, unless something never came: that would have to be waited for."""

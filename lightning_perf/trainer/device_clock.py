@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import torch
-
 from lightning_perf.timings import Action, Cost
-from lightning_perf.trainer.events import Events, make_event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from lightning_perf.trainer.events import Events
 
 #: Batches that pass before an event is asked whether it is done.
 _LAG = 2
 #: Events on their way at most: some forty batches.
 _MOST_WAITING = 256
+_LOSS = "no timings/device from here on"
 #: The mark that ends a batch.
 _END = "other"
 
@@ -24,20 +18,13 @@ class DeviceClock:
     """Records an event at each boundary and reads them when the device has come past them.
 
     Args:
-        make: As for `Events`.
-        capturing: As for `Events`.
+        events: The boundaries: of each its batch, and what it ends.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Any] = make_event,
-        capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
-    ) -> None:
+    def __init__(self, events: Events[tuple[int, Action]] | None = None) -> None:
+        self._events = events or Events(_LOSS, _MOST_WAITING)
         self._stage = ""
         self._batch = 0
-        loss = "no timings/device from here on"
-        # Of each event the batch, and what it ends.
-        self._events: Events[tuple[int, Action]] = Events(loss, _MOST_WAITING, make, capturing)
         self._costs: dict[Action, Cost] = {}
 
     @property

@@ -125,11 +125,6 @@ class Driver:
         return self.course.nested
 
     @property
-    def slowed(self) -> bool:
-        """Whether the last batch took longer because its FLOPs were counted."""
-        return self.meter.counted
-
-    @property
     def first_batch(self) -> bool:
         """Whether the last batch is the first one of its stage in this run."""
         return self.course.batches == 1

@@ -25,8 +25,7 @@ def clocked(trainer: Trainer) -> bool:
     return trainer.strategy.root_device.type in CLOCKED
 
 
-def make_event() -> Any:
-    """A CUDA event that tells the time."""
+def _make_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
@@ -48,7 +47,7 @@ class Events(Generic[Tag]):
         self,
         loss: str,
         most: int,
-        make: Callable[[], Any] = make_event,
+        make: Callable[[], Any] = _make_event,
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
     ) -> None:
         self._loss, self._most = loss, most

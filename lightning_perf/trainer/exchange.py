@@ -42,8 +42,6 @@ class Exchange:
         #: Whether somebody may be due after the last batch.
         self.asked = False
         self._batches: list[BatchRecord] = []
-        # Batches since they were told of.
-        self._untold = 0
         # Those that the device may not have come to, by their stage.
         self._late: defaultdict[str, deque[tuple[BatchRecord, Lap]]] = defaultdict(deque)
         self._takers: list[Part] = []
@@ -72,9 +70,9 @@ class Exchange:
             lap: The device's time of it; None where that is the host's.
         """
         if self._takers:
-            if self._untold >= _MOST_UNTOLD:
+            untold = self._batches if lap is None else self._late[driver.stage]
+            if len(untold) >= _MOST_UNTOLD:
                 self.tell(driver)
-            self._untold += 1
             if lap is None:
                 self._batches.append(batch)
             else:
@@ -88,7 +86,7 @@ class Exchange:
         if self._laps is not None:
             self._laps.read()
             self._batches += _known(self._late[driver.stage], self._laps.failed)
-        batches, self._batches, self._untold = self._batches, [], 0
+        batches, self._batches = self._batches, []
         for part in self._takers if batches else ():
             part.call("after_batches", driver, batches)
 

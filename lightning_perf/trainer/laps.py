@@ -6,10 +6,10 @@ and a window that is short makes training look faster than the hardware.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from lightning_perf.trainer.events import Events
+from lightning_perf.trainer.waiting import wait_until
 
 #: Events on their way at most: more than a GPU takes launches ahead.
 _MOST_WAITING = 2048
@@ -79,11 +79,12 @@ class Laps:
         self._mark(lap, True)
         return lap
 
-    def read(self) -> None:
-        """Find out how far the device has come."""
+    def read(self) -> bool:
+        """Find out how far the device has come: whether to the last event."""
         for (lap, ends), seconds in self._events.read():
             lap.seconds += seconds
             lap.known |= ends
+        return not self._events.waiting
 
     def wait(self, timeout: float) -> None:
         """Wait a bounded time for the device to come to the last event.
@@ -91,11 +92,7 @@ class Laps:
         Args:
             timeout: Seconds at most.
         """
-        until = time.monotonic() + timeout
-        self.read()
-        while self._events.waiting and time.monotonic() < until:
-            time.sleep(0.001)
-            self.read()
+        wait_until(self.read, timeout)
 
     def _mark(self, lap: Lap, ends: bool) -> None:
         if not self._events.mark((lap, ends)):

@@ -1,13 +1,26 @@
-"""What people see while a run that is over waits for its files."""
+"""Bounded waits at the end of a run, and what people see of the long ones."""
 
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+def wait_until(done: Callable[[], bool], timeout: float) -> None:
+    """Ask again and again, at least once.
+
+    Args:
+        done: Whether there is nothing to wait for.
+        timeout: Seconds at most.
+    """
+    until = time.monotonic() + timeout
+    while not done() and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 @contextmanager
