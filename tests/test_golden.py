@@ -64,7 +64,9 @@ VARIANTS: dict[str, Variant] = {
         for accumulate in (1, 2)
         for name in CALLBACKS
     },
-    **{f"suite.{stage}": variant("suite", stage=stage) for stage in ("validate", "test", "predict")},
+    **{
+        f"suite.{stage}": variant("suite", stage=stage) for stage in ("validate", "test", "predict")
+    },
     "suite_pytorch.mlflow": variant("suite_pytorch", mlflow=True),
     "suite_pytorch.no_logger": variant("suite_pytorch", logger=False),
 }
@@ -132,7 +134,7 @@ def read(folder: Path) -> Golden:
     ranks = {pid: event["rank"] for pid, event in events if event["event"] == "rank"}
     logged: dict[str, list[tuple[int | None, float]]] = {}
     mlflow: dict[str, list[tuple[int | None, float]]] = {}
-    found: Golden = {"warnings": [], "params": {}, "checkpoint": {}}
+    found: dict[str, Any] = {"warnings": [], "params": {}, "checkpoint": []}
     for pid, event in events:
         rank = ranks.get(pid, 0)
         prefix = f"rank {rank}: " if rank else ""
@@ -148,11 +150,12 @@ def read(folder: Path) -> Golden:
                 text = re.sub(r"\d+", "N", event["text"].replace(str(folder), "{folder}"))
                 found["warnings"].append(f"{prefix}{event['category']}: {text}")
             case "checkpoint":
-                found["checkpoint"] = {k: folded(v) for k, v in event["callbacks"].items()}
+                for owner, paths in event["callbacks"].items():
+                    found["checkpoint"] += [f"{owner}: {path}" for path in folded(paths)]
             case "mlflow":
                 found["mlflow_params"] = event["params"]
-                own = [tag for tag in event["tags"] if not re.match(r"mlflow\.(source|user)", tag)]
-                found["mlflow_tags"] = own
+                theirs = re.compile(r"mlflow\.(source|user)")
+                found["mlflow_tags"] = [tag for tag in event["tags"] if not theirs.match(tag)]
                 found["mlflow_artifacts"] = [unnamed(path, ranks) for path in event["artifacts"]]
     found |= {"logged": described(logged), "files": list(files(folder, ranks))}
     if mlflow:
@@ -164,9 +167,8 @@ def tidy(content: dict[str, Any] | list[str]) -> dict[str, Any] | list[str]:
     """In the order of names, without the values of the machine."""
     if isinstance(content, list):
         return sorted(content)
-    return {
-        key: "{machine}" if OTHERS_PARAMS.fullmatch(key) else content[key] for key in sorted(content)
-    }
+    hidden = {key: "{machine}" for key in content if OTHERS_PARAMS.fullmatch(key)}
+    return dict(sorted({**content, **hidden}.items()))
 
 
 def folded(paths: list[str]) -> list[str]:
