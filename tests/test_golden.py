@@ -29,7 +29,7 @@ import select
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,48 +119,59 @@ def entry(key: str, points: list[tuple[int | None, float]]) -> dict[str, Any]:
     return {"kind": found, "steps": ["...", steps[-1]] if found == "machine" else steps}
 
 
-def described(points: dict[str, list[tuple[int | None, float]]]) -> dict[str, Any]:
+def described(points: Iterable[tuple[str, int | None, float]]) -> dict[str, Any]:
     """All keys but those of sensors that another machine may not have."""
-    return {key: entry(key, points[key]) for key in points if not SENSORS.fullmatch(key)}
+    found: dict[str, list[tuple[int | None, float]]] = {}
+    for key, step, value in points:
+        if not SENSORS.fullmatch(key):
+            found.setdefault(key, []).append((step, value))
+    return {key: entry(key, found[key]) for key in found}
 
 
 def read(folder: Path) -> Golden:
     """What a run left in its folder, without what is another one each time."""
     events = [
-        (int(file.stem), json.loads(line))
+        {"pid": int(file.stem), **json.loads(line)}
         for file in sorted((folder / "events").iterdir())
         for line in file.read_text().splitlines()
     ]
-    ranks = {pid: event["rank"] for pid, event in events if event["event"] == "rank"}
-    logged: dict[str, list[tuple[int | None, float]]] = {}
-    mlflow: dict[str, list[tuple[int | None, float]]] = {}
-    found: dict[str, Any] = {"warnings": [], "params": {}, "checkpoint": []}
-    for pid, event in events:
-        rank = ranks.get(pid, 0)
-        prefix = f"rank {rank}: " if rank else ""
-        match event["event"]:
-            case "metrics":
-                for key, value in event["metrics"].items():
-                    logged.setdefault(prefix + key, []).append((event["step"], value))
-            case "mlflow_metric":
-                mlflow.setdefault(event["key"], []).append((event["step"], event["value"]))
-            case "params":
-                found["params"] |= event["params"]
-            case "warning":
-                text = re.sub(r"\d+", "N", event["text"].replace(str(folder), "{folder}"))
-                found["warnings"].append(f"{prefix}{event['category']}: {text}")
-            case "checkpoint":
-                for owner, paths in event["callbacks"].items():
-                    found["checkpoint"] += [f"{owner}: {path}" for path in folded(paths)]
-            case "mlflow":
-                found["mlflow_params"] = event["params"]
-                theirs = re.compile(r"mlflow\.(source|user)")
-                found["mlflow_tags"] = [tag for tag in event["tags"] if not theirs.match(tag)]
-                found["mlflow_artifacts"] = [unnamed(path, ranks) for path in event["artifacts"]]
-    found |= {"logged": described(logged), "files": list(files(folder, ranks))}
-    if mlflow:
-        found["mlflow_metrics"] = described(mlflow)
+    ranks = {each["pid"]: each["rank"] for each in events if each["event"] == "rank"}
+    of: dict[str, list[dict[str, Any]]] = {}
+    for each in events:
+        rank = ranks.get(each["pid"], 0)
+        of.setdefault(each["event"], []).append({"by": f"rank {rank}: " if rank else "", **each})
+    found: dict[str, Any] = {
+        "checkpoint": [line for each in of.get("checkpoint", []) for line in state(each)],
+        "files": list(files(folder, ranks)),
+        "logged": described(
+            (each["by"] + key, each["step"], value)
+            for each in of.get("metrics", [])
+            for key, value in each["metrics"].items()
+        ),
+        "params": {k: v for each in of.get("params", []) for k, v in each["params"].items()},
+        "warnings": [warning(each, folder) for each in of.get("warning", [])],
+    }
+    for each in of.get("mlflow", []):
+        points = of.get("mlflow_metric", [])
+        found["mlflow_artifacts"] = [unnamed(path, ranks) for path in each["artifacts"]]
+        found["mlflow_metrics"] = described((p["key"], p["step"], p["value"]) for p in points)
+        found["mlflow_params"] = each["params"]
+        theirs = re.compile(r"mlflow\.(source|user)")
+        found["mlflow_tags"] = [tag for tag in each["tags"] if not theirs.match(tag)]
     return {section: tidy(content) for section, content in sorted(found.items())}
+
+
+def warning(event: dict[str, Any], folder: Path) -> str:
+    """A warning without its numbers and the folder of the test."""
+    text = re.sub(r"\d+", "N", event["text"].replace(str(folder), "{folder}"))
+    return f"{event['by']}{event['category']}: {text}"
+
+
+def state(event: dict[str, Any]) -> Iterator[str]:
+    """The names in each callback's state; those of the stages are the same for all of them."""
+    for owner, paths in event["callbacks"].items():
+        stage = re.compile(r"\b(train|validate|test|predict)/")
+        yield from {f"{owner}: {stage.sub('{stage}/', path)}" for path in paths}
 
 
 def tidy(content: dict[str, Any] | list[str]) -> dict[str, Any] | list[str]:
@@ -169,11 +180,6 @@ def tidy(content: dict[str, Any] | list[str]) -> dict[str, Any] | list[str]:
         return sorted(content)
     hidden = {key: "{machine}" for key in content if OTHERS_PARAMS.fullmatch(key)}
     return dict(sorted({**content, **hidden}.items()))
-
-
-def folded(paths: list[str]) -> list[str]:
-    """The names in a callback's state; the stages have all the same."""
-    return sorted({re.sub(r"\b(train|validate|test|predict)/", "{stage}/", path) for path in paths})
 
 
 def files(folder: Path, pids: dict[int, int]) -> Iterator[str]:
@@ -236,7 +242,7 @@ def change(old: Any, new: Any) -> str:
     told = []
     for part in sorted(old.keys() | new.keys()):
         was, now = old.get(part), new.get(part)
-        if was != now and part == "steps":
+        if was != now and isinstance(was, list) and isinstance(now, list) and part == "steps":
             told.append(f"steps {came_and_went(was, now)}")
         elif was != now:
             told.append(f"{part} {was} -> {now}")
@@ -273,21 +279,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pa
             text=True,
         ) as server,
     ):
-        assert server.stdin is not None
-        assert server.stdout is not None
+        requests, answers = server.stdin, server.stdout
+        assert requests is not None
+        assert answers is not None
 
         def start(name: str) -> Path:
-            print(json.dumps({"folder": str(folder / name), **VARIANTS[name]}), file=server.stdin)
-            server.stdin.flush()
-            answered = select.select([server.stdout], [], [], SECONDS)[0]
-            code = server.stdout.readline().strip() if answered else "no answer"
+            request = {"folder": str(folder / name), **VARIANTS[name]}
+            print(json.dumps(request), file=requests, flush=True)
+            answered = select.select([answers], [], [], SECONDS)[0]
+            code = answers.readline().strip() if answered else "no answer"
             log = folder / name / "log.txt"
             said = log if log.exists() else folder / "server.txt"
             assert code == "0", f"exit code {code}:\n{said.read_text()[-3000:]}"
             return folder / name
 
         yield start
-        server.stdin.close()
+        requests.close()
         try:
             server.wait(10)
         except subprocess.TimeoutExpired:
