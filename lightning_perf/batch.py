@@ -46,7 +46,9 @@ def get_num_samples(batch: Any) -> int:
             f"Unable to determine the number of samples: first dimensions {sorted(sizes)} "
             f"disagree; {_ADVICE}"
         )
-    problem = f"Unable to determine the samples in {type(batch).__name__} without tensors: {_ADVICE}"
+    problem = (
+        f"Unable to determine the samples in {type(batch).__name__} without tensors: {_ADVICE}"
+    )
     raise ValueError(problem) if parts else NotImplementedError(problem)
 
 
@@ -98,8 +100,12 @@ def checked_count(value: Any, name: str) -> int:
 def _size(value: Any) -> int | None:
     """Count what tells its samples by itself; None for what does not."""
     shape = getattr(value, "shape", None)
-    # A pandas index, such as the names of columns, has a shape too; tensors and arrays have strides.
-    if shape and isinstance(shape, tuple) and (hasattr(value, "stride") or hasattr(value, "strides")):
+    # A pandas index (names of columns) has a shape too; only tensors and arrays have strides.
+    if (
+        shape
+        and isinstance(shape, tuple)
+        and (hasattr(value, "stride") or hasattr(value, "strides"))
+    ):
         return int(shape[0])
     if hasattr(value, "batch_sizes"):
         return int(value.batch_sizes[0])
