@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sized
 from dataclasses import fields, is_dataclass
 from math import prod
 from typing import Any
@@ -116,7 +116,7 @@ def _size(value: Any) -> int | None:
     if isinstance(graphs, int):
         return graphs
     # A dataclass with a length of its own, such as chemprop's graphs: its tensors count atoms.
-    if is_dataclass(value) and hasattr(value, "__len__") and not isinstance(value, Mapping):
+    if is_dataclass(value) and isinstance(value, Sized) and not isinstance(value, Mapping):
         return len(value)
     return None
 

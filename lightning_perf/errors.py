@@ -7,7 +7,7 @@ import re
 import warnings
 
 _log = logging.getLogger("lightning_perf.warnings")
-_MESSAGE_LENGTH = 300
+_MESSAGE_LENGTH, _VALUE_LENGTH = 300, 200
 
 
 class ConfigError(ValueError):
@@ -33,9 +33,23 @@ Try window_size=100.
         self.field, self.value, self.problem, self.example = field, value, problem, example
 
     def __str__(self) -> str:
-        told = f"{self.field}={self.value!r} {self.problem}"
+        told = f"{self.field}={shown(self.value)} {self.problem}"
         told += "" if told.endswith("?") else "."
         return told if self.example is None else f"{told} Try {self.field}={self.example}."
+
+
+def shown(value: object) -> str:
+    """How a message shows a value: as Python would write it, cut where it is long.
+
+    Args:
+        value: Anything.
+
+    Example:
+        >>> shown("10 batches"), len(shown("9" * 5000))
+        ("'10 batches'", 203)
+    """
+    text = repr(value)
+    return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
 
 
 class RecorderBusy(RuntimeError):

@@ -41,13 +41,13 @@ def check_peak(given: object, field: str = "peak_flops") -> None:
     """
     if given is None or given == "measure":
         return
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not number or not 0 < given < math.inf:
+    number = given if isinstance(given, int | float) and not isinstance(given, bool) else 0.0
+    if not 0 < number < math.inf:
         problem = "is neither a positive number of FLOP/s nor 'measure'"
         raise ConfigError(field, given, problem, "312e12")
-    if not _LEAST <= given <= _MOST:
+    if not _LEAST <= number <= _MOST:
         # What is small was meant in TFLOP/s, as data sheets give it.
-        example = f"{given:g}e12" if _LEAST <= given * 1e12 <= _MOST else "312e12"
+        example = f"{number:g}e12" if _LEAST <= number * 1e12 <= _MOST else "312e12"
         problem = "cannot be the peak of one device in FLOP/s (not TFLOP/s)"
         raise ConfigError(field, given, problem, example)
 
