@@ -82,7 +82,7 @@ class Timestamp:
 
     def _compare(self, holds: Callable[[Time, Time], bool], other: object) -> bool:
         if not isinstance(other, Time | str):
-            return NotImplemented
+            return NotImplemented  # type: ignore[no-any-return]
         time = Time.from_input(other)
         return holds(self.get(time.unit), time)
 

@@ -87,11 +87,12 @@ def times(
 
 def stage_list(field: str, value: list[str] | str) -> list[str]:
     """Check one or more names of stages."""
-    several = isinstance(value, list | tuple)
-    names = list(value) if several else [value]
+    names = (
+        [value] if isinstance(value, str) or not isinstance(value, list | tuple) else list(value)
+    )
     if not names or any(name not in STAGES for name in names):
         near = [_near_stage(name) for name in names] or ["train"]
-        example = json.dumps(near if several else near[0])
+        example = json.dumps(near if isinstance(value, list | tuple) else near[0])
         raise ConfigError(field, value, f"is not of {', '.join(STAGES)}", example)
     return names
 

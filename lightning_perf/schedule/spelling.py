@@ -29,7 +29,10 @@ _UNIT = {
     **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), "m"),
     **dict.fromkeys(("d", "day", "days"), "d"),
 }
-_SECONDS = {"ms": Fraction(1, 1000), "s": 1, "sec": 1, "m": 60, "h": 3600, "d": 86400}
+_SECONDS: dict[str, Fraction | int] = {
+    **{"ms": Fraction(1, 1000), "s": 1, "sec": 1},
+    **{"m": 60, "h": 3600, "d": 86400},
+}
 _SCALE = {"": 1, "k": 10**3, "m": 10**6}
 #: Units that stand for one of themselves: "every epoch".
 ONE = {
