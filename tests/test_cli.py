@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 from small import Records, Small, trainer
 
+import lightning_perf.cli
 from lightning_perf import (
     All,
     AnyOf,
@@ -290,7 +291,7 @@ EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"
 def test_the_last_line_of_a_failed_cli_is_our_message(
     tmp_path: Path, callbacks: Any, last: str
 ) -> None:
-    """What LightningCLI shows of a bad setting ends with our message, alone on its line and whole."""
+    """What LightningCLI shows of a bad setting ends with our message, alone and whole."""
     config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     script = "from lightning.pytorch.cli import LightningCLI; from small import Small; "
@@ -318,3 +319,38 @@ def test_an_error_of_others_stays_as_it_is() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "ValueError: mine"
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "install"),
+    [
+        ("rich.console", ["devices"], "rich"),
+        ("rich.console", ["measure"], "rich"),
+        ("rich.console", ["report"], "rich"),
+        ("mlflow", ["report"], "mlflow"),
+        ("lightning_perf.tracking.artifacts", ["upload"], None),
+        ("jsonargparse", ["capture", "1"], '"jsonargparse[signatures]"'),
+    ],
+)
+def test_a_missing_package_is_one_line(
+    module: str,
+    command: list[str],
+    install: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A command whose package is missing says what installs it; a missing part of ours is a bug."""
+    for name in [name for name in sys.modules if name.startswith("lightning_perf.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(lightning_perf.cli, name.rpartition(".")[2])
+    if module == "mlflow":
+        monkeypatch.delitem(sys.modules, "lightning_perf.tracking.runs", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit if install else ModuleNotFoundError) as caught:
+        main(command)
+    if install:
+        assert isinstance(caught.value, SystemExit)
+        assert caught.value.code == 2
+        package = module.partition(".")[0]
+        expected = f"lightning-perf: the package {package} is missing. Try pip install {install}.\n"
+        assert capsys.readouterr().err == expected

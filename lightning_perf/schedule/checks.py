@@ -87,9 +87,7 @@ def times(
 
 def stage_list(field: str, value: list[str] | str) -> list[str]:
     """Check one or more names of stages."""
-    names = (
-        [value] if isinstance(value, str) or not isinstance(value, list | tuple) else list(value)
-    )
+    names: list[str] = list(value) if isinstance(value, list | tuple) else [str(value)]
     if not names or any(name not in STAGES for name in names):
         near = [_near_stage(name) for name in names] or ["train"]
         example = json.dumps(near if isinstance(value, list | tuple) else near[0])
