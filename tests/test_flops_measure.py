@@ -104,6 +104,13 @@ def test_threads_that_wait_for_one_another(monkeypatch, waiting):
     assert measure_peak(torch.float32, CPU) == pytest.approx(4 * machine.RATE, rel=0.3)
 
 
+def test_a_stall_that_takes_all_of_the_time(monkeypatch):
+    """Where the first tries are held up for longer than the budget, more are made."""
+    monkeypatch.setattr(Machine, "STALL", 0.1)
+    machine = Machine(monkeypatch, lambda call: call in (1, 2, 4))
+    assert measure_peak(torch.float32, CPU) == pytest.approx(machine.RATE, rel=0.5)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_machine_that_always_stalls_is_refused(monkeypatch, seed):
     """Where no two tries agree there is no peak, and the search still ends."""

@@ -36,6 +36,8 @@ _SHARE_ALONE = 0.4
 # Each size is tried so often at least, and for this share of the time; the best try counts, if
 # another one agrees with it.
 _TRIES, _SHARE_A_SIZE, _AGREEMENT = 5, 0.1, 1.1
+# Seconds after its time that a size is tried on until two tries agree.
+_LATE = 0.2
 # A larger size is worth trying until so many in a row were no faster than this factor.
 _PATIENCE, _GAIN = 2, 1.02
 # All cores together may do this much less than as many cores alone: clocks fall, and two hardware
@@ -135,9 +137,10 @@ def _fastest(
 ) -> float | None:
     """The seconds of the fastest try, or None if the second fastest does not agree with it."""
     _seconds(product, device)  # The first call wakes threads.
-    tries = sorted(_seconds(product, device) for _ in range(2))
+    tries: list[float] = []
     end = min(_now() + enough, deadline)
-    while _now() < deadline and (_now() < end or len(tries) < _TRIES or not _agree(tries)):
+    # The machine may stall for all of the time in one try: some more are made then.
+    while _now() < end or len(tries) < _TRIES or not (_agree(tries) or _now() > _LATE + deadline):
         insort(tries, _seconds(product, device))
     return tries[0] if _agree(tries) else None
 
