@@ -218,7 +218,7 @@ def _openmp() -> list[ctypes.CDLL]:
     """The OpenMP runtimes that this process has loaded, where the system tells."""
     try:
         maps = Path("/proc/self/maps").read_text()
+        paths = set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)\b\S*\.so\S*", maps))
+        return [ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW) for path in sorted(paths)]
     except OSError:
         return []
-    paths = set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)\b\S*\.so\S*", maps))
-    return [ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW) for path in sorted(paths)]
