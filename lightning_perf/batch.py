@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sized
 from dataclasses import fields, is_dataclass
 from math import prod
 from typing import Any
 
 _ADVICE = "define get_num_samples_in_batch on the LightningModule or the DataModule."
+# Passed over without a further look: a list of a thousand strings is looked through in every batch.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def get_num_samples(batch: Any) -> int:
     """Count the samples of a batch by the first dimension of the tensors in it.
 
+    Parts that are not tensors (None, numbers, strings, other objects) are passed over, and so are
+    tensors without dimensions.
+
     Args:
-        batch: A tensor, a packed sequence, or a list, tuple, mapping, named tuple or dataclass of
-            them; a list also holds any of these. Where there are ``input_ids``, they decide.
+        batch: A tensor, a packed sequence, a batch of graphs (``num_graphs``), or a list, tuple,
+            mapping, named tuple or dataclass with any of these in it, at any depth. Where there are
+            ``input_ids``, they decide.
 
     Raises:
         NotImplementedError: If the batch is empty or of another kind.
-        ValueError: If a part of it cannot be counted, or the parts disagree.
+        ValueError: If no part of it can be counted, or the parts disagree.
 
     Example:
         >>> import numpy as np
@@ -30,17 +36,20 @@ def get_num_samples(batch: Any) -> int:
     size = None if type(batch) in (list, tuple) else _size(batch)
     if size is not None:
         return size
-    sizes = _part_sizes(batch)
-    if not sizes:
-        raise NotImplementedError(
-            f"Unable to determine the samples in {type(batch).__name__} without tensors: {_ADVICE}"
-        )
-    if len(sizes) > 1:
+    sizes: set[int] = set()
+    parts = _parts(batch)
+    _collect(parts, sizes)
+    if len(sizes) == 1:
+        return sizes.pop()
+    if sizes:
         raise ValueError(
             f"Unable to determine the number of samples: first dimensions {sorted(sizes)} "
             f"disagree; {_ADVICE}"
         )
-    return sizes.pop()
+    problem = (
+        f"Unable to determine the samples in {type(batch).__name__} without tensors: {_ADVICE}"
+    )
+    raise ValueError(problem) if parts else NotImplementedError(problem)
 
 
 def get_num_tokens(batch: Any) -> int:
@@ -91,12 +100,25 @@ def checked_count(value: Any, name: str) -> int:
 def _size(value: Any) -> int | None:
     """Count what tells its samples by itself; None for what does not."""
     shape = getattr(value, "shape", None)
-    if shape and isinstance(shape, tuple):
+    # A pandas index (names of columns) has a shape too; only tensors and arrays have strides.
+    if (
+        shape
+        and isinstance(shape, tuple)
+        and (hasattr(value, "stride") or hasattr(value, "strides"))
+    ):
         return int(shape[0])
     if hasattr(value, "batch_sizes"):
         return int(value.batch_sizes[0])
     input_ids = _input_ids(value)
-    return None if input_ids is None else int(input_ids.shape[0])
+    if input_ids is not None:
+        return int(input_ids.shape[0])
+    graphs = getattr(value, "num_graphs", None)
+    if isinstance(graphs, int):
+        return graphs
+    # A dataclass with a length of its own, such as chemprop's graphs: its tensors count atoms.
+    if is_dataclass(value) and isinstance(value, Sized) and not isinstance(value, Mapping):
+        return len(value)
+    return None
 
 
 def _input_ids(batch: Any) -> Any:
@@ -108,30 +130,24 @@ def _input_ids(batch: Any) -> Any:
     return input_ids if getattr(input_ids, "shape", None) else None
 
 
-def _part_sizes(batch: Any) -> set[int]:
-    if isinstance(batch, list | tuple):
-        return {_part_size(part) for part in batch}
-    if isinstance(batch, Mapping):
-        return {_entry_size(name, value) for name, value in batch.items()}
-    if is_dataclass(batch):
-        return {_entry_size(field.name, getattr(batch, field.name)) for field in fields(batch)}
-    return set()
+def _parts(value: Any) -> Collection[Any]:
+    """What a container holds; nothing in anything else."""
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return ()
 
 
-def _entry_size(name: Any, value: Any) -> int:
-    size = None if isinstance(value, Mapping) else _size(value)
-    if size is None:
-        raise ValueError(
-            f"Unable to determine the samples in {name!r}, a {type(value).__name__}: {_ADVICE}"
-        )
-    return size
-
-
-def _part_size(part: Any) -> int:
-    size = _size(part)
-    if size is not None:
-        return size
-    try:
-        return get_num_samples(part)
-    except NotImplementedError as error:
-        raise ValueError(str(error)) from None
+def _collect(parts: Collection[Any], sizes: set[int]) -> None:
+    """Add the sizes of all parts that have one."""
+    for part in parts:
+        if type(part) in _PLAIN:
+            continue
+        size = _size(part)
+        if size is None:
+            _collect(_parts(part), sizes)
+        else:
+            sizes.add(size)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
 
 _log = logging.getLogger("lightning_perf.warnings")
-_MESSAGE_LENGTH = 300
+_MESSAGE_LENGTH, _VALUE_LENGTH = 300, 200
 
 
 class ConfigError(ValueError):
@@ -31,11 +37,56 @@ Try window_size=100.
             value = _redacted(value)
         super().__init__(field, value, problem, example)
         self.field, self.value, self.problem, self.example = field, value, problem, example
+        if "jsonargparse" in sys.modules:
+            _LastLine.announce(str(self))
 
     def __str__(self) -> str:
-        told = f"{self.field}={self.value!r} {self.problem}"
+        told = f"{self.field}={shown(self.value)} {self.problem}"
         told += "" if told.endswith("?") else "."
         return told if self.example is None else f"{told} Try {self.field}={self.example}."
+
+
+class _LastLine:
+    """Repeats a message as the last line of what is printed about an error that it is part of.
+
+    LightningCLI constructs callbacks by jsonargparse, which wraps the errors of constructors in one
+    of its own, of a hundred lines with ours in the middle. Only what is printed changes: the same
+    error is raised, and hooks that were there are called.
+
+    Args:
+        message: The message.
+        before: The hook that was there.
+    """
+
+    def __init__(self, message: str, before: Callable[..., object]) -> None:
+        self._message, self._before = message, before
+
+    @classmethod
+    def announce(cls, message: str) -> None:
+        """Repeat this message, and no earlier one, should it be part of an uncaught error."""
+        hook = sys.excepthook
+        sys.excepthook = cls(message, hook._before if isinstance(hook, cls) else hook)
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._before(kind, error, trace)
+        if not isinstance(error, ConfigError) and self._message in str(error):
+            print(f"\nlightning_perf: {self._message}", file=sys.stderr)  # noqa: T201
+
+
+def shown(value: object) -> str:
+    """How a message shows a value: as Python would write it, cut where it is long.
+
+    Args:
+        value: Anything.
+
+    Example:
+        >>> shown("10 batches"), len(shown("9" * 5000))
+        ("'10 batches'", 203)
+    """
+    text = repr(value)
+    return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
 
 
 class RecorderBusy(RuntimeError):

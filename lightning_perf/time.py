@@ -44,11 +44,16 @@ class TimeUnit(StrEnum):
 # Whole numbers of other packages, as numpy's, are no int.
 _NUMBER = (float, SupportsIndex)
 
+# In groups, as in Python: 4_000.
+_DIGITS = r"\d+(?:_\d+)*"
+# Python reads no whole number of more than 4300 digits.
+_LONGEST_TEXT = 100
 # Three digits of exponent are beyond any training, and 1e999999999ba would fill the memory.
 _COUNT = re.compile(
-    rf"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{{1,3}})?)({'|'.join(TimeUnit)})",
+    rf"([+-]?(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:e[+-]?\d{{1,3}})?)({'|'.join(TimeUnit)})",
     re.ASCII | re.IGNORECASE,
 )
+_NO_TIME = "is not an amount of time", '"10ba", "0.5dur" or "1h30m"'
 _CLOCK = re.compile(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
 
 
@@ -87,12 +92,14 @@ class Time:
 
     @classmethod
     def from_timestring(cls, timestring: str) -> Time:
-        """Read ``10ep``, ``2048sp``, ``0.7dur``, ``30sec``, ``1h20m40s`` and the like.
+        """Read ``10ep``, ``4_000tok``, ``0.7dur``, ``30sec``, ``1h20m40s`` and the like.
 
         Raises:
             ConfigError: If the text is none of these.
             TypeError: If a unit other than ``dur`` has a fraction.
         """
+        if len(timestring) > _LONGEST_TEXT:
+            raise ConfigError("time", timestring[:20] + "...", *_NO_TIME)
         if match := _COUNT.fullmatch(timestring):
             number, unit = match[1], TimeUnit(match[2])
             if unit is TimeUnit.DURATION:
@@ -124,7 +131,7 @@ class Time:
             return cls.from_timedelta(value)
         if isinstance(value, _NUMBER) and default_unit is not None:
             return cls(value, default_unit)
-        raise RuntimeError(f"{value!r} is no time: give a string such as '10ba', or a unit.")
+        raise RuntimeError(f"{value!r} is not a time: give a string such as '10ba', or a unit.")
 
     @classmethod
     def from_timedelta(cls, value: timedelta | str) -> Time:
@@ -133,7 +140,7 @@ class Time:
             return cls(int(value.total_seconds()), TimeUnit.SECOND)
         match = _CLOCK.fullmatch(value)
         if match is None:
-            raise ConfigError("time", value, "is no amount of time", '"10ba", "0.5dur" or "1h30m"')
+            raise ConfigError("time", value, *_NO_TIME)
         hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return cls(hours * 3600 + minutes * 60 + seconds, TimeUnit.SECOND)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -10,17 +11,21 @@ from lightning_perf.errors import ConfigError
 from lightning_perf.time import Time, TimeUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True, slots=True)
 class Timestamp:
     """What one stage has completed so far, on one rank.
 
+    A count is also taken as a `Time` or a time string of its unit, and wall-clock seconds as a
+    ``timedelta``; another unit is a `ConfigError`. Compared with a time or a time string, it is its
+    count in that unit.
+
     Example:
         >>> now = Timestamp().to_next_batch(samples=10, tokens=20, duration=0.5, steps=1)
-        >>> now.get("sp")
-        Time(10, TimeUnit.SAMPLE)
+        >>> now.get("sp"), now < "3ba"
+        (Time(10, TimeUnit.SAMPLE), True)
         >>> now.to_next_epoch().sample_in_epoch
         0
     """
@@ -39,6 +44,47 @@ class Timestamp:
     total_wct: float = 0.0
     epoch_wct: float = 0.0
     batch_wct: float = 0.0
+
+    def __post_init__(self) -> None:
+        # Sums, because this runs once a batch, and then there is nothing but plain numbers.
+        try:
+            counts = self.epoch + self.batch + self.sample + self.token + self.step
+            counts += self.batch_in_epoch + self.sample_in_epoch + self.token_in_epoch
+            if type(counts) is int and isinstance(
+                self.total_wct + self.epoch_wct + self.batch_wct, int | float
+            ):
+                return
+        except (TypeError, RuntimeError, ValueError):
+            pass
+        for field in fields(self):
+            value = _plain(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Time | str):
+            time = Time.from_input(other)
+            return self.get(time.unit) == time
+        if not isinstance(other, Timestamp):
+            return NotImplemented
+        return self.state_dict() == other.state_dict()
+
+    def __lt__(self, other: Time | str) -> bool:
+        return self._compare(operator.lt, other)
+
+    def __le__(self, other: Time | str) -> bool:
+        return self._compare(operator.le, other)
+
+    def __gt__(self, other: Time | str) -> bool:
+        return self._compare(operator.gt, other)
+
+    def __ge__(self, other: Time | str) -> bool:
+        return self._compare(operator.ge, other)
+
+    def _compare(self, holds: Callable[[Time, Time], bool], other: object) -> bool:
+        if not isinstance(other, Time | str):
+            return NotImplemented  # type: ignore[no-any-return]
+        time = Time.from_input(other)
+        return holds(self.get(time.unit), time)
 
     def to_next_batch(
         self,
@@ -112,3 +158,21 @@ class Timestamp:
         zero = cls()
         counts = {field.name: getattr(zero, field.name) for field in fields(cls)}
         return cls(**{name: type(start)(state.get(name, start)) for name, start in counts.items()})
+
+
+def _plain(name: str, value: Any) -> int | float:
+    """A field's value as the plain number that a checkpoint can hold."""
+    wct = name.endswith("_wct")
+    unit = TimeUnit.SECOND if wct else TimeUnit(name.partition("_")[0])
+    if isinstance(value, timedelta) and wct:
+        return value.total_seconds()
+    if isinstance(value, int | float) and not isinstance(value, bool) and wct:
+        return float(value)
+    example = "1.5" if wct else f'"5{unit}"'
+    try:
+        time = Time.from_input(value, unit)
+    except (TypeError, RuntimeError, ValueError):
+        raise ConfigError(name, value, f"is not a number in {unit}", example) from None
+    if time.unit is not unit:
+        raise ConfigError(name, str(time), f"is not in {unit}", example)
+    return float(time.value) if wct else time.value

@@ -28,6 +28,30 @@ class Text:
     words: list[str]
 
 
+class Columns:
+    """Like a pandas.Index of two columns: it has a shape, and is no tensor."""
+
+    shape = (2,)
+
+
+class Graphs:
+    """Like torch_geometric's Batch: its tensors count nodes and edges."""
+
+    num_graphs = 4
+    x = torch.zeros(11, 3)
+
+
+@dataclass
+class Molecules:
+    """Like chemprop's BatchMolGraph: its tensors count atoms and bonds, its length molecules."""
+
+    atoms: torch.Tensor
+    bonds: torch.Tensor
+
+    def __len__(self):
+        return 4
+
+
 class Encoding(UserDict):
     """Like transformers.BatchEncoding, which also gives its entries as attributes."""
 
@@ -50,6 +74,15 @@ class Encoding(UserDict):
         [Pair(IMAGE, LABEL), Example(IMAGE, LABEL)],
         PACKED,
         (PACKED, LABEL),
+        (IMAGE, None),
+        (None, [IMAGE, "name"], 3),
+        {"image": IMAGE, "mask": None, "name": ["a", "b"], "index": 7},
+        ({"x": LABEL, "lengths": [IMAGE]}, (LABEL, None)),
+        {"temporal": IMAGE, "temporal_cols": Columns(), "y_idx": 0},
+        [IMAGE, torch.tensor(1.0)],
+        {"x": IMAGE, "n": torch.tensor(1)},
+        Graphs(),
+        (Molecules(torch.zeros(11, 3), torch.zeros(20, 2)), None, LABEL),
         {"x": PACKED, "y": LABEL},
         torch.nested.nested_tensor([torch.zeros(n) for n in (1, 2, 3, 4)], layout=torch.jagged),
     ],
@@ -93,9 +126,9 @@ def test_disagreeing_sizes_are_named():
         get_num_samples([IMAGE, torch.zeros(128)])
 
 
-@pytest.mark.parametrize("batch", [[IMAGE, torch.tensor(1.0)], {"x": IMAGE, "n": torch.tensor(1)}])
-def test_a_scalar_among_tensors_is_refused(batch):
-    """A tensor without dimensions has no first one to agree with the others."""
+@pytest.mark.parametrize("batch", [[1, 2], {"x": None}, [torch.tensor(1.0)], (["a"], Columns())])
+def test_a_batch_without_a_size_is_refused(batch):
+    """Where no part has a first dimension, the message says what to define."""
     with pytest.raises(ValueError, match="get_num_samples_in_batch"):
         get_num_samples(batch)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 from small import Records, Small, trainer
 
+import lightning_perf.cli
 from lightning_perf import (
     All,
     AnyOf,
@@ -268,3 +271,86 @@ def test_records_stand_in_for_a_logger() -> None:
     records = Records()
     records.log_metrics({"a": 1.0}, step=3)
     assert records.of("a") == [(3, 1.0)]
+
+
+EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"}}
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "last"),
+    [
+        (
+            [{"class_path": "lightning_perf.SpeedMonitor", "init_args": {"window_size": 0}}],
+            "window",
+        ),
+        ({"class_path": "lightning_perf.Flops", "init_args": {"schedule": "10it"}}, "schedule"),
+        ([{"class_path": "lightning_perf.Flops", "init_args": {"schedule": EVERY}}], "interval"),
+    ],
+    ids=["in a list", "alone", "in a schedule"],
+)
+def test_the_last_line_of_a_failed_cli_is_our_message(
+    tmp_path: Path, callbacks: Any, last: str
+) -> None:
+    """What LightningCLI shows of a bad setting ends with our message, alone and whole."""
+    config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    script = "from lightning.pytorch.cli import LightningCLI; from small import Small; "
+    script += "LightningCLI(Small, run=False, save_config_callback=None)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--config", str(tmp_path / "config.yaml")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"lightning_perf: {last}")
+    assert re.search(r"\. Try \w+=\S+\.$", line)
+
+
+def test_an_error_of_others_stays_as_it_is() -> None:
+    """A ConfigError that was caught leaves no line below a later error that is not about it."""
+    script = (
+        "import jsonargparse, sys; from lightning_perf import Flops, ConfigError\n"
+        "try: Flops(schedule='10it')\n"
+        "except ConfigError: pass\n"
+        "raise ValueError('mine')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "ValueError: mine"
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "install"),
+    [
+        ("rich.console", ["devices"], "rich"),
+        ("rich.console", ["measure"], "rich"),
+        ("rich.console", ["report"], "rich"),
+        ("mlflow", ["report"], "mlflow"),
+        ("lightning_perf.tracking.artifacts", ["upload"], None),
+        ("jsonargparse", ["capture", "1"], '"jsonargparse[signatures]"'),
+    ],
+)
+def test_a_missing_package_is_one_line(
+    module: str,
+    command: list[str],
+    install: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A command whose package is missing says what installs it; a missing part of ours is a bug."""
+    for name in [name for name in sys.modules if name.startswith("lightning_perf.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(lightning_perf.cli, name.rpartition(".")[2])
+    if module == "mlflow":
+        monkeypatch.delitem(sys.modules, "lightning_perf.tracking.runs", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit if install else ModuleNotFoundError) as caught:
+        main(command)
+    if install:
+        assert isinstance(caught.value, SystemExit)
+        assert caught.value.code == 2
+        package = module.partition(".")[0]
+        expected = f"lightning-perf: the package {package} is missing. Try pip install {install}.\n"
+        assert capsys.readouterr().err == expected

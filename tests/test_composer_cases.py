@@ -64,6 +64,9 @@ LEFT_OUT = {
 #: Rows in which the design asks for better than the reference: no limit on hours and seconds.
 OURS = {"24h": {"value": 86400, "unit": "sec"}, "1000s": {"value": 1000, "unit": "sec"}}
 
+#: Rows in which the tensors of a batch decide, whatever lies beside them, as the design says.
+COUNTED = {"[tensor(128,8),'str']", "dict with str/int/tuple/None/nested dict value"}
+
 
 def check(compute: Callable[[], Any], expected: Any) -> None:
     """Compare what a computation gives, or raises, with what a row expects."""
@@ -174,8 +177,9 @@ BATCHES = {
 
 
 def check_samples(case: dict[str, Any]) -> None:
+    expected = 128 if case["input"] in COUNTED else case["expected"]
     for batch in BATCHES[case["input"]]:
-        check(lambda batch=batch: get_num_samples(batch), case["expected"])
+        check(lambda batch=batch: get_num_samples(batch), expected)
 
 
 TOKENS: dict[str, list[Callable[[], int]]] = {

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from torch import Tensor
 
 from lightning_perf import ConfigError, Every, Flops, Never, PerfWarning, SpeedMonitor
+from lightning_perf.flops import measure
 
 KEYS = {
     "mfu", "hfu", "batch_flops", "actual_batches_per_sec", "max_batches_per_sec", "total_flops",
@@ -256,11 +258,52 @@ def test_a_first_batch_without_a_loss_is_not_taken_for_the_truth(tmp_path: Path)
     assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
 
 
+@pytest.mark.parametrize("dtypes", [{"float32"}, {"bfloat16", "float32"}], ids=len)
+def test_a_cpu_is_measured_before_any_clock_runs(
+    tmp_path: Path, dtypes: set[str], monkeypatch
+) -> None:
+    """A Timer that stands before ours starts when the peak is there, of each dtype that is used."""
+    measured: dict[Any, float | None] = {}
+    monkeypatch.setattr(measure, "_measured", measured)
+    seen: list[set[str]] = []
+
+    class Timer(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            seen.append({str(key[0]).removeprefix("torch.") for key in measured})
+
+    precision = {} if len(dtypes) == 1 else {"precision": "bf16-mixed"}
+    run = trainer(tmp_path, Timer(), SpeedMonitor(), Flops(), **precision)
+    run.fit(Small())
+    assert seen == [dtypes]
+    assert len(measured) == len(dtypes)
+
+
+def test_what_the_user_gives_is_not_measured(tmp_path: Path, monkeypatch) -> None:
+    """With a peak in hand nothing is timed."""
+    monkeypatch.setattr(measure, "_measured", {})
+    trainer(tmp_path, Flops(peak_flops=1e12)).fit(Small())
+    assert measure._measured == {}
+
+
+def test_a_peak_that_cannot_be_measured(tmp_path: Path, monkeypatch) -> None:
+    """A refused measurement is one warning that says why, and no mfu; training goes on."""
+    monkeypatch.setattr(measure, "_measured", {})
+    monkeypatch.setattr(measure, "_rate", lambda *_: None)
+    flops = Flops()
+    with pytest.warns(PerfWarning, match="could not be measured.*busy machine") as caught:
+        trainer(tmp_path, flops).fit(Small())
+    assert len(ours(caught)) == 1
+    assert "mfu" not in flops.metrics
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
 def test_a_utilization_above_one_is_flagged(tmp_path: Path) -> None:
     """An impossible peak is reported as it is, with one warning about the peak."""
-    flops = Flops(peak_flops=312)
-    with pytest.warns(PerfWarning, match="312 FLOP/s .given.") as caught:
-        trainer(tmp_path, flops).fit(Small())
+    module = Small()
+    module.flops_per_batch = 1e15
+    flops = Flops(peak_flops=1e9)
+    with pytest.warns(PerfWarning, match=r"1e\+09 FLOP/s .given.") as caught:
+        trainer(tmp_path, flops).fit(module)
     assert flops.metrics["mfu"] > 1
     assert len(ours(caught)) == 1
 
@@ -271,6 +314,7 @@ def test_a_utilization_above_one_is_flagged(tmp_path: Path) -> None:
         ({"peak_flops": 0}, "peak_flops"),
         ({"peak_flops": -1.0}, "peak_flops"),
         ({"peak_flops": "guess"}, "peak_flops"),
+        ({"peak_flops": 312}, "peak_flops"),
         ({"schedule": 5}, "schedule"),
         ({"schedule": "every now and then"}, "schedule"),
         ({"formula": 6e9}, "formula"),

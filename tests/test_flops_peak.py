@@ -39,11 +39,22 @@ def test_what_cannot_be_a_peak_is_refused(given):
         resolve_peak(CPU, "float32", given)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [(312, "312e12"), (0.5, "0.5e12"), (999e6, "312e12"), (312e24, "312e12")]
+)
+def test_a_peak_in_another_unit_is_refused(given, meant):
+    """A number that no device reaches, or any exceeds, is refused with the unit and what it is."""
+    with pytest.raises(ConfigError, match=r"in FLOP/s \(not TFLOP/s\)") as caught:
+        check_peak(given)
+    assert caught.value.example == meant
+    check_peak(float(meant))
+
+
 def test_what_was_given_wins(gpu, rate):
     """A number of the user's is believed on every device."""
     gpu("NVIDIA H200")
     assert resolve_peak(CUDA, "bfloat16", 1e12) == Peak(1e12, "given")
-    assert resolve_peak(CPU, "float32", 5) == Peak(5.0, "given")
+    assert resolve_peak(CPU, "float32", 10**9) == Peak(1e9, "given")
 
 
 def test_a_gpu_of_the_table(gpu):

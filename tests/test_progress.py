@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_perf import PerfWarning, SpeedMonitor, Timestamp
+from lightning_perf.trainer.progress import BatchCounter
 
 # Lightning's advice on loaders; warnings of ours stay errors.
 pytestmark = pytest.mark.filterwarnings(
@@ -291,3 +292,13 @@ def test_hugging_face_batches_bring_their_tokens(tmp_path: Path) -> None:
     trainer(tmp_path, diary).fit(Encoded())
     stamp = diary.stamps[-1]
     assert (stamp.sample, stamp.token) == (12, 96)
+
+
+def test_batches_may_change_their_structure() -> None:
+    """After batches that begin with a tensor, one that begins with None is counted all the same."""
+    counter = BatchCounter([])
+    tensor = torch.zeros(4, 2)
+    batches = [(tensor, None), (None, tensor), (torch.tensor(1.0), tensor), (tensor, tensor)]
+    assert [counter.count(batch) for batch in batches] == [(4, 0)] * 4
+    scalar_first = BatchCounter([])
+    assert [scalar_first.count(batch) for batch in batches[::-1]] == [(4, 0)] * 4

@@ -1,9 +1,28 @@
 """Schedules written as text."""
 
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.schedule import Always, At, Every, Never, as_schedule
+from lightning_perf.schedule import (
+    Always,
+    At,
+    Cyclic,
+    Elapsed,
+    Every,
+    GlobalRank,
+    HasTag,
+    LocalRank,
+    Never,
+    OnSignal,
+    OnSlowBatch,
+    Schedule,
+    Stages,
+    as_schedule,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,6 +33,12 @@ from lightning_perf.schedule import Always, At, Every, Never, as_schedule
         ("every 100ba for 3ba", Every("100ba", lasting="3ba")),
         ("  every  1h30m   for 20sec ", Every("5400sec", lasting="20sec")),
         ("0.1dur", Every("0.1dur")),
+        ("every epoch", Every("1ep")),
+        ("every step for 2ba", Every("1step", lasting="2ba")),
+        ("every minute", Every("60sec")),
+        ("every 12.5%", Every("0.125dur")),
+        ("at 50%", At("0.5dur")),
+        ("every 4_000tok", Every("4000tok")),
         ("first 5ba", At("0ba", lasting="5ba")),
         ("first 2048sp", At("0sp", lasting="2048sp")),
         ("first 10m", At("0sec", lasting="600sec")),
@@ -64,6 +89,31 @@ def test_refuses(value):
         ("every 5", "every 5ba"),
         ("100", "100ba"),
         (100, "100ba"),
+        (0.1, "0.1dur"),
+        ("every 100ms", "every 1sec"),
+        ("2500ms", "2sec"),
+        ("10it", "10ba"),
+        ("100 iterations", "100ba"),
+        ("every 10min", "every 10m"),
+        ("30 secs", "30sec"),
+        ("10 s", "10s"),
+        ("1.5h", "5400sec"),
+        ("2 days", "172800sec"),
+        ("1h30", "1h30m"),
+        ("every 1h 20m", "every 1h20m"),
+        ("1,000ba", "1000ba"),
+        ("2k tokens", "2000tok"),
+        ("1M samples", "1000000sp"),
+        ("at 50 %", "at 0.5dur"),
+        ("each epoch", "every 1ep"),
+        ("every epochs", "every 1ep"),
+        ("evry epcoh", "every 1ep"),
+        ("first epoch", "first 1ep"),
+        ("after 100 steps", "at 100step"),
+        ("every100ba", "every 100ba"),
+        ("every 100ba, lasting 3ba", "every 100ba for 3ba"),
+        ("every 100ba for 3", "every 100ba for 3ba"),
+        ("NEVER", "never"),
     ],
 )
 def test_suggests_what_was_probably_meant(written, meant):
@@ -73,6 +123,95 @@ def test_suggests_what_was_probably_meant(written, meant):
     assert caught.value.example == f'"{meant}"'
     as_schedule(meant)
     assert str(caught.value).endswith(f'. Try schedule="{meant}".')
+
+
+def test_what_is_too_long_is_cut_in_the_message():
+    """A huge text is refused like any other, and not repeated whole."""
+    with pytest.raises(ConfigError) as caught:
+        as_schedule("9" * 5000 + "ba")
+    assert len(str(caught.value)) < 800
+
+
+@pytest.mark.parametrize("text", ["1e16ba", "every 1e400sec", "at 9999999999999999tok"])
+def test_no_training_is_as_long(text):
+    """A count that would overflow in the middle of training is refused at construction."""
+    with pytest.raises(ConfigError, match="longer than any training"):
+        as_schedule(text)
+
+
+WORDS = "every at first for always epoch ba ms % . , _ - 1 0 0.5 1e9 nan inf h m s k dur tok & ( e"
+PIECES = st.sampled_from([*WORDS.split(), " ", "  ", "\n"])
+TEXTS = st.one_of(st.text(max_size=30), st.lists(PIECES, max_size=8).map("".join))
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.one_of(TEXTS, st.integers(), st.floats(), st.lists(TEXTS, max_size=2), st.booleans()))
+def test_whatever_is_written_is_a_schedule_or_an_error_of_ours(value):
+    """No value makes anything else, and what an error suggests works."""
+    try:
+        schedule = as_schedule(value)
+    except ConfigError as error:
+        example = error.example or ""
+        if "combines" in error.problem:
+            return
+        schedule = as_schedule(json.loads(example))
+    assert as_schedule(schedule) is schedule
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (OnSignal, "signal"),
+        (GlobalRank, "ranks"),
+        (LocalRank, "ranks"),
+        (Stages, "stages"),
+        (HasTag, "tag"),
+        (Elapsed, "duration"),
+        (OnSlowBatch, "factor"),
+        (lambda value: Every("1ba", stage=value), "stage"),
+        (lambda value: Cyclic(per_epoch=value), "per_epoch"),
+        (lambda value: Cyclic(active=value), "active"),
+    ],
+)
+@settings(deadline=None)
+@given(value=st.one_of(TEXTS, st.integers(), st.floats(), st.none(), st.lists(TEXTS, max_size=2)))
+def test_every_argument_is_checked(make, field, value):
+    """Whatever a schedule is made with, it is made or the argument is named."""
+    try:
+        made, named = make(value), field
+    except ConfigError as error:
+        made, named = None, error.field
+    assert named == field
+    assert made is None or isinstance(made, Schedule)
+
+
+@pytest.mark.parametrize(
+    ("make", "written", "meant"),
+    [
+        (Stages, "val", '"validate"'),
+        (Stages, "fit", '"train"'),
+        (Stages, ["train", "validation"], '["train", "validate"]'),
+        (Stages, "predcit", '"predict"'),
+        (GlobalRank, "1", "1"),
+        (OnSignal, "USR1", '"SIGUSR1"'),
+        (OnSignal, "sighup", '"SIGHUP"'),
+        (OnSignal, "SIGINT", '"SIGUSR2"'),
+        (Elapsed, "500ms", '"1sec"'),
+        (Elapsed, "1 hour", '"1h"'),
+        (lambda value: Every("1ba", stage=value), "val", '"validate"'),
+        (lambda value: Every("1ba", lasting=value), "2 epochs", '"2ep"'),
+        (lambda value: Cyclic(per_epoch=value), "no", "False"),
+        (lambda value: Cyclic(per_epoch=value), "yes", "True"),
+        (lambda value: Cyclic(active=value), "6", "6"),
+        (lambda value: Cyclic(active=value), 6.0, "6"),
+    ],
+)
+def test_suggests_what_an_argument_probably_meant(make, written, meant):
+    """The example of the message is what was meant, and works."""
+    with pytest.raises(ConfigError) as caught:
+        make(written)
+    assert caught.value.example == meant
+    make(eval(meant))
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_a_batch_that_cannot_be_counted_is_said_once(tmp_path: Path, records: Re
 
     class Odd(Small):
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            return {"x": batch[0], "note": "text", "y": batch[1]}
+            return {"x": batch[0], "odd": torch.zeros(99), "y": batch[1]}
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step([batch["x"], batch["y"]], batch_idx)

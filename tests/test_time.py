@@ -150,3 +150,41 @@ def test_is_immutable_and_pickles():
     with pytest.raises(AttributeError):
         time.value = 6
     assert pickle.loads(pickle.dumps(time)) == time
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4_000tok", 4000), ("1_000_000sp", 10**6), ("1_0e1_0ba", None), ("0.000_5dur", 0.0005)],
+)
+def test_digits_may_stand_in_groups(text, value):
+    """Groups are read as Python reads them."""
+    if value is None:
+        with pytest.raises(ConfigError):
+            Time.from_timestring(text)
+    else:
+        assert Time.from_timestring(text).value == value
+
+
+@pytest.mark.parametrize("text", ["4__000tok", "_4tok", "4_tok", "1_.5dur", "4_000", "1_h"])
+def test_misplaced_groups_are_refused(text):
+    """An underscore stands between digits only."""
+    with pytest.raises(ConfigError):
+        Time.from_timestring(text)
+
+
+@settings(deadline=None, max_examples=500)
+@given(
+    st.one_of(
+        st.text(max_size=20),
+        st.from_regex(r"[+-]?[0-9_.]{1,9}(e[0-9-]{1,4})?(ep|ba|sp|tok|step|dur|sec|h|m|s)?"),
+        st.just("9" * 5000 + "ba"),
+    )
+)
+def test_whatever_is_written_is_a_time_or_an_error_of_ours(text):
+    """No text makes anything else, and what is read is written so that it is read again."""
+    try:
+        time = Time.from_timestring(text)
+    except (ConfigError, TypeError):
+        return
+    if abs(time.value) < 10**90:
+        assert Time.from_timestring(str(time)) == time

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.time import TimeUnit
+from lightning_perf.time import Time, TimeUnit
 from lightning_perf.timestamp import Timestamp
 
 counts = st.integers(0, 10**6)
@@ -81,3 +81,66 @@ def test_is_immutable_and_pickles():
     with pytest.raises(AttributeError):
         now.batch = 4
     assert pickle.loads(pickle.dumps(now)) == now
+
+
+def test_fields_may_be_times():
+    """Times, time strings and timedeltas of a field's unit become plain numbers."""
+    now = Timestamp(
+        epoch=Time(1, "ep"),
+        batch="20ba",
+        sample_in_epoch="4_000sp",
+        total_wct=timedelta(minutes=1, milliseconds=500),
+        epoch_wct="1m",
+        batch_wct=2,
+    )
+    plain = Timestamp(1, 20, sample_in_epoch=4000, total_wct=60.5, epoch_wct=60.0, batch_wct=2.0)
+    assert now == plain
+    assert {type(value) for value in now.state_dict().values()} == {int, float}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch", "3ep"),
+        ("batch", Time(3, "sp")),
+        ("batch_in_epoch", "1h"),
+        ("batch", 1.5),
+        ("batch", timedelta(seconds=1)),
+        ("token", "many"),
+        ("token", None),
+        ("step", "2ba"),
+        ("total_wct", "3ba"),
+        ("epoch_wct", "soon"),
+        ("batch_wct", None),
+    ],
+)
+def test_a_wrong_unit_is_refused_in_every_field(field, value):
+    """The message names the field, and an example that works."""
+    with pytest.raises(ConfigError) as caught:
+        Timestamp(**{field: value})
+    assert caught.value.field == field
+    assert caught.value.example is not None
+    Timestamp(**{field: eval(caught.value.example)})
+
+
+def test_compares_with_times():
+    """A timestamp compares with a time or its string by its count in that unit."""
+    now = Timestamp(epoch=2, batch=30, total_wct=61.5)
+    assert now < "31ba"
+    assert now <= "2ep"
+    assert now > Time(29, "ba")
+    assert now >= "1m"
+    assert now == "30ba"
+    assert now != "31ba"
+    assert not now < "30ba"
+    with pytest.raises(TypeError):
+        now < 5  # noqa: B015
+    with pytest.raises(TypeError):
+        now < Timestamp()  # noqa: B015
+    with pytest.raises(ConfigError, match="dur"):
+        now < "0.5dur"  # noqa: B015
+
+
+def test_hashes_by_its_counts():
+    """Equal timestamps are one key."""
+    assert len({Timestamp(batch=3), Timestamp(batch=3), Timestamp(batch=4)}) == 2

@@ -112,7 +112,9 @@ def _independent_of_settings(figure: Figure) -> None:
     from matplotlib.text import Text
 
     faces = {
-        weight: FontProperties([_FONT], "normal", "normal", weight, "normal")
+        weight: FontProperties(
+            family=[_FONT], style="normal", variant="normal", weight=weight, stretch="normal"
+        )
         for weight in ("normal", "bold")
     }
     glyphs = get_font(findfont(faces["normal"]))

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
+# Longer than a training would wait.
+_BUDGET_SECONDS = 1.0
+
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
@@ -29,11 +32,11 @@ def run(dtype: str, device: str) -> int:
 
     from lightning_perf.flops import device_name, lookup, measured_peak, peak_flops, tf32_is_on
 
-    peak = measured_peak(device, dtype)
+    peak = measured_peak(device, dtype, _BUDGET_SECONDS)
     if peak is None:
         print(  # noqa: T201
-            f"lightning-perf measure: {device} has no product of {dtype} here. "
-            "Try --device cpu --dtype float32.",
+            f"lightning-perf measure: {device} has no product of {dtype} here, or this machine is "
+            "too busy. Try --device cpu --dtype float32.",
             file=sys.stderr,
         )
         return 1

@@ -13,7 +13,10 @@ import torch
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops.devices import lookup, peak_flops
 from lightning_perf.flops.estimate import estimate_from_properties
-from lightning_perf.flops.measure import measure_peak
+from lightning_perf.flops.measure import BUDGET_SECONDS, measure_peak
+
+# FLOP/s of one device: a slow core does more, and nothing does as much.
+_LEAST, _MOST = 1e9, 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,15 @@ def check_peak(given: object, field: str = "peak_flops") -> None:
     """
     if given is None or given == "measure":
         return
-    if isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < math.inf:
-        return
-    raise ConfigError(
-        field, given, "is neither a positive number of FLOP/s nor 'measure'", "312e12"
-    )
+    number = given if isinstance(given, int | float) and not isinstance(given, bool) else 0.0
+    if not 0 < number < math.inf:
+        problem = "is neither a positive number of FLOP/s nor 'measure'"
+        raise ConfigError(field, given, problem, "312e12")
+    if not _LEAST <= number <= _MOST:
+        # What is small was meant in TFLOP/s, as data sheets give it.
+        example = f"{number:g}e12" if _LEAST <= number * 1e12 <= _MOST else "312e12"
+        problem = "cannot be the peak of one device in FLOP/s (not TFLOP/s)"
+        raise ConfigError(field, given, problem, example)
 
 
 def resolve_peak(
@@ -77,24 +84,27 @@ def resolve_peak(
 
 
 def measured_peak(
-    device: torch.device | str, dtype_name: str, *, again: bool = False
+    device: torch.device | str, dtype_name: str, budget_seconds: float = BUDGET_SECONDS
 ) -> Peak | None:
     """What a matrix product reaches, measured once a process.
 
     Args:
         device: Where it runs, such as ``"cpu"``.
         dtype_name: The operands', as in ``"bfloat16"``.
-        again: Measure once more, and keep the larger value.
+        budget_seconds: About how long to measure at most.
 
     Returns:
-        The peak, or None if there is no such device, or no product of this dtype on it.
+        The peak, or None if there is no such device, no product of this dtype on it, or no rate
+        that can be.
     """
     dtype = getattr(torch, dtype_name, None)
     try:
         device = torch.device(device)
     except RuntimeError:
         return None
-    value = measure_peak(dtype, device, again=again) if isinstance(dtype, torch.dtype) else None
+    if not isinstance(dtype, torch.dtype):
+        return None
+    value = measure_peak(dtype, device, budget_seconds)
     return None if value is None else Peak(value, "measured")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError
@@ -17,9 +20,24 @@ ALL_UNITS = frozenset(TimeUnit)
 COUNTED_UNITS = ALL_UNITS - {TimeUnit.DURATION}
 
 
+# Beyond any training, and still exact as a float.
+_LONGEST = 10**15
+_STAGE = {
+    **dict.fromkeys(("val", "valid", "validation", "eval", "evaluate"), "validate"),
+    **dict.fromkeys(("fit", "training"), "train"),
+    **dict.fromkeys(("testing",), "test"),
+    **dict.fromkeys(("prediction", "infer", "inference"), "predict"),
+    **{stage: stage for stage in STAGES},
+}
+_OFF = ("no", "off", "false", "0", "n", "f", "")
+
+
 def whole(field: str, value: int, minimum: int, example: str) -> int:
     """Check a whole number against a minimum."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if isinstance(value, str | float) and re.fullmatch(r"\d{1,15}(?:\.0*)?", str(value)):
+            meant = int(float(value))
+            example = str(meant) if meant >= minimum else example
         raise ConfigError(field, value, f"is not a whole number from {minimum} up", example)
     return value
 
@@ -27,7 +45,8 @@ def whole(field: str, value: int, minimum: int, example: str) -> int:
 def flag(field: str, value: bool) -> bool:
     """Check a switch: a text is always true, "no" included."""
     if not isinstance(value, bool):
-        raise ConfigError(field, value, "is neither True nor False", "True")
+        meant = str(value).strip().lower() not in _OFF
+        raise ConfigError(field, value, "is neither True nor False", str(meant))
     return value
 
 
@@ -51,8 +70,8 @@ def times(
     try:
         time = Time.from_input(value)
     except (RuntimeError, TypeError, ValueError):
-        problem = f"is no amount of time (units: {UNITS}; only dur takes fractions)"
-        near = _near(str(value), units) or example
+        problem = f"is not an amount of time (units: {UNITS}; only dur takes fractions)"
+        near = _near(value, units) or example
         raise ConfigError(field, value, problem, f'"{near}"') from None
     example = f'"{example}"'
     if time.unit not in units:
@@ -61,15 +80,18 @@ def times(
     if time.value < 0 or (positive and time.value == 0):
         problem = "is not positive" if positive else "is negative"
         raise ConfigError(field, str(time), problem, example)
+    if time.value > _LONGEST:
+        raise ConfigError(field, value, "is longer than any training", example)
     return time
 
 
 def stage_list(field: str, value: list[str] | str) -> list[str]:
     """Check one or more names of stages."""
-    names = list(value) if isinstance(value, list | tuple) else [value]
-    unknown = [name for name in names if name not in STAGES]
-    if unknown or not names:
-        raise ConfigError(field, value, f"is not of {', '.join(STAGES)}", '"train"')
+    names: list[str] = list(value) if isinstance(value, list | tuple) else [str(value)]
+    if not names or any(name not in STAGES for name in names):
+        near = [_near_stage(name) for name in names] or ["train"]
+        example = json.dumps(near if isinstance(value, list | tuple) else near[0])
+        raise ConfigError(field, value, f"is not of {', '.join(STAGES)}", example)
     return names
 
 
@@ -83,9 +105,14 @@ def rank_list(field: str, value: list[int] | int) -> list[int]:
     return ranks
 
 
-def _near(text: str, units: Collection[TimeUnit]) -> str | None:
-    near = nearest_time(text)
+def _near_stage(name: object) -> str:
+    near = get_close_matches(str(name).lower(), _STAGE, n=1)
+    return _STAGE[near[0]] if near else "train"
+
+
+def _near(value: object, units: Collection[TimeUnit]) -> str | None:
     try:
+        near = nearest_time(str(value))
         time = Time.from_timestring(near)
     except (TypeError, ValueError):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_perf.schedule.base import FOREVER, Schedule
-from lightning_perf.schedule.checks import whole
+from lightning_perf.schedule.checks import flag, whole
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -75,7 +75,7 @@ class Cyclic(Schedule):
         self.warmup = whole("warmup", warmup, 0, "1")
         self.active = whole("active", active, 1, "4")
         self.repeat = whole("repeat", repeat, 0, "1")
-        self.per_epoch = bool(per_epoch)
+        self.per_epoch = flag("per_epoch", per_epoch)
 
     @property
     def lead(self) -> int:

@@ -68,7 +68,7 @@ class HasTag(Composed):
     """
 
     def __init__(self, tag: str, schedule: Schedule | str | None = None) -> None:
-        key, equals, value = tag.partition("=")
+        key, equals, value = tag.partition("=") if isinstance(tag, str) else ("", "", "")
         if not key:
             raise ConfigError("tag", tag, "has no key", '"profile=1"')
         self.tag = tag

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from lightning_perf.errors import ConfigError
+from lightning_perf.errors import ConfigError, shown
 from lightning_perf.schedule.base import Schedule
 from lightning_perf.schedule.checks import COUNTED_UNITS, times
 from lightning_perf.schedule.intervals import Always, At, Every, Never
-from lightning_perf.schedule.spelling import UNITS, nearest_schedule
+from lightning_perf.schedule.spelling import ONE, UNITS, nearest_schedule, percent_as_dur
 
 _TEXT = re.compile(r"(?:(every|at)\s+)?(\S+)(?:\s+for\s+(\S+))?|first\s+(\S+)")
 _FORMS = "TIME, every TIME for TIME, at TIME for TIME, first TIME, always, never"
@@ -23,8 +23,9 @@ def as_schedule(
     """Make a schedule of whatever an argument takes for one.
 
     Args:
-        value: A schedule; text such as ``"100ba"``, ``"every 100ba for 3ba"``, ``"first 5ba"``,
-            ``"at 0.5dur"``, ``"always"``, ``"never"``; or None for the default.
+        value: A schedule; text such as ``"100ba"``, ``"every 100ba for 3ba"``, ``"every epoch"``,
+            ``"first 5ba"``, ``"at 0.5dur"``, ``"at 50%"``, ``"always"``, ``"never"``; or None for
+            the default.
         field: The argument, for the message.
         default: The schedule for None; `Always` if None itself.
 
@@ -42,7 +43,7 @@ def as_schedule(
     if value is None:
         return Always() if default is None else default
     if not isinstance(value, str):
-        problem = f"is no schedule: it is no text (units: {UNITS})"
+        problem = f"is not a schedule, and not the text of one (units: {UNITS})"
         raise ConfigError(field, value, problem, _example(str(value)))
     if _OPERATOR.search(value):
         problem = "combines strings, which do not combine: one side has to be a schedule"
@@ -50,7 +51,7 @@ def as_schedule(
     try:
         return _parse(value.strip())
     except ConfigError as error:
-        problem = f"is no schedule: {error.value!r} {error.problem}"
+        problem = f"is not a schedule: {shown(error.value)} {error.problem}"
         raise ConfigError(field, value, problem, _example(value)) from None
 
 
@@ -60,7 +61,9 @@ def _parse(text: str) -> Schedule:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ConfigError("text", text, f"is none of {_FORMS} (units: {UNITS})", _EXAMPLE)
-    word, time, lasting, first = match.groups()
+    word, time, lasting, first = (part and percent_as_dur(part) for part in match.groups())
+    if word == "every":
+        time = ONE.get(time, time)
     if first is not None:
         length = times("lasting", first, "5ba", units=COUNTED_UNITS)
         return At(time=f"0{length.unit}", lasting=length)

@@ -110,9 +110,17 @@ def _in_use(handler: Any) -> Any:
 
 
 def _signal_number(name: str) -> signal.Signals:
-    if name in _REFUSED:
+    known = signal.Signals.__members__
+    if isinstance(name, str) and name in _REFUSED:
         raise ConfigError("signal", name, "is not free to be used", '"SIGUSR2"')
-    try:
-        return signal.Signals[name]
-    except KeyError:
-        raise ConfigError("signal", name, "is no signal of this system", '"SIGUSR2"') from None
+    if not isinstance(name, str) or name not in known:
+        near = next((each for each in known if _same_signal(each, name)), "SIGUSR2")
+        example = f'"{near if near not in _REFUSED else "SIGUSR2"}"'
+        raise ConfigError("signal", name, "is not the name of a signal of this system", example)
+    return known[name]
+
+
+def _same_signal(known: str, written: object) -> bool:
+    """Whether a signal was written in lower case, without its SIG, or as its number."""
+    meant = str(written).upper()
+    return meant in (known, known.removeprefix("SIG"), str(int(signal.Signals[known])))

@@ -4,23 +4,67 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: All units, for messages.
 UNITS = "ep ba step sp tok sec dur, or 1h20m40s"
 
 _UNIT = {
     **dict.fromkeys(("ep", "epoch", "epochs"), "ep"),
-    **dict.fromkeys(("ba", "batch", "batches"), "ba"),
-    **dict.fromkeys(("step", "steps"), "step"),
-    **dict.fromkeys(("sp", "sample", "samples"), "sp"),
+    **dict.fromkeys(("ba", "batch", "batches", "it", "iter", "iters"), "ba"),
+    **dict.fromkeys(("iteration", "iterations", "minibatch", "minibatches"), "ba"),
+    **dict.fromkeys(("step", "steps", "update", "updates"), "step"),
+    **dict.fromkeys(("sp", "sample", "samples", "example", "examples"), "sp"),
     **dict.fromkeys(("tok", "token", "tokens"), "tok"),
     **dict.fromkeys(("sec", "secs", "second", "seconds"), "sec"),
     **dict.fromkeys(("dur", "duration"), "dur"),
-    **dict.fromkeys(("h", "hr", "hour", "hours"), "h"),
+    **dict.fromkeys(("%", "percent"), "%"),
+    **dict.fromkeys(("ms", "msec", "millisecond", "milliseconds"), "ms"),
+    **dict.fromkeys(("s",), "s"),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "h"),
     **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), "m"),
+    **dict.fromkeys(("d", "day", "days"), "d"),
 }
-_WORDS = ("every", "for", "first", "at", "always", "never")
-_NUMBER_AND_UNIT = re.compile(r"([\d.]+)\s*([a-z]*)")
+_SECONDS: dict[str, Fraction | int] = {
+    **{"ms": Fraction(1, 1000), "s": 1, "sec": 1},
+    **{"m": 60, "h": 3600, "d": 86400},
+}
+_SCALE = {"": 1, "k": 10**3, "m": 10**6}
+#: Units that stand for one of themselves: "every epoch".
+ONE = {
+    "epoch": "1ep",
+    "batch": "1ba",
+    "step": "1step",
+    "second": "1sec",
+    "minute": "1m",
+    "hour": "1h",
+}
+_WORD = {
+    **{word: word for word in ("every", "for", "first", "at", "always", "never")},
+    **dict.fromkeys(("each", "interval"), "every"),
+    **dict.fromkeys(("lasting", "during"), "for"),
+    **dict.fromkeys(("after", "from"), "at"),
+    **{name: f"1{unit}" for name, unit in _UNIT.items() if len(name) > 2},
+    **ONE,
+}
+_AMOUNT = re.compile(r"(\d[\d.,_]*|\.\d+)([km](?=[a-z]{2}))?([a-z]+|%)?")
+_CLOCK = re.compile(r"(\d+h)?(\d+m)?(\d+s)?")
+_HALF_PAST = re.compile(r"(\d+)h(\d+)")
+
+
+def percent_as_dur(word: str) -> str:
+    """A percentage as the fraction of the training that it is; another word as it is.
+
+    Example:
+        >>> percent_as_dur("50%"), percent_as_dur("5ba")
+        ('0.5dur', '5ba')
+    """
+    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", word, re.ASCII)
+    return f"{float(Fraction(match[1]) / 100)}dur" if match else word
 
 
 def nearest_time(text: str) -> str:
@@ -29,15 +73,30 @@ def nearest_time(text: str) -> str:
     Example:
         >>> nearest_time("10 Batches"), nearest_time("10setp"), nearest_time("100")
         ('10ba', '10step', '100ba')
+        >>> nearest_time("100ms"), nearest_time("1.5h"), nearest_time("2k tokens")
+        ('1sec', '5400sec', '2000tok')
     """
-    match = _NUMBER_AND_UNIT.fullmatch(text.strip().lower())
+    joined = "".join(text.lower().split())
+    if joined in ONE:
+        return ONE[joined]
+    if joined and _CLOCK.fullmatch(joined):
+        return joined
+    if match := _HALF_PAST.fullmatch(joined):
+        return f"{match[1]}h{match[2]}m"
+    match = _AMOUNT.fullmatch(joined)
     if match is None:
         return text
-    number, unit = match.groups()
+    scale, unit = match[2] or "", match[3] or ""
+    if scale + unit in _UNIT or unit not in _UNIT:
+        scale, unit = "", scale + unit
+    known = _closest(unit, _UNIT)
+    try:
+        amount = Fraction(match[1].replace(",", "").replace("_", "")) * _SCALE[scale]
+    except ValueError:
+        return text
     if not unit:
-        return f"{number}{'dur' if number.startswith('0.') else 'ba'}"
-    near = get_close_matches(unit, _UNIT, n=1)
-    return f"{number}{_UNIT[near[0]]}" if near else text
+        known = "dur" if amount < 1 else "ba"
+    return text if known is None else _written(amount, known)
 
 
 def nearest_schedule(text: str) -> str:
@@ -47,12 +106,32 @@ def nearest_schedule(text: str) -> str:
         >>> nearest_schedule("evry 10 batches for 3step")
         'every 10ba for 3step'
     """
-    joined = re.sub(rf"(\d)\s+(?!{'|'.join(_WORDS)})(?=[a-z])", r"\1", text.lower())
+    text = re.sub(r"[,;](?!\d)", " ", text.lower())
+    text = re.sub(r"^\s*([a-z]+)(?=\d)", r"\1 ", text)
+    # What belongs to a number is joined with it: units, the rest of 1h 20m, a misspelt unit.
+    joined = re.sub(rf"(\d[km]?)\s+(?=(?:{'|'.join(_UNIT)})\b|%)", r"\1", text)
+    joined = re.sub(r"(\d[hm])\s+(?=\d+[ms]\b)", r"\1", joined)
+    joined = re.sub(rf"(\d)\s+(?!(?:{'|'.join(_WORD)})\b)(?=[a-z])", r"\1", joined)
     return " ".join(_nearest_word(word) for word in joined.split())
 
 
+def _written(amount: Fraction, unit: str) -> str:
+    if unit == "%":
+        return f"{float(amount / 100)}dur"
+    if unit in _SECONDS and (amount.denominator > 1 or unit in ("ms", "d")):
+        return f"{max(1, round(amount * _SECONDS[unit]))}sec"
+    return f"{float(amount) if amount.denominator > 1 else amount.numerator}{unit}"
+
+
 def _nearest_word(word: str) -> str:
-    if word[0].isdigit():
+    if word[0].isdigit() or word[0] == ".":
         return nearest_time(word)
-    near = get_close_matches(word, _WORDS, n=1)
-    return near[0] if near else word
+    return _closest(word, _WORD) or word
+
+
+def _closest(word: str, known: Mapping[str, str]) -> str | None:
+    """What a word means, if it is one letter or so from one that is known; short ones are exact."""
+    if word in known or len(word) < 3:
+        return known.get(word)
+    near = get_close_matches(word, [each for each in known if len(each) > 2], n=1)
+    return known[near[0]] if near else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
+from math import inf
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError
@@ -77,7 +78,8 @@ class OnSlowBatch(Trigger):
         self, factor: float = 2.0, lasting: Time | str = "3ba", cooldown: Time | str = "200ba"
     ) -> None:
         super().__init__(lasting)
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 1:
+        number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not number or not 1 < factor < inf:
             raise ConfigError("factor", factor, "is not a number above 1", "2.0")
         quiet = checks.times(
             "cooldown", cooldown, "200ba", units=checks.COUNTED_UNITS, positive=False

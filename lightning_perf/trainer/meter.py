@@ -78,6 +78,7 @@ class FlopMeter:
         self.wanted = True
         if peak is not None:
             self.peaks.give(peak, name)
+        self.peaks.prepare()
 
     def start(self, stage: str) -> None:
         """Settle where FLOPs come from and what the peak is, before anything is timed.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError, warn
-from lightning_perf.flops import Counts, Peak, check_peak, resolve_peak
+from lightning_perf.flops import Counts, Peak, check_peak, measured_peak, resolve_peak
 from lightning_perf.trainer.compat import precision
 
 if TYPE_CHECKING:
@@ -76,11 +76,38 @@ class Peaks:
             given = self._given[0] if self._given else None
             self._peaks[dtype] = resolve_peak(device, dtype, given)
             if self._peaks[dtype] is None:
+                if self._is_measured:
+                    problem = "could not be measured: no such product there, or a busy machine"
+                    remedy = ""
+                else:
+                    problem, remedy = "is not known", ", or peak_flops='measure'"
                 warn(
-                    f"the peak of {device} in {dtype} is not known: no mfu. Give it as "
-                    "Flops(peak_flops=...), in FLOP/s of one device, or peak_flops='measure'."
+                    f"the peak of {device} in {dtype} {problem}. No mfu. Give it as "
+                    f"Flops(peak_flops=312e12), in FLOP/s of one device{remedy}."
                 )
         return self._peaks[dtype]
+
+    def prepare(self) -> None:
+        """Measure now what has to be measured: before anybody's clock runs, on all ranks at once.
+
+        The ranks of a node then share its cores as they do in training.
+        """
+        if not self._is_measured:
+            return
+        # Autocast leaves some products in float32.
+        dtypes = {self.dtype, "float32"} if self._is_mixed else {self.dtype}
+        for dtype in sorted(dtypes):
+            measured_peak(self._trainer.strategy.root_device, dtype)
+
+    @property
+    def _is_measured(self) -> bool:
+        given = self._given[0] if self._given else None
+        on_cpu = self._trainer.strategy.root_device.type == "cpu"
+        return given == "measure" or (given is None and on_cpu)
+
+    @property
+    def _is_mixed(self) -> bool:
+        return precision(self._trainer).endswith("-mixed")
 
     def priced(self, counts: Counts) -> BatchWork:
         """What a batch's FLOPs mean on this device."""

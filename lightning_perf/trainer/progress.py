@@ -145,13 +145,17 @@ class BatchCounter:
         """Samples and tokens in a batch; None where they cannot be told, 0 if not tracked."""
         if type(batch) is self._known:
             # A sequence of tensors was looked at whole when the first one came.
-            return batch[0].shape[0], 0
+            try:
+                return batch[0].shape[0], 0
+            except (AttributeError, IndexError):
+                pass  # the structure has changed: look again
         if batch is None:  # Lightning lets a loader skip a batch
             return 0, 0
         samples = self._told(self._samples, "samples", batch)
         tokens = self._told(self._tokens, "tokens", batch)
         if self._inferred and samples and type(batch) in (list, tuple):
-            self._known = type(batch) if hasattr(batch[0], "shape") else None
+            first = getattr(batch[0], "shape", None)
+            self._known = type(batch) if first and first[0] == samples else None
         return samples, tokens
 
     def _told(self, counter: _Counter, what: str, batch: Any) -> int | None:
