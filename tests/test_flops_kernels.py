@@ -60,11 +60,12 @@ def add(name: str, make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any
     CASES.setdefault(name, []).append((make, inputs))
 
 
-for name in (
+ELEMENTWISE = (
     "CELU ELU GELU GLU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU "
     "RReLU ReLU ReLU6 SELU SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Identity "
     "Dropout AlphaDropout FeatureAlphaDropout"
-).split():
+)
+for name in ELEMENTWISE.split():
     add(name, getattr(nn, name), of(33, 64))
 for name in ("LogSoftmax", "Softmax", "Softmin"):
     add(name, lambda name=name: getattr(nn, name)(-1), X)
@@ -143,7 +144,8 @@ for dims, x in ((1, SEQ), (2, IMG), (3, VOL)):
     add(f"AdaptiveAvgPool{dims}d", lambda name=f"AdaptiveAvgPool{dims}d": getattr(nn, name)(1), x)
     pool = getattr(nn, f"MaxPool{dims}d")(2, return_indices=True)
     unpool = getattr(nn, f"MaxUnpool{dims}d")(2)
-    add(f"MaxUnpool{dims}d", lambda f=unpool, g=pool: Call(lambda x: f(*g(x), x.shape[2:])), x)
+    both = Call(lambda x, pool=pool, unpool=unpool: unpool(*pool(x), x.shape[2:]))
+    add(f"MaxUnpool{dims}d", lambda both=both: both, x)
     add(f"Dropout{dims}d", getattr(nn, f"Dropout{dims}d"), x)
     for kind in ("CircularPad", "ReflectionPad", "ReplicationPad", "ZeroPad"):
         add(f"{kind}{dims}d", lambda name=f"{kind}{dims}d": getattr(nn, name)(1), x)

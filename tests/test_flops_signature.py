@@ -90,7 +90,14 @@ def test_objects_are_looked_into(make):
 
 @pytest.mark.parametrize(
     "hidden",
-    [iter([1]), (x for x in "ab"), memoryview(b"a"), {1}, np.array([None]), [Plain(1) for _ in "a" * 300]],
+    [
+        iter([1]),
+        (x for x in "ab"),
+        memoryview(b"a"),
+        {1},
+        np.array([None]),
+        [Plain(1) for _ in "a" * 300],
+    ],
     ids=["iterator", "generator", "memory", "set", "objects", "too many"],
 )
 def test_what_cannot_be_looked_into_is_always_new(hidden):

@@ -195,7 +195,8 @@ def _as_uncounted(operator: Any, keys: DispatchKeySet) -> Iterator[None]:
         yield
         return
     known = AUTOCAST if is_autocast(operator, keys) else DispatchKeySet(DispatchKey.Undefined)
-    with torch._C._RestorePythonTLSSnapshot(), torch._C._ExcludeDispatchKeyGuard(known):
+    restore = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
+    with restore, torch._C._ExcludeDispatchKeyGuard(known):
         yield
 
 

@@ -153,7 +153,9 @@ class BatchCounter:
                     return first, 0
         if batch is None:  # Lightning lets a loader skip a batch
             return 0, 0
-        return self._told(self._samples, "samples", batch), self._told(self._tokens, "tokens", batch)
+        return self._told(self._samples, "samples", batch), self._told(
+            self._tokens, "tokens", batch
+        )
 
     def _told(self, counter: _Counter, what: str, batch: Any) -> int | None:
         try:
