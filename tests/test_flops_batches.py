@@ -65,7 +65,7 @@ def counted(folder: Path, model: Fed, **options: Any) -> list[float]:
 @pytest.mark.parametrize("kind", [dict, list], ids=["dict", "list"])
 def test_a_loader_that_is_used_up_gives_none(tmp_path: Path, kind: Any) -> None:
     """CombinedLoader("max_size") replaces one part by None in the middle of an epoch."""
-    long, short = DataLoader(rows(2, 2, 3, 3), None), DataLoader(rows(1, 1), None)
+    long, short = DataLoader(rows(2, 2, 3, 3), None), DataLoader(rows(2, 2), None)
     loaders = {"a": short, "b": long}
     combined = CombinedLoader(loaders if kind is dict else list(loaders.values()), "max_size")
 
@@ -73,22 +73,24 @@ def test_a_loader_that_is_used_up_gives_none(tmp_path: Path, kind: Any) -> None:
         a, b = batch.values() if isinstance(batch, dict) else batch
         return b if a is None else torch.cat([a, b])
 
-    assert counted(tmp_path, Fed(combined, find)) == [n * FLOPS_PER_SAMPLE for n in (3, 3, 3, 3)]
+    assert counted(tmp_path, Fed(combined, find)) == [n * FLOPS_PER_SAMPLE for n in (4, 4, 3, 3)]
 
 
 def test_validation_loaders_of_two_kinds(tmp_path: Path) -> None:
-    """A loader of tuples followed by one of mappings, over two epochs."""
+    """Loaders of tensors, of mappings and of both, one after the other, over two epochs."""
 
     class Two(Fed):
         def val_dataloader(self) -> Any:
             first, second = rows(2, 2), rows(3, 3)
             return [
-                DataLoader([(x, "a") for x in first], None),
+                DataLoader([(x, x) for x in first], None),
                 DataLoader([{"x": x, "label": None} for x in second], None),
+                DataLoader([({"x": x}, "a") for x in first], None),
             ]
 
     def find(batch: Any) -> Tensor:
-        return batch["x"] if isinstance(batch, dict) else batch[0]
+        first = batch if isinstance(batch, dict) else batch[0]
+        return first["x"] if isinstance(first, dict) else first
 
     model = Two([(x, 1) for x in rows(2, 2)], find)
     records = reported(tmp_path, model, limit_val_batches=1.0, max_epochs=2)
