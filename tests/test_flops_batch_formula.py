@@ -150,3 +150,13 @@ def test_a_batch_without_tokens():
     """A batch of floating-point numbers is no text, and the error says so."""
     with pytest.raises(ValueError, match="token ids"):
         formula_for({"kind": "palm", "config": TINY})([torch.zeros(2, 3), "text"])
+
+
+def test_a_batch_without_ids_after_others_that_had_some():
+    """Where loaders take turns, a batch without token ids has no FLOPs and is no error."""
+    formula = formula_for({"kind": "palm", "config": SIZES})
+    with pytest.raises(ValueError, match="token ids"):
+        formula({"a": None})
+    assert formula({"a": IDS, "b": None}) == IDS.numel() * palm(TINY)
+    assert formula({"a": None, "b": torch.zeros(4)}) == 0
+    assert formula(None) == 0

@@ -221,6 +221,32 @@ def test_declared_flops_hold_after_validation(tmp_path: Path) -> None:
     assert {value for _, value in records.of("validate/batch_flops")} == {4 * 2 * (8 * 16 + 16)}
 
 
+@pytest.mark.parametrize("kind", ["attribute", "method"])
+def test_declared_flops_may_change_in_the_middle(
+    tmp_path: Path, records: Records, kind: str
+) -> None:
+    """A new value of flops_per_batch holds from the batch on at which it is set."""
+
+    class Declared(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value: Any = 100
+            if kind == "method":
+                self.flops_per_batch = lambda batch: self.value
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.value = [100, 100, 250, 250.5, torch.tensor(300), 100][min(batch_idx, 5)]
+            if kind == "attribute":
+                self.flops_per_batch = self.value
+            return super().training_step(batch, batch_idx)
+
+    model = Declared()
+    if kind == "attribute":
+        model.flops_per_batch = 100
+    trainer(tmp_path, Flops(schedule="1ba"), logger=records, limit_train_batches=7).fit(model)
+    assert [v for _, v in records.of("batch_flops")] == [100, 100, 250, 250, 300, 100, 100]
+
+
 def test_thawed_layers_are_counted_anew(tmp_path: Path) -> None:
     """A backbone that is unfrozen between epochs changes the FLOPs from then on."""
 

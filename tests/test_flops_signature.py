@@ -3,6 +3,7 @@
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +43,68 @@ def test_shapes_and_dtypes_tell_batches_apart(kind):
     assert base == signature(batch(kind, 2, 3), 0)
     assert base != signature(batch(kind, 3, 2), 0)
     assert base != signature(batch(kind, 2, 3, dtype=torch.float64), 0)
+
+
+class Plain:
+    """Attributes in a dictionary, one of them leading back."""
+
+    def __init__(self, x):
+        self.x, self.name, self.parts = x, "a", {"y": [x]}
+        self.me = self
+
+
+class Slotted:
+    __slots__ = ("__hidden", "unset")
+
+    def __init__(self, x):
+        self.__hidden = x
+
+
+class Child(Slotted):
+    __slots__ = "more"
+
+    def __init__(self, x):
+        super().__init__(torch.zeros(2))
+        self.more = x
+
+
+class Both(Slotted):
+    """Slots of its base, and a dictionary."""
+
+
+class Extended(dict):
+    def __init__(self, x):
+        super().__init__(number=1)
+        self.x = x
+
+
+OBJECTS = [Plain, Slotted, Child, Both, Extended, lambda x: x.numpy(), lambda x: {"a": Plain(x)}]
+
+
+@pytest.mark.parametrize("make", OBJECTS)
+def test_objects_are_looked_into(make):
+    """Tensors are found in attributes and slots, and objects of equal shapes are told as equal."""
+    assert signature(make(torch.zeros(2, 3))) == signature(make(torch.ones(2, 3)))
+    assert signature(make(torch.zeros(2, 3))) != signature(make(torch.zeros(3, 2)))
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        iter([1]),
+        (x for x in "ab"),
+        memoryview(b"a"),
+        {1},
+        np.array([None]),
+        [Plain(1) for _ in "a" * 300],
+    ],
+    ids=["iterator", "generator", "memory", "set", "objects", "too many"],
+)
+def test_what_cannot_be_looked_into_is_always_new(hidden):
+    """No two batches are taken for equal where one may hold what the other does not."""
+    one = signature([torch.zeros(2), hidden])
+    assert one == one
+    assert one != signature([torch.zeros(2), hidden])
 
 
 def test_containers_tell_batches_apart():

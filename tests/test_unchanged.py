@@ -20,7 +20,7 @@ class Random(Small):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Unflatten(1, (4, 4)),
+            nn.Linear(8, 16), nn.Dropout(0.5), nn.SiLU(), nn.Mish(), nn.Unflatten(1, (4, 4)),
             nn.Conv1d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(8, 1),
         )  # fmt: skip
         self.losses: list[float] = []

@@ -28,6 +28,7 @@ def formula_for(spec: object, module: object = None, passes: int | None = None) 
 
     It is called with a batch, whose token ids are its ``input_ids`` or its first tensor of whole
     numbers, ``[batch, sequence]``. The length of its sequences is the batch's, if it has one.
+    A batch without any is an error at first, and 0 once others had some.
 
     Args:
         spec: A function of the batch, which is taken as it is; or one of the names ``palm``,
@@ -68,9 +69,16 @@ def _from_mapping(spec: Mapping[str, Any], module: object, passes: int | None) -
     if chosen not in (1, 3, 4):
         raise ConfigError("passes", chosen, "is none of 1, 3 and 4", "3")
     sizes, known_length = _sizes(spec.get("config"), module)
+    found = False
 
     def flops(batch: Any) -> float:
+        nonlocal found
         ids = _token_ids(batch)
+        if ids is None:
+            if found:  # of several loaders that take turns, some may have none
+                return 0.0
+            raise ValueError("no tensor of token ids is in the batch: its tokens are not known")
+        found = True
         if ids.dim() < 2 and not known_length:
             raise ValueError("the sequences' length is neither in the batch nor in the config")
         config = sizes if ids.dim() < 2 else replace(sizes, sequence=ids.shape[-1])
@@ -98,12 +106,10 @@ def _sizes(config: object, module: object) -> tuple[TransformerConfig, bool]:
         return TransformerConfig.from_config(config, sequence=1), False
 
 
-def _token_ids(batch: Any) -> Tensor:
+def _token_ids(batch: Any) -> Tensor | None:
     ids = next((one for name, one in _tensors(batch) if name == "input_ids"), None)
     if ids is None:
         ids = next((one for _, one in _tensors(batch) if _is_whole(one)), None)
-    if ids is None:
-        raise ValueError("no tensor of token ids is in the batch, so that its tokens are not known")
     return ids
 
 
@@ -120,6 +126,6 @@ def _tensors(batch: Any, name: object = "") -> Iterator[tuple[object, Tensor]]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from _tensors(value)
-    elif is_dataclass(batch):
+    elif is_dataclass(batch) and not isinstance(batch, type):
         for field in fields(batch):
             yield from _tensors(getattr(batch, field.name), field.name)

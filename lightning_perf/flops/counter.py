@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_perf.flops.recomputation import is_recomputation
-from lightning_perf.flops.registry import Formula, Kind, classify, qualified_name
+from lightning_perf.flops.registry import (
+    AUTOCAST,
+    Formula,
+    Kind,
+    classify,
+    has_own_kernel,
+    is_autocast,
+    is_composite,
+    qualified_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _SPARSE = frozenset(
     [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
 )
@@ -130,9 +142,12 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # them, which for a DTensor is this rank's share.
             return NotImplemented
         kwargs = kwargs or {}
+        if is_composite(operator):
+            keys = _dispatch_keys((*args, *kwargs.values()))
+            if not has_own_kernel(operator, keys):
+                with _as_uncounted(operator, keys):
+                    return self._run_parts(operator, args, kwargs)
         formula = classify(operator)
-        if formula is Kind.COMPOSITE:
-            return self._run_parts(operator, args, kwargs)
         out = operator(*args, **kwargs)
         # A fake mode of someone else's only finds out shapes, as DTensor does with the global ones.
         if formula is not Kind.LIGHT and _fake_mode() is self._fake_mode:
@@ -143,7 +158,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Not `with self`, which would see that it was entered before and stay out.
         self._push()
         try:
-            return operator.decompose(*args, **kwargs)
+            # Not `operator.decompose`, which prefers decompositions in Python for tracing.
+            return operator._op_dk(_COMPOSITE, *args, **kwargs)
         finally:
             self._pop()
 
@@ -159,6 +175,29 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hardware[dtype] += flops
         if not is_recomputation():
             self._model[dtype] += flops
+
+
+def _dispatch_keys(args: Sequence[Any]) -> DispatchKeySet:
+    keys = DispatchKeySet(DispatchKey.Undefined)
+    for tensor in _tensors(args):
+        keys |= torch._C._dispatch_keys(tensor)
+    return keys
+
+
+@contextmanager
+def _as_uncounted(operator: Any, keys: DispatchKeySet) -> Iterator[None]:
+    """Dispatch the parts of an operator as if no mode stood before it.
+
+    A mode is called with autograd, autocast and the tracking of views behind it. Under
+    inference_mode composite operators are called before the latter two.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    known = AUTOCAST if is_autocast(operator, keys) else DispatchKeySet(DispatchKey.Undefined)
+    restore = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
+    with restore, torch._C._ExcludeDispatchKeyGuard(known):
+        yield
 
 
 def _fake_mode() -> object:

@@ -1,32 +1,38 @@
 """FLOPs of batches of new shapes, predicted from those of shapes that were counted.
 
-What layers cost grows with three things only: the samples ``B``, the elements ``n`` of the input,
-and ``n`` times the elements of one sample (attention). Work that follows no such law, or shapes
-that vary in a way that was not seen, are refused instead of guessed.
+The sizes that vary freely (samples, lengths, nodes, edges, pixels) are the variables of a
+polynomial with exact coefficients. A law is taken only if counts that it was not made from confirm
+it to the digit; shapes that vary in a way that was not seen are refused instead of guessed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from math import prod
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Size, Tensor
+from torch import Size
 
 from lightning_perf.flops.counter import Counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from lightning_perf.flops.signature import Signature
 
 # A dimension of some tensor: the tensor's place in the signature, and the dimension's in it.
 Place = tuple[int, int]
+# The exponents of the variables.
+Monomial = tuple[int, ...]
+Row = list[Fraction]
 
 _FEWEST, _EVERY = 8, 4
-_TOLERANCE = 1e-3
-_EXACT = 1e-9
+# Counts beyond those that determine the coefficients.
+_SURPLUS = 2
+_MOST_VARIABLES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +43,7 @@ class FlopModel:
     """
 
     _shapes: _Shapes
-    _axis: int
-    #: Samples, elements, elements times elements of a sample: their scales, and the span of those
-    #: that were counted, outside of which nothing is known.
-    _scales: Tensor
-    _span: Tensor
-    _coefficients: Tensor
+    _polynomial: _Polynomial
     _buckets: Sequence[tuple[str, str]]
     _tracked_operations: int
 
@@ -56,22 +57,20 @@ class FlopModel:
             Model and hardware FLOPs; operations are those of a batch that was counted. None if the
             shapes differ from the known ones in more than what the law is about.
         """
-        if not self._shapes.explain(signature):
+        values = self._shapes.variables(signature)
+        found = None if values is None else self._polynomial.at(values)
+        if found is None:
             return None
-        row = _features([self._shapes.lead(signature)], self._axis) / self._scales
-        if (row - row @ self._span).norm() > _EXACT * row.norm():
-            return None
-        values = (row @ self._coefficients).squeeze(0).round().tolist()
-        found: dict[str, dict[str, int]] = {"model": {}, "hardware": {}}
-        for (kind, dtype), value in zip(self._buckets, values, strict=True):
-            found[kind][dtype] = int(value)
-        return Counts(**found, tracked_operations=self._tracked_operations)
+        kinds: dict[str, dict[str, int]] = {"model": {}, "hardware": {}}
+        for (kind, dtype), value in zip(self._buckets, found, strict=True):
+            kinds[kind][dtype] = value
+        return Counts(**kinds, tracked_operations=self._tracked_operations)
 
 
 def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
     """Find the law that known counts follow, if there is one.
 
-    Every fourth of them is held out, and has to be predicted within 0.1 % from the others.
+    Every fourth of them is held out, and has to be predicted exactly from the others.
 
     Args:
         known: Counts by signature, at least eight that differ in sizes alone.
@@ -80,58 +79,35 @@ def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
         The model, or None where no law holds.
 
     Example:
+        >>> from torch import empty
         >>> from lightning_perf.flops import signature
         >>> def cost(b, t):
         ...     return Counts(*2 * [{"float32": 6 * b * t + 2 * b * t**2}])
         >>> shapes = [(b, t) for b in (2, 3) for t in (4, 5, 7, 8)]
-        >>> model = fit({signature(torch.empty(b, t)): cost(b, t) for b, t in shapes})
-        >>> model.predict(signature(torch.empty(16, 100))).model
+        >>> model = fit({signature(empty(b, t)): cost(b, t) for b, t in shapes})
+        >>> model.predict(signature(empty(16, 100))).model
         {'float32': 329600}
     """
     if not known:
         return None
     template = Counter(map(_template, known)).most_common(1)[0][0]
     chosen = {one: counts for one, counts in known.items() if _template(one) == template}
-    shapes = _Shapes.of(list(chosen))
     complete = not any(counts.untracked_names for counts in chosen.values())
-    if len(chosen) < _FEWEST or shapes is None or not complete:
+    if len(chosen) < _FEWEST or not complete:
         return None
-    # Samples come first, or second where time does.
-    models = (_checked(shapes, axis, chosen) for axis in (0, 1))
-    return next((model for model in models if model is not None), None)
-
-
-def _checked(shapes: _Shapes, axis: int, known: Mapping[Signature, Counts]) -> FlopModel | None:
-    held_out = set(list(known)[_EVERY - 1 :: _EVERY])
-    rest = {one: counts for one, counts in known.items() if one not in held_out}
-    model = _fitted(shapes, axis, rest)
-    if all(_agree(model.predict(one), known[one]) for one in held_out):
-        return _fitted(shapes, axis, known)
-    return None
-
-
-def _agree(predicted: Counts | None, counted: Counts) -> bool:
-    if predicted is None:
-        return False
-    pairs = [(predicted.model, counted.model), (predicted.hardware, counted.hardware)]
-    return all(
-        abs(ours.get(dtype, 0) - theirs.get(dtype, 0)) <= _TOLERANCE * theirs.get(dtype, 0)
-        for ours, theirs in pairs
-        for dtype in ours.keys() | theirs.keys()
-    )
-
-
-def _fitted(shapes: _Shapes, axis: int, known: Mapping[Signature, Counts]) -> FlopModel:
-    rows = _features([shapes.lead(one) for one in known], axis)
-    scales = rows.amax(0)
-    inverse = torch.linalg.pinv(rows / scales, rtol=_EXACT)
-    names = {(kind, dtype) for c in known.values() for kind in _KINDS for dtype in _KINDS[kind](c)}
+    shapes = _Shapes.of(template, list(chosen))
+    names = {(kind, dtype) for c in chosen.values() for kind in _KINDS for dtype in _KINDS[kind](c)}
     buckets = sorted(names)
-    values = [[_KINDS[kind](c).get(dtype, 0) for kind, dtype in buckets] for c in known.values()]
-    targets = torch.tensor(values, dtype=torch.float64, device="cpu")
-    span = inverse @ (rows / scales)
-    operations = next(iter(known.values())).tracked_operations
-    return FlopModel(shapes, axis, scales, span, inverse @ targets, buckets, operations)
+    targets = [[_KINDS[kind](c).get(dtype, 0) for kind, dtype in buckets] for c in chosen.values()]
+    sizes = [[one[place][i] for place, i in shapes.free] for one in chosen]
+    points = list(zip(sizes, targets, strict=True))
+    if shapes.free and len(shapes.free) <= _MOST_VARIABLES:
+        for basis in _bases(len(shapes.free)):
+            polynomial = _checked(basis, points)
+            if polynomial is not None:
+                operations = next(iter(chosen.values())).tracked_operations
+                return FlopModel(shapes, polynomial, buckets, operations)
+    return None
 
 
 _KINDS: dict[str, Callable[[Counts], Mapping[str, int]]] = {
@@ -140,9 +116,108 @@ _KINDS: dict[str, Callable[[Counts], Mapping[str, int]]] = {
 }
 
 
-def _features(sizes: Sequence[Size], axis: int) -> Tensor:
-    rows = [(s[axis], s.numel(), s.numel() ** 2 // max(s[axis], 1)) for s in sizes]
-    return torch.tensor(rows, dtype=torch.float64, device="cpu")
+def _bases(variables: int) -> Iterator[list[Monomial]]:
+    """What costs may be made of, from the simplest: two that fit differ where nothing was seen."""
+    zero = (0,) * variables
+    units = [tuple(int(i == j) for i in range(variables)) for j in range(variables)]
+    # Graphs: so much for a node, so much for an edge.
+    yield [zero, *units]
+    # Layers: samples, elements, and elements times those of one sample (attention).
+    for samples in (*units, zero):
+        yield [tuple(s + (1 - s) * power for s in samples) for power in (0, 1, 2)]
+    # Convolutions without padding.
+    yield list(product((0, 1), repeat=variables))
+    # Attention between all nodes of a graph.
+    yield [one for one in product((0, 1, 2), repeat=variables) if sum(one) <= 2]
+    # Encoders and decoders with lengths of their own.
+    for samples in units:
+        yield [
+            one
+            for one in product((0, 1, 2), repeat=variables)
+            if all(power == 1 for s, power in zip(samples, one, strict=True) if s)
+        ]
+    yield list(product((0, 1, 2), repeat=variables))
+
+
+_Point = tuple["Sequence[int]", "Sequence[int]"]
+
+
+def _checked(basis: Sequence[Monomial], points: Sequence[_Point]) -> _Polynomial | None:
+    held_out = points[_EVERY - 1 :: _EVERY]
+    rest = [point for i, point in enumerate(points) if (i + 1) % _EVERY]
+    if len(basis) > len(rest):
+        return None
+    polynomial = _Polynomial.through(basis, rest)
+    if polynomial is None or len(polynomial.terms) + _SURPLUS > len(rest):
+        return None
+    if all(polynomial.at(values) == list(target) for values, target in held_out):
+        return polynomial
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Polynomial:
+    """Polynomials in some variables, one for each of several values."""
+
+    #: The monomials that the points tell apart, with their coefficient in each value.
+    terms: Sequence[tuple[Monomial, Sequence[Fraction | int]]]
+    #: The others, as sums of those: beyond where this holds nothing is known.
+    ties: Sequence[tuple[Monomial, Sequence[tuple[Monomial, Fraction | int]]]]
+
+    @classmethod
+    def through(cls, basis: Sequence[Monomial], points: Sequence[_Point]) -> _Polynomial | None:
+        """The polynomials through all points, or None if there are none."""
+        pivots: dict[int, Row] = {}
+        for values, target in points:
+            row = [Fraction(_power(values, one)) for one in basis] + [Fraction(t) for t in target]
+            for at, pivot in pivots.items():
+                _subtract(row, pivot, at)
+            at = next((i for i, value in enumerate(row) if value), len(row))
+            if at == len(row):
+                continue
+            if at >= len(basis):
+                return None
+            row = [value / row[at] for value in row]
+            for pivot in pivots.values():
+                _subtract(pivot, row, at)
+            pivots[at] = row
+        found = sorted(pivots)
+        width = len(basis)
+        return cls(
+            [(basis[at], [_plain(value) for value in pivots[at][width:]]) for at in found],
+            [
+                (basis[i], [(basis[at], _plain(pivots[at][i])) for at in found if pivots[at][i]])
+                for i in range(width)
+                if i not in pivots
+            ],
+        )
+
+    def at(self, values: Sequence[int]) -> list[int] | None:
+        """The values at a point, or None where they are not known."""
+        powers = {one: _power(values, one) for one, _ in self.terms}
+        for one, parts in self.ties:
+            if _power(values, one) != sum(factor * powers[part] for part, factor in parts):
+                return None
+        rows = [[powers[one] * factor for factor in factors] for one, factors in self.terms]
+        sums = [sum(column) for column in zip(*rows, strict=True)]
+        whole = all(one.denominator == 1 and one >= 0 for one in sums)
+        return [int(one) for one in sums] if whole else None
+
+
+def _plain(value: Fraction) -> Fraction | int:
+    """The same number, a tenth as slow where it is whole."""
+    return int(value) if value.denominator == 1 else value
+
+
+def _subtract(row: Row, pivot: Row, at: int) -> None:
+    if factor := row[at]:
+        for i, value in enumerate(pivot):
+            if value:
+                row[i] -= factor * value
+
+
+def _power(values: Sequence[int], exponents: Monomial) -> int:
+    return prod(value**power for value, power in zip(values, exponents, strict=True) if power)
 
 
 def _template(signature: Signature) -> Signature:
@@ -152,54 +227,40 @@ def _template(signature: Signature) -> Signature:
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """How the sizes of a batch hang together: what is not of the leading tensor follows from it."""
+    """How the sizes of a batch hang together."""
 
     template: Signature
-    #: Where the first tensor with two or more dimensions is.
-    leader: int
-    #: For each other dimension, the sizes that it may have: a fixed one, under None, or one that
-    #: is by so much larger than a dimension of the leading tensor.
-    rules: Mapping[Place, Sequence[tuple[int | None, int]]]
+    #: The dimensions that vary, each in its own way.
+    free: Sequence[Place]
+    #: Each other dimension: by how much it is larger than a free one, or than nothing.
+    tied: Sequence[tuple[Place, Place | None, int]]
 
     @classmethod
-    def of(cls, signatures: Sequence[Signature]) -> _Shapes | None:
-        """What all signatures of one template have in common; None if their sizes are free."""
+    def of(cls, template: Signature, signatures: Sequence[Signature]) -> _Shapes:
+        """What all signatures of one template have in common."""
         first = signatures[0]
-        sizes = {place: part for place, part in enumerate(first) if isinstance(part, Size)}
-        leader = next((place for place, size in sizes.items() if len(size) > 1), None)
-        if leader is None:
+        free: dict[Place, list[int]] = {}
+        tied: list[tuple[Place, Place | None, int]] = []
+        for index, part in enumerate(first):
+            for i, size in enumerate(part if isinstance(part, Size) else ()):
+                place = index, i
+                sizes = [one[index][i] for one in signatures]
+                if len(set(sizes)) == 1:
+                    tied.append((place, None, size))
+                    continue
+                for other, others in free.items():
+                    if len({a - b for a, b in zip(sizes, others, strict=True)}) == 1:
+                        tied.append((place, other, size - others[0]))
+                        break
+                else:
+                    free[place] = sizes
+        return cls(template, list(free), tied)
+
+    def variables(self, signature: Signature) -> list[int] | None:
+        """The sizes that vary freely; None if the others do not follow as they did."""
+        if _template(signature) != self.template:
             return None
-        rules = {
-            (place, i): cls._rules(leader, (place, i), signatures)
-            for place, size in sizes.items()
-            if place != leader
-            for i in range(len(size))
-        }
-        return cls(_template(first), leader, rules) if all(rules.values()) else None
-
-    @staticmethod
-    def _rules(
-        leader: int, place: Place, signatures: Sequence[Signature]
-    ) -> list[tuple[int | None, int]]:
-        size, *_ = signatures
-        found: list[tuple[int | None, int]] = [(None, size[place[0]][place[1]])]
-        found += [(i, size[place[0]][place[1]] - length) for i, length in enumerate(size[leader])]
-        return [rule for rule in found if all(_holds(rule, place, leader, s) for s in signatures)]
-
-    def explain(self, signature: Signature) -> bool:
-        """Whether the sizes of a signature hang together in the same way."""
-        return _template(signature) == self.template and all(
-            any(_holds(rule, place, self.leader, signature) for rule in rules)
-            for place, rules in self.rules.items()
-        )
-
-    def lead(self, signature: Signature) -> Size:
-        """The shape of the leading tensor."""
-        size: Size = signature[self.leader]
-        return size
-
-
-def _holds(rule: tuple[int | None, int], place: Place, leader: int, signature: Signature) -> bool:
-    dimension, value = rule
-    base = 0 if dimension is None else signature[leader][dimension]
-    return bool(signature[place[0]][place[1]] == base + value)
+        for (place, i), base, more in self.tied:
+            if signature[place][i] != more + (signature[base[0]][base[1]] if base else 0):
+                return None
+        return [signature[place][i] for place, i in self.free]

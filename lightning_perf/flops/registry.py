@@ -11,6 +11,9 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
 from lightning_perf.flops import attention as att
 from lightning_perf.flops import operators as ops
 
@@ -82,13 +85,18 @@ _HEAVY = re.compile(
 _LIGHT_NAMESPACE = re.compile(r"prims?|_?c10d\w*|_dtensor|fsdp|symm_mem|profiler|inductor")
 
 
+#: Where autocast sits, on every device.
+AUTOCAST = DispatchKeySet(DispatchKey.Undefined)
+for _name, _key in DispatchKey.__members__.items():
+    if _name.startswith("Autocast"):
+        AUTOCAST |= DispatchKeySet(_key)
+
+
 class Kind(Enum):
     """What an operator without a formula is."""
 
     #: No work that counts.
     LIGHT = "light"
-    #: Made of other operators, which can be counted one by one.
-    COMPOSITE = "composite"
     #: Work that counts, or that cannot be seen into.
     OPAQUE = "opaque"
 
@@ -111,9 +119,60 @@ def classify(operator: Any) -> Formula | Kind:
     namespace, _, base = name.partition("::")
     if namespace != "aten":
         return Kind.LIGHT if _LIGHT_NAMESPACE.fullmatch(namespace) else Kind.OPAQUE
-    if _is_composite(operator):
-        return Kind.COMPOSITE
     return Kind.OPAQUE if _HEAVY.match(base) else Kind.LIGHT
+
+
+@cache
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is made of others on devices that have no kernel for it.
+
+    Args:
+        operator: As for `classify`.
+
+    Example:
+        >>> import torch
+        >>> is_composite(torch.ops.aten.einsum.default)
+        True
+    """
+    namespace = qualified_name(operator).partition("::")[0]
+    if namespace == "higher_order" or _LIGHT_NAMESPACE.fullmatch(namespace):
+        return False
+    # Operators that return no tensor tell sizes and strides: for some subclasses these decompose
+    # into themselves. Not by `_can_decompose`: it also knows decompositions in Python, which run
+    # only where something is traced, and outside aten it can abort the process.
+    returns = operator._schema.returns
+    tensors = any("Tensor" in str(one.type) for one in returns)
+    return tensors and _registered(operator.name(), "CompositeImplicitAutograd")
+
+
+def has_own_kernel(operator: Any, keys: DispatchKeySet) -> bool:
+    """Whether a composite operator has a kernel for some tensors, which runs in place of its parts.
+
+    Args:
+        operator: An overload.
+        keys: The dispatch keys of the tensors that it is called with.
+
+    Example:
+        >>> import torch
+        >>> silu_backward = torch.ops.aten.silu_backward.default
+        >>> has_own_kernel(silu_backward, torch._C._dispatch_keys(torch.ones(2)))
+        True
+    """
+    backends = keys & torch._C._after_ADInplaceOrView_keyset
+    return _has_kernel(operator.name(), backends) or (
+        keys.has(DispatchKey.AutogradNestedTensor)
+        and _registered(operator.name(), "CompositeImplicitAutogradNestedTensor")
+    )
+
+
+def is_autocast(operator: Any, keys: DispatchKeySet) -> bool:
+    """Whether autocast knows an operator by name, so that it does not look into its parts.
+
+    Args:
+        operator: An overload.
+        keys: The dispatch keys of the tensors that it is called with.
+    """
+    return _has_kernel(operator.name(), keys & AUTOCAST)
 
 
 def qualified_name(operator: Any) -> str:
@@ -124,8 +183,9 @@ def qualified_name(operator: Any) -> str:
     return name.partition(".")[0].rstrip("_")
 
 
-def _is_composite(operator: Any) -> bool:
-    # Operators that return no tensor tell sizes and strides: for some subclasses these decompose
-    # into themselves. Asking this of an operator outside aten can abort the process.
-    returns = operator._schema.returns
-    return any("Tensor" in str(one.type) for one in returns) and bool(operator._can_decompose())
+def _registered(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def _has_kernel(name: str, keys: DispatchKeySet) -> bool:
+    return torch._C._dispatch_has_kernel_for_any_dispatch_key(name, keys)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ from lightning_perf.flops.detached import detach
 from lightning_perf.flops.registry import FORMULAS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -71,6 +72,8 @@ def count_on_shadow(
         {'float32': 256}
     """
     name = type(module).__name__
+    if isinstance(batch, Iterator):
+        raise ShadowError(name, "a copy would take its batches from the iterator that has them")
     try:
         with _unchanged():
             counts = _count(module, batch, step)

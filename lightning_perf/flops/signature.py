@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import is_dataclass
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from inspect import isroutine
+from numbers import Number
+from pathlib import PurePath
+from types import ModuleType
 from typing import Any
+from uuid import UUID
 
+import numpy as np
+import torch
 from torch import Size, Tensor
 
 Signature = tuple[Any, ...]
+
+#: What holds no tensor, and costs the same whatever its value.
+_LEAVES = (
+    type(None), int, float, str, bytes, range, slice, type, ModuleType, Enum, date, time, timedelta,
+    Decimal, PurePath, UUID, np.generic, torch.dtype, torch.device, torch.layout, weakref.ref,
+    Number,
+)  # fmt: skip
+#: Objects that are looked into in one batch.
+_MOST_OBJECTS = 256
+#: The flag of classes that were made while Python ran.
+_HEAP_TYPE = 1 << 9
 
 
 def signature(*args: object) -> Signature:
     """A hashable description of the shapes and dtypes of all tensors in some arguments.
 
-    Lists, tuples, named tuples, mappings and dataclasses are walked. Anything else stands for
-    itself by its type alone: two batches that differ only by a number have one signature.
+    Lists, tuples, mappings, arrays and the attributes of objects are walked. Numbers, strings and
+    the like stand for themselves by their type alone: two batches that differ only by a number have
+    one signature. What cannot be looked into (iterators, objects without attributes) makes a
+    signature that equals no other.
 
     Args:
         args: A batch, or what a step is called with.
@@ -26,8 +50,9 @@ def signature(*args: object) -> Signature:
         True
     """
     parts: list[Any] = []
+    seen: set[int] = set()
     for arg in args:
-        _describe(arg, parts)
+        _describe(arg, parts, seen)
     return tuple(parts)
 
 
@@ -42,40 +67,86 @@ def numel(signature: Signature) -> int:
     return sum(part.numel() for part in signature if isinstance(part, Size))
 
 
-def _describe(value: Any, parts: list[Any]) -> None:
+def _describe(value: Any, parts: list[Any], seen: set[int]) -> None:
     kind = type(value)
     if kind is Tensor:
-        parts += (value.dtype, _size(value))
+        _describe_tensor(value, parts)
     elif kind is tuple or kind is list:
         parts += (kind, len(value))
         for item in value:
             if type(item) is Tensor and not item.is_nested:  # a call less
                 parts += (item.dtype, item.shape)
             else:
-                _describe(item, parts)
+                _describe(item, parts, seen)
     else:
-        _describe_rare(value, kind, parts)
+        _describe_rare(value, kind, parts, seen)
 
 
-def _describe_rare(value: Any, kind: type, parts: list[Any]) -> None:
-    if isinstance(value, Tensor):
-        parts += (kind, value.dtype, _size(value))
-    elif isinstance(value, Mapping):
-        parts += (kind, *value)
-        for item in value.values():
-            _describe(item, parts)
-    elif isinstance(value, list | tuple):
-        parts += (kind, len(value))
-        for item in value:
-            _describe(item, parts)
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts.append(kind)
-        for name in value.__dataclass_fields__:
-            _describe(getattr(value, name, None), parts)
-    else:
-        parts.append(kind)
-
-
-def _size(tensor: Tensor) -> Size:
+def _describe_tensor(tensor: Tensor, parts: list[Any]) -> None:
     # A nested tensor has no shape; what it costs goes with its elements.
-    return Size([tensor.numel()]) if tensor.is_nested else tensor.shape
+    parts += (tensor.dtype, Size([tensor.numel()]) if tensor.is_nested else tensor.shape)
+
+
+def _describe_rare(value: Any, kind: type, parts: list[Any], seen: set[int]) -> None:
+    parts.append(kind)
+    if isinstance(value, Tensor):
+        _describe_tensor(value, parts)
+    elif isinstance(value, Mapping):
+        parts += value
+        for item in value.values():
+            _describe(item, parts, seen)
+        if kind is not dict:
+            _describe_extras(value, parts)
+    elif isinstance(value, list | tuple | deque):
+        parts.append(len(value))
+        for item in value:
+            _describe(item, parts, seen)
+        _describe_extras(value, parts)
+    elif isinstance(value, np.ndarray):
+        parts += (value.dtype, Size(value.shape))
+        if value.dtype.hasobject:
+            parts.append(object())
+    elif not isinstance(value, _LEAVES) and not isroutine(value):
+        _describe_object(value, parts, seen)
+
+
+def _describe_extras(container: Any, parts: list[Any]) -> None:
+    """Describe the tensors that a container has as attributes, beside its items."""
+    for name, attribute in getattr(container, "__dict__", {}).items():
+        if isinstance(attribute, Tensor):
+            parts.append(name)
+            _describe_tensor(attribute, parts)
+
+
+def _describe_object(value: Any, parts: list[Any], seen: set[int]) -> None:
+    """Describe an object by its attributes, wherever they are kept."""
+    if id(value) in seen:  # described already, or being so
+        return
+    seen.add(id(value))
+    attributes = None if isinstance(value, Iterator) else _attributes(value)
+    if attributes is None or len(seen) > _MOST_OBJECTS:
+        parts.append(object())
+        return
+    parts += attributes
+    for attribute in attributes.values():
+        _describe(attribute, parts, seen)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """What an object consists of; None if some of it is out of sight."""
+    found: dict[str, Any] = {}
+    own = getattr(value, "__dict__", None)
+    if own is not None:
+        found |= own
+    for base in type(value).__mro__[:-1]:
+        slots = vars(base).get("__slots__")
+        # A class of C keeps things elsewhere; one of Python has slots or a dictionary.
+        if not base.__flags__ & _HEAP_TYPE or (slots is None and own is None):
+            return None
+        slots = slots or ()
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            name = f"_{base.__name__.lstrip('_')}{name}" if private else name
+            if name not in ("__dict__", "__weakref__"):
+                found[name] = getattr(value, name, None)
+    return found

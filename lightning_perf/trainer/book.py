@@ -33,7 +33,8 @@ class Book:
         """The counts of shapes that were not counted, once there are enough that were."""
         if len(self.counts) < _ENOUGH:
             return None
-        if self.law is None and len(self.counts) >= 2 * self.looked_at:
+        # Shapes that a law does not explain are counted, and may tell a wider one.
+        if len(self.counts) >= 2 * self.looked_at:
             self.looked_at = len(self.counts)
             self.law = fit(self.counts)
         return self.law.predict(shapes) if self.law is not None else None

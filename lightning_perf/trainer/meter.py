@@ -41,7 +41,8 @@ class FlopMeter:
     Each new signature of input shapes is counted once, on the real batch, as it is worked on (a
     compiled module on a fake copy, so that it stays compiled); again when layers are frozen or
     thawed between epochs. Where shapes keep coming, what they cost is predicted from those that
-    were counted. ``flops_per_batch`` speaks of training: other stages are counted.
+    were counted. A batch that cannot be looked into has a new signature each time.
+    ``flops_per_batch`` speaks of training: other stages are counted.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -55,6 +56,9 @@ class FlopMeter:
         self.untracked: set[str] = set()
         self._stage = ""
         self._declared = self._compiled = False
+        #: What the module declared last, and what that costs.
+        self._declared_flops: float | None = None
+        self._declared_cost: BatchWork | None = None
         self._books: dict[Hashable, Book] = {}
         self._book = Book(tries=0)
         self._stale = True
@@ -91,6 +95,7 @@ class FlopMeter:
         self._stage, self._stale = stage, True
         self.work, self.counted, self._begun = None, False, False
         self._declared = getattr(self._module, "flops_per_batch", None) is not None
+        self._declared_flops = None
         self._compiled = is_compiled(self._module)
         if not (self._declared and stage == "train"):
             self._steps.watch(stage)
@@ -212,7 +217,11 @@ class FlopMeter:
     def _declared_work(self, batch: Any) -> BatchWork | None:
         try:
             value: Any = self._module.flops_per_batch
-            flops = float(value(batch) if callable(value) else value)
+            if callable(value):
+                value = value(batch)
+            if type(value) in (int, float) and value == self._declared_flops:
+                return self._declared_cost
+            flops = float(value)
             if not (math.isfinite(flops) and flops > 0):
                 raise ValueError(f"{flops!r} is no number of FLOPs")
         except Exception as error:
@@ -224,4 +233,6 @@ class FlopMeter:
             )
             return None
         each = {self.peaks.dtype: round(flops)}
-        return self.peaks.priced(Counts(model=each, hardware=each))
+        self._declared_flops = flops
+        self._declared_cost = self.peaks.priced(Counts(model=each, hardware=each))
+        return self._declared_cost

@@ -138,25 +138,24 @@ class BatchCounter:
         self._samples = _find(owners, "get_num_samples_in_batch")
         self._tokens = _find(owners, "get_num_tokens_in_batch")
         self._inferred = (self._samples, self._tokens) == (get_num_samples, get_num_tokens)
-        self._known: Any = None  # a type
         self._said: set[str] = set()
 
     def count(self, batch: Any) -> tuple[int | None, int | None]:
         """Samples and tokens in a batch; None where they cannot be told, 0 if not tracked."""
-        if type(batch) is self._known:
-            # A sequence of tensors was looked at whole when the first one came.
+        if self._inferred and (type(batch) is list or type(batch) is tuple):
+            # Tensors of one length, the usual batch: the rules would say the same, more slowly.
             try:
-                return batch[0].shape[0], 0
-            except (AttributeError, IndexError):
-                pass  # the structure has changed: look again
+                first, *others = [part.shape[0] for part in batch]
+            except (AttributeError, IndexError, TypeError, ValueError):
+                pass
+            else:
+                if all(other == first for other in others):
+                    return first, 0
         if batch is None:  # Lightning lets a loader skip a batch
             return 0, 0
-        samples = self._told(self._samples, "samples", batch)
-        tokens = self._told(self._tokens, "tokens", batch)
-        if self._inferred and samples and type(batch) in (list, tuple):
-            first = getattr(batch[0], "shape", None)
-            self._known = type(batch) if first and first[0] == samples else None
-        return samples, tokens
+        return self._told(self._samples, "samples", batch), self._told(
+            self._tokens, "tokens", batch
+        )
 
     def _told(self, counter: _Counter, what: str, batch: Any) -> int | None:
         try:
