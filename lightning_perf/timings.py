@@ -106,7 +106,7 @@ class Totals:
         return found
 
     def table(self, categories: Iterable[str]) -> list[Share]:
-        """What has a class and a method, the most costly first.
+        """What has a class and a method, and the writing of checkpoints; the most costly first.
 
         Args:
             categories: Those that are looked at.
@@ -114,7 +114,8 @@ class Totals:
         wanted, wall = set(categories), self.seconds or 1.0
         found: dict[str, Cost] = {}
         for action, cost in self.costs.items():
-            if action.category in wanted and "." in action.name and cost.calls:
+            named = "." in action.name or action.category == "checkpoint"
+            if named and action.category in wanted and cost.calls:
                 seconds, calls = found.get(action.name, Cost(0.0, 0))
                 found[action.name] = Cost(seconds + cost.seconds, calls + cost.calls)
         rows = [Share(name, *cost, cost.seconds / wall) for name, cost in found.items()]
