@@ -19,6 +19,7 @@ from lightning_perf.trace import check_names
 from lightning_perf.tracking.stores import check_store
 from lightning_perf.trainer.documents import new_writer
 from lightning_perf.trainer.hooks import PerfCallback
+from lightning_perf.trainer.surroundings import resumes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,7 +165,7 @@ class Profiler(PerfCallback):
         if not driver.nested:
             inside = ["validate"] if driver.stage == "train" else []
             now = {stage: driver.progress.timestamp(stage) for stage in [driver.stage, *inside]}
-            self._writer.check(now, resumes=driver.trainer.ckpt_path is not None)
+            self._writer.check(now, resumes(driver.trainer))
         self.schedule.observe(driver.moment)
         self._windows.begin(driver)
 

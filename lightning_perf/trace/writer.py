@@ -145,8 +145,8 @@ class TraceWriter:
 
         Args:
             now: Where each stage stands that may be recorded.
-            resumes: Whether the run goes on from a checkpoint, which may be older than its traces:
-                then one warning is all, since new traces get numbers.
+            resumes: Whether the run continues an earlier one, from a checkpoint that may be older
+                than its traces: then one warning is all, since new traces get numbers.
 
         Raises:
             FileExistsError: If there is such a file, and the run does not resume.
@@ -163,8 +163,8 @@ class TraceWriter:
                 "checkpoint (ckpt_path)."
             )
         warn(
-            f"{path} was written after the checkpoint that this run resumes from. It stays, and "
-            "new traces get a number where their names are taken."
+            f"{path} was written after the point that this run resumes from. It stays, and new "
+            "traces get a number where their names are taken."
         )
 
     def spool(self, stage: str) -> Path:
