@@ -51,7 +51,7 @@ def report(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[st
     with pytest.raises(SystemExit) as ended:
         main(["report", *args])
     out, err = capsys.readouterr()
-    lines = [line.strip("") for line in out.splitlines() if line.startswith("│")]
+    lines = [line.strip("│ ") for line in out.splitlines() if line.startswith("│")]
     return int(ended.value.code or 0), [" ".join(line.split()) for line in lines], err
 
 
