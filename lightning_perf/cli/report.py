@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import PurePosixPath
@@ -52,6 +53,7 @@ def run(run: str | None, tracking_uri: str | None) -> int:
 
     from lightning_perf.tracking.runs import default_tracking_uri, read_run
 
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     uri = tracking_uri or default_tracking_uri()
     try:
         found = read_run(run, uri, [f"timings/{name}" for name in CATEGORIES])
