@@ -187,6 +187,8 @@ class Timings(PerfCallback):
         self.table = run.table(_TABLED)
         batches = driver.progress.timestamp(self._stage).batch - self._began.batch
         if batches and driver.ranks.global_rank == 0:
+            if reason != "exception":
+                driver.exchange.finish()  # the last report is to be in the files
             self._leave_files(driver, batches)
 
     def _leave_files(self, driver: Driver, batches: int) -> None:
