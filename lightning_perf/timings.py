@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Totals:
         return found
 
     def table(self, categories: Iterable[str]) -> list[Share]:
-        """What has a class and a method, the most costly first.
+        """What has a class and a method, and the writing of checkpoints; the most costly first.
 
         Args:
             categories: Those that are looked at.
@@ -114,7 +115,8 @@ class Totals:
         wanted, wall = set(categories), self.seconds or 1.0
         found: dict[str, Cost] = {}
         for action, cost in self.costs.items():
-            if action.category in wanted and "." in action.name and cost.calls:
+            named = "." in action.name or action.category == "checkpoint"
+            if named and action.category in wanted and cost.calls:
                 seconds, calls = found.get(action.name, Cost(0.0, 0))
                 found[action.name] = Cost(seconds + cost.seconds, calls + cost.calls)
         rows = [Share(name, *cost, cost.seconds / wall) for name, cost in found.items()]
@@ -130,6 +132,17 @@ def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) ->
     return found
 
 
+class Window(NamedTuple):
+    """Where the time of some batches went."""
+
+    #: The first and the last step.
+    first: int
+    last: int
+    batches: float
+    #: Of all batches together, by category.
+    seconds: dict[str, float]
+
+
 class History:
     """Seconds a batch by category, report by report, within a bound.
 
@@ -142,11 +155,15 @@ class History:
         ...     history.add(step, 1, {"forward": seconds})
         >>> history.rows
         [(1, {'forward': 1.5}), (2, {'forward': 6.0})]
+        >>> history.whole
+        Window(first=0, last=2, batches=3, seconds={'forward': 9.0})
     """
 
     def __init__(self, most: int = 500) -> None:
         self._most = most
         self._rows: list[_Row] = []
+        #: The last report, without what came after it.
+        self.last: Window | None = None
 
     @property
     def rows(self) -> list[tuple[int, Mapping[str, float]]]:
@@ -165,6 +182,14 @@ class History:
         # Gradient accumulation has fewer steps than batches.
         return max(step - int(batches) + 1, 0)
 
+    @property
+    def whole(self) -> Window | None:
+        """All that was reported, to the end of the run."""
+        if not self._rows:
+            return None
+        step, batches, seconds = _merge(self._rows)
+        return Window(self.first, step, batches, seconds)
+
     def add(self, step: int, batches: float, seconds: Mapping[str, float]) -> None:
         """Keep a report.
 
@@ -174,18 +199,58 @@ class History:
             seconds: A batch, by category.
         """
         whole = {key: value * batches for key, value in seconds.items()}
+        first = self._rows[-1][0] + 1 if self._rows else max(step - int(batches) + 1, 0)
+        self.last = Window(min(first, step), step, batches, whole)
         self._rows.append((step, batches, whole))
         if len(self._rows) > self._most:
             self._rows = [_merge(self._rows[i : i + 2]) for i in range(0, len(self._rows), 2)]
 
-    def forget(self) -> None:
-        """Drop the last report, which is told again."""
-        del self._rows[-1:]
+    def extend(self, seconds: Mapping[str, float]) -> None:
+        """The last report again, with what came after its last batch.
+
+        Args:
+            seconds: A batch of the same batches, by category.
+        """
+        if self.last is None:
+            return
+        step, batches, before = self._rows[-1]
+        known, count = self.last.seconds, self.last.batches
+        later = {key: value * count - known[key] for key, value in seconds.items()}
+        self._rows[-1] = step, batches, {key: before[key] + later[key] for key in before}
 
 
 def _merge(rows: Sequence[_Row]) -> _Row:
     seconds = {key: sum(row[2][key] for row in rows) for key in rows[0][2]}
     return rows[-1][0], sum(row[1] for row in rows), seconds
+
+
+def windows_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, dict[str, object]]:
+    """The whole run and its last report, of a run that was cut off before it could tell them.
+
+    A report counts for as many batches as steps have passed since the one before, and the first
+    one for as many as the second.
+
+    Args:
+        points: Of each key, which ends in a category, the steps and the seconds a batch.
+
+    Example:
+        >>> points = {"timings/forward": [(9, 1.0), (19, 2.0), (24, 6.0)]}
+        >>> {name: window["seconds"] for name, window in windows_of(points).items()}
+        {'whole_run': {'forward': 60.0}, 'last_window': {'forward': 30.0}}
+    """
+    history = History(most=sum(map(len, points.values())) + 1)
+    reports: dict[int, dict[str, float]] = {}
+    for key, values in points.items():
+        for step, value in values:
+            reports.setdefault(step, {})[key.rpartition("/")[2]] = value
+    names = sorted({name for report in reports.values() for name in report})
+    steps = sorted(reports)
+    passed = [later - step for step, later in pairwise(steps)]
+    first = passed[:1] or [step + 1 for step in steps]
+    for step, batches in zip(steps, [*first, *passed], strict=True):
+        history.add(step, batches, {name: reports[step].get(name, 0.0) for name in names})
+    windows = {"whole_run": history.whole, "last_window": history.last}
+    return {name: window._asdict() for name, window in windows.items() if window}
 
 
 #: A table tells nothing of callbacks that cost less than this share of the wall time.

@@ -261,7 +261,7 @@ def test_the_report_says_what_it_misses(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(SystemExit) as ended:
         main(["report"])
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert "--tracking_uri" in capsys.readouterr().err
     assert not list(in_tmp.iterdir())
 

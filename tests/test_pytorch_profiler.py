@@ -120,10 +120,24 @@ def test_a_folder_of_a_later_run_is_refused_before_training(tmp_path: Path) -> N
     """overwrite=False raises for a trace from further on, and overwrite=True replaces it."""
     fit(tmp_path, PyTorch(schedule="first 2ba"))
     run = trainer(tmp_path, PyTorch(schedule="first 2ba"), logger=Records())
-    with pytest.raises(FileExistsError, match="overwrite=True"):
+    advice = r"overwrite=True.*another folder or filename.*resume.*ckpt_path"
+    with pytest.raises(FileExistsError, match=advice):
         run.fit(Small())
     assert run.global_step == 0
     assert fit(tmp_path, PyTorch(schedule="first 2ba", overwrite=True))
+
+
+@pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_job_that_its_cluster_starts_again_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Preempted before its first checkpoint, it begins anew: one warning, and no file is lost."""
+    fit(tmp_path, PyTorch(schedule="first 2ba"))
+    monkeypatch.setenv(variable, "1")
+    with pytest.warns(PerfWarning, match=r"rank0\.2\.\S+ was written after") as caught:
+        found = fit(tmp_path, PyTorch(schedule="first 2ba"))
+    assert len(ours(caught)) == 1
+    assert {"rank0.2.pt.trace.json.gz", "rank0-2.2.pt.trace.json.gz"} <= set(found)
 
 
 def test_only_the_named_ranks_record(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from small import Records, Small, trainer
 from test_ranks import RANKS
 from test_timings import Stopped
 
+from lightning_perf import Timings
 from lightning_perf.callbacks import timings as module
 from lightning_perf.timings import CATEGORIES
 from lightning_perf.trainer.spread import over_ranks
@@ -87,6 +88,16 @@ def test_two_ranks_tell_who_is_slow_and_where(tmp_path: Path) -> None:
     assert not [key for key in found if "/device/" in key]
     steps = [step for step, _ in ranks[0]["rows"]]
     assert steps == [7]
+
+
+def test_the_last_report_of_two_ranks_is_in_the_files(tmp_path: Path) -> None:
+    """Files are written once the other rank's numbers are there: the whole run is in them."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"log_every_n_steps": 1000, "logger": Records(), **RANKS}
+    trainer(tmp_path, Timings(), **options).fit(Unequal())
+    (path,) = tmp_path.glob("*/summary.json")
+    whole = json.loads(path.read_text())["timings"]["whole_run"]
+    assert (whole["first"], whole["last"], whole["batches"]) == (0, 7, 8)
 
 
 def test_a_thousand_ranks_are_one_short_sum() -> None:

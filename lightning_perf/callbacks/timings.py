@@ -26,7 +26,8 @@ from lightning_perf.trainer.spread import over_ranks
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
 
-_FOLDER = "{run_name}/timings"
+_RUN_FOLDER = "{run_name}"
+_FOLDER = f"{_RUN_FOLDER}/timings"
 _TABLED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 #: What the device's own clock tells apart; it has no waiting for data but for the last.
 _DEVICE = {
@@ -49,6 +50,8 @@ class _Window:
     batch: int
     #: Where the report before began, for what comes after the last batch.
     before: _Window | None = None
+    #: Whether what has come since was logged already.
+    logged: bool = False
 
 
 class Timings(PerfCallback):
@@ -58,8 +61,8 @@ class Timings(PerfCallback):
     from_device,reduce_metrics,callbacks,logging,checkpoint,validation,other}`` are exclusive: they
     add up to the wall time of a batch. ``timings/train_batch`` stands beside them: forward,
     backward and optimizer step together with what lies within. Each is the mean over the batches
-    since the last report; what comes after the last batch of a run counts with the batches of the
-    last report. Other stages than training have theirs under the stage's name
+    since the last report; what comes after the last report of a run is in its files, not in a
+    second point of the same step. Other stages than training have theirs under the stage's name
     (``validate/timings/forward``).
 
     With several ranks they are means over ranks, and ``timings/NAME/{min,median,max}`` and
@@ -70,6 +73,8 @@ class Timings(PerfCallback):
     At the end of a run, ``table`` names callbacks, loggers and checkpoints by what they cost. It is
     written to ``{run_name}/timings`` as ``table.md`` and ``table.json``, beside a chart of where
     the time went over the steps as ``timings.png`` and ``timings.html``, and uploaded to MLflow.
+    ``{run_name}/summary.json`` has the seconds of the whole run and of the last report, each with
+    the steps that it covers, for ``lightning-perf report``.
 
     Args:
         schedule: When to report; by default every ``Trainer(log_every_n_steps)``.
@@ -89,7 +94,7 @@ class Timings(PerfCallback):
         super().__init__()
         self.schedule = None if schedule is None else as_schedule(schedule)
         self._cadence = None if self.schedule is None else Cadence(self.schedule)
-        #: What was reported last, by key.
+        #: What was reported last, by key; at the end of a run with what came after it.
         self.metrics: dict[str, float] = {}
         #: What callbacks, loggers and checkpoints cost, once the run is over.
         self.table: list[Share] = []
@@ -142,25 +147,31 @@ class Timings(PerfCallback):
         again = batch == window.batch and window.before is not None
         if again and window.before is not None:
             window = window.before
-        self._windows[stage] = _Window(now, batch, _Window(window.since, window.batch))
         batches = batch - window.batch
         wanted = at_end or self._cadence is None or self._cadence.take()
+        own = {"wanted": wanted, "again": again, "logged": again and window.logged}
         values = _per_batch(now - window.since, stage, batches) if batches else ()
-        return Report(values, stage, driver.step, at_end, {"wanted": wanted, "again": again})
+        before = _Window(window.since, window.batch, logged=wanted or window.logged)
+        self._windows[stage] = _Window(now, batch, before)
+        return Report(values, stage, driver.step, at_end, own)
 
     @override
     def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
         found = over_ranks(_SENT, rows)
         if report.stage == self._stage:
-            if report.own["again"]:
-                self._history.forget()
             seconds = {key: found[key] for key in CATEGORIES}
-            batches = float(rows[driver.ranks.global_rank, len(_SENT)])
-            self._history.add(report.step, batches, seconds)
-        if report.own["wanted"]:
+            if report.own["again"]:
+                self._history.extend(seconds)
+            else:
+                batches = float(rows[driver.ranks.global_rank, len(_SENT)])
+                self._history.add(report.step, batches, seconds)
+        wanted, logged = report.own["wanted"], report.own["logged"]
+        if wanted:
             prefix = "timings/" if report.stage == "train" else f"{report.stage}/timings/"
             self.metrics = {prefix + key: value for key, value in found.items()}
-            driver.log(self.metrics, report.step)
+            # What came after a report does not replace its point: the step would show it twice.
+            if not logged:
+                driver.log(self.metrics, report.step)
 
     @override
     def close(self, driver: Driver, reason: str) -> None:
@@ -176,6 +187,8 @@ class Timings(PerfCallback):
         self.table = run.table(_TABLED)
         batches = driver.progress.timestamp(self._stage).batch - self._began.batch
         if batches and driver.ranks.global_rank == 0:
+            if reason != "exception":
+                driver.exchange.finish()  # the last report is to be in the files
             self._leave_files(driver, batches)
 
     def _leave_files(self, driver: Driver, batches: int) -> None:
@@ -190,10 +203,23 @@ class Timings(PerfCallback):
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
             files["timings.png"] = partial(stacked_png, rows=rows, first=first)
+        summary = json.dumps(self._summary(), indent=1)
         try:
             documents.leave(driver, _FOLDER, files, self._stage)
+            whole_run = {"summary.json": partial(_write, summary)}
+            documents.leave(driver, _RUN_FOLDER, whole_run, self._stage)
         except OSError as error:
             warn(f"timings were not written ({describe(error)}): see Timings.table and .rows.")
+
+    def _summary(self) -> dict[str, object]:
+        """What the run was, for those who read it back."""
+        windows = {"whole_run": self._history.whole, "last_window": self._history.last}
+        return {
+            "version": 1,
+            "stage": self._stage,
+            "timings": {name: each._asdict() for name, each in windows.items() if each},
+            "culprits": [row._asdict() for row in self.table],
+        }
 
 
 def _write(text: str, path: Path) -> None:

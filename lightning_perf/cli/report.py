@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import PurePosixPath
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.charts.stack import duration
 from lightning_perf.errors import without_credentials
-from lightning_perf.timings import CATEGORIES
+from lightning_perf.timings import CATEGORIES, windows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
 
     from jsonargparse import ArgumentParser
     from rich.console import Console
@@ -45,18 +47,20 @@ def run(run: str | None, tracking_uri: str | None) -> int:
     """Print the report.
 
     Returns:
-        The exit code: 1 if there is no such run.
+        The exit code: 2 if the run cannot be read.
     """
     from rich.console import Console
 
     from lightning_perf.tracking.runs import default_tracking_uri, read_run
 
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     uri = tracking_uri or default_tracking_uri()
     try:
-        found = read_run(run, uri)
+        found = read_run(run, uri, [f"timings/{name}" for name in CATEGORIES])
     except LookupError as error:
-        print(f"lightning-perf report: {error}. Try --tracking_uri ADDRESS.", file=sys.stderr)  # noqa: T201
-        return 1
+        why = str(error).rstrip(".")
+        print(f"lightning-perf report: {why}. Try --tracking_uri ADDRESS.", file=sys.stderr)  # noqa: T201
+        return 2
     # Paths are for copying: no line is broken, and names are no markup.
     console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
     _show(found, console)
@@ -120,7 +124,7 @@ def _rows(run: Run) -> Iterator[tuple[str, str]]:
         "MFU (last window)": metric("throughput/device/mfu", "{:.1%}"),
         "against a peak of": _peak(run),
         "on": _device(run),
-        "where the time went": _time(run),
+        **_times(run),
     }.items():
         text = "\n".join(values)
         if text:
@@ -140,14 +144,29 @@ def _device(run: Run) -> Iterator[str]:
         yield f"{run.params.get('lightning_perf/world_size', '1')} x {device}"
 
 
-def _time(run: Run) -> Iterator[str]:
-    """The categories that took the most of the last report, with their shares."""
-    spent = {name: run.metrics.get(f"timings/{name}", 0.0) for name in CATEGORIES}
+def _times(run: Run) -> dict[str, Iterator[str]]:
+    """Where the time went, over the whole run and over its last report."""
+    windows = run.summary.get("timings") or windows_of(run.points)
+    whole, last = windows.get("whole_run"), windows.get("last_window")
+    found = {}
+    if whole:
+        found["where the time went"] = _shares(whole, "the whole run, ")
+    if last and last != whole:
+        found["in the last window"] = _shares(last)
+    return found
+
+
+def _shares(window: Mapping[str, Any], what: str = "") -> Iterator[str]:
+    """The steps of a window, and the categories that took the most of it, with their shares."""
+    spent, batches = window["seconds"], window["batches"] or 1
     whole = sum(spent.values())
-    costliest = sorted(spent, key=lambda name: -spent[name])[:_MOST_CATEGORIES]
-    for name in costliest:
+    if not whole > 0:
+        return
+    yield f"{what}steps {window['first']} to {window['last']}"
+    for name in sorted(spent, key=lambda name: -spent[name])[:_MOST_CATEGORIES]:
         if spent[name] > 0:
-            yield f"{spent[name] / whole:6.1%}  {name} ({duration(spent[name])} a batch)"
+            each = duration(spent[name] / batches)
+            yield f"{spent[name] / whole:6.1%}  {name} ({each} a batch)"
 
 
 def _files(run: Run, *endings: str) -> list[str]:

@@ -6,7 +6,6 @@ import posixpath
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -16,12 +15,17 @@ from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.windows import Windows
 from lightning_perf.schedule import Cyclic, Schedule, as_schedule
 from lightning_perf.schedule.checks import flag, rank_list, whole
-from lightning_perf.trace import TraceWriter, check_names
+from lightning_perf.trace import check_names
 from lightning_perf.tracking.stores import check_store
+from lightning_perf.trainer.documents import new_writer
 from lightning_perf.trainer.hooks import PerfCallback
+from lightning_perf.trainer.surroundings import resumes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning_perf.timestamp import Timestamp
+    from lightning_perf.trace import TraceWriter
     from lightning_perf.trainer.driver import Driver
 
 
@@ -161,7 +165,7 @@ class Profiler(PerfCallback):
         if not driver.nested:
             inside = ["validate"] if driver.stage == "train" else []
             now = {stage: driver.progress.timestamp(stage) for stage in [driver.stage, *inside]}
-            self._writer.check(now, resumes=driver.trainer.ckpt_path is not None)
+            self._writer.check(now, resumes(driver.trainer))
         self.schedule.observe(driver.moment)
         self._windows.begin(driver)
 
@@ -205,27 +209,18 @@ class Profiler(PerfCallback):
         self, driver: Driver, filename: str, remote: str | None, compress: bool, explains: bool
     ) -> TraceWriter:
         """A pipe into this profiler's folder, which the end of the run closes."""
-        writer = TraceWriter(
-            driver.worker,
-            Path(self.output_path_prefix or driver.trainer.default_root_dir),
+        return new_writer(
+            driver,
+            self.output_path_prefix,
             self.folder,
             filename,
             remote,
-            driver.ranks,
-            driver.run_name,
             compress,
-            identity=driver.identity,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
-            targets=driver.targets(remote),
             readme=self.how_to_open if explains else None,
-            maker=driver.maker,
-            complaints=driver.complaints,
             optional=filename.endswith(_MADE_OF_OTHERS),
         )
-        # Once the worker has stopped, the writer places here what a hung server held back.
-        driver.at_end(writer.close)
-        return writer
 
     def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
         """Hand a recording over to the worker, with the further files that are made of it.

@@ -56,13 +56,13 @@ class Delivery:
         Returns:
             The trace if it needs nothing further, else None.
         """
-        if trace.remote is None:
+        if not trace.sends:
             return trace
-        left, why = _send(trace, trace.remote)
+        left, why = _send(trace)
         if not left:
             self._ledger.settle(trace)
             return trace
-        failed = replace(trace, failures=trace.failures + 1, targets=left)
+        failed = replace(trace, failures=trace.failures + 1, sends=left)
         self._ledger.wait(failed)
         delays = self._backoff[trace.failures :]
         label = f"uploading {trace.path.name}"
@@ -96,19 +96,18 @@ class Delivery:
 
     def _list(self, trace: Trace, why: str) -> None:
         path = str(trace.path.absolute())
-        for target in trace.targets:
-            address = dict(target.address)
-            entry = PendingUpload(path, trace.remote or "", self._run_name, why, address)
+        for target, remote in trace.sends:
+            entry = PendingUpload(path, remote, self._run_name, why, dict(target.address))
             append_pending(self._root, entry)
 
 
-def _send(trace: Trace, remote: str) -> tuple[tuple[Target, ...], str]:
+def _send(trace: Trace) -> tuple[tuple[tuple[Target, str], ...], str]:
     """Send to every target: those that did not take it, and what the last of them said."""
     left, why = [], ""
-    for target in trace.targets:
+    for target, remote in trace.sends:
         try:
             target.send(trace.path, remote)
         except Exception as error:
-            left.append(target)
+            left.append((target, remote))
             why = describe(error)
     return tuple(left), why

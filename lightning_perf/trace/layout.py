@@ -9,7 +9,13 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from lightning_perf.trace.conflicts import conflicts
-from lightning_perf.trace.names import file_format, remote_format, run_values, time_values
+from lightning_perf.trace.names import (
+    file_format,
+    numbered,
+    remote_format,
+    run_values,
+    time_values,
+)
 from lightning_perf.trace.owner import Home, distinct_name, make_folder
 from lightning_perf.trace.readme import NAME as README
 from lightning_perf.trace.urls import split_url
@@ -34,6 +40,8 @@ class Layout:
         run_name: The run's name, of any characters.
         identity: What tells the run from others of its name, as for `Home`.
         compress: Whether ``.gz`` is appended to both file names, once.
+        mirrored: Whether a store has the same names, where runs of all machines meet: then the
+            folder always bears the distinct name.
 
     Raises:
         ConfigError: If a format string cannot work.
@@ -49,6 +57,7 @@ class Layout:
         run_name: str,
         identity: str | None,
         compress: bool,
+        mirrored: bool = False,
     ) -> None:
         self._file = file_format(filename, gz=compress)
         self._remote = (
@@ -58,6 +67,8 @@ class Layout:
         if identity is not None and remote_file_name is not None and split_url(remote_file_name)[0]:
             # Runs of all machines meet there; in MLflow, a run is alone with its artifacts.
             self._remote_values = run_values(distinct_name(run_name, identity), ranks)
+        if mirrored and identity is not None:
+            run_name, identity = distinct_name(run_name, identity), None
         self._home = Home(root, folder, ranks, run_name, identity)
         suffix = re.search(r"\.\w+$", filename.removesuffix(".gz"))
         self._suffix = suffix[0] if suffix else ""
@@ -112,13 +123,13 @@ class Layout:
             The path on the disk and the name where it is sent to, or None if it is not to be sent.
         """
         values = {**self._values, **time_values(timestamp), "stage": stage}
-        name = _numbered(self._file.render(values), number)
+        name = numbered(self._file.render(values), number)
         path = _within(self._home.folder, stage) / (name.removesuffix(".gz") if raw else name)
         remote = self._remote_path(timestamp, stage)
         if remote is None:
             return path, None
         parent = remote.parent if stage == "train" else remote.parent / stage
-        name = _numbered(remote.name, number)
+        name = numbered(remote.name, number)
         return path, str(parent / (name.removesuffix(".gz") if raw else name))
 
     def readme(self, timestamp: Timestamp, stage: str) -> tuple[Path, str | None]:
@@ -146,12 +157,3 @@ class Layout:
 
 def _within(folder: Path, stage: str) -> Path:
     return folder if stage == "train" else folder / stage
-
-
-def _numbered(name: str, number: int) -> str:
-    """The name with a number before its first dot, so that viewers still know its suffixes."""
-    if number == 1:
-        return name
-    path = PurePosixPath(name)
-    stem, dot, suffixes = path.name.partition(".")
-    return str(path.with_name(f"{stem}-{number}{dot}{suffixes}"))

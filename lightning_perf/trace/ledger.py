@@ -25,12 +25,10 @@ class Trace:
     #: The recorder's raw file; each trace has its own.
     spooled: Path
     path: Path
-    #: The name to upload it by, or None to leave it here.
-    remote: str | None
     timestamp: Timestamp
     stage: str
-    #: Where it is yet to be sent.
-    targets: tuple[Target, ...] = ()
+    #: Where it is yet to be sent, each with its name there.
+    sends: tuple[tuple[Target, str], ...] = ()
     #: Completes the raw file before anything else is done.
     prepare: Callable[[], None] | None = None
     #: How often its upload has failed.
@@ -92,7 +90,7 @@ class Ledger:
             return self._queued.pop(trace.spooled, None) is not None
 
     def place(self, trace: Trace) -> None:
-        """The trace is in its place, and waits to be sent if it has a remote name."""
+        """The trace is in its place, and waits to be sent if it is to be sent."""
         with self._lock:
             self._saved.pop(trace.path, None)
             self._saved[trace.path] = trace.timestamp
@@ -101,7 +99,7 @@ class Ledger:
             if self._keep >= 0:
                 self._placed.pop(trace.path, None)
                 self._placed[trace.path] = trace
-            if trace.remote is not None:
+            if trace.sends:
                 self._unsent[trace.spooled] = trace
 
     def wait(self, trace: Trace) -> None:

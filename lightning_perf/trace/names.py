@@ -227,6 +227,24 @@ def with_gz(name: str) -> str:
     return name if name.endswith(".gz") else f"{name}.gz"
 
 
+def numbered(name: str, number: int) -> str:
+    """A name with a number before its first dot, so that viewers still know its suffixes.
+
+    Args:
+        name: A file's name, with folders or without.
+        number: 1 leaves the name as it is.
+
+    Example:
+        >>> numbered("traces/rank0.43.json.gz", 2)
+        'traces/rank0-2.43.json.gz'
+    """
+    if number == 1:
+        return name
+    path = PurePosixPath(name)
+    stem, dot, suffixes = path.name.partition(".")
+    return str(path.with_name(f"{stem}-{number}{dot}{suffixes}"))
+
+
 def run_values(run_name: str, ranks: Ranks) -> dict[str, Value]:
     """The values of `FOLDER_VARIABLES`.
 

@@ -11,12 +11,16 @@ from lightning_perf.errors import describe
 from lightning_perf.trace.compress import compress, place
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.trace.complaints import Complaints
     from lightning_perf.trace.layout import Layout
     from lightning_perf.trace.ledger import Ledger, Trace
+    from lightning_perf.trace.targets import Target
+
+    Sends = tuple[tuple[Target, str], ...]
 
 # Bytes that are left on a disk which is full: less than the least that it gives out.
 _FULL = 1 << 16
@@ -31,6 +35,7 @@ class Placing:
         complaints: Where trouble is told.
         packs: Whether they are compressed.
         overwrite: Whether names that are taken are taken all the same.
+        sends: Where a file goes, by its path and its remote name.
     """
 
     def __init__(
@@ -40,9 +45,10 @@ class Placing:
         complaints: Complaints,
         packs: bool,
         overwrite: bool,
+        sends: Callable[[Path, str | None], Sends],
     ) -> None:
         self._layout, self._ledger, self._complaints = layout, ledger, complaints
-        self._packs, self._overwrite = packs, overwrite
+        self._packs, self._overwrite, self._sends = packs, overwrite, sends
 
     def names(self, timestamp: Timestamp, stage: str, raw: bool = False) -> tuple[Path, str | None]:
         """Where a new trace goes, as `Layout.names`."""
@@ -90,7 +96,7 @@ class Placing:
     def _place_raw(self, trace: Trace, error: OSError) -> Trace:
         """What cannot be compressed, as on a disk that is full, need not be: a rename is free."""
         path, remote = self.names(trace.timestamp, trace.stage, raw=True)
-        raw = replace(trace, path=path, remote=remote if trace.targets else None)
+        raw = replace(trace, path=path, sends=self._sends(path, remote))
         place(raw.spooled, raw.path)
         self._ledger.place(raw)
         message = f"{raw.path} was not compressed ({describe(error)}), and stays as it is."

@@ -23,12 +23,11 @@ class Readme:
 
     Args:
         text: What it says.
-        targets: Where it is sent to.
     """
 
-    def __init__(self, text: str, targets: Sequence[Target]) -> None:
+    def __init__(self, text: str) -> None:
         self._content = text.encode()
-        self._targets = list(targets)
+        self._sent: set[Target] = set()
         self._placed = False
 
     def place(self, path: Path) -> None:
@@ -45,16 +44,15 @@ class Readme:
                     file.write(self._content)
             self._placed = True
 
-    def send(self, path: Path, remote: str) -> None:
+    def send(self, path: Path, sends: Sequence[tuple[Target, str]]) -> None:
         """Send it where it has not been sent yet.
 
         Args:
             path: Where it was written.
-            remote: Its name there.
+            sends: Where to, each with its name there.
         """
-        if not self._targets:
-            return
         with suppress(Exception):
-            while self._targets and path.read_bytes() == self._content:
-                self._targets[0].send(path, remote)
-                del self._targets[0]
+            for target, remote in sends:
+                if target not in self._sent and path.read_bytes() == self._content:
+                    target.send(path, remote)
+                    self._sent.add(target)

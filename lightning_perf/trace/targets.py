@@ -18,3 +18,15 @@ class Target:
     send: Callable[[Path, str], None]
     #: What a later upload needs to know of the place, without user names and passwords.
     address: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mirror:
+    """A folder of a store that is to hold what a local folder holds, under the same names."""
+
+    #: Gives a file a number where its name is taken.
+    adding: Target
+    #: Replaces a file whose name is taken.
+    replacing: Target
+    #: The folder, below the host or bucket.
+    folder: str

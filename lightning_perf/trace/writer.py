@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.moment import Ranks
     from lightning_perf.timestamp import Timestamp
-    from lightning_perf.trace.targets import Target
+    from lightning_perf.trace.targets import Mirror, Target
     from lightning_perf.trace.worker import Worker
 
     Step = Callable[[Trace], Trace | None]
@@ -62,6 +62,8 @@ class TraceWriter:
             it up.
         optional: Whether the files are made of others that are kept, so that what is not begun at
             the end of a run is left out.
+        mirror: The store whose folder `root` stands for: files are sent there under the names that
+            they have below `root`, and stay here only until they have arrived everywhere.
 
     Raises:
         ConfigError: If a format string or `num_traces_to_keep` cannot work.
@@ -86,23 +88,33 @@ class TraceWriter:
         maker: Worker | None = None,
         complaints: Complaints | None = None,
         optional: bool = False,
+        mirror: Mirror | None = None,
     ) -> None:
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
         self._layout = Layout(
-            root, folder, filename, remote_file_name, ranks, run_name, identity, compress
+            root,
+            folder,
+            filename,
+            remote_file_name,
+            ranks,
+            run_name,
+            identity,
+            compress,
+            mirror is not None,
         )
+        self._root, self._mirror = Path(root), mirror
         self._worker, self._ranks, self._overwrite = worker, ranks, overwrite
         self._keep, self._targets = num_traces_to_keep, tuple(targets)
         self._maker, self._optional = maker or worker, optional
         self._ledger, self._complaints = Ledger(self._keep), complaints or Complaints()
         self._shares_complaints = complaints is not None
         placing = self._placing = Placing(
-            self._layout, self._ledger, self._complaints, compress, overwrite
+            self._layout, self._ledger, self._complaints, compress, overwrite, self._sends
         )
         self._delivery = Delivery(
             worker, self._ledger, self._complaints, Path(root), run_name, backoff
         )
-        self._readme = None if readme is None else Readme(readme, targets)
+        self._readme = None if readme is None else Readme(readme)
         self._recording: tuple[Step, ...] = (
             placing.prepare,
             placing.inspect,
@@ -133,8 +145,8 @@ class TraceWriter:
 
         Args:
             now: Where each stage stands that may be recorded.
-            resumes: Whether the run goes on from a checkpoint, which may be older than its traces:
-                then one warning is all, since new traces get numbers.
+            resumes: Whether the run continues an earlier one, from a checkpoint that may be older
+                than its traces: then one warning is all, since new traces get numbers.
 
         Raises:
             FileExistsError: If there is such a file, and the run does not resume.
@@ -147,11 +159,12 @@ class TraceWriter:
         if not resumes:
             raise FileExistsError(
                 f"{path} was written by a run that got further than this one. Set overwrite=True "
-                "to replace it, give another folder, or resume that run from its checkpoint."
+                "to replace it, give another folder or filename, or resume that run from its "
+                "checkpoint (ckpt_path)."
             )
         warn(
-            f"{path} was written after the checkpoint that this run resumes from. It stays, and "
-            "new traces get a number where their names are taken."
+            f"{path} was written after the point that this run resumes from. It stays, and new "
+            "traces get a number where their names are taken."
         )
 
     def spool(self, stage: str) -> Path:
@@ -187,9 +200,7 @@ class TraceWriter:
             Where the file will be, or None if it had to be done here and failed.
         """
         path, remote = self._placing.names(timestamp, stage)
-        remote = remote if self._targets else None
-        targets = self._targets if remote is not None else ()
-        trace = Trace(spooled, path, remote, timestamp, stage, targets, prepare)
+        trace = Trace(spooled, path, timestamp, stage, self._sends(path, remote), prepare)
         self._ledger.queue(trace)
         if self._maker.submit(partial(self._process, trace), trace.path.name):
             return trace.path
@@ -210,6 +221,21 @@ class TraceWriter:
         if not self._shares_complaints:
             self._complaints.sum_up()
 
+    def _sends(
+        self, path: Path, remote: str | None, replaces: bool | None = None
+    ) -> tuple[tuple[Target, str], ...]:
+        """Where a file goes, each place with its name there."""
+        sends = [] if remote is None else [(target, remote) for target in self._targets]
+        if (mirror := self._mirror_of(path)) is not None:
+            replaces = self._overwrite if replaces is None else replaces
+            name = f"{mirror.folder}/{path.relative_to(self._root).as_posix()}".lstrip("/")
+            sends.append((mirror.replacing if replaces else mirror.adding, name))
+        return tuple(sends)
+
+    def _mirror_of(self, path: Path) -> Mirror | None:
+        # A folder that is absolute is where the user wants it: here.
+        return self._mirror if path.is_relative_to(self._root) else None
+
     def _process(self, trace: Trace) -> None:
         if not self._ledger.claim(trace):
             return
@@ -218,7 +244,7 @@ class TraceWriter:
         if placed is None:
             return
         send = partial(self._fold, placed, self._sending)
-        if self._maker is self._worker or placed.remote is None:
+        if self._maker is self._worker or not placed.sends:
             send()
         elif not self._worker.submit(send, placed.path.name):
             self._delivery.park([placed], "too many uploads wait")
@@ -263,15 +289,18 @@ class TraceWriter:
 
     def _send_readme(self, trace: Trace) -> Trace:
         # After the trace, so that a server that takes nothing is not asked twice.
-        if self._readme is not None and trace.remote is not None:
+        if self._readme is not None and trace.sends:
             path, remote = self._layout.readme(trace.timestamp, trace.stage)
-            if remote is not None:
-                self._readme.send(path, remote)
+            self._readme.send(path, self._sends(path, remote, replaces=True))
         return trace
 
     def _prune(self, trace: Trace) -> Trace:
-        if self._keep >= 0:
-            uploads = trace.remote is not None
+        if self._mirror_of(trace.path) is not None:
+            # A later trace may have taken the name, and wait.
+            if trace.path not in (later.path for later in self._ledger.unsent):
+                trace.path.unlink(missing_ok=True)
+        elif self._keep >= 0:
+            uploads = bool(trace.sends)
             for path in self._ledger.expire(self._keep if uploads else max(1, self._keep)):
                 path.unlink(missing_ok=True)
         return trace

@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from lightning_perf.trace.targets import Target
-from lightning_perf.tracking.compat import MlflowRun, check_reachable
+from lightning_perf.tracking.compat import MlflowRun, artifacts_of, check_reachable
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
+    from lightning_perf.tracking.compat import Artifacts
 
 
 def run_target(run: MlflowRun) -> Target:
@@ -23,27 +23,27 @@ def run_target(run: MlflowRun) -> Target:
     Args:
         run: Which one.
     """
-    client: MlflowClient | None = None
+    artifacts: Artifacts | None = None
 
     def send(path: Path, remote: str) -> None:
-        nonlocal client
+        nonlocal artifacts
         check_reachable(run.tracking_uri)
-        client = client or _client(run.tracking_uri)
-        _send(client, run.run_id, path, PurePosixPath(remote))
+        artifacts = artifacts or _artifacts(run)
+        _send(artifacts, path, PurePosixPath(remote))
 
     return Target(send, run.as_dict())
 
 
-def _client(uri: str) -> MlflowClient:
+def _artifacts(run: MlflowRun) -> Artifacts:
     from mlflow import MlflowClient
 
-    return MlflowClient(uri)
+    return artifacts_of(MlflowClient(run.tracking_uri), run.run_id)
 
 
-def _send(client: MlflowClient, run_id: str, path: Path, remote: PurePosixPath) -> None:
+def _send(artifacts: Artifacts, path: Path, remote: PurePosixPath) -> None:
     folder = str(remote.parent) if remote.parent != PurePosixPath() else None
     if path.name == remote.name:
-        client.log_artifact(run_id, str(path), folder)
+        artifacts.log(str(path), folder)
         return
     # MLflow names an artifact as the file is named, so another name takes another file.
     with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
@@ -52,4 +52,4 @@ def _send(client: MlflowClient, run_id: str, path: Path, remote: PurePosixPath) 
             os.link(path, renamed)
         except OSError:
             shutil.copyfile(path, renamed)
-        client.log_artifact(run_id, str(renamed), folder)
+        artifacts.log(str(renamed), folder)

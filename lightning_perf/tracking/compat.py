@@ -5,10 +5,16 @@ from __future__ import annotations
 import socket
 import urllib.request
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from lightning_perf.errors import without_credentials
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mlflow import MlflowClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,36 @@ def run_name(run: MlflowRun) -> str:
 
     check_reachable(run.tracking_uri)
     return str(MlflowClient(run.tracking_uri).get_run(run.run_id).info.run_name or run.run_id)
+
+
+class Artifacts(NamedTuple):
+    """What can be done with the artifacts of one run."""
+
+    #: A local path, and the folder among the artifacts or None.
+    log: Callable[[str, str | None], object]
+    #: A folder, or None.
+    list: Callable[[str | None], Any]
+    #: A path among the artifacts, and a local folder; gives the local path.
+    download: Callable[[str, str], str]
+
+
+def artifacts_of(client: MlflowClient, run_id: str) -> Artifacts:
+    """The artifacts of a run.
+
+    Before MLflow 3.7 a client looks for those behind a server at the process's own tracking
+    address instead of the client's.
+    """
+    uri = str(client.get_run(run_id).info.artifact_uri)
+    if uri.startswith("mlflow-artifacts:"):
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        behind = get_artifact_repository(uri, client.tracking_uri)
+        return Artifacts(behind.log_artifact, behind.list_artifacts, behind.download_artifacts)
+    return Artifacts(
+        partial(client.log_artifact, run_id),
+        partial(client.list_artifacts, run_id),
+        partial(client.download_artifacts, run_id),
+    )
 
 
 def check_reachable(tracking_uri: str, timeout: float = 3.0) -> None:

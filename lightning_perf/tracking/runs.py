@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+import re
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from lightning_perf.errors import describe, without_credentials
+from lightning_perf.tracking.compat import artifacts_of, check_reachable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from mlflow import MlflowClient
 
-_LOCAL = Path("mlflow.db")
+    from lightning_perf.tracking.compat import Artifacts
+
+_DATABASE = "sqlite:///"
+#: Where `Timings` leaves what a training was; a second one in the same run gets a number.
+_SUMMARY = re.compile(r"[^/]+/summary(-\d+)?\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,43 +40,67 @@ class Run:
     #: Paths of all files, below the artifact root.
     artifacts: tuple[str, ...]
     artifact_uri: str
+    #: What `Timings` left at the end of the run; empty without it.
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    #: The points of those metrics that were asked for, by key, in the order of steps.
+    points: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
 def default_tracking_uri() -> str:
     """``MLFLOW_TRACKING_URI``, or the database that MLflow itself would make here."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_LOCAL}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{_DATABASE}mlflow.db"
 
 
-def read_run(run_id: str | None, tracking_uri: str) -> Run:
+def read_run(run_id: str | None, tracking_uri: str, keys: Sequence[str] = ()) -> Run:
     """Read a run.
 
     Args:
         run_id: Which one; None for the latest of all experiments.
         tracking_uri: Where MLflow keeps it.
+        keys: Of the metrics whose points are read, if the run has no summary.
 
     Raises:
-        LookupError: There is no such run.
+        LookupError: There is no such run, or nothing that could tell.
     """
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    if tracking_uri == f"sqlite:///{_LOCAL}" and not _LOCAL.exists():
-        raise LookupError(f"there is no {_LOCAL} in {Path.cwd()}")  # and reading would make one
-    client = MlflowClient(tracking_uri)
+    _check_address(tracking_uri)
     try:
+        from mlflow import MlflowClient
+
+        client = MlflowClient(tracking_uri)
         run = client.get_run(run_id or _latest(client))
-    except MlflowException as error:
-        raise LookupError(str(error).splitlines()[0]) from error
+        files = artifacts_of(client, run.info.run_id)
+        paths = tuple(sorted(_paths(files)))
+    except LookupError:
+        raise
+    except Exception as error:  # whatever MLflow, a database or a network may raise
+        raise LookupError(describe(error)) from error
+    summary = _summary(files, paths)
+    metrics = dict(run.data.metrics)
+    wanted = () if summary else [key for key in keys if key in metrics]
     return Run(
         run.info.run_id,
         run.info.run_name or run.info.run_id,
         tracking_uri,
         run.info.status,
-        dict(run.data.metrics),
+        metrics,
         dict(run.data.params),
-        tuple(sorted(_files(client, run.info.run_id))),
+        paths,
         run.info.artifact_uri or "",
+        summary,
+        {key: _points(client, run.info.run_id, key) for key in wanted},
     )
+
+
+def _check_address(tracking_uri: str) -> None:
+    database = tracking_uri.removeprefix(_DATABASE)
+    if database != tracking_uri and not Path(database).exists():
+        # Reading would make one.
+        raise LookupError(f"there is no {database} in {Path.cwd()}")
+    try:
+        check_reachable(tracking_uri)
+    except OSError as error:
+        address = without_credentials(tracking_uri)
+        raise LookupError(f"{address} does not answer ({describe(error)})") from error
 
 
 def _latest(client: MlflowClient) -> str:
@@ -76,9 +111,26 @@ def _latest(client: MlflowClient) -> str:
     return str(found[0].info.run_id)
 
 
-def _files(client: MlflowClient, run_id: str, folder: str | None = None) -> Iterator[str]:
-    for entry in client.list_artifacts(run_id, folder):
+def _paths(files: Artifacts, folder: str | None = None) -> Iterator[str]:
+    for entry in files.list(folder):
         if entry.is_dir:
-            yield from _files(client, run_id, entry.path)
+            yield from _paths(files, entry.path)
         else:
             yield entry.path
+
+
+def _summary(files: Artifacts, paths: Sequence[str]) -> dict[str, Any]:
+    """The latest summary; empty if there is none that can be read."""
+    found = [path for path in paths if _SUMMARY.fullmatch(path)]
+    with suppress(Exception), tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
+        # Longer names have higher numbers.
+        path = files.download(max(found, key=lambda path: (len(path), path)), scratch)
+        summary = json.loads(Path(path).read_text(encoding="utf-8"))
+        return summary if isinstance(summary, dict) else {}
+    return {}
+
+
+def _points(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
+    points = client.get_metric_history(run_id, key)
+    # Of several at one step the last one counts.
+    return sorted({point.step: point.value for point in points}.items())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError, without_credentials
 from lightning_perf.trace.compress import written_whole
-from lightning_perf.trace.targets import Target
+from lightning_perf.trace.names import numbered
+from lightning_perf.trace.targets import Mirror, Target
 from lightning_perf.trace.urls import split_url
 
 if TYPE_CHECKING:
@@ -20,11 +22,12 @@ STORE = "store"
 _CONTAINERS = ("abfs", "abfss")
 
 
-def check_store(remote_file_name: str | None) -> None:
+def check_store(remote_file_name: str | None, field: str = "remote_file_name") -> None:
     """Refuse the URL of a store that cannot be used on this machine; connects to nothing.
 
     Args:
         remote_file_name: A URL, any other name, or None.
+        field: The setting that it comes from.
 
     Raises:
         ConfigError: If fsspec does not know the protocol, or a package for it is missing.
@@ -39,14 +42,13 @@ def check_store(remote_file_name: str | None) -> None:
         fsspec.get_filesystem_class(protocol)
     except ValueError:
         problem = f"has the protocol {protocol}://, which fsspec does not know"
-        raise ConfigError(
-            "remote_file_name", remote_file_name, problem, "'s3://bucket/rank{rank}.{batch}.json'"
-        ) from None
+        example = "'s3://bucket/rank{rank}.{batch}.json'"
+        raise ConfigError(field, remote_file_name, problem, example) from None
     except ImportError as error:
         package = known_implementations[protocol]["class"].partition(".")[0]
         remedy = error if package == "fsspec" else f"pip install {package}"
         problem = f"needs a package that is not installed ({remedy})"
-        raise ConfigError("remote_file_name", remote_file_name, problem, None) from error
+        raise ConfigError(field, remote_file_name, problem, None) from error
 
 
 def store_target(url: str) -> Target | None:
@@ -61,39 +63,63 @@ def store_target(url: str) -> Target | None:
     Returns:
         The place, or None if this is no URL.
     """
-    protocol, host, _ = split_url(url)
-    if not protocol:
+    if not split_url(url)[0]:
         return None
-    base = f"{protocol}://{host}"
-    is_container = protocol in _CONTAINERS and ":" not in host
-    return Target(_Store(base).send, {STORE: base if is_container else without_credentials(base)})
+    store = _Store(url)
+    return Target(store.send, store.address)
+
+
+def store_mirror(url: str) -> Mirror:
+    """The folder of a URL as the one that a local folder stands for.
+
+    Args:
+        url: As for `store_target`; what stands below the host or bucket counts too.
+    """
+    store = _Store(url)
+    replacing, adding = Target(store.send, store.address), Target(store.add, store.address)
+    return Mirror(adding, replacing, split_url(url)[2].rstrip("/"))
 
 
 class _Store:
     """A file system that is connected to when there is something to send, on that thread."""
 
-    def __init__(self, base: str) -> None:
-        self._base = base
+    def __init__(self, url: str) -> None:
+        protocol, host, _ = split_url(url)
+        self._base = base = f"{protocol}://{host}"
+        is_container = protocol in _CONTAINERS and ":" not in host
+        self.address = {STORE: base if is_container else without_credentials(base)}
         self._system: AbstractFileSystem | None = None
         self._root = ""
 
     def send(self, path: Path, remote: str) -> None:
+        """Replace what has the name."""
+        self._put(path, remote, adds=False)
+
+    def add(self, path: Path, remote: str) -> None:
+        """Take the first number with which nothing has the name."""
+        self._put(path, remote, adds=True)
+
+    def _put(self, path: Path, remote: str, adds: bool) -> None:
+        from fsspec.implementations.local import LocalFileSystem
+
         try:
-            self._put(path, remote)
+            system = self._connect()
+            names = (f"{self._root}/{numbered(remote, number)}" for number in count(1))
+            target = next(name for name in names if not (adds and system.exists(name)))
+            if isinstance(system, LocalFileSystem):
+                with path.open("rb") as source, written_whole(Path(target)) as file:
+                    shutil.copyfileobj(source, file)
+            else:
+                system.put_file(str(path), target)
         except Exception:
             self._system = None  # its connection may be what broke
             raise
 
-    def _put(self, path: Path, remote: str) -> None:
+    def _connect(self) -> AbstractFileSystem:
         from fsspec.core import url_to_fs
-        from fsspec.implementations.local import LocalFileSystem
 
         if self._system is None:
             self._system, root = url_to_fs(f"{self._base}/", skip_instance_cache=True)
             self._root = root.rstrip("/")
-        target = f"{self._root}/{remote}"
-        if isinstance(self._system, LocalFileSystem):
-            with path.open("rb") as source, written_whole(Path(target)) as file:
-                shutil.copyfileobj(source, file)
-        else:
-            self._system.put_file(str(path), target)
+        self._system.invalidate_cache()  # other runs may have written since
+        return self._system

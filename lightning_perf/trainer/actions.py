@@ -36,6 +36,8 @@ _AT_WORK = {"optimizer_step", "lr_scheduler_step", "on_predict_batch_end"}
 #: Where Lightning's own hooks are, which do nothing.
 _EMPTY = {"Callback", "LightningModule", "LightningDataModule", "ModelHooks", "DataHooks"}
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+#: Hooks that only run while a checkpoint is written.
+_SAVES = "on_save_checkpoint"
 _MODULES = ("[LightningModule]", "[LightningDataModule]")
 
 
@@ -67,7 +69,7 @@ def _callback(key: str, hook: str, trainer: Trainer) -> tuple[str, str] | None:
         return None
     name = type(owners[0]).__name__ if owners else key.partition("{")[0]
     saves = any(base.__name__ == "Checkpoint" for o in owners for base in type(o).__mro__)
-    return "checkpoint" if saves else "callbacks", f"{name}.{hook}"
+    return "checkpoint" if saves or hook == _SAVES else "callbacks", f"{name}.{hook}"
 
 
 def _module_hook(name: str, hook: str, trainer: Trainer) -> tuple[str, str] | None:
@@ -75,7 +77,8 @@ def _module_hook(name: str, hook: str, trainer: Trainer) -> tuple[str, str] | No
     ours = any(_overrides(owner, hook) for owner in owners if type(owner).__name__ == name)
     if hook in _CATEGORIES:
         return (_CATEGORIES[hook], hook) if ours or hook in _AT_WORK else None
-    return ("other", f"{name}.{hook}") if ours and hook.startswith("on_") else None
+    category = "checkpoint" if hook == _SAVES else "other"
+    return (category, f"{name}.{hook}") if ours and hook.startswith("on_") else None
 
 
 def _overrides(owner: object, hook: str) -> bool:

@@ -124,6 +124,20 @@ class WatchedSpan(Span):
             self._left()
 
 
+class SaveSpan(Span):
+    """Writing a checkpoint: each action names the class whose hook asked for it."""
+
+    __slots__ = ()
+
+    @override
+    def __enter__(self) -> str:
+        clock = self._clock
+        owner, dot, _ = clock.open[-1].account.action.name.partition(".")
+        asked = owner if dot else "Trainer.save_checkpoint"
+        self.account = clock.account(self._what[0], f"checkpoint writing ({asked})")
+        return Span.__enter__(self)
+
+
 class Silent:
     """A span that is not told apart: its time stays with what is around it."""
 

@@ -115,6 +115,7 @@ class Driver:
         self.reporting.close(UPLOAD_TIMEOUT[reason])
         for finish in self._at_end:
             finish()
+        self.reporting.tidy()
         self.complaints.sum_up()
 
     # -- where the run is ---------------------------------------------------------------------

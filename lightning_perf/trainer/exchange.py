@@ -115,6 +115,10 @@ class Exchange:
         self.tell(driver)
         self._late.pop(driver.stage, None)
 
+    def finish(self) -> None:
+        """Wait a bounded time for the reports that are on their way."""
+        self._gatherer.finish(_PATIENCE)
+
     def close(self, timeout: float) -> None:
         """End.
 

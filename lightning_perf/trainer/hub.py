@@ -12,7 +12,15 @@ from lightning_perf.flops import is_compiled
 from lightning_perf.timings import Totals
 from lightning_perf.trainer import compat
 from lightning_perf.trainer.actions import classify
-from lightning_perf.trainer.clock import NOTHING, Clock, Silent, Span, WatchedSpan, WholeSpan
+from lightning_perf.trainer.clock import (
+    NOTHING,
+    Clock,
+    SaveSpan,
+    Silent,
+    Span,
+    WatchedSpan,
+    WholeSpan,
+)
 from lightning_perf.trainer.device_clock import DeviceClock
 from lightning_perf.trainer.events import clocked
 from lightning_perf.trainer.wraps import Wraps
@@ -104,6 +112,8 @@ class Hub:
         clock = self._clock
         if label == "run_training_batch":
             return WholeSpan(clock, what, name)
+        if label == "save_checkpoint":
+            return SaveSpan(clock, what, name)
         if label == "run_training_epoch":
             # The loader's iterator is made first of all.
             return WatchedSpan(clock, what, name, entered=partial(clock.run, *_ITER))

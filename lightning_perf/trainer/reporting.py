@@ -14,6 +14,7 @@ from lightning_perf.errors import describe, warn
 from lightning_perf.tracking.artifacts import run_target
 from lightning_perf.tracking.compat import MlflowRun, is_mlflow, mlflow_run, run_name
 from lightning_perf.tracking.metrics import MlflowMetrics, OtherLoggers, finite
+from lightning_perf.tracking.roots import Root, root_of, trial_root
 from lightning_perf.tracking.stores import store_target
 from lightning_perf.tracking.tags import TagReader
 from lightning_perf.trainer.waiting import waiting
@@ -62,9 +63,24 @@ class Reporting:
         others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
         self._others = OtherLoggers(others)
         self._later: deque[tuple[dict[str, float], int]] = deque()
+        self._default_root = str(trainer.default_root_dir)
+        self._trial = bool(getattr(trainer, "fast_dev_run", False))
+        self._roots: dict[str | None, Root] = {}
+
+    def root(self, prefix: str | None) -> Root:
+        """Where files are written: below a prefix, or below the trainer's ``default_root_dir``.
+
+        Under ``fast_dev_run`` only a prefix is kept.
+        """
+        if prefix not in self._roots:
+            trial = self._trial and prefix is None
+            self._roots[prefix] = trial_root() if trial else root_of(prefix or self._default_root)
+        return self._roots[prefix]
 
     def targets(self, remote_file_name: str | None) -> Sequence[Target]:
         """Where files of a remote name go: to the store of a URL, else to all MLflow runs."""
+        if self._trial:
+            return ()
         store = None if remote_file_name is None else store_target(remote_file_name)
         return self._runs_as_targets if store is None else [store]
 
@@ -114,6 +130,11 @@ class Reporting:
             target.tell_lost()
         self.deliver()
 
+    def tidy(self) -> None:
+        """All files are where they belong: remove folders that were for the time being."""
+        for root in self._roots.values():
+            root.close()
+
     def finish(self, maker: Worker, timeout: float) -> None:
         """Wait a bounded time for files that are being made.
 
@@ -142,8 +163,10 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
         if runs:
             return Destination(runs, _mlflow_name(runs[0], worker), runs[0].run_id)
         for logger in trainer.loggers:
-            if logger.version is not None:
-                name = f"{logger.name}-{_version(logger.version)}"
+            parts = (logger.name, None if logger.version is None else _version(logger.version))
+            # Without a version, runs share the logger's name; DummyLogger has neither.
+            if parts[1]:
+                name = "-".join(part for part in parts if part)
                 return Destination((), name, f"{logger.save_dir}/{name}")
     except Exception as error:
         warn(f"a logger does not tell its run ({describe(error)}), so files go to {made_up}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,19 @@ def limits_of(trainer: Trainer, owners: Iterable[object] = ()) -> Limits:
         samples // trainer.world_size if samples else None,
         trainer.accumulate_grad_batches,
     )
+
+
+#: How often a cluster has started this job again, as SLURM and torchrun say.
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+
+
+def resumes(trainer: Trainer) -> bool:
+    """Whether the run continues an earlier one, of which files may lie ahead.
+
+    A job that was preempted before its first checkpoint starts anew, and is the same run still.
+    """
+    counts = (os.environ.get(name, "") for name in _RESTARTS)
+    return trainer.ckpt_path is not None or any(count not in ("", "0") for count in counts)
 
 
 def owners_of(trainer: Trainer, module: LightningModule, members: Iterable[object]) -> list[object]:
