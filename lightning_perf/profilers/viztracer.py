@@ -155,7 +155,7 @@ class VizTracer(Profiler):
             raise RecorderBusy("VizTracer", "a torch.profiler that is not ours", _REMEDY)
         options = given(self.options)
         with blaming(options):
-            tracer = calls.new_tracer(driver.ranks.global_rank, self.tracer_entries, options)
+            tracer = calls.ready_tracer(driver.ranks.global_rank, self.tracer_entries, options)
         if self._children is not None:
             self._children.open(path)
         try:
