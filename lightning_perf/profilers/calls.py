@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightning_perf.profilers.tools import python_profiler
+
 #: Each rank's processes have ids of their own: 10001 is the first child of rank 0.
 _CHILDREN = 10_000
 
@@ -119,7 +121,7 @@ def record_child(
     rank: int, entries: int, options: Mapping[str, Any], path: Path, number: int
 ) -> Generator[None, None, None]:
     """Record a child process, as ``children`` asks for it."""
-    if sys.getprofile() is not None:
+    if python_profiler() is not None:
         return  # somebody else's
     tracer = ready_tracer(rank, entries, options, number)
     start(tracer)

@@ -101,6 +101,10 @@ class MemorySnapshot(Profiler):
         self.max_entries = whole("max_entries", max_entries, 1, "100000")
         self._last_moment, self._ran_out = LastMoment(), False
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_last_moment": LastMoment(), "_ran_out": False}
+
     @property
     @override
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:
