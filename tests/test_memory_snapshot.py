@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from small import Records, Small, left_in, ours, trainer
 from pages import loaded_from_elsewhere
+from small import Records, Small, left_in, ours, trainer
 
 from lightning_perf import (
     Always,

@@ -60,14 +60,26 @@ def _takes_next(theirs: Any, stage: str) -> bool:
         running, phases = theirs.profiler, theirs._schedule
         if running is None:
             return False
-        if running.current_action != ProfilerAction.NONE or theirs._should_override_schedule():
+        if running.current_action != ProfilerAction.NONE:
             return True
         if phases is None:
             following = running.schedule(running.step_num + 1)
         else:
-            phases = copy(phases)  # asking it counts the batch
-            phases.pre_step(_STEPS[stage])
-            following = phases(0)
-    except AttributeError:  # another Lightning: nothing is known, so it is taken for busy
-        return True
+            following = _following(theirs, phases, _STEPS[stage])
+    except (AttributeError, AssertionError, NotImplementedError):
+        return True  # another Lightning: nothing is known, so it is taken for busy
     return bool(following != ProfilerAction.NONE)
+
+
+def _following(theirs: Any, phases: Any, step: str) -> ProfilerAction:
+    """What Lightning's profiler turns to when the next batch ends, as a copy of its state says."""
+    asked = copy(phases)  # asking it counts the batch
+    asked.pre_step(step)
+    theirs._schedule = asked
+    try:
+        # Where there are too few batches for its schedule, it records all of them.
+        overridden = theirs._should_override_schedule()
+    finally:
+        theirs._schedule = phases
+    following: ProfilerAction = asked(0)
+    return ProfilerAction.RECORD if overridden else following

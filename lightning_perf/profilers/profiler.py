@@ -99,6 +99,16 @@ class Profiler(PerfCallback):
         super().__init__()
         self.schedule = as_schedule(schedule, default=Cyclic())
         self.ranks = None if ranks is None else rank_list("ranks", ranks)
+        names = {
+            "output_path_prefix": output_path_prefix,
+            "folder": folder,
+            "filename": filename,
+            "remote_file_name": remote_file_name,
+        }
+        for field, name in names.items():
+            optional = name is None and field in ("output_path_prefix", "remote_file_name")
+            if not (optional or isinstance(name, str | Path)):
+                raise ConfigError(field, name, "is not a text", '"profiles"')
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
         check_store(remote_file_name)
         self.output_path_prefix = output_path_prefix
