@@ -397,7 +397,8 @@ def test_settings_and_tool_options_are_written_in_yaml(tmp_path: Path) -> None:
     (profiler,) = (c for c in parse(tmp_path, [written]).trainer.callbacks if isinstance(c, Memray))
     assert profiler.schedule == Every("100ba", lasting="3ba")
     assert (profiler.flamegraph, profiler.follow_fork, profiler.summary) == (True, True, True)
-    fit(tmp_path, profiler)
+    with pytest.warns(PerfWarning, match="after batch 100; training ended after batch 16"):
+        fit(tmp_path, profiler)
     assert profiler._tracker_options() == {"native_traces": False, "trace_python_allocators": True}
 
 

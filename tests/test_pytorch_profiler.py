@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,22 @@ def test_windows_that_meet_lightning_s_own_profiler_are_left_out(tmp_path: Path)
         assert "aten::addmm" in gzip.decompress(path.read_bytes()).decode()
     (trace,) = (tmp_path / "theirs").rglob("*.pt.trace.json")
     assert trace.read_text().count('"name": "aten::addmm"') >= 3
+
+
+@pytest.mark.parametrize("batches", [4, 16])
+def test_lightning_s_own_profiler_with_its_own_schedule_goes_on(
+    tmp_path: Path, batches: int
+) -> None:
+    """Trainer(profiler="pytorch") trains and reports as it does without us."""
+    profiler = PyTorch(schedule="first 9ba")
+    run = trainer(tmp_path, profiler, profiler="pytorch", limit_train_batches=batches)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(Small())
+    assert run.global_step == batches
+    assert len(ours(caught)) == 1
+    assert run.profiler.function_events
+    assert [stamp.batch for stamp, _ in profiler.saved_traces] == ([] if batches == 4 else [9])
 
 
 def test_a_window_ends_where_lightning_s_own_profiler_begins(tmp_path: Path) -> None:
@@ -298,5 +315,8 @@ def test_a_schedule_with_a_long_warm_up_idles(tmp_path: Path, schedule: Schedule
             return super().window(moment)
 
     counted = Counted(**schedule._arguments())
-    fit(tmp_path, PyTorch(schedule=counted), max_epochs=2, limit_train_batches=16)
-    assert len(asked) <= 16 * 2 + 100
+    with warnings.catch_warnings(record=True):  # of schedules that never fired
+        warnings.simplefilter("always")
+        fit(tmp_path, PyTorch(schedule=counted), max_epochs=2, limit_train_batches=16)
+    # At the end the first window is looked for beyond the training's 32 batches.
+    assert sum(batch < 32 for batch in asked) <= 16 * 2 + 100
