@@ -1,4 +1,7 @@
-"""A server to look into, and what puts recordings into a trace writer."""
+"""A server to look into, what puts recordings into a trace writer, and a rival of recorders."""
+
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch.profiler import schedule
 
 from lightning_perf.timestamp import Timestamp
 
@@ -37,3 +40,9 @@ def after(worker, written):
 def files(folder):
     """All files below a folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def theirs_in(folder):
+    """Lightning's own profiler, which warms up in batch 4 and records 5 to 7."""
+    phases = schedule(wait=4, warmup=1, active=3, repeat=1)
+    return PyTorchProfiler(dirpath=folder, filename="theirs", schedule=phases)

@@ -397,7 +397,8 @@ def test_settings_and_tool_options_are_written_in_yaml(tmp_path: Path) -> None:
     (profiler,) = (c for c in parse(tmp_path, [written]).trainer.callbacks if isinstance(c, Memray))
     assert profiler.schedule == Every("100ba", lasting="3ba")
     assert (profiler.flamegraph, profiler.follow_fork, profiler.summary) == (True, True, True)
-    fit(tmp_path, profiler)
+    with pytest.warns(PerfWarning, match="after batch 100; training ended after batch 16"):
+        fit(tmp_path, profiler)
     assert profiler._tracker_options() == {"native_traces": False, "trace_python_allocators": True}
 
 
@@ -408,3 +409,17 @@ def test_a_missing_memray_is_told_before_training(
     monkeypatch.setattr("lightning_perf.profilers.tools.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs memray.*pip install memray"):
         fit(tmp_path, Memray())
+
+
+def test_writers_of_children_are_made_when_there_are_children(tmp_path: Path) -> None:
+    """follow_fork costs a run without child processes nothing."""
+    made = []
+
+    class Counting(Memray):
+        def _new_writer(self, *args: Any, **kwargs: Any) -> Any:
+            made.append(args[1])
+            return super()._new_writer(*args, **kwargs)
+
+    profiler = Counting(schedule="first 2ba", follow_fork=True)
+    trainer(tmp_path, profiler, logger=Records()).fit(Small())
+    assert made == ["rank{rank}.{batch}.txt", "rank{rank}.{batch}.bin"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import copy
+import pickle
 import threading
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from lightning_perf import (
     VizTracer,
 )
 from lightning_perf.profilers import calls
+from lightning_perf.profilers.tools import python_profiler
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_what_a_tool_does_not_take_is_the_user_s_and_leaves_no_hook(
     (told,) = ours(caught)
     assert option in told
     assert "report" not in told
-    assert sys.getprofile() is None
+    assert python_profiler() is None
     assert threading.getprofile() is None
 
 
@@ -117,6 +120,75 @@ def test_a_tracer_that_fails_when_it_starts_leaves_no_hook(
     monkeypatch.setattr(Tracer, "start", start)
     with pytest.warns(PerfWarning, match="planted"):
         trainer(tmp_path, VizTracer(schedule=Fixed(2, 2)), logger=Records()).fit(Small())
-    assert sys.getprofile() is None
+    assert python_profiler() is None
     assert threading.getprofile() is None
     assert calls._recording is None
+
+
+KINDS = [PyTorch, VizTracer, Memray, MemorySnapshot]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_switch_and_number_is_checked(kind: Any) -> None:
+    """A text or a number for a switch, or a switch for a number, is refused with its name."""
+    defaults = {
+        name: each.default
+        for name, each in signature(kind).parameters.items()
+        if isinstance(each.default, int) or name == "use_gzip"
+    }
+    assert {"overwrite", "compress", "num_traces_to_keep", "batches_per_trace"} <= set(defaults)
+    for name, value in defaults.items():
+        counts = isinstance(value, int) and not isinstance(value, bool)
+        for wrong in (True, "5", 1.5, -2) if counts else ("no", 1, 0):
+            with pytest.raises(ConfigError) as caught:
+                kind(**{name: wrong})
+            assert caught.value.field == name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["output_path_prefix", "folder", "filename", "remote_file_name"])
+def test_every_name_is_checked(kind: Any, name: str) -> None:
+    """What is no text is refused as a name, and not found out in the middle of training."""
+    with pytest.raises(ConfigError) as caught:
+        kind(**{name: 3})
+    assert caught.value.field == name
+
+
+class Copying(Small):
+    """Copies its trainer's callbacks in each batch, in both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.copies += both(self.trainer.callbacks[0])
+        return super().training_step(batch, batch_idx)
+
+
+def both(profiler: Any) -> list[Any]:
+    return [copy.deepcopy(profiler), pickle.loads(pickle.dumps(profiler))]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PyTorch(schedule="every 2ba"),
+        lambda: VizTracer(schedule="every 2ba", patch=True),
+        lambda: Memray(schedule="every 2ba", follow_fork=True),
+        lambda: MemorySnapshot(schedule="every 2ba"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*no CUDA device")
+def test_copies_can_be_made_at_any_time_and_record(tmp_path: Path, make: Any) -> None:
+    """Before, within and after a fit a profiler pickles; its copies have its settings, and work."""
+    profiler, model = make(), Copying()
+    copies = both(profiler)
+    trainer(tmp_path, profiler, logger=Records(), limit_train_batches=5).fit(model)
+    copies += model.copies + both(profiler)
+    assert len(copies) == 14
+    assert all(each.settings() == profiler.settings() for each in copies)
+    assert all(each.saved_traces == [] for each in copies)
+    run = trainer(tmp_path / "copy", copies[4], logger=Records(), limit_train_batches=5)
+    run.fit(Small())
+    assert len(copies[4].saved_traces) == len(profiler.saved_traces)

@@ -16,13 +16,18 @@ from small import Records, Small, left_in, ours, trainer
 
 from lightning_perf import (
     Always,
+    ConfigError,
     Cyclic,
     Fixed,
+    HasTag,
     Memray,
+    OnSignal,
+    OnSlowBatch,
     PerfWarning,
     Profiler,
     PyTorch,
     Stages,
+    Suite,
     VizTracer,
 )
 
@@ -239,3 +244,56 @@ def test_validation_is_recorded_by_who_stands_first(tmp_path: Path) -> None:
     traces = [f"rank0.{batch}.pt.trace.json.gz" for batch in (2, 4)]
     calls = [f"rank0.{batch}.json.gz" for batch in (2, 4)]
     assert [path.name for path in left_in(tmp_path)] == [*traces, *calls]
+
+
+def test_two_of_one_kind_need_names_of_their_own(tmp_path: Path, recorder: Recorder) -> None:
+    """The same folder and file name are refused in words that say what to change."""
+    twins = [recorder.kind(schedule=Fixed(2, 1)), recorder.kind(schedule=Fixed(8, 2))]
+    with pytest.raises(ConfigError, match=r"another .* of this Trainer: give .* `filename` or"):
+        recorder.fit(tmp_path, *twins)
+    with pytest.raises(ConfigError, match="another `filename`"):
+        recorder.fit(tmp_path, Suite(twins))
+    suffix = recorder.suffix.removesuffix(".gz")
+    other = recorder.kind(schedule=Fixed(8, 2), filename=f"second{{rank}}.{{batch}}{suffix}")
+    assert recorder.fit(tmp_path, twins[0], other) == {"rank0.3": 1, "second0.10": 2}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        (Fixed(100, 2), "would have begun after batch 100; training ended after batch 16"),
+        ("every 1000ba", "would have begun after batch 1000; training ended after batch 16"),
+        ("at 2ep", "would have begun after batch 32; training ended after batch 16"),
+        (Cyclic(wait=16, warmup=4, active=2), "would have begun after batch 20; training"),
+        ("every 100000sp", "would have come later; training ended after batch 16"),
+        ("every 3600sec", "would have come later; training ended after batch 16"),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_never_fired_is_told(tmp_path: Path, schedule: Any, told: str) -> None:
+    """One warning at the end of training says when the first window would have begun."""
+    with pytest.warns(PerfWarning, match="recorded nothing: no window of") as caught:
+        trainer(tmp_path, PyTorch(schedule=schedule), logger=Records()).fit(Small())
+    (message,) = ours(caught)
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("never", {}),
+        (OnSignal("SIGUSR2"), {}),
+        (OnSlowBatch(factor=1000.0), {}),
+        (HasTag("trace", "always"), {}),
+        (Stages("test") & Always(), {}),
+        ("every 1000ba", {"fast_dev_run": True}),
+        ("every 1000ba", {"limit_train_batches": 0}),
+        ("first 1ba", {}),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_waits_for_something_is_not_told(
+    tmp_path: Path, schedule: Any, options: dict[str, Any]
+) -> None:
+    """Triggers, other stages and ranks, and trials may end without a window."""
+    trainer(tmp_path, PyTorch(schedule=schedule), logger=Records(), **options).fit(Small())

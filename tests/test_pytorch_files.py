@@ -126,9 +126,11 @@ def test_the_timeline_is_of_the_rank_s_device(tmp_path: Path) -> None:
         ({"activities": "cpu"}, "Try activities=['cpu', 'cuda']"),
         ({"activities": [3]}, "activities=[3] is no list of activities"),
         (
-            {"experimental_config": {"profile_all_thread": True}},
-            "experimental_config={'profile_all_thread': True} holds what torch's",
+            {"experimental_config": {"profile_all_thread": True, "verbose": True}},
+            f"holds {{'profile_all_thread': True}}, which torch {torch.__version__} does not take",
         ),
+        ({"experimental_config": {"zzz": 1}}, "Try experimental_config={'verbose': True}"),
+        ({"use_gzip": "no"}, "use_gzip='no' is neither True nor False"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(options: dict[str, Any], told: str) -> None:
@@ -262,7 +264,7 @@ def test_yaml_can_say_what_torch_wants_as_objects(
         "init_args": {"schedule": "first 1ba", "use_gzip": False},
         "dict_kwargs": {
             "activities": ["cpu"],
-            "experimental_config": {"profile_all_threads": True},
+            "experimental_config": {"verbose": True},
         },
     }
     options = {"logger": False, "accelerator": "cpu", "max_steps": 2, "callbacks": [node]}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
+from recordings import theirs_in
 from small import Records, Small, left_in, ours, trainer
 
 from lightning_perf import (
@@ -25,7 +26,6 @@ from lightning_perf import (
     Never,
     PerfWarning,
     PyTorch,
-    RecorderBusy,
     Schedule,
     Stages,
 )
@@ -147,15 +147,46 @@ def test_only_the_named_ranks_record(tmp_path: Path) -> None:
     assert fit(tmp_path, PyTorch(ranks=0, schedule="first 1ba"))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_lightning_s_own_profiler_is_refused_at_set_up(tmp_path: Path) -> None:
-    """Two torch profilers would empty each other's traces, so training does not start."""
-    run = trainer(tmp_path, PyTorch(), profiler="pytorch")
-    with pytest.raises(RecorderBusy, match=r"Trainer\(profiler=PyTorchProfiler.*remove one of"):
+def test_windows_that_meet_lightning_s_own_profiler_are_left_out(tmp_path: Path) -> None:
+    """Both traces are whole: ours before and after, theirs between, with one warning."""
+    theirs = theirs_in(tmp_path / "theirs")
+    profiler = PyTorch(schedule="every 2ba")
+    with pytest.warns(
+        PerfWarning, match=r"while Trainer\(profiler=PyTorchProfiler.*left"
+    ) as caught:
+        trainer(tmp_path, profiler, logger=Records(), profiler=theirs).fit(Small())
+    assert len(ours(caught)) == 1
+    assert [stamp.batch for stamp, _ in profiler.saved_traces] == [3, 9, 11, 13, 15]
+    for _, (path,) in profiler.saved_traces:
+        assert "aten::addmm" in gzip.decompress(path.read_bytes()).decode()
+    (trace,) = (tmp_path / "theirs").rglob("*.pt.trace.json")
+    assert trace.read_text().count('"name": "aten::addmm"') >= 3
+
+
+@pytest.mark.parametrize("batches", [4, 16])
+def test_lightning_s_own_profiler_with_its_own_schedule_goes_on(
+    tmp_path: Path, batches: int
+) -> None:
+    """Trainer(profiler="pytorch") trains and reports as it does without us."""
+    profiler = PyTorch(schedule="first 9ba")
+    run = trainer(tmp_path, profiler, profiler="pytorch", limit_train_batches=batches)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         run.fit(Small())
-    assert run.global_step == 0
-    del run
-    gc.collect()  # Lightning's profiler raises in __del__ where it has not recorded
+    assert run.global_step == batches
+    assert len(ours(caught)) == 1
+    assert run.profiler.function_events
+    assert [stamp.batch for stamp, _ in profiler.saved_traces] == ([] if batches == 4 else [9])
+
+
+def test_a_window_ends_where_lightning_s_own_profiler_begins(tmp_path: Path) -> None:
+    """What was recorded until then is kept, and the rest is recorded when it is over."""
+    theirs = theirs_in(tmp_path / "theirs")
+    profiler = PyTorch(schedule="always")
+    with pytest.warns(PerfWarning, match="left out"):
+        trainer(tmp_path, profiler, logger=Records(), profiler=theirs).fit(Small())
+    assert [stamp.batch for stamp, _ in profiler.saved_traces] == [3, 16]
+    assert list((tmp_path / "theirs").rglob("*.pt.trace.json"))
 
 
 def test_nothing_is_written_outside_of_the_named_folder(tmp_path: Path) -> None:
@@ -298,5 +329,8 @@ def test_a_schedule_with_a_long_warm_up_idles(tmp_path: Path, schedule: Schedule
             return super().window(moment)
 
     counted = Counted(**schedule._arguments())
-    fit(tmp_path, PyTorch(schedule=counted), max_epochs=2, limit_train_batches=16)
-    assert len(asked) <= 16 * 2 + 100
+    with warnings.catch_warnings(record=True):  # of schedules that never fired
+        warnings.simplefilter("always")
+        fit(tmp_path, PyTorch(schedule=counted), max_epochs=2, limit_train_batches=16)
+    # At the end the first window is looked for beyond the training's 32 batches.
+    assert sum(batch < 32 for batch in asked) <= 16 * 2 + 100

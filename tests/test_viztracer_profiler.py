@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import cProfile
-import gc
 import gzip
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from recordings import theirs_in
 from small import Records, Small, left_in, ours, trainer
 from test_cli import parse
 from test_unchanged import outcome
@@ -32,9 +33,9 @@ from lightning_perf import (
     Fixed,
     PerfWarning,
     PyTorch,
-    RecorderBusy,
     VizTracer,
 )
+from lightning_perf.profilers.tools import python_profiler
 
 
 def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -171,21 +172,10 @@ def test_a_profiler_of_the_user_s_own_keeps_the_hook(tmp_path: Path) -> None:
         with pytest.warns(PerfWarning, match="while a profiler of Python's calls does") as caught:
             found = fit(tmp_path, VizTracer(schedule="every 3ba"))
         assert len(ours(caught)) == 1
-        assert sys.getprofile() is not None
+        assert python_profiler() is not None
     finally:
         watch.disable()
     assert found == {}
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_log_torch_is_refused_beside_lightning_s_own_profiler(tmp_path: Path) -> None:
-    """Two torch profilers would empty each other's traces, so training does not start."""
-    run = trainer(tmp_path, VizTracer(log_torch=True), profiler="pytorch")
-    with pytest.raises(RecorderBusy, match=r"Trainer\(profiler=PyTorchProfiler.*remove one of"):
-        run.fit(Small())
-    assert run.global_step == 0
-    del run
-    gc.collect()  # Lightning's profiler raises in __del__ where it has not recorded
 
 
 def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
@@ -293,7 +283,7 @@ def test_a_process_that_is_forked_in_a_window_does_not_go_on_recording(tmp_path:
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             pid = os.fork()
             if pid == 0:
-                os.write(tell, b"." if sys.getprofile() is None else b"!")
+                os.write(tell, b"." if python_profiler() is None else b"!")
                 os._exit(0)
             os.waitpid(pid, 0)
             return super().training_step(batch, batch_idx)
@@ -332,3 +322,101 @@ def test_settings_and_tool_options_are_written_in_yaml(tmp_path: Path) -> None:
     (events,) = fit(tmp_path, profiler).values()
     assert calls(events, "Small.training_step") == 2
     assert not calls(events, "builtins.len")
+
+
+THOUSANDS = """
+import json, os, sys
+from pathlib import Path
+from lightning_perf.profilers import calls
+
+def f(): pass
+
+for number in range(3000):
+    tracer = calls.ready_tracer(0, 100, {"log_gc": True})
+    calls.start(tracer)
+    f()
+    calls.stop(tracer, path := Path(f"{number}.json"))
+    assert any("f (" in e["name"] for e in json.loads(path.read_bytes())["traceEvents"])
+    path.unlink()
+import gc
+print("whole", len(gc.callbacks), len(os.listdir("/proc/self/fd")) < 50)
+"""
+
+
+def test_thousands_of_windows_end_well(tmp_path: Path) -> None:
+    """A process that opens 3,000 windows lives on, and each file opens."""
+    done = subprocess.run(
+        [sys.executable, "-c", THOUSANDS], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "whole 0 True\n"
+
+
+OUTLIVING = """
+import gc
+import threading
+from pathlib import Path
+from lightning_perf.profilers import calls
+
+ran, stop = threading.Semaphore(0), threading.Event()
+
+def work():
+    (lambda: ran.release())()
+    stop.wait()
+
+def window(start=()):
+    tracer = calls.ready_tracer(0, 1000, {})
+    calls.start(tracer)
+    for thread in start:
+        thread.start()
+        ran.acquire()
+    calls.stop(tracer, Path("trace.json"))
+
+threads = [threading.Thread(target=work) for _ in range(100)]
+window(threads)
+window()
+gc.collect()
+numbers = [2**29 + i for i in range(50_000)]
+stop.set()
+for thread in threads:
+    thread.join()
+print(sum(number != 2**29 + i for i, number in enumerate(numbers)), "were overwritten")
+"""
+
+
+def test_threads_may_outlive_the_windows_that_saw_them(tmp_path: Path) -> None:
+    """When such a thread ends, VizTracer writes to its tracer: it must be there still.
+
+    From Python 3.12 on it sees all threads; with a tracer for each window, which were then freed,
+    a hundred objects of the process were overwritten here.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVING], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "0 were overwritten\n"), done.stderr
+
+
+class Feeding(Small):
+    """Has two workers, whose feeding threads end after the windows that saw them."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Work(), 4, num_workers=2)
+
+
+def test_data_loader_workers_come_and_go_between_windows(tmp_path: Path) -> None:
+    """Windows of several epochs, with new workers in each, are whole, and training ends well."""
+    profiler = VizTracer(schedule="every 10ba for 2ba")
+    found = fit(tmp_path, profiler, model=Feeding(), max_epochs=3)
+    assert len(found) == 5
+    assert all(calls(events, "Small.training_step") == 2 for events in found.values())
+
+
+def test_lightning_s_own_profiler_keeps_its_windows(tmp_path: Path) -> None:
+    """With log_torch, windows that meet it are left out; without, there is nothing to share."""
+    theirs = theirs_in(tmp_path / "theirs")
+    with pytest.warns(PerfWarning, match=r"VizTracer cannot record while Trainer\(profiler=PyTo"):
+        found = fit(tmp_path, VizTracer(schedule="every 3ba", log_torch=True), profiler=theirs)
+    assert list(found) == ["rank0.10.json.gz", "rank0.13.json.gz", "rank0.16.json.gz"]
+    assert list((tmp_path / "theirs").rglob("*.pt.trace.json"))
+    found = fit(tmp_path / "plain", VizTracer(schedule="every 3ba"), profiler=theirs_in(tmp_path))
+    assert len(found) == 5

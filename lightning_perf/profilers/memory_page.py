@@ -38,7 +38,7 @@ def page(timeline: Timeline, device: str) -> str:
         f"Peak {_bytes(sum(timeline.sizes[peak]))}, {(timeline.times[peak] - start) / 1e3:.3f} ms "
         f"after the first of {len(timeline.times)} changes."
     )
-    body = _chart(timeline) + _legend(timeline)
+    body = chart(timeline) + legend(timeline)
     return _PAGE.format(device=escape(device), said=said, body=body)
 
 
@@ -55,7 +55,8 @@ def _moments(timeline: Timeline) -> list[Sequence[int]]:
     return moments + [before] * (_MOMENTS - len(moments))
 
 
-def _chart(timeline: Timeline) -> str:
+def chart(timeline: Timeline) -> str:
+    """A picture of the sizes over time, one layer on the other."""
     moments = _moments(timeline)
     scale = (_HEIGHT - _BELOW) / (max(map(sum, moments)) or 1)
     floor, shapes = [0.0] * _MOMENTS, []
@@ -63,7 +64,7 @@ def _chart(timeline: Timeline) -> str:
         top = [below + sizes[index] * scale for below, sizes in zip(floor, moments, strict=True)]
         if top != floor:
             shapes.append(
-                f'<path fill="{_colour(name)}" d="{_area(floor, top)}">'
+                f'<path fill="{_colour(name, timeline)}" d="{_area(floor, top)}">'
                 f"<title>{escape(name)}</title></path>"
             )
         floor = top
@@ -111,19 +112,21 @@ def _axes(most: int, span: float) -> str:
     return "".join(ticks)
 
 
-def _legend(timeline: Timeline) -> str:
+def legend(timeline: Timeline) -> str:
+    """A table of the layers and their sizes at the peak."""
     at_peak = timeline.sizes[timeline.peak]
     total = sum(at_peak) or 1
     rows = "".join(
-        f'<tr><td><i style="background:{_colour(name)}"></i>{escape(name)}</td>'
+        f'<tr><td><i style="background:{_colour(name, timeline)}"></i>{escape(name)}</td>'
         f"<td>{_bytes(size)}</td><td>{size / total:.1%}</td></tr>"
         for name, size in zip(timeline.categories, at_peak, strict=True)
     )
     return f"<table><tr><th>At the peak</th><th>memory</th><th>share</th></tr>{rows}</table>"
 
 
-def _colour(name: str) -> str:
-    return _COLOURS[CATEGORIES.index(name)] if name in CATEGORIES else _COLOURS[0]
+def _colour(name: str, timeline: Timeline) -> str:
+    names = CATEGORIES if name in CATEGORIES else timeline.categories
+    return _COLOURS[names.index(name) % len(_COLOURS)]
 
 
 def _bytes(size: float) -> str:

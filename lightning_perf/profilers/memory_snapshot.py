@@ -46,8 +46,8 @@ class MemorySnapshot(Profiler):
 
     Args:
         compress: Whether the pickle is gzipped; ``gunzip`` it before viewing.
-        html: Whether interactive pages lie beside the pickles. They hold the data, and load their
-            viewer from the web, as PyTorch's own pages do. The flame graphs need no network.
+        html: Whether a page lies beside each pickle, with the memory over time by line of source
+            and a flame graph of its peak. Pages and flame graphs open without a network.
         max_entries: The most allocations and frees that a window remembers; of more, the last ones.
 
     Raises:
@@ -63,8 +63,8 @@ class MemorySnapshot(Profiler):
     how_to_open: ClassVar[str] = """\
 - `.pickle`: drop it on <https://pytorch.org/memory_viz>, which keeps it in the browser
   (`.pickle.gz`: `gunzip` it first). It is a pickle: only open those of runs that you trust.
-- `.html`, `_segment_plot.html`: any browser with a network; they hold the data and load PyTorch's
-  viewer from the web.
+- `.html`: memory over time, by line of source, and a flame graph of its peak;
+  `_segment_plot.html`: what each segment of the allocator holds. Any browser, without a network.
 - `_memory_flamegraph.svg`, `_segment_flamegraph.svg`, written when memory ran out: any browser,
   without a network; a click on a frame magnifies it.
 - In a terminal: `python -m torch.cuda._memory_viz stats FILE.pickle`, or `trace FILE.pickle`.
@@ -100,6 +100,10 @@ class MemorySnapshot(Profiler):
         self.html = flag("html", html)
         self.max_entries = whole("max_entries", max_entries, 1, "100000")
         self._last_moment, self._ran_out = LastMoment(), False
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_last_moment": LastMoment(), "_ran_out": False}
 
     @property
     @override
@@ -174,8 +178,7 @@ def _tell_once() -> None:
 
 
 def _plot(kind: str, source: Path, page: Path) -> None:
-    # As a program it needs no torch, so that this takes tenths of a second.
-    run_python(_memory_viz.__file__, kind, str(source), "--output", str(page))
+    run_python("-m", "lightning_perf.profilers.snapshot_page", kind, str(source), str(page))
 
 
 def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Path) -> None:
@@ -188,8 +191,8 @@ def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Pa
 
 
 _MAKE: Mapping[str, Callable[[Path, Path], None]] = {
-    "page": partial(_plot, "trace_plot"),
-    "segment_plot": partial(_plot, "segment_plot"),
+    "page": partial(_plot, "history"),
+    "segment_plot": partial(_plot, "segments"),
     "segment_flamegraph": partial(_flames, "What each segment holds", _memory_viz.segments),
     "memory_flamegraph": partial(_flames, "What holds the memory", _memory_viz.memory),
 }

@@ -16,6 +16,7 @@ from lightning_perf.profilers import children, memray_child
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import (
+    FOREIGN_MEMRAY,
     blaming,
     check_options,
     given,
@@ -91,6 +92,9 @@ class Memray(Profiler):
 - `.html` (`flamegraph=True`): any browser, without a network.
 """
 
+    _of_a_run = (*Profiler._of_a_run, "_children")
+    _children: children.Children | None = None
+
     def __init__(
         self,
         schedule: Schedule | str | None = None,
@@ -129,15 +133,11 @@ class Memray(Profiler):
         self.native_traces = flag("native_traces", native_traces)
         self.follow_fork, self.summary = flag("follow_fork", follow_fork), flag("summary", summary)
         self.options = kwargs
-        self._children: children.Children | None = None
 
     @property
     @override
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        several = range(1, _MOST_CHILDREN + 1) if self.follow_fork else ()
-        suffixes = {f"child{number}": f".child{number}.bin" for number in several}
-        if self.flamegraph:
-            suffixes["flamegraph"] = ".html"
+        suffixes = {"flamegraph": ".html"} if self.flamegraph else {}
         if self.summary:
             suffixes["summary"] = ".txt"
         return {name: self.beside(suffix) for name, suffix in suffixes.items()}
@@ -149,7 +149,6 @@ class Memray(Profiler):
         if self.follow_fork and self._writer is not None:
             record = partial(memray_child.record_child, self._tracker_options())
             self._children = children.Children(record)
-            driver.at_end(self._children.remove)
 
     @override
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
@@ -167,7 +166,7 @@ class Memray(Profiler):
             if self._children is not None:
                 self._children.shut()
             remedy = "remove one of the two"
-            raise RecorderBusy("Memray", "a memray that is not ours", remedy) from error
+            raise RecorderBusy("Memray", FOREIGN_MEMRAY, remedy) from error
         yield None
         memray_child.stop(tracker)
         return Recorded(further=self._further_of(path, driver))
@@ -182,6 +181,8 @@ class Memray(Profiler):
         super().close(driver, reason)
         if self._children is not None:
             self._children.leave()
+            # After the writers of the children's files, which the last window may have added.
+            driver.at_end(self._children.remove)
             self._children = None
 
     def _tracker_options(self) -> dict[str, Any]:
@@ -202,7 +203,9 @@ class Memray(Profiler):
         if self._children is not None:
             files = self._children.shut()
             for place, number in enumerate(files.numbers[:_MOST_CHILDREN], 1):
-                further[f"child{place}"] = partial(_take, files, number)
+                name = f"child{place}"
+                self._add_writer(driver, name, *self.beside(f".{name}.bin"))
+                further[name] = partial(_take, files, number)
         return further
 
     def _prefix(self, driver: Driver) -> str:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_perf.errors import ConfigError
+from lightning_perf.errors import ConfigError, warn
 from lightning_perf.profilers.recording import Recorded, Recording
-from lightning_perf.profilers.windows import Windows
+from lightning_perf.profilers.windows import Windows, has_more, next_window
 from lightning_perf.schedule import Cyclic, Schedule, as_schedule
 from lightning_perf.schedule.checks import flag, rank_list, whole
 from lightning_perf.trace import check_names
@@ -24,6 +24,7 @@ from lightning_perf.trainer.surroundings import resumes
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from lightning_perf.moment import Moment
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.trace import TraceWriter
     from lightning_perf.trainer.driver import Driver
@@ -70,6 +71,22 @@ class Profiler(PerfCallback):
     #: Markdown for those who find the files.
     how_to_open: ClassVar[str | None] = None
 
+    #: Attributes that a copy does not take along; each has its default in the class.
+    _of_a_run: ClassVar[tuple[str, ...]] = (
+        "_writer",
+        "_further",
+        "_windows",
+        "_reopen",
+        "_ended",
+        "state_key",
+    )
+    _writer: TraceWriter | None = None
+    _further: Mapping[str, TraceWriter] = {}
+    _windows: Windows | None = None
+    _reopen = False
+    #: Where training ended.
+    _ended: Moment | None = None
+
     def __init__(
         self,
         schedule: Schedule | str | None,
@@ -86,6 +103,16 @@ class Profiler(PerfCallback):
         super().__init__()
         self.schedule = as_schedule(schedule, default=Cyclic())
         self.ranks = None if ranks is None else rank_list("ranks", ranks)
+        names = {
+            "output_path_prefix": output_path_prefix,
+            "folder": folder,
+            "filename": filename,
+            "remote_file_name": remote_file_name,
+        }
+        for field, name in names.items():
+            optional = name is None and field in ("output_path_prefix", "remote_file_name")
+            if not (optional or isinstance(name, str | Path)):
+                raise ConfigError(field, name, "is not a text", '"profiles"')
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
         check_store(remote_file_name)
         self.output_path_prefix = output_path_prefix
@@ -93,10 +120,11 @@ class Profiler(PerfCallback):
         self.overwrite, self.compress = flag("overwrite", overwrite), flag("compress", compress)
         self.num_traces_to_keep = num_traces_to_keep
         self.batches_per_trace = whole("batches_per_trace", batches_per_trace, 1, "20")
-        self._writer: TraceWriter | None = None
-        self._further: dict[str, TraceWriter] = {}
-        self._windows: Windows | None = None
-        self._reopen = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy knows nothing of the run: files and windows are this process's own.
+        own = super().__getstate__()
+        return {name: value for name, value in own.items() if name not in self._of_a_run}
 
     @abstractmethod
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
@@ -132,7 +160,9 @@ class Profiler(PerfCallback):
     @cached_property
     @override
     def state_key(self) -> str:
-        return f"lightning_perf.{type(self).__name__}.{self.folder}.{self.filename}"
+        # One key for each object, which Lightning demands of several: there is no state to find
+        # again. Those that would write to the same place are refused at set-up.
+        return f"lightning_perf.{type(self).__name__}.{self.folder}.{self.filename}.{id(self)}"
 
     @property
     def saved_traces(self) -> list[tuple[Timestamp, list[Path | None]]]:
@@ -143,17 +173,17 @@ class Profiler(PerfCallback):
 
     @override
     def prepare(self, driver: Driver) -> None:
-        self._reopen, self._writer, self._windows = False, None, None
+        self._reopen, self._writer, self._windows, self._ended = False, None, None, None
         self._refuse_ranks(driver)
+        self._refuse_twins(driver)
         self.schedule.validate(driver.limits)
         self.schedule.setup(driver.context)
         if self.ranks is not None and driver.ranks.global_rank not in self.ranks:
             return
         # Before the recording's own, which at the end moves away what these are made of.
-        self._further = {
-            name: self._new_writer(driver, filename, remote, False, self._lies_elsewhere(remote))
-            for name, (filename, remote) in self.further_files.items()
-        }
+        self._further = {}
+        for name, (filename, remote) in self.further_files.items():
+            self._add_writer(driver, name, filename, remote)
         self._writer = self._new_writer(driver, *self.own_file, explains=True)
         self._windows = Windows(self, self._writer.spool)
 
@@ -185,6 +215,8 @@ class Profiler(PerfCallback):
     def on_end(self, driver: Driver) -> None:
         if self._windows is not None:
             self._windows.stop(driver)
+            if driver.stage == "train":
+                self._ended = driver.moment
             # After validation inside of fit, the training window goes on with its next batch.
             self._reopen = driver.nested
 
@@ -192,6 +224,8 @@ class Profiler(PerfCallback):
     def close(self, driver: Driver, reason: str) -> None:
         if self._windows is not None:
             self._windows.stop(driver, cut_short=reason == "exception")
+            if reason == "teardown" and not self._windows.opened:
+                self._tell_of_no_window(driver)
         self.schedule.close()
 
     def settle(self, driver: Driver) -> None:
@@ -204,6 +238,13 @@ class Profiler(PerfCallback):
             self._windows.settle(driver)
 
     # -- files ------------------------------------------------------------------------------------
+
+    def _add_writer(self, driver: Driver, name: str, filename: str, remote: str | None) -> None:
+        """A pipe for a further file, unless there is one."""
+        if name not in self._further:
+            explains = self._lies_elsewhere(remote)
+            writer = self._new_writer(driver, filename, remote, False, explains)
+            self._further = {**self._further, name: writer}
 
     def _new_writer(
         self, driver: Driver, filename: str, remote: str | None, compress: bool, explains: bool
@@ -249,6 +290,38 @@ class Profiler(PerfCallback):
         if self.ranks is not None and max(self.ranks) >= world:
             problem = f"names a rank beyond the {world} of this run"
             raise ConfigError("ranks", self.ranks, problem, "[0]")
+
+    def _refuse_twins(self, driver: Driver) -> None:
+        """Two of a kind need names of their own: nobody could tell their files apart."""
+        for other in driver.parts:
+            if type(other) is type(self) and other is not self and _place(other) == _place(self):
+                name = type(self).__name__
+                problem = f"is that of another {name} of this Trainer: give one of the two another \
+`filename` or `folder`"
+                raise ConfigError("filename", self.filename, problem, f'"second.{self.filename}"')
+
+    def _tell_of_no_window(self, driver: Driver) -> None:
+        """Say, once and on one rank, that a schedule did not come to its first window."""
+        ended, rank = self._ended, driver.ranks.global_rank
+        if (
+            ended is None
+            or ended.timestamp.batch == 0
+            or rank != min(self.ranks or [0])
+            or driver.trainer.fast_dev_run  # type: ignore[attr-defined]
+        ):
+            return
+        first = next_window(self.schedule, ended)
+        if first is not None or has_more(self.schedule, ended):
+            begins = "come later" if first is None else f"begun after batch {first}"
+            warn(
+                f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened. "
+                f"The first one would have {begins}; training ended after batch "
+                f"{ended.timestamp.batch}."
+            )
+
+
+def _place(profiler: Profiler) -> tuple[str | None, str, str]:
+    return profiler.output_path_prefix, profiler.folder, profiler.filename
 
 
 def _with_suffix(name: str, suffix: str) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch.profiler import ProfilerAction, profile
 from typing_extensions import override
 
-from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
+from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.profilers.other_torch import refuse_lightnings, refuse_torch_profiler
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import check_options, defaults, refuse_python_profiler
@@ -20,13 +20,11 @@ from lightning_perf.profilers.torch_options import torch_options
 from lightning_perf.schedule import Schedule
 from lightning_perf.schedule.checks import flag
 from lightning_perf.trace import file_format, remote_format
-from lightning_perf.trainer import compat
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
 
 _OURS = {"schedule", "on_trace_ready", "execution_trace_observer"}
-_REMEDY = "remove one of the two"
 #: What torch needs to tell what memory was for.
 _OF_MEMORY = ("with_stack", "record_shapes", "profile_memory")
 _MEMORY_EXAMPLE = "'rank{rank}.{batch}.pt.trace.memory.html'"
@@ -114,7 +112,7 @@ class PyTorch(Profiler):
             filename,
             remote_file_name,
             overwrite,
-            compress if use_gzip is None else use_gzip,
+            compress if use_gzip is None else flag("use_gzip", use_gzip),
             num_traces_to_keep,
             batches_per_trace,
         )
@@ -161,18 +159,10 @@ class PyTorch(Profiler):
         return files
 
     @override
-    def prepare(self, driver: Driver) -> None:
-        super().prepare(driver)
-        other = compat.profiler_name(driver.trainer)
-        if other == "PyTorchProfiler":
-            raise RecorderBusy("PyTorch", f"Trainer(profiler={other}())", _REMEDY)
-
-    @override
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
         if self.with_stack:
             refuse_python_profiler(self)
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            raise RecorderBusy("PyTorch", "a torch.profiler that is not ours", _REMEDY)
+        refuse_torch_profiler(self, driver)
         first = driver.timestamp.batch
         profiler = profile(
             schedule=_phases(first, warmup),
@@ -187,7 +177,12 @@ class PyTorch(Profiler):
         for key, value in self._metadata(driver).items():
             profiler.preset_metadata_json(key, json.dumps(value))
         profiler.start()
-        yield profiler.step
+
+        def tick() -> None:
+            refuse_lightnings(self, driver)
+            profiler.step()
+
+        yield tick
         profiler.stop()
         files = TorchFiles(profiler, path, str(driver.trainer.strategy.root_device), self._tell)
         return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})

@@ -18,6 +18,8 @@ from lightning_perf.schedule.checks import flag, whole
 
 #: Bytes in which a file of JSON ends, blanks included.
 _LAST = 16
+#: What a tracker is called that somebody else has started.
+FOREIGN_MEMRAY = "a memray that is not ours"
 #: Seconds that the making of one file may take.
 _PATIENCE = 300.0
 
@@ -186,13 +188,23 @@ def refuse_python_profiler(profiler: object) -> None:
     Raises:
         RecorderBusy: The hook is taken, by cProfile or by a VizTracer that is not ours.
     """
-    if sys.version_info >= (3, 12):
-        taken = sys.monitoring.get_tool(sys.monitoring.PROFILER_ID) is not None
-    else:
-        taken = False
-    if taken or sys.getprofile() is not None:
-        remedy = "remove one of the two"
-        raise RecorderBusy(type(profiler).__name__, "a profiler of Python's calls", remedy)
+    other = python_profiler()
+    if other is not None:
+        raise RecorderBusy(type(profiler).__name__, other, "remove one of the two")
+
+
+def python_profiler() -> str | None:
+    """What traces Python's calls on this thread, or None.
+
+    From Python 3.12 on profilers such as cProfile register with ``sys.monitoring`` and do not set
+    the hook of ``sys.setprofile``.
+    """
+    hook = sys.getprofile()
+    if type(hook).__module__.partition(".")[0] == "memray":  # before 1.17 or so it takes the hook
+        return FOREIGN_MEMRAY
+    if hook is None and sys.version_info >= (3, 12):
+        hook = sys.monitoring.get_tool(sys.monitoring.PROFILER_ID)
+    return None if hook is None else "a profiler of Python's calls"
 
 
 def _own_arguments(profiler: type) -> set[str]:

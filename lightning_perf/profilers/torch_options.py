@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import _ExperimentalConfig as ExperimentalConfig  # type: ignore[attr-defined]
 
@@ -31,14 +32,21 @@ def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if "activities" in made:
         made["activities"] = _activities(made["activities"])
     if isinstance(config := made.get("experimental_config"), Mapping):
-        try:
-            made["experimental_config"] = ExperimentalConfig(**config)
-        except TypeError:
-            problem = "holds what torch's _ExperimentalConfig does not take"
-            raise ConfigError(
-                "experimental_config", config, problem, "{'profile_all_threads': True}"
-            ) from None
+        unknown = {key: value for key, value in config.items() if not _is_taken({key: value})}
+        if unknown:
+            problem = f"holds {unknown}, which torch {torch.__version__} does not take"
+            raise ConfigError("experimental_config", config, problem, "{'verbose': True}")
+        made["experimental_config"] = ExperimentalConfig(**config)
     return made
+
+
+def _is_taken(config: Mapping[str, Any]) -> bool:
+    """Whether this torch knows an experimental option: they differ from release to release."""
+    try:
+        ExperimentalConfig(**config)
+    except TypeError:
+        return False
+    return True
 
 
 def _activities(named: Any) -> list[Any]:

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from typing_extensions import override
 
-from lightning_perf.errors import ConfigError, RecorderBusy
+from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import calls, children
+from lightning_perf.profilers.other_torch import refuse_lightnings, refuse_torch_profiler
 from lightning_perf.profilers.profiler import Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import (
@@ -27,7 +27,6 @@ from lightning_perf.profilers.tools import (
 )
 from lightning_perf.schedule import Schedule
 from lightning_perf.schedule.checks import flag, whole
-from lightning_perf.trainer import compat
 
 if TYPE_CHECKING:
     from lightning_perf.trainer.driver import Driver
@@ -37,7 +36,6 @@ _OURS = {
     "dump_raw", "log_sparse", "output_file", "pid_suffix", "process_name", "register_global",
     "trace_self", "verbose",
 }  # fmt: skip
-_REMEDY = "remove one of the two"
 _REPORT = "lightning_perf.profilers.calls_report"
 
 
@@ -82,6 +80,9 @@ class VizTracer(Profiler):
   and on.
 """
 
+    _of_a_run = (*Profiler._of_a_run, "_children")
+    _children: children.Children | None = None
+
     def __init__(
         self,
         schedule: Schedule | str | None = None,
@@ -122,7 +123,6 @@ class VizTracer(Profiler):
         self.tracer_entries = whole("tracer_entries", tracer_entries, 1, "500000")
         self.patch, self.html = flag("patch", patch), flag("html", html)
         self.options = kwargs
-        self._children: children.Children | None = None
 
     @property
     @override
@@ -135,10 +135,6 @@ class VizTracer(Profiler):
         super().prepare(driver)
         if self.patch and self._writer is not None:
             self._follow(driver)
-        if self.options.get("log_torch"):
-            other = compat.profiler_name(driver.trainer)
-            if other == "PyTorchProfiler":
-                raise RecorderBusy("VizTracer", f"Trainer(profiler={other}())", _REMEDY)
 
     @property
     @override
@@ -151,16 +147,18 @@ class VizTracer(Profiler):
     @override
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
         refuse_python_profiler(self)
-        if self.options.get("log_torch") and torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            raise RecorderBusy("VizTracer", "a torch.profiler that is not ours", _REMEDY)
+        tick = None
+        if self.options.get("log_torch"):
+            refuse_torch_profiler(self, driver)
+            tick = partial(refuse_lightnings, self, driver)
         options = given(self.options)
         with blaming(options):
-            tracer = calls.new_tracer(driver.ranks.global_rank, self.tracer_entries, options)
+            tracer = calls.ready_tracer(driver.ranks.global_rank, self.tracer_entries, options)
         if self._children is not None:
             self._children.open(path)
         try:
             calls.start(tracer)
-            yield None
+            yield tick
         finally:
             theirs = self._children.shut() if self._children is not None else None
         calls.stop(tracer, path)

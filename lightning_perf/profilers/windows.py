@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from lightning_perf.errors import RecorderBusy, describe, warn
@@ -19,6 +20,47 @@ if TYPE_CHECKING:
 
 #: Batches that a schedule's lead is searched for at most.
 _MOST_LEAD = 100
+#: Batches that a first window is searched for when training has ended without one.
+_FURTHEST = 20_000
+#: How many times as long a training is imagined for schedules by samples, tokens or seconds.
+_MUCH = 1_000_000
+
+
+def next_window(schedule: Schedule, moment: Moment) -> int | None:
+    """How many batches are done when the next window begins, if that can be foreseen.
+
+    Args:
+        schedule: Which has no window yet.
+        moment: Where to begin to look.
+
+    Returns:
+        None also for a window that is too far away to look for.
+    """
+    furthest = moment.timestamp.batch + _FURTHEST
+    while schedule.window(moment) is None:
+        batch = moment.timestamp.batch
+        following = max(schedule.quiet_until(moment), batch + 1)
+        if following > furthest:
+            return None
+        moment = moment.ahead(following - batch)
+    return moment.timestamp.batch
+
+
+def has_more(schedule: Schedule, moment: Moment) -> bool:
+    """Whether a window comes with more samples, tokens or seconds, which cannot be foreseen.
+
+    Args:
+        schedule: Which has no window yet.
+        moment: The last one.
+    """
+    now = moment.timestamp
+    later = replace(
+        now,
+        sample=now.sample * _MUCH,
+        token=now.token * _MUCH,
+        total_wct=now.total_wct * _MUCH,
+    )
+    return schedule(replace(moment, timestamp=later, previous=now))
 
 
 @runtime_checkable
@@ -53,6 +95,8 @@ class Windows:
     def __init__(self, profiler: Recorder, spool: Callable[[str], Path]) -> None:
         self._profiler, self._spool = profiler, spool
         self.open: Window | None = None
+        #: Whether the schedule has had a window, recorded or left out.
+        self.opened = False
         #: Batches before this one need not be looked at.
         self.asleep_until = 0
         self._told: set[type] = set()
@@ -101,6 +145,7 @@ class Windows:
         if running.warmup or not (running.batches or cut_short):
             running.path.unlink(missing_ok=True)
             return
+        self.opened = True
         stamp = driver.progress.timestamp(running.stage)
         self._profiler.save(running.path, stamp, running.stage, recorded)
 
@@ -111,9 +156,14 @@ class Windows:
         window = None if over else self._profiler.schedule.window(moment)
         if running is not None:
             if running.goes_on(window, self._profiler.batches_per_trace):
-                if running.tick is not None:
-                    running.tick()
-                return
+                try:
+                    if running.tick is not None:
+                        running.tick()
+                    return
+                except RecorderBusy as error:  # a recorder that is not ours is about to start
+                    self.stop(driver)
+                    self._leave_out(error)
+                    return
             self.stop(driver)
         if window is not None:
             self._start(driver, window, warmup=0)
@@ -135,6 +185,7 @@ class Windows:
             self.asleep_until = quiet_until - lead
 
     def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
+        self.opened = self.opened or not warmup
         with driver.aside():
             try:
                 other = holder()
