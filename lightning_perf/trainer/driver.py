@@ -66,6 +66,8 @@ class Driver:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self.members: list[Member] = []
+        # All that ever were, by their parts.
+        self._joined: list[Any] = []
         self.ranks = ranks_of(trainer)
         self.limits = limits_of(trainer)
         #: Sends, and asks servers; and who makes files meanwhile.
@@ -126,6 +128,7 @@ class Driver:
                 problem = f"has two of {kind}: one watches this Trainer already, alone or in a Suite"
                 raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
         driver.members.append(member)
+        driver._joined += member.parts
         return driver
 
     def leave(self, member: Member, reason: str) -> None:
@@ -145,6 +148,21 @@ class Driver:
         for finish in self._at_end:
             finish()
         self.complaints.sum_up()
+        if reason == "teardown" and self.ranks.global_rank == 0 and not self.trainer.loggers:
+            with suppress(Exception):
+                self._tell_where()
+
+    def _tell_where(self) -> None:
+        """Say where the numbers are, since there is no logger to look into."""
+        named = [f"{type(p).__name__}.metrics" for p in self._joined if getattr(p, "metrics", None)]
+        run = Path(self.trainer.default_root_dir, self.run_name)
+        saved = [path for p in self._joined for _, paths in getattr(p, "saved_traces", ()) for path in paths]
+        elsewhere = {str(path.parent) for path in saved if path and run not in path.parents}
+        folders = [*([str(run)] if run.exists() else []), *sorted(elsewhere)]
+        places = [f"the last figures are in {', '.join(named)}"] if named else []
+        places += [f"files are in {', '.join(folders)}"] if folders else []
+        if places:
+            rank_zero_info(f"lightning_perf: this Trainer has no logger: {'; '.join(places)}.")
 
     def abandon(self) -> None:
         """Let all members go: the run has ended, and they did not hear of it."""
