@@ -79,7 +79,9 @@ class Lagging(Small):
 def test_a_rank_that_is_late_loses_no_report(tmp_path: Path) -> None:
     """Three callbacks report every batch; rank 0 is hundreds of batches ahead for a while."""
     parts = [Telling(name) for name in "abc"]
-    run = trainer(tmp_path, *parts, max_epochs=LATE // 16 + 1, use_distributed_sampler=False, **RANKS)
+    run = trainer(
+        tmp_path, *parts, max_epochs=LATE // 16 + 1, use_distributed_sampler=False, **RANKS
+    )
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's, of steps without a loss
@@ -96,9 +98,7 @@ def test_a_rank_that_is_late_loses_no_report(tmp_path: Path) -> None:
 def process(rank: int, folder: Path, work: Callable[[Gatherer, int], object]) -> None:
     """One rank of two, which leaves what it found and which warnings of ours it had."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = work(Gatherer(SimpleNamespace(world_size=2)), rank)  # type: ignore[arg-type]
@@ -128,7 +128,9 @@ def test_a_rank_that_lags_by_hundreds_of_reports_shifts_none(tmp_path: Path) -> 
             while not (tmp_path / "ahead").exists():
                 time.sleep(0.01)
         for number in range(1500):
-            gatherer.gather((number % 3, number), [rank, number], lambda r: found.append(r.tolist()))
+            gatherer.gather(
+                (number % 3, number), [rank, number], lambda r: found.append(r.tolist())
+            )
             gatherer.poll()
         waited = len(gatherer.pending)
         (tmp_path / "ahead").touch()
@@ -136,7 +138,8 @@ def test_a_rank_that_lags_by_hundreds_of_reports_shifts_none(tmp_path: Path) -> 
         return {"all": found == [[[0, n], [1, n]] for n in range(1500)], "waited": waited}
 
     first, second = two(tmp_path, work)
-    assert first and second
+    assert first
+    assert second
     assert first["found"]["all"]
     assert second["found"]["all"]
     assert first["found"]["waited"] == 1500
@@ -166,7 +169,8 @@ def test_a_report_may_be_of_any_width(tmp_path: Path, every: int) -> None:
         return found == expected
 
     first, second = two(tmp_path, work)
-    assert first and second
+    assert first
+    assert second
     assert (first["found"], second["found"]) == (True, True)
     assert first["warnings"] == second["warnings"] == []
 

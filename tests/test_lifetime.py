@@ -154,8 +154,8 @@ def test_an_error_inside_a_tuner_lets_go(
     tmp_path: Path, tuner: type[L.Callback], fails_at: int
 ) -> None:
     """Tuners exchange the Trainer's callbacks, so that no hook of ours hears of the error."""
-    options = {"LearningRateFinder": {"num_training_steps": 3}, "BatchSizeFinder": {"max_trials": 2}}
-    tuning = tuner(**options[tuner.__name__])
+    option = "max_trials" if tuner is BatchSizeFinder else "num_training_steps"
+    tuning = tuner(**{option: 3})
 
     def act(made: L.Trainer, model: Metered) -> None:
         model.fails_at = fails_at

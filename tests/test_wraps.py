@@ -32,7 +32,7 @@ class Owner:
         max_size=30,
     )
 )
-def test_patches_unwind_in_any_order(steps: list[str]) -> None:
+def test_patches_unwind_in_any_order(steps: list[str]) -> None:  # noqa: C901
     """Each owner's patch has an effect once while it is in place; the end leaves no trace."""
     owner, wraps, calls = Owner(), [Wraps(), Wraps(), Wraps()], Counter[int]()
     saved: list[Any] = []

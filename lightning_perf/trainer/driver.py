@@ -125,7 +125,9 @@ class Driver:
             if each.state_key in keys and each.keeps_progress:
                 kind = type(each).__name__
                 named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-                problem = f"has two of {kind}: one watches this Trainer already, alone or in a Suite"
+                problem = (
+                    f"has two of {kind}: one watches this Trainer already, alone or in a Suite"
+                )
                 raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
         driver.members.append(member)
         driver._joined += member.parts
@@ -156,7 +158,12 @@ class Driver:
         """Say where the numbers are, since there is no logger to look into."""
         named = [f"{type(p).__name__}.metrics" for p in self._joined if getattr(p, "metrics", None)]
         run = Path(self.trainer.default_root_dir, self.run_name)
-        saved = [path for p in self._joined for _, paths in getattr(p, "saved_traces", ()) for path in paths]
+        saved = [
+            path
+            for p in self._joined
+            for _, paths in getattr(p, "saved_traces", ())
+            for path in paths
+        ]
         elsewhere = {str(path.parent) for path in saved if path and run not in path.parents}
         folders = [*([str(run)] if run.exists() else []), *sorted(elsewhere)]
         places = [f"the last figures are in {', '.join(named)}"] if named else []
