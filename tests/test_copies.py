@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.loggers import CSVLogger
 from small import Small, trainer
 

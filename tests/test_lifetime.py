@@ -94,7 +94,7 @@ def run(
     """Train, and let go of all but our callbacks and the loggers."""
     defaults = {"limit_val_batches": 1, "limit_train_batches": 3, "logger": Records()}
     made, model = trainer(folder, *ours, *others, **defaults | options), Metered()
-    watched = [weakref.ref(made), weakref.ref(model)]
+    watched: list[weakref.ref[Any]] = [weakref.ref(made), weakref.ref(model)]
     try:
         act(made, model)
     except (Exception, SystemExit, KeyboardInterrupt) as error:

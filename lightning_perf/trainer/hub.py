@@ -48,7 +48,8 @@ class Hub:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         # A logger or a metric that we time may outlive them.
-        self._trainer, self._module = weakref.proxy(trainer), weakref.proxy(module)
+        self._trainer: Trainer = weakref.proxy(trainer)
+        self._module: LightningModule = weakref.proxy(module)
         self._clock = Clock()
         self._nested = False
         #: The device's own clock, where it has one.
