@@ -49,7 +49,7 @@ class Hub:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         # A logger or a metric that we time may outlive them.
         self._trainer: Trainer = weakref.proxy(trainer)
-        self._module: LightningModule = weakref.proxy(module)
+        self._module: LightningModule = weakref.proxy(module)  # type: ignore[assignment]
         self._clock = Clock()
         self._nested = False
         #: The device's own clock, where it has one.
