@@ -35,24 +35,23 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    with waiting("uploads are on their way", 4, 30.0) as progress:
+    with waiting("uploading", 4, 30.0) as progress:
         assert progress is not None
         progress(3)
         progress(1)
     shown = terminal.getvalue()
-    assert "uploads are on their way; waiting up to 30 s" in shown
+    assert "lightning_perf: uploading: 4 left (at most 30 s)" in shown
+    assert "uploading: 1 left" in shown
     assert "75%" in shown
     assert shown.endswith("\x1b[2K")
 
 
 def test_a_log_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Where no terminal is, nothing moves."""
-    with waiting("uploads are on their way", 4, 30.0) as progress:
+    with waiting("uploading", 4, 30.0) as progress:
         assert progress is None
     told = capsys.readouterr()
-    assert told.err == (
-        "lightning_perf: uploads are on their way; waiting up to 30 s for 4 of them\n"
-    )
+    assert told.err == "lightning_perf: uploading: 4 left (at most 30 s)\n"
     assert told.out == ""
 
 
@@ -82,7 +81,7 @@ def test_only_a_wait_that_takes_long_is_shown(
         gate.set()
     logger = MLFlowLogger("waiting", tracking_uri=mlflow_database)
     trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger).fit(Small())
-    assert capsys.readouterr().err.count("uploads are on their way") == lines
+    assert capsys.readouterr().err.count("uploading") == lines
 
 
 class Finishing(PyTorch):
@@ -116,8 +115,8 @@ def test_a_file_that_is_being_made_is_waited_for(
     trainer(tmp_path, Finishing(lambda: bool(asked.wait(30)))).fit(Small())
     assert len(list(tmp_path.rglob("rank0.1.pt.trace.json.gz"))) == 1
     told = capsys.readouterr().err
-    assert "traces are being finished" in told
-    assert "uploads" not in told
+    assert "finishing traces: 1 left (at most" in told
+    assert "uploading" not in told
 
 
 def test_servers_do_not_wait_for_files(tmp_path: Path, mlflow_database: str) -> None:

@@ -116,10 +116,9 @@ class SpeedMonitor(PerfCallback):
         window = self._windows.get(driver.stage)
         if window is None:
             window = self._windows[driver.stage] = RollingWindow(self.window_size)
-            batches = batches[1:]  # the first one warms up
         remaining = self._remaining if driver.stage == "train" else None
-        for seconds, samples, tokens, work, slowed, _ in batches:
-            if slowed:
+        for seconds, samples, tokens, work, slowed, first in batches:
+            if slowed or first:
                 continue
             flops, ideal = (None, 0.0) if work is None else (work.total, work.ideal_seconds)
             window.add(seconds, samples, tokens, flops, ideal)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import Callback
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError
 from lightning_perf.trainer.hooks import PerfCallback
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lightning.pytorch import LightningModule, Trainer
+
     from lightning_perf.trainer.driver import Driver
+
+#: Lightning's hooks, other than those by which a Suite has its parts' state.
+_HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name == "teardown"]
 
 
 class Suite(PerfCallback):
     """Hosts several callbacks of ours in one: Lightning charges each callback some time a step.
+
+    Hooks of Lightning's that a hosted callback overrides are called as well, after the Suite's own
+    (``teardown`` and ``on_exception`` before it).
 
     Args:
         callbacks: Callbacks of lightning_perf, in the order in which they run.
@@ -37,7 +49,7 @@ class Suite(PerfCallback):
             if not isinstance(part, PerfCallback):
                 problem = "may hold only callbacks of lightning_perf; give others to the Trainer"
                 raise ConfigError("callbacks", part, problem, example)
-        keys = [each.state_key for each in callbacks]
+        keys = [each.kind if each.keeps_progress else each.state_key for each in callbacks]
         if len(set(keys)) < len(keys):
             raise ConfigError("callbacks", keys, "holds one callback twice", example)
         self.callbacks = list(callbacks)
@@ -46,6 +58,33 @@ class Suite(PerfCallback):
     @override
     def parts(self) -> list[PerfCallback]:
         return [part for each in self.callbacks for part in each.parts]
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        for hook in _HOOKS:
+            theirs = [getattr(part, hook) for part in self.parts if _overrides(part, hook)]
+            if theirs:
+                self._forward(hook, theirs)
+        for part in self.parts:
+            if hasattr(self, "log"):
+                part.log, part.log_dict = self.log, self.log_dict  # type: ignore[attr-defined]
+            if _overrides(part, "setup"):
+                part.setup(trainer, pl_module, stage)
+
+    def _forward(self, hook: str, theirs: list[Callable[..., object]]) -> None:
+        """Have Lightning call a hook of some parts, for this run."""
+        own = getattr(type(self), hook).__get__(self)
+        ends = hook in ("teardown", "on_exception")
+        setattr(self, hook, partial(_call, [*theirs, own] if ends else [own, *theirs]))
+        if hook not in self._spared:
+            self._spared.append(hook)
+
+    @override
+    def settle_key(self) -> None:
+        super().settle_key()
+        for part in self.callbacks:
+            part.settle_key()
 
     @override
     def settings(self) -> dict[str, object]:
@@ -70,6 +109,7 @@ class Suite(PerfCallback):
     @override
     def prepare(self, driver: Driver) -> None:
         for part in self.callbacks:
+            part._hosted = True
             part.enlist(driver)
 
     @override
@@ -93,3 +133,14 @@ class Suite(PerfCallback):
         for part in self.callbacks:
             if part.state_key in state_dict:
                 part.load_state_dict(state_dict[part.state_key])
+
+
+def _overrides(part: PerfCallback, hook: str) -> bool:
+    """Whether a hook is not the one that all callbacks of ours have."""
+    own = getattr(part, hook)
+    return callable(own) and getattr(own, "__func__", None) is not getattr(PerfCallback, hook)
+
+
+def _call(hooks: Sequence[Callable[..., object]], *args: Any, **kwargs: Any) -> None:
+    for hook in hooks:
+        hook(*args, **kwargs)

@@ -8,7 +8,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.moment import Limits, Moment, Ranks
@@ -165,8 +164,13 @@ class Schedule(ABC):
         return f"{type(self).__name__}({arguments})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._arguments()), ()
+        # A function with a name, which YAML asks for: loggers write hyperparameters as YAML.
+        return _made, (type(self), self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
         parameters = inspect.signature(type(self)).parameters
         return {name: getattr(self, name) for name in parameters}
+
+
+def _made(kind: type[Schedule], arguments: Mapping[str, Any]) -> Schedule:
+    return kind(**arguments)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import weakref
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
 
 from lightning_perf.errors import ConfigError
 from lightning_perf.moment import Limits, Moment
@@ -24,6 +32,7 @@ from lightning_perf.trainer.progress import BatchCounter, Counters, Progress
 from lightning_perf.trainer.reporting import Reporting
 from lightning_perf.trainer.spans import Spans
 from lightning_perf.trainer.surroundings import limits_of, owners_of, ranks_of, setup_of
+from lightning_perf.trainer.wraps import StandIn, Wraps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,12 +59,15 @@ class Driver:
     """Counts progress, meters FLOPs, and owns the thread and the ways out.
 
     The first member of a trainer feeds it, the last one to leave closes it. Constructing it takes
-    all ranks together.
+    all ranks together. Only its trainer's callbacks keep it alive: a run of which no end is heard
+    goes with them.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self.members: list[Member] = []
+        # All that ever were, by their parts.
+        self._joined: list[Any] = []
         self.ranks = ranks_of(trainer)
         self.limits = limits_of(trainer)
         #: Sends, and asks servers; and who makes files meanwhile.
@@ -83,30 +95,52 @@ class Driver:
         self._at_end: list[Callable[[], None]] = []
         self._counter: BatchCounter | None = None
         self._resumed = self._told_untracked = False
+        self._pid = os.getpid()
+        # Lightning's tuners exchange the callbacks: no hook of ours hears of an error within.
+        self._wraps = Wraps()
+        ending = partial(_Ending, driver=weakref.ref(self))
+        self._wraps.put(trainer.strategy, "on_exception", ending)
+        weakref.finalize(self, _end_threads, self.worker, self.maker).atexit = False
+        # Again for each run, so that it comes before what was registered since the last one.
+        atexit.unregister(_leave_at_exit)
+        atexit.register(_leave_at_exit)
 
     # -- who takes part ---------------------------------------------------------------------
 
     @classmethod
     def join(cls, trainer: Trainer, module: LightningModule, member: Member) -> Driver:
-        """The trainer's driver, made for the first member that asks."""
-        driver = _DRIVERS.get(trainer)
+        """The trainer's driver, made for the first member that asks.
+
+        Raises:
+            ConfigError: Another callback of the kind has joined.
+        """
+        driver = _DRIVERS.get(id(trainer))
+        if driver is not None and driver._counter is not None:
+            driver.abandon()  # an earlier run of which no end was heard
+            driver = None
         if driver is None:
-            driver = _DRIVERS[trainer] = cls(trainer, module)
-        keys = {part.state_key for part in driver.parts}
-        for part in member.parts:
-            if part.state_key in keys and part.keeps_progress:
-                problem = "watches this Trainer already, on its own or in a Suite"
-                raise ConfigError("callbacks", part.state_key, problem, "[Suite([...])]")
+            driver = _DRIVERS[id(trainer)] = cls(trainer, module)
+        keys = {each.state_key for known in driver.members for each in (known, *known.parts)}
+        for each in (member, *member.parts):
+            if each.state_key in keys and each.keeps_progress:
+                kind = type(each).__name__
+                named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+                problem = (
+                    f"has two of {kind}: one watches this Trainer already, alone or in a Suite"
+                )
+                raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
         driver.members.append(member)
+        driver._joined += member.parts
         return driver
 
     def leave(self, member: Member, reason: str) -> None:
         """Let a member go; the last one closes what is shared."""
         if member in self.members:
             self.members.remove(member)
-        if self.members or _DRIVERS.get(self.trainer) is not self:
+        if self.members or _DRIVERS.get(id(self.trainer)) is not self:
             return
-        del _DRIVERS[self.trainer]
+        del _DRIVERS[id(self.trainer)]
+        self._wraps.restore()
         self.meter.close()
         self.spans.restore()
         self.exchange.close(0 if reason == "exception" else GATHER_TIMEOUT)
@@ -117,6 +151,32 @@ class Driver:
             finish()
         self.reporting.tidy()
         self.complaints.sum_up()
+        if reason == "teardown" and self.ranks.global_rank == 0 and not self.trainer.loggers:
+            with suppress(Exception):
+                self._tell_where()
+
+    def _tell_where(self) -> None:
+        """Say where the numbers are, since there is no logger to look into."""
+        named = [f"{type(p).__name__}.metrics" for p in self._joined if getattr(p, "metrics", None)]
+        run = Path(self.trainer.default_root_dir, self.run_name)
+        saved = [
+            path
+            for p in self._joined
+            for _, paths in getattr(p, "saved_traces", ())
+            for path in paths
+        ]
+        elsewhere = {str(path.parent) for path in saved if path and run not in path.parents}
+        folders = [*([str(run)] if run.exists() else []), *sorted(elsewhere)]
+        places = [f"the last figures are in {', '.join(named)}"] if named else []
+        places += [f"files are in {', '.join(folders)}"] if folders else []
+        if places:
+            rank_zero_info(f"lightning_perf: this Trainer has no logger: {'; '.join(places)}.")
+
+    def abandon(self) -> None:
+        """Let all members go: the run has ended, and they did not hear of it."""
+        if self._pid == os.getpid():
+            for member in list(self.members):
+                member.leave("exception")
 
     # -- where the run is ---------------------------------------------------------------------
 
@@ -301,6 +361,35 @@ class Driver:
             counters.epoch = trainer.current_epoch
 
 
+class _Ending(StandIn):
+    """Ends a run before the strategy hears of an exception."""
+
+    def __init__(self, original: Callable[..., Any], driver: weakref.ref[Driver]) -> None:
+        super().__init__(original)
+        self._driver = driver
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        original, driver = self.original, self._driver()
+        with suppress(Exception):  # the user's own goes on
+            if driver is not None:
+                driver.abandon()
+        return original(*args, **kwargs)
+
+
+def _end_threads(*workers: Worker) -> None:
+    """The driver is gone without an end: its threads end after what they were given."""
+    for worker in workers:
+        worker.close(0.0)
+
+
+def _leave_at_exit() -> None:
+    """Leave runs whose end nobody told: another callback's ``on_exception`` raised first."""
+    for driver in list(_DRIVERS.values()):
+        driver.abandon()
+
+
+# By the trainer's id, which is its own as long as the driver lives.
+_DRIVERS: WeakValueDictionary[int, Driver] = WeakValueDictionary()
 # A trainer's progress outlives its drivers, which live for one fit or test each.
-_DRIVERS: WeakKeyDictionary[Trainer, Driver] = WeakKeyDictionary()
 _PROGRESS: WeakKeyDictionary[Trainer, Progress] = WeakKeyDictionary()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import inspect
-import os
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,6 +28,8 @@ _UNUSED = (
     "on_after_backward",
     "on_before_optimizer_step",
 )
+#: What Lightning puts on each callback of a run: methods of the module, which has the Trainer.
+_ATTACHED = ("log", "log_dict")
 
 
 class PerfCallback(Verbs, Callback):
@@ -48,6 +48,9 @@ class PerfCallback(Verbs, Callback):
         self._driver: Driver | None = None
         self._progress: Progress | None = None
         self._given_up = False
+        #: Whether a Suite hosts this, which hears Lightning in its place.
+        self._hosted = False
+        self._settled = False
         # Those of its parts that have something to do before and after each batch.
         self._early: list[PerfCallback] = []
         self._late: list[PerfCallback] = []
@@ -55,10 +58,17 @@ class PerfCallback(Verbs, Callback):
 
     @cached_property
     def state_key(self) -> str:
-        """One key a kind of callback: two of a kind cannot both keep state.
+        """One key per kind of callback, from the first set-up on.
 
-        Cached, since Lightning asks for it at every hook.
+        Before that it is this object's alone: for two of a kind, which cannot both keep state,
+        Lightning's constructor would raise an error that does not say what to do. Cached, since
+        Lightning asks for it at every hook.
         """
+        return self.kind if self._settled else f"{self.kind} {id(self)}"
+
+    @property
+    def kind(self) -> str:
+        """The key of this kind of callback in checkpoints."""
         return f"lightning_perf.{type(self).__name__}"
 
     @property
@@ -105,18 +115,27 @@ class PerfCallback(Verbs, Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Join the trainer's driver."""
+        if self._hosted:
+            return
         if self._driver is not None:
-            if self._driver.trainer is not trainer:
+            if self._driver.trainer is trainer:
+                self._driver.abandon()  # nobody told of the end of its last run
+            else:
                 warn(
                     f"this {type(self).__name__} leaves the Trainer that it watched for another "
                     "one: give each Trainer a callback of its own."
                 )
-            self._leave("teardown")
+            self.leave("teardown")
+        self.settle_key()
         driver = Driver.join(trainer, pl_module, self)
-        atexit.register(self._leave_at_exit, os.getpid())
         self.enlist(driver)
         self._spare(*_UNUSED)
         driver.describe(self.settings())
+
+    def settle_key(self) -> None:
+        """Take the key of this kind, under which checkpoints have its state."""
+        self._settled = True
+        vars(self).pop("state_key", None)
 
     def enlist(self, driver: Driver) -> None:
         """Get ready for a run; errors that the user can mend are raised."""
@@ -128,10 +147,11 @@ class PerfCallback(Verbs, Callback):
         return getattr(type(self), verb) is not getattr(Verbs, verb)
 
     def discharge(self) -> None:
-        """Know the run no more."""
-        self._driver = None
-        while self._spared:
-            delattr(self, self._spared.pop())
+        """Know the run no more, nor the module that Lightning made it log by."""
+        self._driver, self._hosted = None, False
+        for name in (*self._spared, *_ATTACHED):
+            vars(self).pop(name, None)
+        self._spared.clear()
 
     def _spare(self, *hooks: str) -> None:
         """Have Lightning pass over hooks: it does so with what is not callable.
@@ -146,8 +166,10 @@ class PerfCallback(Verbs, Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A run is a process's own: spawned processes and copies join theirs.
-        own = {name: value for name, value in self.__dict__.items() if name not in self._spared}
-        return {**own, "_driver": None, "_progress": None, "_spared": []}
+        left_out = {*self._spared, *_ATTACHED, "state_key"}
+        own = {name: value for name, value in vars(self).items() if name not in left_out}
+        none = {"_driver": None, "_progress": None, "_hosted": False, "_settled": False}
+        return {**own, **none, "_early": [], "_late": [], "_spared": []}
 
     def settings(self) -> dict[str, object]:
         """The arguments that this was made with, for the run's params."""
@@ -169,24 +191,26 @@ class PerfCallback(Verbs, Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave it."""
-        self._leave("teardown")
+        self.leave("teardown")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Leave it; the user's exception goes on."""
-        self._leave("exception")
+        self.leave("exception")
 
-    def _leave_at_exit(self, pid: int) -> None:
-        """Leave a run whose end nobody told: another callback's ``on_exception`` raised first."""
-        if pid == os.getpid():
-            self._leave("exception")
+    def leave(self, reason: str) -> None:
+        """Close, and leave the trainer's driver; harmless without one.
 
-    def _leave(self, reason: str) -> None:
+        Args:
+            reason: As for ``close``.
+        """
         driver = self._driver
-        if driver is None:
+        if self._hosted:
             return
-        atexit.unregister(self._leave_at_exit)
+        if driver is None:
+            self.discharge()  # it has not got so far, but Lightning has put its methods here
+            return
         self.call("close", driver, reason)
         self.discharge()
         try:
@@ -196,7 +220,7 @@ class PerfCallback(Verbs, Callback):
 
     def _begin(self, stage: str, word: str) -> None:
         driver = self._driver
-        if driver is None:
+        if driver is None or self._hosted:
             return
         leads, last = driver.members[0] is self, driver.members[-1] is self
         if leads:
@@ -212,7 +236,7 @@ class PerfCallback(Verbs, Callback):
 
     def _end(self, stage: str) -> None:
         driver = self._driver
-        if driver is None or driver.stage != stage:
+        if driver is None or driver.stage != stage or self._hosted:
             return
         self.call("on_end", driver)
         if driver.members[-1] is self:

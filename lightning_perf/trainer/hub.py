@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,9 @@ class Hub:
     """Hears the trainer's spans, times what has none, and knows where every second went."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
+        # A logger or a metric that we time may outlive them.
+        self._trainer: Trainer = weakref.proxy(trainer)
+        self._module: LightningModule = weakref.proxy(module)  # type: ignore[assignment]
         self._clock = Clock()
         self._nested = False
         #: The device's own clock, where it has one.

@@ -125,7 +125,7 @@ class Reporting:
             timeout: Seconds at most.
         """
         self.flush()
-        self._let_go(self._worker, "uploads are on their way", timeout)
+        self._let_go(self._worker, "uploading", timeout)
         for target in self._own:
             target.tell_lost()
         self.deliver()
@@ -142,7 +142,7 @@ class Reporting:
             maker: Who makes them.
             timeout: Seconds at most; the one that is begun then may take some more.
         """
-        self._let_go(maker, "traces are being finished", timeout)
+        self._let_go(maker, "finishing traces", timeout)
 
     def _let_go(self, worker: Worker, what: str, timeout: float) -> None:
         if worker.close(_PATIENCE):

@@ -62,3 +62,12 @@ class Member(Protocol):
     def parts(self) -> list[Any]:
         """The callbacks that it is, or hosts."""
         ...
+
+    @property
+    def state_key(self) -> str:
+        """What tells it from others of the Trainer."""
+        ...
+
+    def leave(self, reason: str) -> None:
+        """End its part in the run; harmless once it is over."""
+        ...

@@ -23,6 +23,10 @@ class Lean(PassThroughProfiler):
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
         return NOTHING
 
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PassThroughProfiler, ()
+
 
 class Hearing(PassThroughProfiler):
     """Hears every span of a trainer that has no profiler.
@@ -42,6 +46,11 @@ class Hearing(PassThroughProfiler):
     @override
     def stop(self, action_name: str) -> None:
         self.profile(action_name).__exit__(None, None, None)
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the trainer has no run of ours.
+        return PassThroughProfiler, ()
 
 
 class Listener:
@@ -73,6 +82,9 @@ class Listener:
             self._theirs.stop(action_name)
         finally:
             self._find(action_name).__exit__(None, None, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (vars(self)["_theirs"],)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -108,3 +120,7 @@ class _Both:
             return self._theirs.__exit__(*error)
         finally:
             self._ours.__exit__(None, None, None)
+
+
+def _same(value: Any) -> Any:
+    return value

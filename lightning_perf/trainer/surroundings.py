@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from lightning_perf.flops import device_name
@@ -67,12 +67,19 @@ def owners_of(trainer: Trainer, module: LightningModule, members: Iterable[objec
 def setup_of(trainer: Trainer) -> dict[str, object]:
     """What was trained on, for the run's params."""
     return {
-        "version": version("lightning_perf"),
+        "version": _version(),
         "device": device_name(trainer.strategy.root_device),
         "world_size": trainer.world_size,
         "precision": compat.precision(trainer),
         "strategy": type(trainer.strategy).__name__,
     }
+
+
+def _version() -> str:
+    try:
+        return version("lightning_perf")
+    except PackageNotFoundError:  # run from its sources, which nobody installed
+        return "unknown"
 
 
 def _positive(value: float | None) -> int | None:

@@ -28,7 +28,7 @@ def waiting(what: str, jobs: int, timeout: float) -> Iterator[Callable[[int], No
     """A bar on the terminal, or one line where there is none.
 
     Args:
-        what: What is waited for.
+        what: What is waited for, such as ``finishing traces``.
         jobs: How many are left.
         timeout: Seconds that the wait takes at most.
 
@@ -38,12 +38,14 @@ def waiting(what: str, jobs: int, timeout: float) -> Iterator[Callable[[int], No
     from rich.console import Console
     from rich.progress import Progress
 
-    text = f"lightning_perf: {what}; waiting up to {timeout:.0f} s"
+    def text(left: int) -> str:
+        return f"lightning_perf: {what}: {left} left (at most {timeout:.0f} s)"
+
     console = Console(stderr=True)
     if not console.is_terminal:
-        print(f"{text} for {jobs} of them", file=sys.stderr)  # noqa: T201
+        print(text(jobs), file=sys.stderr)  # noqa: T201
         yield None
         return
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(text, total=jobs)
-        yield lambda left: bar.update(task, completed=jobs - left)
+        task = bar.add_task(text(jobs), total=jobs)
+        yield lambda left: bar.update(task, completed=jobs - left, description=text(left))
