@@ -6,6 +6,7 @@ import posixpath
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -22,8 +23,6 @@ from lightning_perf.trainer.hooks import PerfCallback
 from lightning_perf.trainer.surroundings import resumes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lightning_perf.moment import Moment
     from lightning_perf.timestamp import Timestamp
     from lightning_perf.trace import TraceWriter
