@@ -30,8 +30,9 @@ from torch import Tensor
 
 from lightning_perf import Flops, SpeedMonitor, SystemMetrics, Timings
 from lightning_perf.callbacks import system_metrics
-from lightning_perf.trainer import exchange
-from lightning_perf.trainer.collective import Gatherer, Rows
+from lightning_perf.run import windows
+from lightning_perf.core.reduce import Rows
+from lightning_perf.run.collective import Gatherer
 
 WORLDS, LOCAL = (1, 8, 64, 1000), 8
 CALLBACKS = (SpeedMonitor, Flops, Timings, SystemMetrics)
@@ -99,7 +100,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    exchange.Gatherer = Simulated  # type: ignore[misc]
+    windows.Gatherer = Simulated  # type: ignore[misc]
     table = Table("ranks", *(each.__name__ for each in CALLBACKS), title="ms a report, 10 to 90 %")
     with tempfile.TemporaryDirectory() as folder:
         for ranks in track(WORLDS, "training", transient=True):

@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from lightning_perf import Cyclic, Every, GlobalRank, Moment, OnSlowBatch, Stages, Timestamp
-from lightning_perf.moment import Limits
+from lightning_perf.core.progress import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from lightning_perf.callbacks.suite import Suite as Suite
     from lightning_perf.callbacks.system_metrics import SystemMetrics as SystemMetrics
     from lightning_perf.callbacks.timings import Timings as Timings
+    from lightning_perf.core.progress import Moment as Moment
+    from lightning_perf.core.progress import Timestamp as Timestamp
+    from lightning_perf.core.time import Time as Time
+    from lightning_perf.core.time import TimeUnit as TimeUnit
     from lightning_perf.errors import ConfigError as ConfigError
     from lightning_perf.errors import PerfWarning as PerfWarning
     from lightning_perf.errors import RecorderBusy as RecorderBusy
-    from lightning_perf.moment import Moment as Moment
+    from lightning_perf.profilers.base import Profiler as Profiler
     from lightning_perf.profilers.memory_snapshot import MemorySnapshot as MemorySnapshot
     from lightning_perf.profilers.memray import Memray as Memray
-    from lightning_perf.profilers.profiler import Profiler as Profiler
     from lightning_perf.profilers.pytorch import PyTorch as PyTorch
     from lightning_perf.profilers.viztracer import VizTracer as VizTracer
     from lightning_perf.schedule import All as All
@@ -41,9 +44,6 @@ if TYPE_CHECKING:
     from lightning_perf.schedule import OnSlowBatch as OnSlowBatch
     from lightning_perf.schedule import Schedule as Schedule
     from lightning_perf.schedule import Stages as Stages
-    from lightning_perf.time import Time as Time
-    from lightning_perf.time import TimeUnit as TimeUnit
-    from lightning_perf.timestamp import Timestamp as Timestamp
 
 _HOMES = {
     "callbacks.flops": ["Flops"],
@@ -52,18 +52,17 @@ _HOMES = {
     "callbacks.system_metrics": ["SystemMetrics"],
     "callbacks.timings": ["Timings"],
     "errors": ["ConfigError", "PerfWarning", "RecorderBusy"],
-    "moment": ["Moment"],
     "profilers.memory_snapshot": ["MemorySnapshot"],
     "profilers.memray": ["Memray"],
-    "profilers.profiler": ["Profiler"],
+    "profilers.base": ["Profiler"],
     "profilers.pytorch": ["PyTorch"],
     "profilers.viztracer": ["VizTracer"],
     "schedule": [
         "All", "Always", "AnyOf", "At", "Cyclic", "Elapsed", "Every", "Fixed", "GlobalRank",
         "HasTag", "LocalRank", "Never", "Not", "OnSignal", "OnSlowBatch", "Schedule", "Stages",
     ],
-    "time": ["Time", "TimeUnit"],
-    "timestamp": ["Timestamp"],
+    "core.time": ["Time", "TimeUnit"],
+    "core.progress": ["Moment", "Timestamp"],
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""What goes wrong, and the one way in which we say it."""
+"""Errors for users, and warnings that are given once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
 
 _log = logging.getLogger("lightning_perf.warnings")
 _MESSAGE_LENGTH, _VALUE_LENGTH = 300, 200
@@ -163,3 +164,34 @@ def without_credentials(address: str) -> str:
 def _redacted(text: str) -> str:
     # urllib3 tells an address without its host: "Max retries exceeded with url: /x?signature=abc".
     return re.sub(r"((?:://|\burl: )[^\s?]*)\?[^\s'\"]*", r"\1", without_credentials(text))
+
+
+class Complaints:
+    """Says each kind of trouble when it first comes, and at the end how often it came again.
+
+    A server that is gone for a million windows fills no terminal, and no registry of warnings.
+    """
+
+    def __init__(self) -> None:
+        self._again: dict[str, int] = {}
+
+    def tell(self, kind: str, message: str, count: int = 1) -> None:
+        """Warn, unless this kind of trouble was told before.
+
+        Args:
+            kind: What to say of the number that came again, such as "files were not uploaded".
+            message: What to say the first time.
+            count: How many this is about.
+        """
+        if kind in self._again:
+            self._again[kind] += count
+            return
+        self._again[kind] = 0
+        warn(message)
+
+    def sum_up(self) -> None:
+        """Say how often each kind of trouble came again, once."""
+        for kind, count in self._again.items():
+            if count:
+                self._again[kind] = 0
+                warn(f"{count} more {kind}.")

@@ -82,7 +82,7 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def worker() -> Iterator[Any]:
     """A worker in which no job may raise."""
-    from lightning_perf.trace import Worker
+    from lightning_perf.background.worker import Worker
 
     errors: list[Any] = []
     worker = Worker("test worker", on_error=lambda *what: errors.append(what))
@@ -94,8 +94,8 @@ def worker() -> Iterator[Any]:
 @pytest.fixture
 def make_writer(tmp_path: Path, worker: Any) -> Any:
     """A trace writer with the documents' names; arguments by keyword change what they name."""
-    from lightning_perf.moment import Ranks
-    from lightning_perf.trace import TraceWriter
+    from lightning_perf.core.progress import Ranks
+    from lightning_perf.traces import TraceWriter
 
     def make(**changes: Any) -> TraceWriter:
         arguments = {

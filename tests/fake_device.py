@@ -10,10 +10,9 @@ import pytest
 import torch
 from small import Small
 
-from lightning_perf.trainer import device_clock, driver, events, hub
-from lightning_perf.trainer.device_clock import DeviceClock
-from lightning_perf.trainer.events import Events
-from lightning_perf.trainer.laps import Laps
+from lightning_perf.run import context, spans
+from lightning_perf.timing import cuda_events
+from lightning_perf.timing.cuda_events import DeviceClock, Events, Laps
 
 
 class Device:
@@ -32,7 +31,7 @@ class Device:
         return Event(self)
 
     def clock(self) -> DeviceClock:
-        return DeviceClock(self.events(device_clock._MOST_WAITING))
+        return DeviceClock(self.events(cuda_events._MOST_WAITING))
 
     def laps(self, most: int = 2048) -> Laps:
         return Laps(self.events(most))
@@ -42,9 +41,9 @@ class Device:
 
     def stands_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The CPU is taken for a device with a clock of its own: this one."""
-        monkeypatch.setattr(events, "CLOCKED", {"cpu"})
-        monkeypatch.setattr(hub, "DeviceClock", self.clock)
-        monkeypatch.setattr(driver, "Laps", self.laps)
+        monkeypatch.setattr(cuda_events, "CLOCKED", {"cpu"})
+        monkeypatch.setattr(spans, "DeviceClock", self.clock)
+        monkeypatch.setattr(context, "Laps", self.laps)
 
     def work(self, seconds: float) -> None:
         """Take up work, and be done with it at once."""

@@ -30,7 +30,7 @@ from lightning.pytorch import Callback
 from small import Records, Small, trainer
 
 from lightning_perf import Fixed, Memray, PyTorch, Schedule, Stages, VizTracer
-from lightning_perf.profilers.profiler import Profiler
+from lightning_perf.profilers.base import Profiler
 
 TESTS = Path(__file__).parent
 #: No training here takes more than some seconds; one that hangs is killed, and that is a failure.

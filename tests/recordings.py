@@ -3,7 +3,7 @@
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import schedule
 
-from lightning_perf.timestamp import Timestamp
+from lightning_perf.core.progress import Timestamp
 
 PATIENCE = 30.0
 CONTENT = b'{"traceEvents": []}' * 100

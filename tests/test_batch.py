@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_perf.batch import checked_count, get_num_samples, get_num_tokens
+from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
 
 IDS = torch.zeros(4, 512, dtype=torch.long)
 IMAGE, LABEL = torch.zeros(4, 3, 8, 8), torch.zeros(4)

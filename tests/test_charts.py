@@ -24,8 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from lightning_perf.charts import Row, stacked_html, stacked_png
-from lightning_perf.charts.colours import COLOURS, colour_of
-from lightning_perf.charts.stack import MAX_POINTS, stack
+from lightning_perf.charts.stacked import COLOURS, MAX_POINTS, colour_of, stack
 
 #: A batch of 40 ms, of which each category takes a quarter more than the one before.
 ROWS: list[Row] = [
@@ -282,7 +281,7 @@ def test_drawing_libraries_are_imported_when_something_is_drawn(tmp_path: Path) 
     """Importing the package costs neither matplotlib nor jinja2, and nothing needs pyplot."""
     code = """
 import sys
-from lightning_perf.charts import stacked_html, stacked_png
+from lightning_perf.charts import (stacked_html, stacked_png)
 assert not {"matplotlib", "jinja2", "torch"} & set(sys.modules)
 stacked_png(sys.argv[1] + "/time.png", [(1, {"forward": 1.0})])
 stacked_html(sys.argv[1] + "/time.html", [(1, {"forward": 1.0})])

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from lightning_perf.profilers import children
-from lightning_perf.profilers.children import Children
+from lightning_perf.profilers import processes
+from lightning_perf.profilers.processes import Children
 
 METHODS = ["fork", "spawn", "forkserver"]
 
@@ -129,7 +129,7 @@ def test_without_a_window_nothing_is_left() -> None:
 
 def test_a_child_that_is_killed_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is bounded, and the other children's files are there."""
-    monkeypatch.setattr(children, "_PATIENCE", 0.5)
+    monkeypatch.setattr(processes, "_PATIENCE", 0.5)
     with following() as hub, child("fork") as (victim, one), child("fork") as (_, other):
         begin(hub, one, other)
         victim.kill()

@@ -328,7 +328,7 @@ def test_an_error_of_others_stays_as_it_is() -> None:
         ("rich.console", ["measure"], "rich"),
         ("rich.console", ["report"], "rich"),
         ("mlflow", ["report"], "mlflow"),
-        ("lightning_perf.tracking.artifacts", ["upload"], None),
+        ("lightning_perf.tracking.mlflow", ["upload"], None),
         ("jsonargparse", ["capture", "1"], '"jsonargparse[signatures]"'),
     ],
 )

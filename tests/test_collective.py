@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from small import Small, ours, trainer
 
-from lightning_perf.trainer import collective
-from lightning_perf.trainer.collective import Gatherer
-from lightning_perf.trainer.driver import Driver
-from lightning_perf.trainer.hooks import PerfCallback
-from lightning_perf.trainer.roles import Report
+from lightning_perf.run import collective
+from lightning_perf.run.callback import PerfCallback, Report
+from lightning_perf.run.collective import Gatherer
+from lightning_perf.run.context import Driver
 
 LATE = 500
 RANKS: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}

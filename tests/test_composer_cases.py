@@ -31,17 +31,16 @@ from lightning_perf import (
     SpeedMonitor,
     SystemMetrics,
 )
-from lightning_perf.batch import checked_count, get_num_samples, get_num_tokens
-from lightning_perf.moment import Limits, Moment
+from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
+from lightning_perf.core.metrics import elapsed
+from lightning_perf.core.progress import Limits, Moment, Timestamp
+from lightning_perf.core.time import Time, TimeUnit, ensure_time
+from lightning_perf.run.hardware import gigabytes
 from lightning_perf.schedule import Cyclic, Every
-from lightning_perf.system.averages import Averages
 from lightning_perf.system.gpus import gpus
 from lightning_perf.system.host import Disks
-from lightning_perf.throughput import elapsed
-from lightning_perf.time import Time, TimeUnit, ensure_time
-from lightning_perf.timestamp import Timestamp
-from lightning_perf.trace import file_format, remote_format, split_url
-from lightning_perf.trainer.hardware import gigabytes
+from lightning_perf.system.sampler import Averages
+from lightning_perf.traces import file_format, remote_format, split_url
 
 CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
 

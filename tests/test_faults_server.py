@@ -45,8 +45,8 @@ from mlflow import MlflowClient
 from small import Small
 
 from lightning_perf.cli import main
-from lightning_perf.profilers.profiler import Profiler
-from lightning_perf.trainer import driver
+from lightning_perf.profilers.base import Profiler
+from lightning_perf.run import context
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def served(
         "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
         "AWS_SECRET_ACCESS_KEY": SECRETS[1],
     }
-    driver.UPLOAD_TIMEOUT = {"teardown": 2.0, "exception": 2.0}
+    context.UPLOAD_TIMEOUT = {"teardown": 2.0, "exception": 2.0}
     address = f"http://me:{SECRETS[0]}@127.0.0.1:{port}"
     turns = [
         Planted("on_train_batch_start", partial(switch, place, port, mode), at)

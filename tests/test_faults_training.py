@@ -49,8 +49,8 @@ from faults import (
 from small import Records, Small, trainer
 
 from lightning_perf import Fixed, Profiler, PyTorch
-from lightning_perf.profilers.recording import Recorded, Recording
-from lightning_perf.trainer import driver, reporting
+from lightning_perf.profilers.window_runner import Recorded, Recording
+from lightning_perf.run import context, destination
 
 pytestmark = pytest.mark.slow
 
@@ -280,8 +280,8 @@ def test_a_run_that_ends_while_a_page_is_made_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recording is not moved away from what the worker is making of it."""
-    monkeypatch.setattr(reporting, "_PATIENCE", 0.0)
-    monkeypatch.setattr(driver, "UPLOAD_TIMEOUT", {"teardown": 0.0})
+    monkeypatch.setattr(destination, "_PATIENCE", 0.0)
+    monkeypatch.setattr(context, "UPLOAD_TIMEOUT", {"teardown": 0.0})
     paged = Paged()
     wait = Planted("on_train_end", paged.await_page, 16)
     trainer(tmp_path, wait, paged).fit(Small())

@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from small import Records
 
 from lightning_perf import Always, PerfWarning, PyTorch
-from lightning_perf.profilers.profiler import Profiler
+from lightning_perf.profilers.base import Profiler
 
 pytestmark = pytest.mark.slow
 Make = Callable[[Path], Setting]

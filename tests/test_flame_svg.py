@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from browser import needs_browser, said_in_a_browser
 
-from lightning_perf.profilers.flame_svg import bytes_text, flame_graph, fold, read_folded
+from lightning_perf.charts.flame import bytes_text, flame_graph, fold, read_folded
 
 SVG = "{http://www.w3.org/2000/svg}"
 STACKS = """main;load;read 60

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_perf import Flops
-from lightning_perf.trainer.hooks import PerfCallback
+from lightning_perf.run.callback import PerfCallback
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)  # of one sample, without a gradient
 

@@ -16,9 +16,9 @@ from test_pytorch_profiler import steps, traces
 from torch import Tensor
 
 from lightning_perf import HasTag, PyTorch
-from lightning_perf.trace.worker import Worker
-from lightning_perf.tracking import tags
-from lightning_perf.tracking.compat import MlflowRun
+from lightning_perf.background.worker import Worker
+from lightning_perf.tracking import mlflow
+from lightning_perf.tracking.mlflow import MlflowRun
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_tag_set_while_training_starts_a_recording(
     tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tag is seen some batches after it is set, and its loss ends the window."""
-    monkeypatch.setattr(tags, "INTERVAL", 0.05)
+    monkeypatch.setattr(mlflow, "INTERVAL", 0.05)
     logger = MLFlowLogger("tags", tracking_uri=mlflow_database)
     client = MlflowClient(mlflow_database)
 
@@ -54,7 +54,7 @@ def test_a_tag_set_while_training_starts_a_recording(
 def test_asking_returns_at_once_and_rarely_asks(silent_server: str) -> None:
     """A thousand questions to a server that is silent are one request and take no time."""
     worker = Worker("test")
-    reader = tags.TagReader(MlflowRun(silent_server, "run"), worker)
+    reader = mlflow.TagReader(MlflowRun(silent_server, "run"), worker)
     start = time.perf_counter()
     assert all(reader.read() == {} for _ in range(1000))
     assert time.perf_counter() - start < 1.0
@@ -69,8 +69,8 @@ def test_a_server_that_is_gone_means_no_tag(
     run = client.create_run(client.create_experiment(f"gone-{time.time_ns()}"))
     client.set_tag(run.info.run_id, "profile", "now")
     worker = Worker("test")
-    monkeypatch.setattr(tags, "INTERVAL", 0.0)
-    reader = tags.TagReader(MlflowRun(mlflow_database, run.info.run_id), worker)
+    monkeypatch.setattr(mlflow, "INTERVAL", 0.0)
+    reader = mlflow.TagReader(MlflowRun(mlflow_database, run.info.run_id), worker)
 
     def ask() -> dict[str, str]:
         reader.read()
@@ -82,7 +82,7 @@ def test_a_server_that_is_gone_means_no_tag(
     def gone(*args: Any) -> None:
         raise ConnectionError
 
-    monkeypatch.setattr(tags, "check_reachable", gone)
+    monkeypatch.setattr(mlflow, "check_reachable", gone)
     assert ask() == {}
 
 

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from small import Records, Small, ours, trainer
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor, Suite
-from lightning_perf.trainer.driver import Driver
-from lightning_perf.trainer.hooks import PerfCallback
+from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.context import Driver
 
 
 class Diary(PerfCallback):

@@ -13,9 +13,8 @@ from small import Records, Small, ours, trainer
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor, Timings
 from lightning_perf.errors import PerfWarning
-from lightning_perf.trainer import exchange
-from lightning_perf.trainer.events import Events
-from lightning_perf.trainer.laps import Lap, Laps
+from lightning_perf.run import windows
+from lightning_perf.timing.cuda_events import Events, Lap, Laps
 
 
 def lap(device: Device, laps: Laps, seconds: float) -> Lap:
@@ -172,7 +171,7 @@ def test_few_events_do_for_a_long_run_without_reports(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read now and then though nobody asks for a report."""
-    monkeypatch.setattr(exchange, "_MOST_UNTOLD", 10)
+    monkeypatch.setattr(windows, "_MOST_UNTOLD", 10)
     device.pace = 1e9
     device.stands_in(monkeypatch)
     monitor = SpeedMonitor(window_size=4)
@@ -214,7 +213,7 @@ def test_events_that_fail_leave_the_host_s_clock(
         return device.event()
 
     events = Events[Any]("by the host's clock", 100, broken, lambda: False)
-    monkeypatch.setattr("lightning_perf.trainer.driver.Laps", lambda: Laps(events))
+    monkeypatch.setattr("lightning_perf.run.context.Laps", lambda: Laps(events))
     with pytest.warns(PerfWarning, match="CUDA events failed .*planted.*host's clock") as caught:
         found = train(tmp_path, device, SpeedMonitor(window_size=4))
     assert len(ours(caught)) == 1

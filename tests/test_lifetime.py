@@ -14,11 +14,11 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning_perf.trainer import driver as module
 from small import Records, Small, trainer
 from torchmetrics import MeanMetric
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor, Suite, SystemMetrics, Timings
-from lightning_perf.trainer import driver as module
 
 HOOKS = [
     "setup", "on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_epoch_start",

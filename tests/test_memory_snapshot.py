@@ -24,7 +24,7 @@ from lightning_perf import (
     PerfWarning,
     Suite,
 )
-from lightning_perf.profilers import memory_snapshot, out_of_memory
+from lightning_perf.profilers import memory_snapshot
 
 MIB = 1 << 20
 AT_THE_END = [
@@ -86,14 +86,14 @@ class Allocator:
 def seeming_device() -> Iterator[Allocator]:
     """CUDA's boundary, replaced: a machine that seems to have a device."""
     fake = Allocator()
-    out_of_memory._attach.cache_clear()
+    memory_snapshot._attach.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_perf.profilers.memory_snapshot._has_cuda", lambda: True)
         patch.setattr(torch.cuda.memory, "_record_memory_history", fake.record)
         patch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
         patch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.attach, raising=False)
         yield fake
-    out_of_memory._attach.cache_clear()
+    memory_snapshot._attach.cache_clear()
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_memory_that_ran_out_in_vain_leaves_nothing(tmp_path: Path, allocator: A
     profiler = MemorySnapshot(schedule=Never())
     assert fit(tmp_path, profiler, Survives()) == []
     assert profiler._last_moment.snapshot is None
-    assert not out_of_memory._watching
+    assert not memory_snapshot._watching
 
 
 def test_the_run_after_one_that_failed_makes_its_usual_files(

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_perf.moment import Limits, Moment
-from lightning_perf.timestamp import Timestamp
+from lightning_perf.core.progress import Limits, Moment, Timestamp
 
 
 def start(limits):

@@ -24,7 +24,7 @@ from lightning_perf import (
     Suite,
     VizTracer,
 )
-from lightning_perf.profilers import calls
+from lightning_perf.profilers import viztracer
 from lightning_perf.profilers.tools import python_profiler
 
 
@@ -122,7 +122,7 @@ def test_a_tracer_that_fails_when_it_starts_leaves_no_hook(
         trainer(tmp_path, VizTracer(schedule=Fixed(2, 2)), logger=Records()).fit(Small())
     assert python_profiler() is None
     assert threading.getprofile() is None
-    assert calls._recording is None
+    assert viztracer._recording is None
 
 
 KINDS = [PyTorch, VizTracer, Memray, MemorySnapshot]

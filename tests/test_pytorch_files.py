@@ -22,8 +22,8 @@ from test_unchanged import outcome
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_perf import ConfigError, Fixed, PerfWarning, PyTorch
-from lightning_perf.profilers.torch_options import torch_options
-from lightning_perf.trace import Worker
+from lightning_perf.background.worker import Worker
+from lightning_perf.profilers.pytorch import torch_options
 
 MEMORY: dict[str, Any] = {
     "memory_filename": "rank{rank}.{batch}.pt.trace.memory.html",
@@ -171,7 +171,7 @@ def test_what_is_made_waits_for_no_server(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         Worker, "_start", lambda self: self._name == "lightning_perf" or start(self)
     )
-    monkeypatch.setattr("lightning_perf.trainer.driver.UPLOAD_TIMEOUT", {"teardown": 0.1})
+    monkeypatch.setattr("lightning_perf.run.context.UPLOAD_TIMEOUT", {"teardown": 0.1})
     found = fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY))
     suffixes = ["json.gz", "memory.html", "txt"]
     assert list(found) == [f"rank0.1.pt.trace.{suffix}" for suffix in suffixes]

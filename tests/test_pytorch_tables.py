@@ -13,11 +13,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lightning_perf.profilers.chrome_trace import read_events
-from lightning_perf.profilers.key_averages import key_averages
-from lightning_perf.profilers.memory_page import page
-from lightning_perf.profilers.memory_timeline import CATEGORIES, Timeline, of_events, of_points
-from lightning_perf.profilers.operator_table import table
+from lightning_perf.charts.memory import CATEGORIES, Timeline, of_events, of_points, page
+from lightning_perf.traces.reading import key_averages, read_events, table
 
 
 @pytest.mark.parametrize("with_stack", [False, True])
@@ -215,6 +212,6 @@ def test_a_page_is_made_of_points_or_of_a_trace(tmp_path: Path) -> None:
     row = [0, 7, 0, 0, 0, 0, 0, 0, 0]
     for name, content in (("trace", {"traceEvents": [trace]}), ("points", [[1], [row]])):
         (tmp_path / name).write_text(json.dumps(content))
-        command = [sys.executable, "-P", "-m", "lightning_perf.profilers.memory_page"]
+        command = [sys.executable, "-P", "-m", "lightning_perf.charts.memory"]
         subprocess.run([*command, tmp_path / name, tmp_path / f"{name}.html", "cpu"], check=True)
         assert "Peak 7 B" in (tmp_path / f"{name}.html").read_text()

@@ -16,7 +16,7 @@ from small import FLOPS_PER_SAMPLE, Small, launch, trainer
 from test_pytorch_profiler import traces
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor
-from lightning_perf.trainer.hooks import PerfCallback
+from lightning_perf.run.callback import PerfCallback
 
 pytestmark = pytest.mark.slow
 

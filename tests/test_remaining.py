@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_perf import SpeedMonitor
-from lightning_perf.moment import Limits
-from lightning_perf.remaining import RemainingTime
-from lightning_perf.timestamp import Timestamp
-from lightning_perf.trainer import course
+from lightning_perf.core.progress import Limits, Timestamp
+from lightning_perf.core.remaining import RemainingTime
+from lightning_perf.run import stages
 
 KEY = "time/remaining_estimate"
 #: Seconds that a batch of training and a whole validation of four batches take.
@@ -39,7 +38,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     """The clock that batches and validations are timed by."""
     clock = Clock()
-    monkeypatch.setattr(course, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(stages, "time", SimpleNamespace(perf_counter=clock))
     return clock
 
 

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_perf import Timings
 from lightning_perf.cli import main
-from lightning_perf.timings import History
-from lightning_perf.trainer import clock
+from lightning_perf.timing import clock
+from lightning_perf.timing.totals import History
 
 
 class Planned(Small):
@@ -163,8 +163,7 @@ def test_a_run_behind_a_server_is_read_from_there(
     summary = {"timings": {"whole_run": {
         "first": 0, "last": 9, "batches": 10, "seconds": {"forward": 5.0},
     }}}  # fmt: skip
-    from lightning_perf.tracking.artifacts import run_target
-    from lightning_perf.tracking.compat import MlflowRun
+    from lightning_perf.tracking.mlflow import MlflowRun, run_target
 
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///another.db")

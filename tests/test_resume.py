@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from small import Small, trainer
 from lightning_perf import Cyclic, Every, Fixed, SpeedMonitor, Suite
-from lightning_perf.trainer.hooks import PerfCallback
+from lightning_perf.run.callback import PerfCallback
 
 folder, killed_at, checkpoint = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None
 SCHEDULES = [

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from small import Small, left_in, ours, trainer
 
 from lightning_perf import PerfWarning, PyTorch, Timings
-from lightning_perf.trace import read_pending
+from lightning_perf.traces import read_pending
 
 # Matplotlib's own; `pytest.warns` hands it on.
 pytestmark = pytest.mark.filterwarnings("ignore:Passing individual properties")
@@ -141,11 +141,11 @@ def test_what_a_remote_root_does_not_take_stays(
 ) -> None:
     """It is listed, and a later upload brings it to its place."""
     from lightning_perf.cli import main
-    from lightning_perf.trace import delivery
+    from lightning_perf.traces import uploads
 
     memory = type(fsspec.filesystem("memory"))
     put = memory.put_file
-    monkeypatch.setattr(delivery.Delivery, "__init__", _hasty(delivery.Delivery.__init__))
+    monkeypatch.setattr(uploads.Delivery, "__init__", _hasty(uploads.Delivery.__init__))
 
     def gone(*args: Any, **options: Any) -> None:
         raise ConnectionError("gone")

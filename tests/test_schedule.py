@@ -7,8 +7,8 @@ import pickle
 import pytest
 from jsonargparse import ArgumentParser
 
+from lightning_perf.core.progress import Limits, Moment, Ranks, Timestamp
 from lightning_perf.errors import ConfigError
-from lightning_perf.moment import Limits, Moment, Ranks
 from lightning_perf.schedule import (
     All,
     Always,
@@ -30,7 +30,6 @@ from lightning_perf.schedule import (
     Stages,
     as_schedule,
 )
-from lightning_perf.timestamp import Timestamp
 
 START = Moment("train", Timestamp(), Timestamp())
 

@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerAction
 from torch.profiler import schedule as torch_schedule
 
+from lightning_perf.core.progress import Limits, Moment, Timestamp
 from lightning_perf.errors import ConfigError
-from lightning_perf.moment import Limits, Moment
 from lightning_perf.schedule import Cyclic, Fixed
-from lightning_perf.timestamp import Timestamp
 
 START = Moment("train", Timestamp(), Timestamp())
 few = st.integers(0, 4)

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_perf.core.progress import Limits, Moment, Timestamp
 from lightning_perf.errors import ConfigError
-from lightning_perf.moment import Limits, Moment
 from lightning_perf.schedule import At, Context, Every
-from lightning_perf.timestamp import Timestamp
 
 START = Moment("train", Timestamp(), Timestamp())
 

@@ -2,10 +2,9 @@
 
 import pytest
 
+from lightning_perf.core.progress import Moment, Timestamp
 from lightning_perf.errors import ConfigError
-from lightning_perf.moment import Moment
 from lightning_perf.schedule import Context, Elapsed, Every, HasTag
-from lightning_perf.timestamp import Timestamp
 
 START = Moment("train", Timestamp(), Timestamp())
 

@@ -2,10 +2,9 @@
 
 import pytest
 
+from lightning_perf.core.progress import STAGES, Moment, Ranks, Timestamp
 from lightning_perf.errors import ConfigError
-from lightning_perf.moment import STAGES, Moment, Ranks
 from lightning_perf.schedule import Context, GlobalRank, LocalRank, Stages
-from lightning_perf.timestamp import Timestamp
 
 
 def at(stage="train", **ranks):

@@ -6,10 +6,9 @@ import threading
 
 import pytest
 
+from lightning_perf.core.progress import Moment, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning
-from lightning_perf.moment import Moment
 from lightning_perf.schedule import Context, OnSignal
-from lightning_perf.timestamp import Timestamp
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="needs POSIX signals")
 START = Moment("train", Timestamp(), Timestamp())

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_perf.core.progress import Moment, Timestamp
 from lightning_perf.errors import ConfigError
-from lightning_perf.moment import Moment
 from lightning_perf.schedule import Context, OnSlowBatch, Trigger
-from lightning_perf.timestamp import Timestamp
 
 START = Moment("train", Timestamp(), Timestamp())
 

@@ -26,10 +26,11 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_perf import SpeedMonitor, Timings
-from lightning_perf.timings import Action, Totals
-from lightning_perf.trainer import clock, compat, hub
-from lightning_perf.trainer.driver import Driver
-from lightning_perf.trainer.wraps import Timed, Wraps
+from lightning_perf.patches import Timed, Wraps
+from lightning_perf.run import compat, spans
+from lightning_perf.run.context import Driver
+from lightning_perf.timing import clock
+from lightning_perf.timing.totals import Action, Totals
 
 
 class Profiler(Diary):
@@ -284,7 +285,7 @@ def test_spans_without_end_take_no_memory_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """User's spans may have a new name each time: only so many are known."""
-    monkeypatch.setattr(hub, "_MOST_SPANS", 50)
+    monkeypatch.setattr(spans, "_MOST_SPANS", 50)
 
     class Naming(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

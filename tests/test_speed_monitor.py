@@ -13,8 +13,8 @@ from small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from torch import Tensor
 
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor
-from lightning_perf.throughput import RollingWindow, Work, throughput
-from lightning_perf.trainer.spread import lowest, per_first
+from lightning_perf.core.metrics import RollingWindow, Work, throughput
+from lightning_perf.core.reduce import lowest, per_first
 
 KEYS = (
     {

@@ -26,10 +26,10 @@ from small import Records, Small, ours, trainer
 
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, SystemMetrics
 from lightning_perf.callbacks.system_metrics import _over_ranks
-from lightning_perf.moment import Ranks
+from lightning_perf.core.progress import Ranks
+from lightning_perf.run import hardware
+from lightning_perf.run.callback import PerfCallback
 from lightning_perf.system import GPU, HOST
-from lightning_perf.trainer import hardware
-from lightning_perf.trainer.hooks import PerfCallback
 
 #: Nobody waits a second for a test: what is not sampled in time is sampled at the end.
 FAST = 0.1

@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_perf.run.collective import WIDTH
 from lightning_perf.system import GPU, HOST, MOST_GPUS, pack, unpack
-from lightning_perf.system.averages import Averages, Rates
 from lightning_perf.system.cgroup import Cgroup
 from lightning_perf.system.host import Cpu, Disks, Memory, Network, physical
-from lightning_perf.trainer.collective import WIDTH
+from lightning_perf.system.sampler import Averages, Rates
 
 Patch = pytest.MonkeyPatch
 GB = 10**9

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lightning_perf.core.time import Time, TimeUnit, ensure_time
 from lightning_perf.errors import ConfigError
-from lightning_perf.time import Time, TimeUnit, ensure_time
 
 WHOLE_UNITS = [unit for unit in TimeUnit if unit is not TimeUnit.DURATION]
 whole_numbers = st.integers(-(10**20), 10**20)

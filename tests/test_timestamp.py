@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_perf.core.progress import Timestamp
+from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.errors import ConfigError
-from lightning_perf.time import Time, TimeUnit
-from lightning_perf.timestamp import Timestamp
 
 counts = st.integers(0, 10**6)
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, Timings
 from lightning_perf.callbacks import timings as module
-from lightning_perf.timings import CATEGORIES, History
-from lightning_perf.trainer import clock
+from lightning_perf.timing import clock
+from lightning_perf.timing.totals import CATEGORIES, History
 
 DETERMINED = {
     "dataloader_next", "to_device", "train_batch", "step_lr_schedulers", "from_device",

@@ -13,7 +13,7 @@ from small import Small, trainer
 from typing_extensions import override
 
 from lightning_perf import Timings
-from lightning_perf.trainer import clock
+from lightning_perf.timing import clock
 
 
 class Saver(L.Callback):

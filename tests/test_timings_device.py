@@ -11,10 +11,9 @@ from fake_device import Device, Unwaited, never_waited_for
 from small import Records, Small, TwoOptimizers, trainer
 
 from lightning_perf import Timings
-from lightning_perf.timings import Action, Cost
-from lightning_perf.trainer import device_clock
-from lightning_perf.trainer.device_clock import DeviceClock
-from lightning_perf.trainer.events import Events
+from lightning_perf.timing import cuda_events
+from lightning_perf.timing.cuda_events import DeviceClock, Events
+from lightning_perf.timing.totals import Action, Cost
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -77,7 +76,7 @@ def test_a_device_that_hangs_takes_no_memory() -> None:
     clock.begin("train")
     for _ in range(500):
         batch(device, clock)
-    assert device.made <= device_clock._MOST_WAITING
+    assert device.made <= cuda_events._MOST_WAITING
     device.done = device.queued
     for _ in range(10):
         batch(device, clock)

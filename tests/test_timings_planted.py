@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_perf import Timings
-from lightning_perf.timings import CATEGORIES
-from lightning_perf.trainer import clock
+from lightning_perf.timing import clock
+from lightning_perf.timing.totals import CATEGORIES
 
 BATCHES = 9
 #: Training brings nothing to the host that a nap could be planted in: see the stages' tests.

@@ -16,8 +16,8 @@ from test_timings import Stopped
 
 from lightning_perf import Timings
 from lightning_perf.callbacks import timings as module
-from lightning_perf.timings import CATEGORIES
-from lightning_perf.trainer.spread import over_ranks
+from lightning_perf.core.reduce import over_ranks
+from lightning_perf.timing.totals import CATEGORIES
 
 pytestmark = pytest.mark.slow
 

@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 from recordings import CONTENT, PATIENCE, Server, after, files, record
 
+from lightning_perf.background.files import written_whole
+from lightning_perf.core.progress import Timestamp
 from lightning_perf.errors import PerfWarning
-from lightning_perf.timestamp import Timestamp
-from lightning_perf.trace import Target, ledger
-from lightning_perf.trace.compress import written_whole
-from lightning_perf.trace.ledger import Ledger, Trace
-from lightning_perf.trace.pending import read_pending
+from lightning_perf.traces import Target, uploads
+from lightning_perf.traces.uploads import Ledger, Trace, read_pending
 
 
 @pytest.mark.parametrize("keep", [-1, 3])
 @pytest.mark.parametrize("name", ["{}.json", "last.json", "{}.json of 5 names"])
 def test_what_is_remembered_is_bounded(tmp_path, monkeypatch, keep, name):
     """However many traces go through, with names of their own or ever the same one."""
-    monkeypatch.setattr(ledger, "MOST_REMEMBERED", 20)
+    monkeypatch.setattr(uploads, "MOST_REMEMBERED", 20)
     books = Ledger(keep)
     for count in range(200):
         text = name.format(count % 5 if "5" in name else count)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError
-from lightning_perf.moment import Ranks
-from lightning_perf.timestamp import Timestamp
-from lightning_perf.trace.conflicts import conflicts
-from lightning_perf.trace.names import (
+from lightning_perf.traces.folder import conflicts
+from lightning_perf.traces.names import (
     NameFormat,
     file_format,
     folder_format,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_perf.moment import Ranks
-from lightning_perf.trace.owner import MARKER, Home, distinct_name
+from lightning_perf.core.progress import Ranks
+from lightning_perf.traces.folder import MARKER, Home, distinct_name
 
 FOLDER = "{run_name}/torch_traces"
 
@@ -122,7 +122,7 @@ def test_a_folder_that_was_there_is_taken(tmp_path):
 
 def test_a_marker_that_a_killed_run_left_empty_is_another_s(tmp_path, monkeypatch):
     """It is waited for, but not for ever."""
-    monkeypatch.setattr("lightning_perf.trace.owner._PATIENCE", 0.0)
+    monkeypatch.setattr("lightning_perf.traces.folder._PATIENCE", 0.0)
     (tmp_path / "owl-7").mkdir()
     (tmp_path / "owl-7" / MARKER).touch()
     assert claimed(tmp_path, "ours") == distinct("ours")

@@ -3,10 +3,9 @@
 import pytest
 from recordings import CONTENT, Server, after, files, record
 
+from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import PerfWarning
-from lightning_perf.moment import Ranks
-from lightning_perf.timestamp import Timestamp
-from lightning_perf.trace import Target
+from lightning_perf.traces import Target
 
 TEXT = "Drop the files on https://ui.perfetto.dev.\n"
 

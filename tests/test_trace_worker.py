@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from lightning_perf.background.worker import Worker
 from lightning_perf.errors import PerfWarning
-from lightning_perf.trace.worker import Worker
 
 PATIENCE = 30.0
 FOREVER = 3600.0

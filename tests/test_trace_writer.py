@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 from recordings import CONTENT, PATIENCE, Server, after, files, record
 
+from lightning_perf.background.files import compress, place
+from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning
-from lightning_perf.moment import Ranks
-from lightning_perf.timestamp import Timestamp
-from lightning_perf.trace.compress import compress, place
-from lightning_perf.trace.pending import PendingUpload, read_pending, rewrite_pending
-from lightning_perf.trace.targets import Target
-from lightning_perf.trace.writer import check_names
-from lightning_perf.tracking.compat import MlflowRun
+from lightning_perf.traces.uploads import PendingUpload, read_pending, rewrite_pending
+from lightning_perf.traces.writer import Target, check_names
+from lightning_perf.tracking.mlflow import MlflowRun
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from mlflow import MlflowClient
 from small import Records, Small, trainer
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor
-from lightning_perf.trace.worker import Worker
+from lightning_perf.background.worker import Worker
 from lightning_perf.tracking import metrics
-from lightning_perf.tracking.artifacts import run_target
-from lightning_perf.tracking.compat import MlflowRun
+from lightning_perf.tracking.mlflow import MlflowRun, run_target
 
 
 def watched(folder: Path, logger: Any, **options: Any) -> Any:

@@ -17,9 +17,8 @@ from small import Small, trainer
 from lightning_perf import PyTorch
 from lightning_perf.cli import main
 from lightning_perf.errors import PerfWarning
-from lightning_perf.trace import PendingUpload, Target, read_pending, rewrite_pending
-from lightning_perf.tracking.artifacts import run_target
-from lightning_perf.tracking.compat import MlflowRun
+from lightning_perf.traces import PendingUpload, Target, read_pending, rewrite_pending
+from lightning_perf.tracking.mlflow import MlflowRun, run_target
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +143,7 @@ def test_a_trace_of_a_training_whose_server_was_gone_arrives_later(
     logger = MLFlowLogger("later", tracking_uri=mlflow_database, run_name="later")
     run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_perf.tracking.artifacts._send", gone)
+        patch.setattr("lightning_perf.tracking.mlflow._send", gone)
         with pytest.warns(PerfWarning, match="lightning-perf upload"):
             run.fit(Small())
     assert upload(str(tmp_path)) == 0
@@ -163,7 +162,7 @@ def test_of_two_runs_each_gets_what_it_has_not_got(
     loggers = [MLFlowLogger("two", tracking_uri=mlflow_database, run_name=name) for name in "ab"]
     run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=loggers)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_perf.tracking.artifacts._send", gone)
+        patch.setattr("lightning_perf.tracking.mlflow._send", gone)
         with pytest.warns(PerfWarning, match="lightning-perf upload"):
             run.fit(Small())
     ids = [str(logger.run_id) for logger in loggers]

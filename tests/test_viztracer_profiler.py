@@ -327,15 +327,15 @@ def test_settings_and_tool_options_are_written_in_yaml(tmp_path: Path) -> None:
 THOUSANDS = """
 import json, os, sys
 from pathlib import Path
-from lightning_perf.profilers import calls
+from lightning_perf.profilers import viztracer
 
 def f(): pass
 
 for number in range(3000):
-    tracer = calls.ready_tracer(0, 100, {"log_gc": True})
-    calls.start(tracer)
+    tracer = viztracer.ready_tracer(0, 100, {"log_gc": True})
+    viztracer.start(tracer)
     f()
-    calls.stop(tracer, path := Path(f"{number}.json"))
+    viztracer.stop(tracer, path := Path(f"{number}.json"))
     assert any("f (" in e["name"] for e in json.loads(path.read_bytes())["traceEvents"])
     path.unlink()
 import gc
@@ -356,7 +356,7 @@ OUTLIVING = """
 import gc
 import threading
 from pathlib import Path
-from lightning_perf.profilers import calls
+from lightning_perf.profilers import viztracer
 
 ran, stop = threading.Semaphore(0), threading.Event()
 
@@ -365,12 +365,12 @@ def work():
     stop.wait()
 
 def window(start=()):
-    tracer = calls.ready_tracer(0, 1000, {})
-    calls.start(tracer)
+    tracer = viztracer.ready_tracer(0, 1000, {})
+    viztracer.start(tracer)
     for thread in start:
         thread.start()
         ran.acquire()
-    calls.stop(tracer, Path("trace.json"))
+    viztracer.stop(tracer, Path("trace.json"))
 
 threads = [threading.Thread(target=work) for _ in range(100)]
 window(threads)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from small import FLOPS_PER_SAMPLE, Records, TwoOptimizers, trainer
 
 from lightning_perf import Flops, Timings
-from lightning_perf.trainer.wraps import Wraps
+from lightning_perf.patches import Wraps
 
 _ABSENT = object()
 

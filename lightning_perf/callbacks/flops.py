@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_perf.core.reduce import lowest, per_first, summed
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak, formula_for
+from lightning_perf.run.callback import PerfCallback, Report
+from lightning_perf.core.reduce import Rows
+from lightning_perf.run.windows import Cadence
 from lightning_perf.schedule import Every, Schedule, as_schedule
-from lightning_perf.trainer.cadence import Cadence
-from lightning_perf.trainer.collective import Rows
-from lightning_perf.trainer.hooks import PerfCallback
-from lightning_perf.trainer.roles import Report
-from lightning_perf.trainer.spread import lowest, per_first, summed
 
 if TYPE_CHECKING:
-    from lightning_perf.trainer.driver import Driver
-    from lightning_perf.trainer.peaks import BatchWork
-    from lightning_perf.trainer.roles import BatchRecord
+    from lightning_perf.run.callback import BatchRecord
+    from lightning_perf.run.context import Driver
+    from lightning_perf.run.flop_meter import BatchWork
 
 
 @dataclass(slots=True)

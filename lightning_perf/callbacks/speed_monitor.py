@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_perf.core.metrics import SECONDS_PER_UNIT, RollingWindow, Work, elapsed, throughput
+from lightning_perf.core.reduce import lowest, per_first
+from lightning_perf.core.remaining import RemainingTime
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak
-from lightning_perf.remaining import RemainingTime
-from lightning_perf.throughput import SECONDS_PER_UNIT, RollingWindow, Work, elapsed, throughput
-from lightning_perf.trainer.collective import Rows
-from lightning_perf.trainer.hooks import PerfCallback
-from lightning_perf.trainer.roles import Report
-from lightning_perf.trainer.spread import lowest, per_first
+from lightning_perf.run.callback import PerfCallback, Report
+from lightning_perf.core.reduce import Rows
 
 if TYPE_CHECKING:
-    from lightning_perf.trainer.driver import Driver
-    from lightning_perf.trainer.roles import BatchRecord
+    from lightning_perf.run.callback import BatchRecord
+    from lightning_perf.run.context import Driver
 
 
 class SpeedMonitor(PerfCallback):

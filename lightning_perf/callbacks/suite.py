@@ -9,14 +9,14 @@ from lightning.pytorch import Callback
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.trainer.hooks import PerfCallback
+from lightning_perf.run.callback import PerfCallback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.trainer.driver import Driver
+    from lightning_perf.run.context import Driver
 
 #: Lightning's hooks, other than those by which a Suite has its parts' state.
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name == "teardown"]

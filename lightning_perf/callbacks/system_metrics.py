@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from typing_extensions import override
 
+from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.run.callback import PerfCallback, Report
+from lightning_perf.core.reduce import Rows
+from lightning_perf.run.hardware import CUDA_MEMORY, cuda_memory, gigabytes
 from lightning_perf.system import pack, unpack
-from lightning_perf.time import Time, TimeUnit
-from lightning_perf.trainer.collective import Rows
-from lightning_perf.trainer.hardware import CUDA_MEMORY, cuda_memory, gigabytes
-from lightning_perf.trainer.hooks import PerfCallback
-from lightning_perf.trainer.roles import Report
 
 if TYPE_CHECKING:
+    from lightning_perf.run.context import Driver
     from lightning_perf.system import Sampler
-    from lightning_perf.trainer.driver import Driver
 
 _SHORTEST = 0.1
 #: Parts of a second, which a `Time` does not have: how many make one.

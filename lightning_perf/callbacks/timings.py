@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from lightning_perf.charts import stacked_html, stacked_png
+from lightning_perf.core.reduce import over_ranks
 from lightning_perf.errors import describe, warn
+from lightning_perf.run import artifacts
+from lightning_perf.run.callback import PerfCallback, Report
+from lightning_perf.core.reduce import Rows
+from lightning_perf.run.windows import Cadence
 from lightning_perf.schedule import Schedule, as_schedule
-from lightning_perf.timings import CATEGORIES, History, Share, Totals, as_markdown, folded
-from lightning_perf.trainer import documents
-from lightning_perf.trainer.cadence import Cadence
-from lightning_perf.trainer.collective import Rows
-from lightning_perf.trainer.hooks import PerfCallback
-from lightning_perf.trainer.roles import Report
-from lightning_perf.trainer.spread import over_ranks
+from lightning_perf.timing.totals import CATEGORIES, History, Share, Totals, as_markdown, folded
 
 if TYPE_CHECKING:
-    from lightning_perf.trainer.driver import Driver
+    from lightning_perf.run.context import Driver
 
 _RUN_FOLDER = "{run_name}"
 _FOLDER = f"{_RUN_FOLDER}/timings"
@@ -205,9 +204,9 @@ class Timings(PerfCallback):
             files["timings.png"] = partial(stacked_png, rows=rows, first=first)
         summary = json.dumps(self._summary(), indent=1)
         try:
-            documents.leave(driver, _FOLDER, files, self._stage)
+            artifacts.leave(driver, _FOLDER, files, self._stage)
             whole_run = {"summary.json": partial(_write, summary)}
-            documents.leave(driver, _RUN_FOLDER, whole_run, self._stage)
+            artifacts.leave(driver, _RUN_FOLDER, whole_run, self._stage)
         except OSError as error:
             warn(f"timings were not written ({describe(error)}): see Timings.table and .rows.")
 

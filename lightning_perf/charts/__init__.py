@@ -6,6 +6,6 @@ tracking server and no torch is known.
 
 from lightning_perf.charts.page import stacked_html
 from lightning_perf.charts.picture import stacked_png
-from lightning_perf.charts.stack import Row, TableRow
+from lightning_perf.charts.stacked import Row, TableRow
 
 __all__ = ["Row", "TableRow", "stacked_html", "stacked_png"]

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.charts.stack import (
+from lightning_perf.charts.stacked import (
     Row,
     Stack,
     TableRow,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from jinja2 import Template
 
-    from lightning_perf.charts.stack import Numbers
+    from lightning_perf.charts.stacked import Numbers
 
 #: Of the drawing, in its own units: as a whole, and around the axes.
 _WIDTH, _HEIGHT = 860, 380

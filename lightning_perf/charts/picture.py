@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.charts.stack import Row, Stack, duration, stack, ticks, unit
+from lightning_perf.charts.stacked import Row, Stack, duration, stack, ticks, unit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import describe, without_credentials
-from lightning_perf.trace.pending import FILE_NAME, PendingUpload, read_pending, rewrite_pending
-from lightning_perf.tracking.artifacts import run_target
-from lightning_perf.tracking.compat import MlflowRun, check_reachable
+from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
+from lightning_perf.tracking.mlflow import MlflowRun, check_reachable, run_target
 from lightning_perf.tracking.stores import STORE, check_store, store_target
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from jsonargparse import ArgumentParser
 
-    from lightning_perf.trace.targets import Target
+    from lightning_perf.traces.writer import Target
 
 _Key = tuple[str, str, frozenset[tuple[str, str]]]
 

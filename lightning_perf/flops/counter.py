@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_perf.flops.recomputation import is_recomputation
 from lightning_perf.flops.registry import (
     AUTOCAST,
     Formula,
@@ -27,7 +28,32 @@ from lightning_perf.flops.registry import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
+    from types import FrameType, TracebackType
+
+
+_CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
+_RECOMPUTING = frozenset(["backward", "recompute_fn", "unpack_hook"])
+_AUTOGRAD_BACKWARD = torch.autograd.backward.__code__
+
+
+def is_recomputation() -> bool:
+    """Whether activation checkpointing is running a part of the forward again, in a backward."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame: FrameType | None = sys._getframe()
+    callee = None
+    while frame is not None:
+        code = frame.f_code
+        # A reentrant checkpoint first runs the forward again, then the backward of what it got.
+        if (
+            code.co_name in _RECOMPUTING
+            and code.co_filename == _CHECKPOINT_FILE
+            and callee is not _AUTOGRAD_BACKWARD
+        ):
+            return True
+        frame, callee = frame.f_back, code
+    return False
+
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _SPARSE = frozenset(

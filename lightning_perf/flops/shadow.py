@@ -1,8 +1,4 @@
-"""Counting a module without running it, on a shadow of fake tensors that have shapes only.
-
-A compiled module hides its operators, and a counter around it would leave it eager for good. Its
-shadow runs what was compiled as it was written, and the module itself never notices.
-"""
+"""Counting a compiled module on a fake copy, so that it stays compiled."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from enum import Enum
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,17 +16,185 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lightning_perf.flops.compiled import is_compiled_function, original, wrapped
 from lightning_perf.flops.counter import Counts, FlopCounter
-from lightning_perf.flops.detached import detach
 from lightning_perf.flops.registry import FORMULAS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
     Module = TypeVar("Module", bound=nn.Module)
+
+
+_MARK = "_torchdynamo_orig_callable"
+_WRAPPERS = "external_utils.py"
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether any part of a module is compiled by ``torch.compile``.
+
+    Found are wrapped modules, ``module.compile()``, Lightning's ``from_compiled``, and compiled
+    functions and methods of a module or of its class. A compiled free function that a ``forward``
+    calls is not.
+
+    Args:
+        module: Asked with all its submodules. Nothing is imported and nothing is run.
+
+    Example:
+        >>> from torch import nn
+        >>> is_compiled(nn.Linear(2, 2))
+        False
+    """
+    parts = list(module.modules())
+    if any(wrapped(part) is not None or _is_called_compiled(part) for part in parts):
+        return True
+    classes = {base for kind in map(type, parts) for base in kind.__mro__}
+    values = _values([*map(vars, parts), *map(vars, classes)])
+    return any(is_compiled_function(value) for value in values)
+
+
+def wrapped(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile(module)`` was called with, or None if this is no wrapper."""
+    dynamo = sys.modules.get("torch._dynamo")
+    kind = getattr(dynamo, "OptimizedModule", ())
+    inner: nn.Module | None = (
+        vars(module)["_modules"]["_orig_mod"] if isinstance(module, kind) else None
+    )
+    return inner
+
+
+def original(function: Any) -> Any:
+    """What a compiled function or method was before it was compiled."""
+    while is_compiled_function(function):
+        function = vars(function)[_MARK]
+        # The compiler puts a function of its own around one of torch's.
+        code = getattr(function, "__code__", None)
+        if code is not None and code.co_filename.endswith(_WRAPPERS):
+            function = function.__wrapped__
+    return function
+
+
+def _is_called_compiled(module: nn.Module) -> bool:
+    call = getattr(module, "_compiled_call_impl", None)
+    return call is not None or bool(getattr(module, "_compiler_ctx", None))
+
+
+def _values(spaces: list[Mapping[str, object]]) -> Iterator[object]:
+    return (value for space in spaces for value in space.values())
+
+
+def is_compiled_function(value: object) -> bool:
+    """Whether a value is what ``torch.compile`` makes of a function or method."""
+    # Read from the dictionary: an attribute lookup would run the code of proxies and mocks.
+    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    return isinstance(function, FunctionType) and _MARK in vars(function)
+
+
+_READABLE = (bool, int, float, str, Enum, torch.device, type(None))
+_SILENT = ("log", "log_dict", "print", "clip_gradients")
+
+
+class Sink:
+    """Takes whatever is done to it and does nothing: a logger or a learning-rate scheduler.
+
+    Example:
+        >>> Sink().experiment.add_scalar("loss", 1.0)[0] is not None
+        True
+    """
+
+    def __getattr__(self, name: str) -> Sink:
+        return self
+
+    def __call__(self, *_args: object, **_kwargs: object) -> Sink:  # noqa: D102 (magic)
+        return self
+
+    def __getitem__(self, _key: object) -> Sink:
+        return self
+
+
+class IdleOptimizer:
+    """An optimizer's settings over the parameters of the shadow; it changes none of them.
+
+    Args:
+        original: The optimizer of the real module.
+        shadow: The shadow, which may be told to compute this optimizer's gradients only.
+        copies: What the originals became, by their ids.
+    """
+
+    def __init__(self, original: Any, shadow: nn.Module, copies: Mapping[int, Any]) -> None:
+        self._shadow: Any = shadow
+        self.param_groups = [
+            {**group, "params": [copies[id(one)] for one in group["params"] if id(one) in copies]}
+            for group in original.param_groups
+        ]
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: object) -> Any:
+        """Run the closure, which may do all the work of a step."""
+        return closure() if closure is not None else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing, as the shadow makes one step only."""
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:  # noqa: ARG002 (Lightning's)
+        """Inside, the parameters of other optimizers have no gradients."""
+        self._shadow.toggle_optimizer(self)
+        yield
+        self._shadow.untoggle_optimizer(self)
+
+
+class DetachedTrainer:
+    """The numbers, strings and flags of a trainer. What could change it is out of reach."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+        self.optimizers: list[IdleOptimizer] = []
+        self.logger, self.loggers = Sink(), [Sink()]
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._original, name)
+        if isinstance(value, _READABLE):
+            return value
+        raise AttributeError(f"trainer.{name} is out of reach while FLOPs are counted")
+
+
+def detach(shadow: nn.Module, module: nn.Module, copies: dict[int, Any]) -> None:
+    """Cut a shadow and its parts off what they were attached to.
+
+    Args:
+        shadow: The copy.
+        module: The original.
+        copies: What the originals became, by their ids.
+    """
+    original = vars(module).get("_trainer")
+    trainer = None if original is None else DetachedTrainer(original)
+    if trainer is not None:
+        found = getattr(original, "optimizers", [])
+        trainer.optimizers = [IdleOptimizer(one, shadow, copies) for one in found]
+    for part in shadow.modules():
+        if "_trainer" in vars(part):
+            vars(part).update(_stubs(module, trainer))
+
+
+def _stubs(module: Any, trainer: DetachedTrainer | None) -> dict[str, Any]:
+    optimizers = trainer.optimizers if trainer else []
+    stubs: dict[str, Any] = dict.fromkeys(_SILENT, Sink())
+    stubs["_trainer"], stubs["_fabric"] = trainer, None
+    stubs["optimizers"] = lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers
+    stubs["lr_schedulers"] = lambda: _idle(module.lr_schedulers())
+    stubs["manual_backward"] = _manual_backward
+    return stubs
+
+
+def _idle(schedulers: object) -> Any:
+    if isinstance(schedulers, list):
+        return [Sink() for _ in schedulers]
+    return None if schedulers is None else Sink()
+
+
+def _manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class ShadowError(RuntimeError):

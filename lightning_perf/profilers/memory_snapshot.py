@@ -5,25 +5,67 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch.cuda import _memory_viz
 from typing_extensions import override
 
+from lightning_perf.charts.flame import bytes_text, flame_graph, fold, read_folded
+from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
-from lightning_perf.profilers.flame_svg import bytes_text, flame_graph, fold, read_folded
-from lightning_perf.profilers.out_of_memory import LastMoment
-from lightning_perf.profilers.profiler import Profiler
-from lightning_perf.profilers.recording import Recorded, Recording
+from lightning_perf.profilers.base import Profiler
 from lightning_perf.profilers.tools import run_python
+from lightning_perf.profilers.window_runner import Recorded, Recording
 from lightning_perf.schedule import Schedule
-from lightning_perf.schedule.checks import flag, whole
 
 if TYPE_CHECKING:
-    from lightning_perf.trainer.driver import Driver
+    from lightning_perf.run.context import Driver
+
+
+class LastMoment:
+    """Keeps the allocator's state of the last failed allocation, while somebody watches.
+
+    When the error has become an exception that ends the run, much of what filled the memory is
+    free again.
+    """
+
+    def __init__(self) -> None:
+        #: What ``torch.cuda.memory._snapshot()`` told then.
+        self.snapshot: dict[str, Any] | None = None
+
+    def watch(self) -> None:
+        """From now on."""
+        _watching.add(self)
+        _attach()
+
+    def forget(self) -> None:
+        """No longer, and let the memory of the snapshot go."""
+        _watching.discard(self)
+        self.snapshot = None
+
+
+_watching: WeakSet[LastMoment] = WeakSet()
+
+
+@cache
+def _attach() -> None:
+    """Ask PyTorch to be told; once a process, since there is no way back."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(_observe)
+
+
+def _observe(device: int, asked: int, allowed: int, free: int) -> None:
+    """Runs within the failing allocation: what is raised here would replace its error."""
+    with suppress(Exception):
+        snapshot = torch.cuda.memory._snapshot() if _watching else None
+        for moment in _watching:
+            moment.snapshot = snapshot
 
 
 #: What running out of memory leaves beside the pickle and its page.

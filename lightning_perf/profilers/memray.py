@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
+from lightning_perf.checks import flag
 from lightning_perf.errors import ConfigError, RecorderBusy
-from lightning_perf.profilers import children, memray_child
-from lightning_perf.profilers.profiler import Profiler
-from lightning_perf.profilers.recording import Recorded, Recording
+from lightning_perf.profilers import memray_child, processes
+from lightning_perf.profilers.base import Profiler
 from lightning_perf.profilers.tools import (
     FOREIGN_MEMRAY,
     blaming,
@@ -24,11 +24,11 @@ from lightning_perf.profilers.tools import (
     require,
     run_python,
 )
+from lightning_perf.profilers.window_runner import Recorded, Recording
 from lightning_perf.schedule import Schedule
-from lightning_perf.schedule.checks import flag
 
 if TYPE_CHECKING:
-    from lightning_perf.trainer.driver import Driver
+    from lightning_perf.run.context import Driver
 
 #: What memray.Tracker takes besides, by its defaults; it is written in C and cannot be asked.
 _OPTIONS = {
@@ -93,7 +93,7 @@ class Memray(Profiler):
 """
 
     _of_a_run = (*Profiler._of_a_run, "_children")
-    _children: children.Children | None = None
+    _children: processes.Children | None = None
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Memray(Profiler):
         )
         check_options(Memray, kwargs, _OPTIONS, "memray")
         _check_format(kwargs.get("file_format"))
-        if follow_fork and not children.SUPPORTED:
+        if follow_fork and not processes.SUPPORTED:
             raise ConfigError("follow_fork", follow_fork, "needs POSIX signals", "False")
         self.flamegraph = flag("flamegraph", flamegraph)
         self.native_traces = flag("native_traces", native_traces)
@@ -148,7 +148,7 @@ class Memray(Profiler):
         super().prepare(driver)
         if self.follow_fork and self._writer is not None:
             record = partial(memray_child.record_child, self._tracker_options())
-            self._children = children.Children(record)
+            self._children = processes.Children(record)
 
     @override
     def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
@@ -224,7 +224,7 @@ def _check_format(value: Any) -> None:
         raise ConfigError("file_format", value, problem, '"aggregated_allocations"')
 
 
-def _take(files: children.Files, number: int, target: Path) -> None:
+def _take(files: processes.Files, number: int, target: Path) -> None:
     found = files.wait()
     if number not in found:
         raise OSError("the child process ended without it")

@@ -9,10 +9,10 @@ import torch
 from torch.profiler import ProfilerAction
 
 from lightning_perf.errors import RecorderBusy
-from lightning_perf.trainer import compat
+from lightning_perf.run import compat
 
 if TYPE_CHECKING:
-    from lightning_perf.trainer.driver import Driver
+    from lightning_perf.run.context import Driver
 
 #: The end of Lightning's name for a step of each stage.
 _STEPS = {

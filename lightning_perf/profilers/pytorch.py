@@ -2,27 +2,151 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch.profiler import ProfilerAction, profile
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import _ExperimentalConfig as ExperimentalConfig  # type: ignore[attr-defined]
 from typing_extensions import override
 
+from lightning_perf.checks import flag
 from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.profilers.base import Profiler
 from lightning_perf.profilers.other_torch import refuse_lightnings, refuse_torch_profiler
-from lightning_perf.profilers.profiler import Profiler
-from lightning_perf.profilers.recording import Recorded, Recording
-from lightning_perf.profilers.tools import check_options, defaults, refuse_python_profiler
-from lightning_perf.profilers.torch_files import TorchFiles
-from lightning_perf.profilers.torch_options import torch_options
+from lightning_perf.profilers.tools import (
+    check_options,
+    check_whole,
+    defaults,
+    given,
+    refuse_python_profiler,
+    run_python,
+)
+from lightning_perf.profilers.window_runner import Recorded, Recording
 from lightning_perf.schedule import Schedule
-from lightning_perf.schedule.checks import flag
-from lightning_perf.trace import file_format, remote_format
+from lightning_perf.traces import file_format, remote_format
 
 if TYPE_CHECKING:
-    from lightning_perf.trainer.driver import Driver
+    from lightning_perf.run.context import Driver
+
+
+_ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
+
+
+def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``torch.profiler.profile``, with names and mappings made what torch takes.
+
+    Args:
+        options: As the user gave them, those that are None left out.
+
+    Raises:
+        ConfigError: An activity or an experimental option that torch does not know.
+
+    Example:
+        >>> torch_options({"activities": ["cpu"], "acc_events": None})
+        {'activities': [<ProfilerActivity.CPU: 0>]}
+    """
+    made = given(options)
+    if "activities" in made:
+        made["activities"] = _activities(made["activities"])
+    if isinstance(config := made.get("experimental_config"), Mapping):
+        unknown = {key: value for key, value in config.items() if not _is_taken({key: value})}
+        if unknown:
+            problem = f"holds {unknown}, which torch {torch.__version__} does not take"
+            raise ConfigError("experimental_config", config, problem, "{'verbose': True}")
+        made["experimental_config"] = ExperimentalConfig(**config)
+    return made
+
+
+def _is_taken(config: Mapping[str, Any]) -> bool:
+    """Whether this torch knows an experimental option: they differ from release to release."""
+    try:
+        ExperimentalConfig(**config)
+    except TypeError:
+        return False
+    return True
+
+
+def _activities(named: Any) -> list[Any]:
+    """Activities, or mappings from them to what they shall collect."""
+    if isinstance(named, str) or not isinstance(named, Iterable):
+        raise _unknown(named)
+    return [
+        {_activity(name, named): types for name, types in item.items()}
+        if isinstance(item, Mapping)
+        else _activity(item, named)
+        for item in named
+    ]
+
+
+def _activity(name: Any, given: Any) -> ProfilerActivity:
+    if isinstance(name, ProfilerActivity):
+        return name
+    try:
+        return _ACTIVITIES[name.lower()]
+    except (AttributeError, KeyError):
+        raise _unknown(given) from None
+
+
+def _unknown(value: Any) -> ConfigError:
+    problem = f"is no list of activities out of {', '.join(_ACTIVITIES)}"
+    return ConfigError("activities", value, problem, "['cpu', 'cuda']")
+
+
+class TorchFiles:
+    """The files of one recording.
+
+    Args:
+        profiler: Which has stopped.
+        path: Where its trace belongs.
+        device: Whose memory is of interest.
+        on_error: Hears why torch cannot tell what the memory was for.
+    """
+
+    def __init__(
+        self, profiler: profile, path: Path, device: str, on_error: Callable[[Exception], None]
+    ) -> None:
+        self._profiler, self._path, self._device = profiler, path, device
+        self._on_error = on_error
+        self._exported = False
+
+    def trace(self) -> None:
+        """Write the trace, which the other files are made of, unless it is there."""
+        if not self._exported:
+            self._profiler.export_chrome_trace(str(self._path))
+            self._exported = True
+            if self._path.exists():  # or the writer says that nothing was left
+                check_whole(self._path)
+
+    def key_averages(self, target: Path) -> None:
+        """Write the table of operators."""
+        self.trace()
+        run_python("-m", "lightning_perf.traces.reading", str(self._path), str(target))
+
+    def memory_timeline(self, target: Path) -> None:
+        """Write the page about memory."""
+        points = target.with_name(f"{target.name}.points")
+        try:
+            source = self._points(points)
+            page = "lightning_perf.charts.memory"
+            run_python("-m", page, str(source), str(target), self._device)
+        finally:
+            points.unlink(missing_ok=True)
+
+    def _points(self, path: Path) -> Path:
+        try:
+            # Unwrapped, since it is marked as deprecated, which users cannot act on.
+            export = inspect.unwrap(profile.export_memory_timeline)
+            export(self._profiler, str(path), self._device)
+        except Exception as error:  # torch has taken it away, or cannot make sense of the model
+            self._on_error(error)
+            self.trace()
+            return self._path
+        return path
+
 
 _OURS = {"schedule", "on_trace_ready", "execution_trace_observer"}
 #: What torch needs to tell what memory was for.

@@ -17,9 +17,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from lightning_perf.profilers.flame_svg import bytes_text, flame_graph, fold
-from lightning_perf.profilers.memory_page import chart, legend
-from lightning_perf.profilers.memory_timeline import Timeline
+from lightning_perf.charts.flame import bytes_text, flame_graph, fold
+from lightning_perf.charts.memory import Timeline, chart, legend
 
 Snapshot = dict[str, Any]
 Frames = Sequence[dict[str, Any]]

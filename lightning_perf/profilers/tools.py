@@ -13,8 +13,8 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
+from lightning_perf.checks import flag, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe
-from lightning_perf.schedule.checks import flag, whole
 
 #: Bytes in which a file of JSON ends, blanks included.
 _LAST = 16

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
+from lightning_perf.checks import flag, whole
 from lightning_perf.errors import ConfigError
-from lightning_perf.profilers import calls, children
+from lightning_perf.profilers import processes
+from lightning_perf.profilers.base import Profiler
 from lightning_perf.profilers.other_torch import refuse_lightnings, refuse_torch_profiler
-from lightning_perf.profilers.profiler import Profiler
-from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import (
     blaming,
     check_options,
@@ -21,22 +26,164 @@ from lightning_perf.profilers.tools import (
     defaults,
     given,
     installed,
+    python_profiler,
     refuse_python_profiler,
     require,
     run_python,
 )
+from lightning_perf.profilers.window_runner import Recorded, Recording
 from lightning_perf.schedule import Schedule
-from lightning_perf.schedule.checks import flag, whole
 
 if TYPE_CHECKING:
-    from lightning_perf.trainer.driver import Driver
+    from lightning_perf.run.context import Driver
+
+
+#: Each rank's processes have ids of their own: 10001 is the first child of rank 0.
+_CHILDREN = 10_000
+
+_recording: Any = None
+
+
+def ready_tracer(rank: int, entries: int, options: Mapping[str, Any], child: int = 0) -> Any:
+    """A VizTracer that is ready to start and leaves nothing behind but its file.
+
+    One tracer per process and buffer size serves all windows: each tracer that is made takes a
+    pthread key, of which a process has 1,024, and never frees it.
+
+    Args:
+        rank: Global rank.
+        entries: The most calls that it remembers.
+        options: Further arguments of VizTracer.
+        child: The number of the child process that this is, or 0.
+    """
+    tracer = _tracer(os.getpid(), entries)
+    name = f"rank {rank} {multiprocessing.current_process().name}" if child else f"rank {rank}"
+    with _unhooked():
+        tracer.__init__(
+            entries,
+            process_name=name,
+            dump_raw=True,
+            register_global=False,
+            verbose=0,
+            **options,
+        )
+    tracer.clear()
+    # Processes of several nodes may share an id, and to VizTracer 0 is no id.
+    tracer.setpid((rank + 1) * _CHILDREN + child % _CHILDREN if child else rank + 1)
+    return tracer
+
+
+@cache
+def _tracer(pid: int, entries: int) -> Any:
+    """The tracer of a process for one buffer size; a forked child makes its own."""
+    kind = _reusable()
+    return kind.__new__(kind, entries)
+
+
+@cache
+def _reusable() -> Any:
+    from viztracer import VizTracer as Tracer  # type: ignore[import-untyped]
+    from viztracer.snaptrace import Tracer as Core  # type: ignore[import-untyped]
+
+    class Once(Core):  # type: ignore[misc]
+        """Takes the buffer and the pthread key at the first initialization only."""
+
+        def __init__(self, entries: int) -> None:
+            if "taken" not in self.__dict__:
+                super().__init__(entries)
+                self.taken = True
+
+    class Reusable(Tracer, Once):  # type: ignore[misc]
+        """Initialized again for each window, with the options of its profiler."""
+
+    return Reusable
+
+
+def start(tracer: Any) -> None:
+    """Record; processes that are forked meanwhile do not go on with it."""
+    global _recording
+    _recording = tracer
+    try:
+        with _unhooked():
+            if sys.version_info < (3, 12):  # from then on VizTracer sees all threads by itself
+                threading.setprofile(tracer.threadtracefunc)
+            tracer.start()
+    except BaseException:
+        _recording = None
+        with suppress(Exception):
+            tracer.stop()
+        raise
+
+
+def stop(tracer: Any, path: Path) -> None:
+    """Stop, and save to a file of any name."""
+    global _recording
+    _recording = None
+    tracer.stop()
+    # Or threads that start later would call it in vain.
+    if getattr(threading.getprofile(), "__self__", None) is tracer:
+        threading.setprofile(None)
+    # VizTracer chooses the format by the suffix.
+    raw = path.with_name(f"{path.name}.json")
+    try:
+        tracer.save(str(raw), verbose=0)
+    except ValueError as error:  # its word for a file that cannot be opened
+        raise OSError(str(error)) from error
+    finally:
+        _let_go(tracer)
+    raw.replace(path)
+
+
+def _let_go(tracer: Any) -> None:
+    """Free what the window held: the tracer itself is kept."""
+    tracer.clear()
+    tracer.data, tracer.torch_profile = {}, None
+    tracer.log_gc = False  # or the list of the collector's callbacks would grow
+
+
+def record_child(
+    rank: int, entries: int, options: Mapping[str, Any], path: Path, number: int
+) -> Generator[None, None, None]:
+    """Record a child process, as ``children`` asks for it."""
+    if python_profiler() is not None:
+        return  # somebody else's
+    tracer = ready_tracer(rank, entries, options, number)
+    start(tracer)
+    yield
+    stop(tracer, path)
+    yield
+    if sys.getprofile() is tracer:  # the hook of a thread is its own
+        sys.setprofile(None)
+
+
+@contextmanager
+def _unhooked() -> Iterator[None]:
+    """Free the hook for Python's calls where VizTracer, which takes it first, fails."""
+    try:
+        yield
+    except BaseException:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        raise
+
+
+def _forget() -> None:
+    global _recording
+    if _recording is not None:
+        _recording.stop()
+        _recording = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
 
 #: What tells where the trace goes and whose it is; and sparse tracing, which needs the user's code.
 _OURS = {
     "dump_raw", "log_sparse", "output_file", "pid_suffix", "process_name", "register_global",
     "trace_self", "verbose",
 }  # fmt: skip
-_REPORT = "lightning_perf.profilers.calls_report"
+_REPORT = "lightning_perf.profilers.viztracer_report"
 
 
 class VizTracer(Profiler):
@@ -81,7 +228,7 @@ class VizTracer(Profiler):
 """
 
     _of_a_run = (*Profiler._of_a_run, "_children")
-    _children: children.Children | None = None
+    _children: processes.Children | None = None
 
     def __init__(
         self,
@@ -118,7 +265,7 @@ class VizTracer(Profiler):
         if compress and kwargs.get("log_torch"):
             problem = "cannot hold the operators that log_torch records"
             raise ConfigError("compress", compress, problem, "False")
-        if patch and not children.SUPPORTED:
+        if patch and not processes.SUPPORTED:
             raise ConfigError("patch", patch, "needs a system with POSIX signals", "False")
         self.tracer_entries = whole("tracer_entries", tracer_entries, 1, "500000")
         self.patch, self.html = flag("patch", patch), flag("html", html)
@@ -153,15 +300,15 @@ class VizTracer(Profiler):
             tick = partial(refuse_lightnings, self, driver)
         options = given(self.options)
         with blaming(options):
-            tracer = calls.ready_tracer(driver.ranks.global_rank, self.tracer_entries, options)
+            tracer = ready_tracer(driver.ranks.global_rank, self.tracer_entries, options)
         if self._children is not None:
             self._children.open(path)
         try:
-            calls.start(tracer)
+            start(tracer)
             yield tick
         finally:
             theirs = self._children.shut() if self._children is not None else None
-        calls.stop(tracer, path)
+        stop(tracer, path)
         trace = _Trace(path, theirs)
         return Recorded(
             partial(trace.finish, compress=self.compress),
@@ -178,15 +325,15 @@ class VizTracer(Profiler):
     def _follow(self, driver: Driver) -> None:
         plain = {key: value for key, value in given(self.options).items() if _is_plain(value)}
         plain.pop("log_torch", None)
-        record = partial(calls.record_child, driver.ranks.global_rank, self.tracer_entries, plain)
-        self._children = children.Children(record)
+        record = partial(record_child, driver.ranks.global_rank, self.tracer_entries, plain)
+        self._children = processes.Children(record)
         driver.at_end(self._children.remove)
 
 
 class _Trace:
     """A trace on its way, on the worker thread."""
 
-    def __init__(self, path: Path, theirs: children.Files | None) -> None:
+    def __init__(self, path: Path, theirs: processes.Files | None) -> None:
         self._path, self._theirs = path, theirs
 
     def finish(self, compress: bool) -> None:
@@ -215,7 +362,7 @@ class _Trace:
 
 
 def _known() -> dict[str, Any]:
-    from viztracer import VizTracer as Tracer  # type: ignore[import-untyped]
+    from viztracer import VizTracer as Tracer
 
     ours = _OURS | {"tracer_entries"}
     return {name: value for name, value in defaults(Tracer).items() if name not in ours}

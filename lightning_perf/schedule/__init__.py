@@ -1,14 +1,12 @@
 """When: predicates over moments of training, their algebra and their strings."""
 
-from lightning_perf.schedule.algebra import All, AnyOf, Not
 from lightning_perf.schedule.base import FOREVER, Context, Schedule
+from lightning_perf.schedule.combine import All, AnyOf, Not
+from lightning_perf.schedule.conditions import Elapsed, GlobalRank, HasTag, LocalRank, Stages
 from lightning_perf.schedule.cycles import Cyclic, Fixed
 from lightning_perf.schedule.intervals import Always, At, Every, Never
-from lightning_perf.schedule.outside import Elapsed, HasTag
 from lightning_perf.schedule.parse import as_schedule
-from lightning_perf.schedule.ranks import GlobalRank, LocalRank, Stages
-from lightning_perf.schedule.signals import OnSignal
-from lightning_perf.schedule.triggers import OnSlowBatch, Trigger
+from lightning_perf.schedule.triggers import OnSignal, OnSlowBatch, Trigger
 
 __all__ = [
     "FOREVER",

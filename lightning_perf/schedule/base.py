@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.moment import Limits, Moment, Ranks
+from lightning_perf.core.progress import Limits, Moment, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -120,22 +120,22 @@ class Schedule(ABC):
 
     def __and__(self, other: Schedule | str) -> Schedule:
         # Here and not above: the algebra coerces strings, and what they make are schedules.
-        from lightning_perf.schedule.algebra import All
+        from lightning_perf.schedule.combine import All
 
         return All(schedules=[self, other])
 
     def __or__(self, other: Schedule | str) -> Schedule:
-        from lightning_perf.schedule.algebra import AnyOf
+        from lightning_perf.schedule.combine import AnyOf
 
         return AnyOf(schedules=[self, other])
 
     def __rand__(self, other: str) -> Schedule:
-        from lightning_perf.schedule.algebra import All
+        from lightning_perf.schedule.combine import All
 
         return All(schedules=[other, self])
 
     def __ror__(self, other: str) -> Schedule:
-        from lightning_perf.schedule.algebra import AnyOf
+        from lightning_perf.schedule.combine import AnyOf
 
         return AnyOf(schedules=[other, self])
 
@@ -147,7 +147,7 @@ class Schedule(ABC):
         )
 
     def __invert__(self) -> Schedule:
-        from lightning_perf.schedule.algebra import Not
+        from lightning_perf.schedule.combine import Not
 
         return Not(schedule=self)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_perf.checks import flag, whole
 from lightning_perf.schedule.base import FOREVER, Schedule
-from lightning_perf.schedule.checks import flag, whole
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from lightning_perf.moment import Moment
+    from lightning_perf.core.progress import Moment
 
 
 class Fixed(Schedule):
@@ -53,8 +53,8 @@ class Cyclic(Schedule):
         ConfigError: If a number is out of range.
 
     Example:
-        >>> from lightning_perf.moment import Moment
-        >>> from lightning_perf.timestamp import Timestamp
+        >>> from lightning_perf.core.progress import Moment
+        >>> from lightning_perf.core.progress import Timestamp
         >>> schedule = Cyclic(wait=1, warmup=1, active=2, repeat=2)
         >>> [schedule.window(Moment("train", Timestamp(batch=batch), Timestamp()))
         ...  for batch in range(9)]

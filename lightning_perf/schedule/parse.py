@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
+from lightning_perf.checks import COUNTED_UNITS, ONE, UNITS, nearest_schedule, percent_as_dur, times
 from lightning_perf.errors import ConfigError, shown
 from lightning_perf.schedule.base import Schedule
-from lightning_perf.schedule.checks import COUNTED_UNITS, times
 from lightning_perf.schedule.intervals import Always, At, Every, Never
-from lightning_perf.schedule.spelling import ONE, UNITS, nearest_schedule, percent_as_dur
 
 _TEXT = re.compile(r"(?:(every|at)\s+)?(\S+)(?:\s+for\s+(\S+))?|first\s+(\S+)")
 _FORMS = "TIME, every TIME for TIME, at TIME for TIME, first TIME, always, never"

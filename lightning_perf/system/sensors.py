@@ -46,8 +46,7 @@ def node_sensors(
 
 def _host_sensors(processes: Set[int]) -> Iterator[Sensor]:
     try:
-        from lightning_perf.system.host import Cpu, Disks, Memory, Network, Swap
-        from lightning_perf.system.processes import Processes
+        from lightning_perf.system.host import Cpu, Disks, Memory, Network, Processes, Swap
     except ImportError:
         warn("CPU, memory, network and disks are not measured. Install the package psutil.")
         return

@@ -10,14 +10,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe, warn, without_credentials
-from lightning_perf.tracking.compat import MlflowRun, check_reachable
+from lightning_perf.tracking.mlflow import MlflowRun, check_reachable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from mlflow import MlflowClient
 
-    from lightning_perf.trace.worker import Worker
+    from lightning_perf.background.worker import Worker
 
 #: MLflow takes at most this many metrics in one call.
 _BATCH = 1000

@@ -14,7 +14,7 @@ from lightning_perf.errors import ConfigError, warn, without_credentials
 from lightning_perf.tracking.stores import check_store, store_mirror
 
 if TYPE_CHECKING:
-    from lightning_perf.trace.targets import Mirror
+    from lightning_perf.traces.writer import Mirror
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe, without_credentials
-from lightning_perf.tracking.compat import artifacts_of, check_reachable
+from lightning_perf.tracking.mlflow import artifacts_of, check_reachable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from mlflow import MlflowClient
 
-    from lightning_perf.tracking.compat import Artifacts
+    from lightning_perf.tracking.mlflow import Artifacts
 
 _DATABASE = "sqlite:///"
 #: Where `Timings` leaves what a training was; a second one in the same run gets a number.

@@ -7,11 +7,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_perf.background.files import written_whole
 from lightning_perf.errors import ConfigError, without_credentials
-from lightning_perf.trace.compress import written_whole
-from lightning_perf.trace.names import numbered
-from lightning_perf.trace.targets import Mirror, Target
-from lightning_perf.trace.urls import split_url
+from lightning_perf.traces.names import numbered
+from lightning_perf.traces.uploads import split_url
+from lightning_perf.traces.writer import Mirror, Target
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

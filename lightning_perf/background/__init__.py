@@ -1,0 +1,1 @@
+"""Worker threads, files that appear whole, and bounded waits: no torch, no Lightning."""

@@ -1,0 +1,1 @@
+"""Values and arithmetic: time, progress, batches, throughput. Standard library and numpy only."""

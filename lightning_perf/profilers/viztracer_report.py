@@ -1,0 +1,123 @@
+"""What is made of VizTracer's files; run as a program, since reading them takes a second or more.
+
+``python -m lightning_perf.profilers.viztracer_report merge TRACE CHILD...`` puts the traces of child
+processes into their parent's; ``page TRACE PAGE`` draws flame graphs of where the time went;
+``check PACKED`` reads a ``.cvf`` back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lightning_perf.charts.flame import flame_graph, fold
+
+Event = dict[str, Any]
+
+
+def merge(target: Path, others: Sequence[Path]) -> None:
+    """Put into a trace what others of its machine recorded while it lasted."""
+    whole = json.loads(target.read_bytes())
+    calls = [event for event in whole["traceEvents"] if event["ph"] == "X"]
+    first = min((call["ts"] for call in calls), default=0.0)
+    last = max((call["ts"] + call["dur"] for call in calls), default=0.0)
+    for other in others:
+        part = json.loads(other.read_bytes())
+        whole["traceEvents"] += (
+            event
+            for event in part["traceEvents"]
+            if event["ph"] == "M" or first <= event["ts"] + event.get("dur", 0.0) <= last
+        )
+        if part["viztracer_metadata"].get("overflow"):
+            whole["viztracer_metadata"]["overflow"] = True
+    target.write_text(json.dumps(whole))
+
+
+def check(packed: Path) -> None:
+    """Fail on a ``.cvf`` that was cut short: on a full disk VizTracer is silent."""
+    from viztracer.vcompressor import VCompressor  # type: ignore[import-untyped]
+
+    VCompressor().decompress(str(packed))
+
+
+def page(events: Sequence[Event], title: str) -> str:
+    """A page with a flame graph of each thread: calls of the same path made one.
+
+    Args:
+        events: The ``traceEvents`` of a trace.
+        title: What to call it.
+
+    Returns:
+        HTML that loads nothing.
+    """
+    told = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    calls = sorted(
+        (e for e in events if e["ph"] == "X"),
+        key=lambda e: (e["pid"], e["tid"], e["ts"], -e["dur"]),
+    )
+    pictures = [
+        flame_graph(fold(self_times(list(thread))), _title(told, *key), _milliseconds)
+        for key, thread in groupby(calls, key=lambda e: (e["pid"], e["tid"]))
+    ]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
+        f'</title></head>\n<body style="font-family: sans-serif">\n<h1>{escape(title)}</h1>\n'
+        "<p>Time by the path of calls, merged over the window: click a frame to magnify it, its "
+        "root to go back. When each call happened is in the trace itself, for "
+        "ui.perfetto.dev or vizviewer.</p>\n" + "\n".join(pictures) + "</body></html>\n"
+    )
+
+
+def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
+    """The stack of each call of one thread, and the nanoseconds that it spent in itself.
+
+    Args:
+        calls: By their beginning, the longest first.
+
+    Example:
+        >>> outer = {"name": "f", "ts": 0, "dur": 5}
+        >>> inner = {"name": "g", "ts": 1, "dur": 3}
+        >>> list(self_times([outer, inner]))
+        [(['f', 'g'], 3000), (['f'], 2000)]
+    """
+    stack: list[tuple[str, float, list[float]]] = []  # name, end, [what is left to itself]
+
+    def leave() -> tuple[list[str], int]:
+        names = [name for name, _, _ in stack]
+        return names, max(0, round(stack.pop()[2][0] * 1000))
+
+    for call in calls:
+        while stack and stack[-1][1] <= call["ts"]:
+            yield leave()
+        if stack:
+            stack[-1][2][0] -= call["dur"]
+        stack.append((call["name"], call["ts"] + call["dur"], [call["dur"]]))
+    while stack:
+        yield leave()
+
+
+def _title(told: Mapping[tuple[str, int, int], str], pid: int, tid: int) -> str:
+    process = (name for (kind, of, _), name in told.items() if (kind, of) == ("process_name", pid))
+    return f"{next(process, pid)}, {told.get(('thread_name', pid, tid), tid)}"
+
+
+def _milliseconds(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:,.3f} ms"
+
+
+if __name__ == "__main__":
+    os.nice(10)  # training comes first
+    task, source, *others = sys.argv[1], *map(Path, sys.argv[2:])
+    if task == "merge":
+        merge(source, others)
+    elif task == "check":
+        check(source)
+    else:
+        traced = json.loads(source.read_bytes())["traceEvents"]
+        others[0].write_text(page(traced, "Python calls"), encoding="utf-8")

@@ -1,0 +1,244 @@
+"""A few numbers of every rank, brought to every rank without making training wait."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import nan
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lightning_perf.background.waiting import wait_until
+from lightning_perf.core.reduce import Rows
+from lightning_perf.errors import describe, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lightning.pytorch import Trainer
+
+#: Numbers a rank sends at once: all messages have this size. What a report has more than that
+#: follows in a second message.
+WIDTH = 240
+_HEADER = 3
+#: Messages that a rank has on their way; further ones wait here, without a table of all ranks.
+_ON_THEIR_WAY = 8
+#: Messages that may wait for other ranks: more than that, and one is gone.
+_MOST_WAITING = 4096
+_TIMEOUT = timedelta(minutes=30)
+#: The tag of a message that only makes room.
+_NOTHING = (-1, -1)
+
+
+# Groups of runs that are over. Another rank may still read from one at its run's end; by the time
+# that all ranks make a new group, none does.
+_retired: list[Any] = []
+
+
+@dataclass(slots=True, eq=False)
+class _Report:
+    tag: tuple[int, int]
+    values: Sequence[float]
+    then: Callable[[Rows], None]
+    #: What came of it, one row a rank; the second part is there if it did not fit into one message.
+    parts: list[Rows] = field(default_factory=list)
+    complete: bool = False
+    #: The number of its message among all that were sent.
+    number: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    report: _Report
+    work: Any
+    #: One row a rank.
+    table: torch.Tensor
+
+
+class Gatherer:
+    """Gathers over a gloo group of its own, so that the accelerator is never synchronised.
+
+    A report is sent at one batch and read at a later one, when it has come. Messages are paired
+    by their order, so every rank sends the same ones, however far it is behind: none is ever
+    skipped. With ``_ON_THEIR_WAY`` of them under way the next ones wait in this process, so when a
+    rank sends message n it knows all of message n - ``_ON_THEIR_WAY``: if that announced more
+    numbers than it held on any rank, message n brings the rest of them, on all ranks alike.
+
+    Where a rank is gone, or the ranks send different reports, one warning says so, and nothing is
+    gathered any more.
+
+    Args:
+        trainer: Whose ranks take part. With several, all must construct this together.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._world_size = trainer.world_size
+        #: Reports that were not handed over yet, in their order.
+        self.pending: deque[_Report] = deque()
+        self._waiting: deque[_Report] = deque()
+        self._sent: deque[_Message] = deque()
+        # Reports whose second part is to be sent.
+        self._long: deque[_Report] = deque()
+        self._count = 0
+        self._ended = self._lost = False
+        self._group = _new_group() if self._world_size > 1 and _initialized() else None
+
+    def gather(
+        self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]
+    ) -> None:
+        """Send this rank's numbers; ``then`` receives one row a rank, now or at a later batch.
+
+        Args:
+            tag: What and when: the same on every rank.
+            values: As many as there are.
+            then: Called on the training thread with the rows in rank order, unless some rank sent
+                no numbers at all.
+        """
+        if self._world_size == 1:
+            if values:
+                then(np.array([values], dtype=np.float64))
+            return
+        if self._lost:
+            return
+        report = _Report(tag, values, then)
+        if self._group is None:
+            self._receive(report, self._gather_now(_first(report)))
+            if self._long:
+                self._receive(self._long.popleft(), self._gather_now(_rest(report)))
+            self._deliver(report)
+            return
+        if len(self.pending) >= _MOST_WAITING:
+            self._give_up("another rank does not answer")
+            return
+        self.pending.append(report)
+        self._waiting.append(report)
+        self._send()
+
+    def poll(self) -> bool:
+        """Hand over what has come, in the order in which it was sent: whether that is all."""
+        while self._sent and self._sent[0].work.is_completed():
+            message = self._sent.popleft()
+            try:
+                message.work.wait()  # it has ended: this tells how
+            except RuntimeError as error:
+                self._give_up(f"another rank is gone ({describe(error)})")
+                return True
+            self._receive(message.report, message.table.numpy())
+            self._send()
+        while self.pending and self.pending[0].complete:
+            self._deliver(self.pending.popleft())
+        return not (self.pending or self._sent)
+
+    def finish(self, timeout: float) -> None:
+        """Wait a bounded time for what is still on its way; nothing is gathered after this.
+
+        Args:
+            timeout: Seconds at most.
+        """
+        self._ended = True
+        if self._group is not None:
+            self._send()
+        wait_until(self.poll, timeout)
+
+    def close(self) -> None:
+        """Let the group go, unless something never came: that would have to be waited for."""
+        if self._group is not None and not self._sent and not self._lost:
+            _retired.append(self._group)
+        self._forget()
+        self._group = None
+
+    def _send(self) -> None:
+        """Send what is next, the same on all ranks, as far as there is room."""
+        while len(self._sent) < _ON_THEIR_WAY and not self._lost:
+            if self._long and self._long[0].number + _ON_THEIR_WAY == self._count:
+                report = self._long.popleft()
+                row = _rest(report)
+            elif self._waiting:
+                report = self._waiting.popleft()
+                report.number = self._count
+                row = _first(report)
+            elif self._long and self._ended:
+                report = _Report(_NOTHING, (), _ignore)
+                row = _first(report)
+            else:
+                return
+            self._count += 1
+            table = row.new_empty(self._world_size, len(row))
+            work = dist.all_gather(list(table), row, group=self._group, async_op=True)
+            self._sent.append(_Message(report, work, table))
+
+    def _gather_now(self, row: torch.Tensor) -> Rows:
+        gathered = self._trainer.strategy.all_gather(row)
+        found: Rows = gathered.reshape(self._world_size, -1).cpu().numpy()
+        return found
+
+    def _receive(self, report: _Report, rows: Rows) -> None:
+        if report.parts:
+            report.parts.append(rows)
+            report.complete = True
+            return
+        if (rows[:, :2] != report.tag).any():
+            self._give_up("the ranks report different things at one time")
+            return
+        report.parts.append(rows)
+        report.complete = rows[:, 2].max() <= WIDTH
+        if not report.complete:
+            self._long.append(report)
+
+    def _deliver(self, report: _Report) -> None:
+        if self._lost or not report.parts:
+            return
+        rows, *more = report.parts
+        lengths = rows[:, 2]
+        if lengths.all():
+            values = np.hstack([rows[:, _HEADER:], *more]) if more else rows[:, _HEADER:]
+            report.then(values[:, : int(lengths.max())])
+
+    def _give_up(self, why: str) -> None:
+        self._lost = True
+        self._forget()
+        warn(f"{why}: there are no more reports of several ranks in this run. Training goes on.")
+
+    def _forget(self) -> None:
+        for each in (self.pending, self._waiting, self._sent, self._long):
+            each.clear()
+
+
+def _first(report: _Report) -> torch.Tensor:
+    """What a report's first message holds: its tag, how many numbers it has, and these."""
+    row = [*report.tag, len(report.values), *report.values[:WIDTH]]
+    return _padded(row, _HEADER + WIDTH)
+
+
+def _rest(report: _Report) -> torch.Tensor:
+    """What its second message holds, on the ranks that have more numbers and on those without."""
+    longest = int(report.parts[0][:, 2].max())
+    return _padded(report.values[WIDTH:], longest - WIDTH)
+
+
+def _padded(values: Sequence[float], width: int) -> torch.Tensor:
+    row = torch.full((width,), nan, dtype=torch.float64)
+    row[: len(values)] = torch.tensor(values, dtype=torch.float64)
+    return row
+
+
+def _ignore(rows: Rows) -> None:
+    """Nobody waits for a message that only makes room."""
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _new_group() -> Any:
+    group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    while _retired:
+        with suppress(Exception):  # the whole world of an earlier run may be gone
+            dist.destroy_process_group(_retired.pop())
+    return group

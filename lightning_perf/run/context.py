@@ -1,0 +1,464 @@
+"""The context of a run, which all of our callbacks on a Trainer share."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import weakref
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_perf.background.worker import Worker
+from lightning_perf.core.progress import Limits, Moment, Ranks
+from lightning_perf.errors import Complaints, ConfigError
+from lightning_perf.flops import device_name
+from lightning_perf.patches import StandIn, Wraps
+from lightning_perf.run import compat
+from lightning_perf.run.destination import Reporting
+from lightning_perf.run.flop_meter import FlopMeter
+from lightning_perf.run.hardware import node_sampler
+from lightning_perf.run.spans import Spans
+from lightning_perf.run.stages import BatchCounter, Counters, Course, Progress
+from lightning_perf.run.windows import Exchange
+from lightning_perf.schedule import Context
+from lightning_perf.timing.cuda_events import Laps, clocked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_perf.core.progress import Timestamp
+    from lightning_perf.run.callback import Member
+    from lightning_perf.system import Sampler
+    from lightning_perf.traces.writer import Target
+
+
+def ranks_of(trainer: Trainer) -> Ranks:
+    """Where this process stands among the processes of the run."""
+    return Ranks(
+        trainer.global_rank,
+        trainer.local_rank,
+        trainer.node_rank,
+        trainer.world_size,
+        trainer.world_size // max(trainer.num_nodes, 1),
+    )
+
+
+def limits_of(trainer: Trainer, owners: Iterable[object] = ()) -> Limits:
+    """What ends the training.
+
+    Args:
+        trainer: The run's.
+        owners: Where ``num_samples``, the samples of an epoch on all ranks, is looked for.
+    """
+    given = (getattr(owner, "num_samples", None) for owner in owners)
+    samples = next((value for value in given if isinstance(value, int) and value > 0), None)
+    return Limits(
+        _positive(trainer.max_steps),
+        _positive(trainer.max_epochs),
+        compat.max_seconds(trainer),
+        _positive(trainer.num_training_batches),
+        samples // trainer.world_size if samples else None,
+        trainer.accumulate_grad_batches,
+    )
+
+
+#: How often a cluster has started this job again, as SLURM and torchrun say.
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+
+
+def resumes(trainer: Trainer) -> bool:
+    """Whether the run continues an earlier one, of which files may lie ahead.
+
+    A job that was preempted before its first checkpoint starts anew, and is the same run still.
+    """
+    counts = (os.environ.get(name, "") for name in _RESTARTS)
+    return trainer.ckpt_path is not None or any(count not in ("", "0") for count in counts)
+
+
+def owners_of(trainer: Trainer, module: LightningModule, members: Iterable[object]) -> list[object]:
+    """Whose counters count, the first that has one: module, datamodule, our callbacks."""
+    return [module, getattr(trainer, "datamodule", None), *members]
+
+
+def setup_of(trainer: Trainer) -> dict[str, object]:
+    """What was trained on, for the run's params."""
+    return {
+        "version": _version(),
+        "device": device_name(trainer.strategy.root_device),
+        "world_size": trainer.world_size,
+        "precision": compat.precision(trainer),
+        "strategy": type(trainer.strategy).__name__,
+    }
+
+
+def _version() -> str:
+    try:
+        return version("lightning_perf")
+    except PackageNotFoundError:  # run from its sources, which nobody installed
+        return "unknown"
+
+
+def _positive(value: float | None) -> int | None:
+    return int(value) if value is not None and 0 < value < float("inf") else None
+
+
+_log = logging.getLogger("lightning_perf")
+
+#: Seconds that the end of a run waits for other ranks' last numbers, and for uploads: what is not
+#: sent by then is listed for ``lightning-perf upload``.
+GATHER_TIMEOUT = 10.0
+UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
+#: Seconds that it waits for files that are made of recordings.
+FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
+
+
+class Driver:
+    """Counts progress, meters FLOPs, and owns the thread and the ways out.
+
+    The first member of a trainer feeds it, the last one to leave closes it. Constructing it takes
+    all ranks together. Only its trainer's callbacks keep it alive: a run of which no end is heard
+    goes with them.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self.trainer, self.module = trainer, module
+        self.members: list[Member] = []
+        # All that ever were, by their parts.
+        self._joined: list[Any] = []
+        self.ranks = ranks_of(trainer)
+        self.limits = limits_of(trainer)
+        #: Sends, and asks servers; and who makes files meanwhile.
+        self.worker, self.maker = Worker("lightning_perf"), Worker("lightning_perf maker")
+        #: What writers of files have to say.
+        self.complaints = Complaints()
+        self.reporting = Reporting(trainer, self.worker)
+        self.meter = FlopMeter(trainer, module)
+        self.progress = _PROGRESS.setdefault(trainer, Progress())
+        self._laps = Laps() if clocked(trainer.strategy.root_device) else None
+        self.course = Course(self.progress, self.ranks, self.reporting.run_name, self._laps)
+        self.exchange = Exchange(trainer, self._laps)
+        self.spans = Spans(trainer, module)
+        self._loop: compat.TrainingLoop  # each stage's: modules may settle how late
+        self._log_every = 0
+        #: The stage that is running, in Lightning's words; empty between stages.
+        self.stage = ""
+        #: What was counted of the present stage, and of its last batch: ``last_samples``, ...
+        #: Kept at hand, since it is asked for at every batch.
+        self.counters = Counters()
+        #: Whether the last batch is one at which Lightning logs, the same on every rank.
+        self.report_due = False
+        #: The loggers' step for what is reported now.
+        self.step = 0
+        self._at_end: list[Callable[[], None]] = []
+        self._counter: BatchCounter | None = None
+        self._resumed = self._told_untracked = False
+        self._pid = os.getpid()
+        # Lightning's tuners exchange the callbacks: no hook of ours hears of an error within.
+        self._wraps = Wraps()
+        ending = partial(_Ending, driver=weakref.ref(self))
+        self._wraps.put(trainer.strategy, "on_exception", ending)
+        weakref.finalize(self, _end_threads, self.worker, self.maker).atexit = False
+        # Again for each run, so that it comes before what was registered since the last one.
+        atexit.unregister(_leave_at_exit)
+        atexit.register(_leave_at_exit)
+
+    # -- who takes part ---------------------------------------------------------------------
+
+    @classmethod
+    def join(cls, trainer: Trainer, module: LightningModule, member: Member) -> Driver:
+        """The trainer's driver, made for the first member that asks.
+
+        Raises:
+            ConfigError: Another callback of the kind has joined.
+        """
+        driver = _DRIVERS.get(id(trainer))
+        if driver is not None and driver._counter is not None:
+            driver.abandon()  # an earlier run of which no end was heard
+            driver = None
+        if driver is None:
+            driver = _DRIVERS[id(trainer)] = cls(trainer, module)
+        keys = {each.state_key for known in driver.members for each in (known, *known.parts)}
+        for each in (member, *member.parts):
+            if each.state_key in keys and each.keeps_progress:
+                kind = type(each).__name__
+                named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+                problem = (
+                    f"has two of {kind}: one watches this Trainer already, alone or in a Suite"
+                )
+                raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
+        driver.members.append(member)
+        driver._joined += member.parts
+        return driver
+
+    def leave(self, member: Member, reason: str) -> None:
+        """Let a member go; the last one closes what is shared."""
+        if member in self.members:
+            self.members.remove(member)
+        if self.members or _DRIVERS.get(id(self.trainer)) is not self:
+            return
+        del _DRIVERS[id(self.trainer)]
+        self._wraps.restore()
+        self.meter.close()
+        self.spans.restore()
+        self.exchange.close(0 if reason == "exception" else GATHER_TIMEOUT)
+        self.reporting.flush()
+        self.reporting.finish(self.maker, FILE_TIMEOUT[reason])
+        self.reporting.close(UPLOAD_TIMEOUT[reason])
+        for finish in self._at_end:
+            finish()
+        self.reporting.tidy()
+        self.complaints.sum_up()
+        if reason == "teardown" and self.ranks.global_rank == 0 and not self.trainer.loggers:
+            with suppress(Exception):
+                self._tell_where()
+
+    def _tell_where(self) -> None:
+        """Say where the numbers are, since there is no logger to look into."""
+        named = [f"{type(p).__name__}.metrics" for p in self._joined if getattr(p, "metrics", None)]
+        run = Path(self.trainer.default_root_dir, self.run_name)
+        saved = [
+            path
+            for p in self._joined
+            for _, paths in getattr(p, "saved_traces", ())
+            for path in paths
+        ]
+        elsewhere = {str(path.parent) for path in saved if path and run not in path.parents}
+        folders = [*([str(run)] if run.exists() else []), *sorted(elsewhere)]
+        places = [f"the last figures are in {', '.join(named)}"] if named else []
+        places += [f"files are in {', '.join(folders)}"] if folders else []
+        if places:
+            rank_zero_info(f"lightning_perf: this Trainer has no logger: {'; '.join(places)}.")
+
+    def abandon(self) -> None:
+        """Let all members go: the run has ended, and they did not hear of it."""
+        if self._pid == os.getpid():
+            for member in list(self.members):
+                member.leave("exception")
+
+    # -- where the run is ---------------------------------------------------------------------
+
+    @property
+    def nested(self) -> bool:
+        """Whether the present stage is validation inside of fit."""
+        return self.course.nested
+
+    @property
+    def first_batch(self) -> bool:
+        """Whether the last batch is the first one of its stage in this run."""
+        return self.course.batches == 1
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """Where the present stage stands."""
+        return self.course.timestamp
+
+    @property
+    def moment(self) -> Moment:
+        """The present moment, as the next batch sees it."""
+        return self.course.moment
+
+    @property
+    def parts(self) -> list[Any]:
+        """All callbacks on this trainer, those in suites included."""
+        return [part for member in self.members for part in member.parts]
+
+    # -- what the first member tells --------------------------------------------------------------
+
+    def enter(self, stage: str) -> None:
+        """A stage begins."""
+        self.exchange.tell(self)
+        self.spans.enter(stage)
+        owners = owners_of(self.trainer, self.module, self.parts)
+        if self._counter is None:
+            self._counter = BatchCounter(owners)
+        limits = Limits()
+        self._loop = compat.TrainingLoop(self.trainer)
+        self.meter.start(stage)
+        if stage == "train":
+            limits = self.limits = limits_of(self.trainer, owners[1:])
+            self._catch_up()
+            peak = self.meter.peaks.setup() if self.meter.wanted else {}
+            self.describe(setup_of(self.trainer) | peak)
+        self._log_every = compat.log_every_n_steps(self.trainer)
+        self.exchange.enter(self.parts)
+        self.course.enter(stage, limits)
+        self._look()
+
+    def _look(self) -> None:
+        """Another stage is the present one."""
+        self.stage = self.course.stage
+        self.exchange.wake()
+        if self.stage:
+            self.counters = self.course.counters
+
+    def end_batch(self, batch: Any) -> None:
+        """A batch has been worked on."""
+        assert self._counter is not None  # made by enter()
+        samples, tokens = self._counter.count(batch)
+        meter, every = self.meter, self._log_every
+        if meter.wanted:
+            meter.after_batch(batch)
+            if meter.untracked and not self._told_untracked:
+                self._tell_untracked()
+        if self.stage == "train":
+            self.step, steps, last = self._loop.counts
+            batches = self.course.count(samples, tokens, steps, last)
+            due = every > 0 and (self.step + 1) % every == 0
+            self.report_due = due and not self._loop.accumulating
+        else:
+            batches = self.course.count(samples, tokens, 0, False)
+            self.report_due = every > 0 and not self.nested and batches % every == 0
+            if not self.nested:
+                self.step = self._loop.step + batches
+        seconds = self.counters.last_seconds
+        record = (seconds, samples, tokens, meter.work, meter.counted, batches == 1)
+        lap = None if self._laps is None else self._laps.end()
+        self.exchange.end_batch(self, record, lap)
+        if self.spans.clocked:
+            self.spans.end_batch()
+
+    def _tell_untracked(self) -> None:
+        self._told_untracked = True
+        names = ", ".join(sorted(self.meter.untracked))
+        self.describe({"untracked_operations": names})
+        if self.ranks.global_rank == 0:
+            _log.warning("lightning_perf: no formula tells the FLOPs of %s: not counted.", names)
+
+    def report(self, at_end: bool) -> None:
+        """All members have seen the batch, or the end of the stage: exchange what is due."""
+        self.exchange.report(self, at_end)
+
+    def end_epoch(self) -> None:
+        """An epoch of training is over."""
+        self.meter.resume(self.stage)
+        self.course.end_epoch()
+
+    def exit(self) -> None:
+        """The present stage is over."""
+        self.exchange.exit(self)
+        self.course.exit()
+        self._look()
+        self.spans.enter(self.stage)
+        self.meter.resume(self.stage)
+
+    # -- what members may ask for -------------------------------------------------------------
+
+    @property
+    def run_name(self) -> str:
+        """The name that files and reports of this run bear, the same on every rank."""
+        return self.reporting.run_name
+
+    def targets(self, remote_file_name: str | None) -> Sequence[Target]:
+        """Where files of a remote name go: to the store of a URL, else to all MLflow runs."""
+        return self.reporting.targets(remote_file_name)
+
+    @property
+    def identity(self) -> str:
+        """What tells this run from others of its name, the same on every rank."""
+        return self.reporting.identity
+
+    def at_end(self, finish: Callable[[], None]) -> None:
+        """Call something when the worker has stopped, at the very end of the run."""
+        self._at_end.append(finish)
+
+    @property
+    def context(self) -> Context:
+        """What schedules may ask of the run."""
+        return Context(self.ranks, self.limits, self.reporting.tags.read)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Leave what happens within out of the batch's seconds: it is ours, not training."""
+        return self.course.aside()
+
+    @cached_property
+    def sampler(self) -> Sampler | None:
+        """What samples this node's hardware, on the first of its ranks; None on the others."""
+        return node_sampler(self.trainer, self.ranks)
+
+    def describe(self, settings: Mapping[str, object]) -> None:
+        """The set-up of the run, or of one member, as params of the run."""
+        self.reporting.log_params({f"lightning_perf/{k}": v for k, v in settings.items()})
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Take up the progress of the training that is resumed."""
+        if self.trainer.state.fn == "fit":
+            self.progress.load_state_dict(progress)
+            self._resumed = True
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics to every logger of the trainer, from rank 0."""
+        self.reporting.log(metrics, step)
+
+    def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:
+        """This rank's own metrics, under keys of its own; on the worker thread."""
+        self.reporting.log_from_worker(metrics, step)
+
+    def deliver(self) -> None:
+        """Hand metrics from the worker thread to loggers that live on this one."""
+        self.reporting.deliver()
+
+    def _catch_up(self) -> None:
+        """Believe Lightning where it knows better: the epoch always, the rest without our state."""
+        counters, trainer = self.progress.stages["train"], self.trainer
+        total, in_epoch = compat.batches_seen(trainer)
+        ours = self._resumed or (counters.batch > 0 and trainer.ckpt_path is None)
+        if not ours and total:
+            self.progress.stages["train"] = Counters(
+                replace(
+                    counters.timestamp(),
+                    epoch=trainer.current_epoch,
+                    batch=total,
+                    batch_in_epoch=in_epoch,
+                    step=trainer.global_step,
+                )
+            )
+        elif trainer.current_epoch > counters.epoch:
+            # A checkpoint of an epoch's last batch: Lightning does not end that epoch again.
+            counters.end_epoch()
+            counters.epoch = trainer.current_epoch
+
+
+class _Ending(StandIn):
+    """Ends a run before the strategy hears of an exception."""
+
+    def __init__(self, original: Callable[..., Any], driver: weakref.ref[Driver]) -> None:
+        super().__init__(original)
+        self._driver = driver
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        original, driver = self.original, self._driver()
+        with suppress(Exception):  # the user's own goes on
+            if driver is not None:
+                driver.abandon()
+        return original(*args, **kwargs)
+
+
+def _end_threads(*workers: Worker) -> None:
+    """The driver is gone without an end: its threads end after what they were given."""
+    for worker in workers:
+        worker.close(0.0)
+
+
+def _leave_at_exit() -> None:
+    """Leave runs whose end nobody told: another callback's ``on_exception`` raised first."""
+    for driver in list(_DRIVERS.values()):
+        driver.abandon()
+
+
+# By the trainer's id, which is its own as long as the driver lives.
+_DRIVERS: WeakValueDictionary[int, Driver] = WeakValueDictionary()
+# A trainer's progress outlives its drivers, which live for one fit or test each.
+_PROGRESS: WeakKeyDictionary[Trainer, Progress] = WeakKeyDictionary()

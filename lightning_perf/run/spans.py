@@ -1,0 +1,253 @@
+"""Times Lightning's profiler spans and patched methods as exclusive time."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.profilers import PassThroughProfiler
+from torchmetrics import Metric
+
+from lightning_perf.flops import is_compiled
+from lightning_perf.patches import Wraps
+from lightning_perf.run import compat
+from lightning_perf.run.categories import classify
+from lightning_perf.run.profiler_tee import Hearing, Lean, Listener
+from lightning_perf.timing.clock import (
+    NOTHING,
+    Clock,
+    SaveSpan,
+    Silent,
+    Span,
+    WatchedSpan,
+    WholeSpan,
+)
+from lightning_perf.timing.cuda_events import DeviceClock, clocked
+from lightning_perf.timing.totals import Totals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from lightning.pytorch import LightningModule, Trainer
+
+    #: Lightning's name of a span, or the category and the name of a method that has none.
+    Key = str | tuple[str, str]
+
+
+#: Spans that are told apart at most: the user's own may have any names.
+_MOST_SPANS = 4096
+_LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint")
+#: After which of their spans the device has come to the end of what a category names.
+_DEVICE = ("dataloader_next", "to_device", "forward", "backward", "optimizer_step")
+#: Spans within others that have a mark already, and those before there is a batch.
+_UNMARKED = {
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "iter",
+}
+_ITER = ("dataloader_next", "iter")
+_MOVE = ("from_device", "predictions")
+
+
+class Hub:
+    """Hears the trainer's spans, times what has none, and knows where every second went."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        # A logger or a metric that we time may outlive them.
+        self._trainer: Trainer = weakref.proxy(trainer)
+        self._module: LightningModule = weakref.proxy(module)  # type: ignore[assignment]
+        self._clock = Clock()
+        self._nested = False
+        #: The device's own clock, where it has one.
+        self.device = DeviceClock() if clocked(trainer.strategy.root_device) else None
+        #: Our spans by their keys, made as they are asked for.
+        self.book = SpanBook(self._span)
+        self._wraps = Wraps()
+        self._wrap()
+
+    @property
+    def totals(self) -> Totals:
+        """Where the time went since this was made, up to now."""
+        device = self.device.costs if self.device is not None else {}
+        return Totals(self._clock.costs, self._clock.whole, device)
+
+    def enter(self, stage: str) -> None:
+        """A stage begins; empty: the last one is over."""
+        if not self._nested:
+            self._wrap()  # loggers and metrics may be new
+            self._begin(stage)
+
+    def close(self) -> None:
+        """Time nothing any more; spans that somebody still holds do no harm."""
+        self._clock.thread = None
+        self._wraps.restore()
+
+    def _begin(self, stage: str) -> None:
+        self._clock.begin(stage, [span for span in self.book.values() if isinstance(span, Span)])
+        if self.device is not None:
+            self.device.begin(stage)
+
+    @contextmanager
+    def _inside(self, stage: str) -> Iterator[None]:
+        """Another stage lies within the present one."""
+        if self._trainer.sanity_checking or self._nested:
+            yield
+            return
+        outer, self._nested = self._clock.stage, True
+        self._begin(stage)
+        try:
+            yield
+        finally:
+            self._nested = False
+            self._begin(outer)
+
+    def _span(self, key: Key) -> AbstractContextManager[Any]:
+        name = key if isinstance(key, str) else key[1]
+        try:
+            what = classify(key, self._trainer) if isinstance(key, str) else key
+        except Exception:  # a callback of the user's that cannot be asked: Lightning will tell
+            what = None
+        if what is None:
+            return NOTHING if name.startswith("[") else Silent(name)
+        category, label = what
+        clock = self._clock
+        if label == "run_training_batch":
+            return WholeSpan(clock, what, name)
+        if label == "save_checkpoint":
+            return SaveSpan(clock, what, name)
+        if label == "run_training_epoch":
+            # The loader's iterator is made first of all.
+            return WatchedSpan(clock, what, name, entered=partial(clock.run, *_ITER))
+        if label == "on_predict_batch_end":
+            # Predictions are brought to the host next.
+            return WatchedSpan(clock, what, name, left=partial(clock.run, *_MOVE))
+        if self.device is not None and category in _DEVICE and label not in _UNMARKED:
+            # Where backward is called within the step, what was before it is forward.
+            entered = partial(self.device.mark, "forward") if category == "backward" else None
+            return WatchedSpan(clock, what, name, entered, partial(self.device.mark, category))
+        return Span(clock, what, name)
+
+    def _wrap(self) -> None:
+        """Time what Lightning shows in no span."""
+        trainer, module = self._trainer, self._module
+        for owner, method, category, name in compat.unspanned(trainer):
+            self._time(owner, method, category, name)
+        inside = partial(self._inside, "validate")
+        self._wraps.time(compat.validation_loop(trainer), "run", inside)
+        for logger in trainer.loggers:
+            for method in _LOGGER_METHODS:
+                self._time(logger, method, "logging", f"{type(logger).__name__}.{method}")
+        strategy = trainer.strategy
+        if trainer.world_size > 1:
+            self._time(strategy, "reduce", "reduce_metrics", f"{type(strategy).__name__}.reduce")
+        if not module.automatic_optimization:
+            self._time(strategy, "backward", "backward", "backward")
+        # Within compiled code our clock would break the graph.
+        metrics = [] if is_compiled(module) else module.modules()
+        for metric in metrics:
+            if isinstance(metric, Metric):
+                name = f"{type(metric).__name__}.compute"
+                self._time(metric, "compute", "reduce_metrics", name)
+
+    def _time(self, owner: object, method: str, category: str, name: str) -> None:
+        self._wraps.time(owner, method, partial(self.book.__getitem__, (category, name)))
+
+
+class SpanBook(dict[Any, "AbstractContextManager[Any]"]):
+    """Spans by their keys: looking one up costs no call of ours but for the first time.
+
+    Args:
+        make: Makes the span of a key.
+    """
+
+    def __init__(self, make: Callable[[Key], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Key) -> AbstractContextManager[Any]:
+        if len(self) >= _MOST_SPANS:
+            return Silent(str(key))
+        span = self[key] = self._make(key)
+        return span
+
+
+class Spans:
+    """Owns what stands in for the trainer's profiler, as long as the driver lives.
+
+    Where nobody needs timings and the trainer has no profiler, spans cost less than without us.
+
+    Args:
+        trainer: The run's.
+        module: What is trained.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._users = 0
+        self._profiler = getattr(trainer, "profiler", None)
+        self._standin: Any = None
+        self._hub: Hub | None = None
+        #: Whether the device's clock wants to know of the ends of batches.
+        self.clocked = False
+        self._be_lean()
+
+    @property
+    def totals(self) -> Totals:
+        """Where the time went since timings were first asked for, up to now."""
+        return self._hub.totals if self._hub is not None else Totals({})
+
+    def require(self) -> None:
+        """Ask for timings; to be released as often."""
+        self._users += 1
+        if self._hub is None:
+            self._put_back()
+            self._hub = Hub(self._trainer, self._module)
+            self.clocked = self._hub.device is not None
+            self._listen(self._hub)
+
+    def release(self) -> None:
+        """Need timings no more."""
+        self._users -= 1
+        if self._users == 0:
+            self.restore()
+            self._be_lean()
+
+    def enter(self, stage: str) -> None:
+        """A stage begins."""
+        if self._hub is not None:
+            self._hub.enter(stage)
+            if getattr(self._trainer, "profiler", None) is not self._standin:
+                self._listen(self._hub)  # the user exchanged it
+
+    def end_batch(self) -> None:
+        """A batch has been worked on."""
+        if self._hub is not None and self._hub.device is not None:
+            self._hub.device.end_batch()
+
+    def restore(self) -> None:
+        """Put everything back; what was exchanged meanwhile stays."""
+        self._put_back()
+        if self._hub is not None:
+            self._hub.close()
+            self._hub, self.clocked = None, False
+
+    def _be_lean(self) -> None:
+        if type(getattr(self._trainer, "profiler", None)) is PassThroughProfiler:
+            self._stand_in(Lean())
+
+    def _listen(self, hub: Hub) -> None:
+        theirs, find = getattr(self._trainer, "profiler", None), hub.book.__getitem__
+        none = type(theirs) is PassThroughProfiler
+        self._stand_in(Hearing(find) if none else Listener(theirs, find))
+
+    def _stand_in(self, standin: Any) -> None:
+        self._profiler = getattr(self._trainer, "profiler", None)
+        self._standin = self._trainer.profiler = standin  # type: ignore[attr-defined]
+
+    def _put_back(self) -> None:
+        if getattr(self._trainer, "profiler", None) is self._standin:
+            self._trainer.profiler = self._profiler  # type: ignore[attr-defined]

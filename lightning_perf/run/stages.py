@@ -1,0 +1,337 @@
+"""The stack of active stages, with their progress and batch times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
+from lightning_perf.core.progress import STAGES, Limits, Moment, Timestamp
+from lightning_perf.errors import warn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_perf.core.progress import Ranks
+    from lightning_perf.timing.cuda_events import Laps
+
+
+_Counter = Callable[[Any], int]
+_INFERRED: dict[str, _Counter] = {
+    "get_num_samples_in_batch": get_num_samples,
+    "get_num_tokens_in_batch": get_num_tokens,
+}
+
+
+class Counters:
+    """Where one stage stands, counted in place: a step that nobody asks about makes no Timestamp.
+
+    Args:
+        stamp: Where it stands already.
+    """
+
+    __slots__ = (
+        "_epoch_began", "_last_epoch", "batch", "epoch", "last_samples", "last_seconds",
+        "last_steps", "last_tokens", "sample", "step", "token", "total_wct",
+    )  # fmt: skip
+
+    def __init__(self, stamp: Timestamp | None = None) -> None:
+        stamp = stamp or Timestamp()
+        self.epoch, self.batch, self.step = stamp.epoch, stamp.batch, stamp.step
+        self.sample, self.token, self.total_wct = stamp.sample, stamp.token, stamp.total_wct
+        self._epoch_began = (
+            stamp.batch - stamp.batch_in_epoch,
+            stamp.sample - stamp.sample_in_epoch,
+            stamp.token - stamp.token_in_epoch,
+            stamp.total_wct - stamp.epoch_wct,
+        )
+        self._last_epoch = stamp.epoch
+        self.last_samples: int | None = 0
+        self.last_tokens: int | None = 0
+        self.last_steps = 0
+        self.last_seconds = 0.0
+
+    def add(self, samples: int | None, tokens: int | None, seconds: float, step: int) -> None:
+        """Count a batch.
+
+        Args:
+            samples: Samples in it, None where they cannot be told.
+            tokens: Tokens in it, None where they cannot be told.
+            seconds: How long it took.
+            step: Optimizer steps so far, this batch's included.
+        """
+        self.batch += 1
+        self.sample += samples or 0
+        self.token += tokens or 0
+        self.total_wct += seconds
+        self.last_samples, self.last_tokens, self.last_seconds = samples, tokens, seconds
+        self.last_steps, self.step = step - self.step, step
+        self._last_epoch = self.epoch
+
+    def end_epoch(self) -> None:
+        """Begin the counts within an epoch again."""
+        self.epoch += 1
+        self._epoch_began = self.batch, self.sample, self.token, self.total_wct
+
+    def timestamp(self) -> Timestamp:
+        """All counts as a value."""
+        batch, sample, token, wct = self._epoch_began
+        return Timestamp(
+            self.epoch,
+            self.batch,
+            self.sample,
+            self.token,
+            self.step,
+            self.batch - batch,
+            self.sample - sample,
+            self.token - token,
+            self.total_wct,
+            self.total_wct - wct,
+            self.last_seconds,
+        )
+
+    def previous(self) -> Timestamp:
+        """The totals one batch earlier; the same as now before the first batch."""
+        if not self.last_seconds:
+            return self.timestamp()
+        return Timestamp(
+            self._last_epoch,
+            self.batch - 1,
+            self.sample - (self.last_samples or 0),
+            self.token - (self.last_tokens or 0),
+            self.step - self.last_steps,
+            total_wct=self.total_wct - self.last_seconds,
+        )
+
+
+class Progress:
+    """The counters of all stages, kept as long as a trainer lives and across resume."""
+
+    def __init__(self) -> None:
+        self.stages = {stage: Counters() for stage in STAGES}
+        #: Seconds spent in validation inside of fit.
+        self.validation_seconds = 0.0
+
+    def timestamp(self, stage: str) -> Timestamp:
+        """Where a stage stands."""
+        return self.stages[stage].timestamp()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain ints, floats and dicts, as ``weights_only=True`` asks for."""
+        stages = {stage: self.timestamp(stage).state_dict() for stage in STAGES}
+        return {"stages": stages, "validation_seconds": self.validation_seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where a checkpoint stood."""
+        for stage in STAGES:
+            if stage in state.get("stages", {}):
+                self.stages[stage] = Counters(Timestamp.from_state_dict(state["stages"][stage]))
+        self.validation_seconds = float(state.get("validation_seconds", 0.0))
+
+
+class BatchCounter:
+    """Counts samples and tokens of a batch, by the user's own functions or by inference.
+
+    A batch that cannot be counted is said once, and its figure is None.
+
+    Args:
+        owners: Where the user's functions are looked for; the first one wins.
+    """
+
+    def __init__(self, owners: Iterable[object]) -> None:
+        owners = list(owners)
+        self._samples = _find(owners, "get_num_samples_in_batch")
+        self._tokens = _find(owners, "get_num_tokens_in_batch")
+        self._inferred = (self._samples, self._tokens) == (get_num_samples, get_num_tokens)
+        self._said: set[str] = set()
+
+    def count(self, batch: Any) -> tuple[int | None, int | None]:
+        """Samples and tokens in a batch; None where they cannot be told, 0 if not tracked."""
+        if self._inferred and (type(batch) is list or type(batch) is tuple):
+            # Tensors of one length, the usual batch: the rules would say the same, more slowly.
+            try:
+                first, *others = [part.shape[0] for part in batch]
+            except (AttributeError, IndexError, TypeError, ValueError):
+                pass
+            else:
+                if all(other == first for other in others):
+                    return first, 0
+        if batch is None:  # Lightning lets a loader skip a batch
+            return 0, 0
+        return self._told(self._samples, "samples", batch), self._told(
+            self._tokens, "tokens", batch
+        )
+
+    def _told(self, counter: _Counter, what: str, batch: Any) -> int | None:
+        try:
+            return counter(batch)
+        except Exception as error:
+            if what not in self._said:
+                self._said.add(what)
+                _say(what, error)
+            return None
+
+
+def _find(owners: list[object], name: str) -> _Counter:
+    for owner in owners:
+        counter = getattr(owner, name, None)
+        if callable(counter):
+            return partial(_checked, counter, name)
+    return _INFERRED[name]
+
+
+def _checked(counter: Callable[[Any], object], name: str, batch: Any) -> int:
+    return checked_count(counter(batch), name)
+
+
+def _say(what: str, error: Exception) -> None:
+    warn(
+        f"cannot count the {what} of a batch ({type(error).__name__}: {error}), so {what} per "
+        f"second are left out. Define get_num_{what}_in_batch(batch) -> int on the "
+        "LightningModule or the LightningDataModule."
+    )
+
+
+@dataclass(slots=True)
+class _Stage:
+    """One stage on the stack: validation inside of fit lies on top of train."""
+
+    name: str
+    entered: float
+    #: Where the next batch's seconds are counted from.
+    mark: float
+    limits: Limits
+    counters: Counters
+    #: Batches since the stage was entered.
+    batches: int = 0
+
+
+class Course:
+    """Keeps the stages, their clocks and their timestamps.
+
+    Args:
+        progress: The counters, which outlive this object.
+        ranks: Where this process stands.
+        run_name: The run's name.
+        laps: Measures batches on the device, where it has a clock of its own.
+    """
+
+    def __init__(
+        self, progress: Progress, ranks: Ranks, run_name: str, laps: Laps | None = None
+    ) -> None:
+        self.progress, self.ranks, self.run_name = progress, ranks, run_name
+        self._laps = laps
+        self._stages: list[_Stage] = []
+        self._moment: Moment | None = None
+        self._epoch_ends = False
+        self._timestamp: Timestamp | None = None
+
+    @property
+    def stage(self) -> str:
+        """The stage that is running, in Lightning's words; empty between stages."""
+        return self._stages[-1].name if self._stages else ""
+
+    @property
+    def nested(self) -> bool:
+        """Whether the present stage is validation inside of fit."""
+        return len(self._stages) > 1
+
+    @property
+    def counters(self) -> Counters:
+        """The counters of the present stage."""
+        return self._stages[-1].counters
+
+    @property
+    def batches(self) -> int:
+        """Batches since the present stage was entered."""
+        return self._stages[-1].batches
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """Where the present stage stands."""
+        if self._timestamp is None:
+            self._timestamp = self.counters.timestamp()
+        return self._timestamp
+
+    @property
+    def moment(self) -> Moment:
+        """The present moment, as the next batch sees it: after the last one, in the next epoch."""
+        if self._moment is None:
+            stage, stamp = self._stages[-1], self.timestamp
+            self._moment = Moment(
+                stage.name,
+                stamp.to_next_epoch() if self._epoch_ends else stamp,
+                stage.counters.previous(),
+                stage.limits,
+                self.ranks,
+                self.run_name,
+                stage.counters.last_seconds,
+            )
+        return self._moment
+
+    def enter(self, name: str, limits: Limits) -> None:
+        """A stage begins."""
+        now = time.perf_counter()
+        self._stages.append(_Stage(name, now, now, limits, self.progress.stages[name]))
+        if self._laps is not None:
+            self._laps.enter()
+        self._changed()
+
+    def count(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> int:
+        """A batch has ended.
+
+        Args:
+            samples: Samples in it, None where they cannot be told.
+            tokens: Tokens in it, None where they cannot be told.
+            step: Optimizer steps so far.
+            epoch_ends: Whether it was the last of its epoch.
+
+        Returns:
+            Batches since the stage was entered.
+        """
+        stage, now = self._stages[-1], time.perf_counter()
+        stage.counters.add(samples, tokens, now - stage.mark, step)
+        stage.mark = now
+        stage.batches += 1
+        self._epoch_ends, self._moment, self._timestamp = epoch_ends, None, None
+        return stage.batches
+
+    def end_epoch(self) -> None:
+        """An epoch of the present stage is over."""
+        self.counters.end_epoch()
+        self._changed()
+
+    def exit(self) -> None:
+        """The present stage is over."""
+        if self._stages[-1].name != "train":  # its epochs end by themselves; others are one
+            self.end_epoch()
+        ended = self._stages.pop()
+        if self._laps is not None:
+            self._laps.exit()
+        self._changed()
+        if self._stages:
+            # Validation inside of fit is left out of the training batch around it.
+            seconds = time.perf_counter() - ended.entered
+            self.progress.validation_seconds += seconds
+            self._stages[-1].mark += seconds
+
+    def _changed(self) -> None:
+        self._epoch_ends, self._moment, self._timestamp = False, None, None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave what happens within out of the batch's seconds: it is ours, not training."""
+        start = time.perf_counter()
+        if self._laps is not None:
+            self._laps.pause()
+        try:
+            yield
+        finally:
+            if self._laps is not None:
+                self._laps.resume()
+            if self._stages:
+                self._stages[-1].mark += time.perf_counter() - start

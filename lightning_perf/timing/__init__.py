@@ -1,0 +1,1 @@
+"""Exclusive times of the host and times of the device: no Lightning."""

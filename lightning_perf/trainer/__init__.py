@@ -1,1 +1,0 @@
-"""The only rooms that read Lightning's Trainer."""
