@@ -30,8 +30,8 @@ from torch import Tensor
 
 from lightning_perf import Flops, SpeedMonitor, SystemMetrics, Timings
 from lightning_perf.callbacks import system_metrics
-from lightning_perf.run import windows
 from lightning_perf.core.reduce import Rows
+from lightning_perf.run import windows
 from lightning_perf.run.collective import Gatherer
 
 WORLDS, LOCAL = (1, 8, 64, 1000), 8

@@ -166,7 +166,7 @@ def _redacted(text: str) -> str:
     return re.sub(r"((?:://|\burl: )[^\s?]*)\?[^\s'\"]*", r"\1", without_credentials(text))
 
 
-class Complaints:
+class WarningDigest:
     """Says each kind of trouble when it first comes, and at the end how often it came again.
 
     A server that is gone for a million windows fills no terminal, and no registry of warnings.
@@ -175,7 +175,7 @@ class Complaints:
     def __init__(self) -> None:
         self._again: dict[str, int] = {}
 
-    def tell(self, kind: str, message: str, count: int = 1) -> None:
+    def once(self, kind: str, message: str, count: int = 1) -> None:
         """Warn, unless this kind of trouble was told before.
 
         Args:
@@ -189,7 +189,7 @@ class Complaints:
         self._again[kind] = 0
         warn(message)
 
-    def sum_up(self) -> None:
+    def summarize(self) -> None:
         """Say how often each kind of trouble came again, once."""
         for kind, count in self._again.items():
             if count:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-class StandIn:
+class MethodPatch:
     """Is called in place of a method, and passes for it in all else.
 
     Once released it only calls the method: somebody else's patch may still refer to it.
@@ -37,7 +37,7 @@ class StandIn:
         original = self.original
         vars(self).clear()
         vars(self).update(original=original, _place=place)
-        self.__class__ = StandIn
+        self.__class__ = MethodPatch
 
     def _clear(self) -> None:
         """Remove what was released, where somebody else's patch above it is gone by now."""
@@ -54,7 +54,7 @@ class StandIn:
     # Lightning compares the functions by which metrics are reduced, also with those of earlier
     # runs.
     def __eq__(self, other: object) -> bool:
-        return bool(self.original == (other.original if isinstance(other, StandIn) else other))
+        return bool(self.original == (other.original if isinstance(other, MethodPatch) else other))
 
     def __hash__(self) -> int:
         return hash(self.original)
@@ -64,7 +64,7 @@ class StandIn:
         return _same, (self.original,)
 
 
-class Timed(StandIn):
+class ContextPatch(MethodPatch):
     """A method that runs within a context: a span, or a count.
 
     Args:
@@ -84,13 +84,13 @@ class Timed(StandIn):
             return self.original(*args, **kwargs)
 
 
-class Wraps:
+class PatchSet:
     """The methods that one owner of patches wraps now, each once; it keeps no object alive."""
 
     def __init__(self) -> None:
-        self._put: dict[tuple[int, str], tuple[Callable[[], Any], StandIn]] = {}
+        self._patched: dict[tuple[int, str], tuple[Callable[[], Any], MethodPatch]] = {}
 
-    def time(
+    def wrap_in_context(
         self, owner: Any, name: str, context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         """Time a method of one object from now on, if it has it and lets us.
@@ -100,9 +100,11 @@ class Wraps:
             name: The method's name.
             context: Makes the context, once a call.
         """
-        self.put(owner, name, lambda original: Timed(original, context))
+        self.wrap(owner, name, lambda original: ContextPatch(original, context))
 
-    def put(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], StandIn]) -> None:
+    def wrap(
+        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], MethodPatch]
+    ) -> None:
         """Wrap a method of one object from now on, if it has it and lets us.
 
         Args:
@@ -113,7 +115,7 @@ class Wraps:
         if not callable(getattr(owner, name, None)):
             return
         key = id(owner), name
-        find, ours = self._put.get(key, (None, None))
+        find, ours = self._patched.get(key, (None, None))
         if find is not None and ours is not None and find() is owner:
             if any(each is ours for each in _chain(owner, name)):
                 return
@@ -123,12 +125,12 @@ class Wraps:
             _clear(owner, name)
             ours = make(getattr(owner, name))
             setattr(owner, name, ours)
-            self._put[key] = _reference(owner), ours
+            self._patched[key] = _reference(owner), ours
 
     def restore(self) -> None:
         """Remove all of them, and nothing else that was put there before or since."""
-        while self._put:
-            (_, name), (find, ours) = self._put.popitem()
+        while self._patched:
+            (_, name), (find, ours) = self._patched.popitem()
             owner = find()
             with suppress(Exception):
                 if owner is not None:
@@ -141,17 +143,17 @@ def is_of_class(owner: object, name: str, method: object) -> bool:
     return getattr(method, "__func__", method) is getattr(type(owner), name, None)
 
 
-def _chain(owner: Any, name: str) -> list[StandIn]:
+def _chain(owner: Any, name: str) -> list[MethodPatch]:
     """Our stand-ins for a method, from the outermost in; those below a foreign patch are unseen."""
-    found: list[StandIn] = []
+    found: list[MethodPatch] = []
     here = getattr(owner, name, None)
-    while isinstance(here, StandIn):
+    while isinstance(here, MethodPatch):
         found.append(here)
         here = here.original
     return found
 
 
-def _take_out(owner: Any, name: str, ours: StandIn) -> None:
+def _take_out(owner: Any, name: str, ours: MethodPatch) -> None:
     chain = _chain(owner, name)
     place = next((number for number, each in enumerate(chain) if each is ours), None)
     if place:
@@ -163,12 +165,12 @@ def _take_out(owner: Any, name: str, ours: StandIn) -> None:
 def _clear(owner: Any, name: str) -> None:
     """Remove what is released from the outside of a method."""
     here = getattr(owner, name, None)
-    if not (type(here) is StandIn and here._place is not None):
+    if not (type(here) is MethodPatch and here._place is not None):
         return
-    while type(here) is StandIn and here._place is not None:
+    while type(here) is MethodPatch and here._place is not None:
         here = here.original
     # A stand-in passes for the class's method as well.
-    if not isinstance(here, StandIn) and is_of_class(owner, name, here):
+    if not isinstance(here, MethodPatch) and is_of_class(owner, name, here):
         delattr(owner, name)
     else:
         setattr(owner, name, here)

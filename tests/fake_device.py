@@ -12,7 +12,7 @@ from small import Small
 
 from lightning_perf.run import context, spans
 from lightning_perf.timing import cuda_events
-from lightning_perf.timing.cuda_events import DeviceClock, Events, Laps
+from lightning_perf.timing.cuda_events import DeviceBatchTimer, DeviceSegmentTimer, Events
 
 
 class Device:
@@ -30,11 +30,11 @@ class Device:
         self.made += 1
         return Event(self)
 
-    def clock(self) -> DeviceClock:
-        return DeviceClock(self.events(cuda_events._MOST_WAITING))
+    def clock(self) -> DeviceSegmentTimer:
+        return DeviceSegmentTimer(self.events(cuda_events._MOST_WAITING))
 
-    def laps(self, most: int = 2048) -> Laps:
-        return Laps(self.events(most))
+    def device_timer(self, most: int = 2048) -> DeviceBatchTimer:
+        return DeviceBatchTimer(self.events(most))
 
     def events(self, most: int) -> Events[Any]:
         return Events("a loss", most, self.event, lambda: self.capturing)
@@ -42,8 +42,8 @@ class Device:
     def stands_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The CPU is taken for a device with a clock of its own: this one."""
         monkeypatch.setattr(cuda_events, "CLOCKED", {"cpu"})
-        monkeypatch.setattr(spans, "DeviceClock", self.clock)
-        monkeypatch.setattr(context, "Laps", self.laps)
+        monkeypatch.setattr(spans, "DeviceSegmentTimer", self.clock)
+        monkeypatch.setattr(context, "DeviceBatchTimer", self.device_timer)
 
     def work(self, seconds: float) -> None:
         """Take up work, and be done with it at once."""

@@ -75,19 +75,19 @@ def spool() -> Path:
 
 @contextmanager
 def following(record: Any = note) -> Iterator[Children]:
-    hub = Children(record)
+    recorder = Children(record)
     try:
-        yield hub
+        yield recorder
     finally:
-        hub.leave()
-        hub.remove()
+        recorder.leave()
+        recorder.remove()
 
 
-def begin(hub: Children, *asks: Callable[[], object]) -> None:
+def begin(recorder: Children, *asks: Callable[[], object]) -> None:
     """Open a window, and give the children work until they record: idle ones do not begin."""
-    hub.open(spool())
+    recorder.open(spool())
     until = time.monotonic() + 60
-    while len(list(hub._folders[-1].glob("*.on"))) < len(asks):
+    while len(list(recorder._folders[-1].glob("*.on"))) < len(asks):
         assert time.monotonic() < until
         for ask in asks:
             ask()
@@ -96,12 +96,12 @@ def begin(hub: Children, *asks: Callable[[], object]) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_child_records_while_a_window_is_open(method: str) -> None:
     """Each window has its own file, of a child that was there before, however it was started."""
-    with following() as hub, child(method) as (process, ask):
+    with following() as recorder, child(method) as (process, ask):
         ask()
         for _ in range(2):
-            begin(hub, ask)
+            begin(recorder, ask)
             assert ask()[:2] == (6, process.pid)
-            (found,) = hub.shut().wait().values()
+            (found,) = recorder.shut().wait().values()
             assert found.read_text() == f"1 {process.pid}"
             assert found.is_relative_to(Path.cwd())  # the system's folder may be small
     assert process.exitcode == 0
@@ -110,42 +110,42 @@ def test_a_child_records_while_a_window_is_open(method: str) -> None:
 
 def test_a_child_that_is_born_in_a_window_records_from_its_beginning() -> None:
     """It need not look first, and what it leaves when it ends is kept."""
-    with following() as hub:
-        hub.open(spool())
+    with following() as recorder:
+        recorder.open(spool())
         with child("fork") as (process, _):
             pass
-        files = hub.shut()
+        files = recorder.shut()
         assert files.numbers == (1,)
         assert files.wait()[1].read_text() == f"1 {process.pid}"
 
 
 def test_without_a_window_nothing_is_left() -> None:
     """A run without a recording is one without files."""
-    with following() as hub, child("fork") as (_, ask):
+    with following() as recorder, child("fork") as (_, ask):
         ask()
-        assert list(hub._marker.parent.iterdir()) == []
+        assert list(recorder._marker.parent.iterdir()) == []
     assert list(Path().iterdir()) == []
 
 
 def test_a_child_that_is_killed_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is bounded, and the other children's files are there."""
     monkeypatch.setattr(processes, "_PATIENCE", 0.5)
-    with following() as hub, child("fork") as (victim, one), child("fork") as (_, other):
-        begin(hub, one, other)
+    with following() as recorder, child("fork") as (victim, one), child("fork") as (_, other):
+        begin(recorder, one, other)
         victim.kill()
         victim.join(60)
-        assert set(hub.shut().wait()) == {2}
+        assert set(recorder.shut().wait()) == {2}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_recorder_that_fails_costs_the_child_nothing(method: str) -> None:
     """The target runs to its end, with what it returns."""
-    with following(broken) as hub, child(method) as (process, ask):
+    with following(broken) as recorder, child(method) as (process, ask):
         ask()
-        hub.open(spool())
+        recorder.open(spool())
         time.sleep(0.1)
         assert ask()[:2] == (6, process.pid)
-        assert hub.shut().numbers == ()
+        assert recorder.shut().numbers == ()
     assert process.exitcode == 0
 
 
@@ -159,8 +159,8 @@ def test_processes_start_as_ever_once_nobody_follows() -> None:
     second.leave()
     second.leave()
     assert BaseProcess.start is plain
-    for hub in (first, second):
-        hub.remove()
+    for recorder in (first, second):
+        recorder.remove()
 
 
 def test_who_replaced_it_after_us_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +173,12 @@ def test_who_replaced_it_after_us_keeps_it(monkeypatch: pytest.MonkeyPatch) -> N
         theirs = BaseProcess.start
         with child("fork") as (process, ask):
             assert ask()[0] == 6
-        with following() as hub:
+        with following() as recorder:
             assert BaseProcess.start is theirs
-            hub.open(spool())
+            recorder.open(spool())
             with child("fork") as (process, ask):
                 ask()
-            assert set(hub.shut().wait()) == {1}
+            assert set(recorder.shut().wait()) == {1}
         assert process.exitcode == 0
     finally:
         BaseProcess.start = below
@@ -190,9 +190,9 @@ def test_who_replaced_it_after_us_keeps_it(monkeypatch: pytest.MonkeyPatch) -> N
 def test_two_followers_both_get_their_files() -> None:
     """Two profilers may follow the same child, which records for one at a time."""
     with following() as one, following() as other, child("fork") as (_, ask):
-        for hub in (one, other, one):
-            begin(hub, ask)
-            assert set(hub.shut().wait()) == {1}
+        for recorder in (one, other, one):
+            begin(recorder, ask)
+            assert set(recorder.shut().wait()) == {1}
 
 
 def test_a_process_that_cannot_start_is_as_it_was() -> None:

@@ -20,7 +20,7 @@ from small import Small, ours, trainer
 from lightning_perf.run import collective
 from lightning_perf.run.callback import PerfCallback, Report
 from lightning_perf.run.collective import Gatherer
-from lightning_perf.run.context import Driver
+from lightning_perf.run.context import RunContext
 
 LATE = 500
 RANKS: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
@@ -41,27 +41,27 @@ class Telling(PerfCallback):
     def state_key(self) -> str:
         return self.name
 
-    def due(self, driver: Driver, at_end: bool) -> bool:
+    def due(self, context: RunContext, at_end: bool) -> bool:
         return not at_end
 
     @property
     def quiet_until(self) -> float:
         return 0
 
-    def collect(self, driver: Driver, at_end: bool) -> Report:
-        gatherer = driver.exchange._gatherer
+    def collect(self, context: RunContext, at_end: bool) -> Report:
+        gatherer = context.exchange._gatherer
         self.most = max(self.most, len(gatherer._sent))
-        return Report([driver.ranks.global_rank, driver.counters.batch], driver.stage, 0)
+        return Report([context.ranks.global_rank, context.counters.batch], context.stage, 0)
 
-    def publish(self, driver: Driver, report: Report, rows: Any) -> None:
+    def publish(self, context: RunContext, report: Report, rows: Any) -> None:
         self.told.append(rows.ravel().tolist())
 
-    def close(self, driver: Driver, reason: str) -> None:
-        driver.at_end(lambda: self.dump(driver))
+    def close(self, context: RunContext, reason: str) -> None:
+        context.at_end(lambda: self.dump(context))
 
-    def dump(self, driver: Driver) -> None:
+    def dump(self, context: RunContext) -> None:
         found = {"told": self.told, "most": self.most}
-        path = Path(driver.trainer.default_root_dir) / f"{self.name}.{driver.ranks.global_rank}"
+        path = Path(context.trainer.default_root_dir) / f"{self.name}.{context.ranks.global_rank}"
         path.write_text(json.dumps(found))
 
 

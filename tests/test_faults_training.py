@@ -260,7 +260,7 @@ class Paged(Profiler):
         )  # fmt: skip
         self.begun, self.trained = Event(), Event()
 
-    def record(self, path: Path, driver: Any, warmup: int) -> Recording:
+    def record(self, path: Path, context: Any, warmup: int) -> Recording:
         path.write_text("recorded")
         yield None
         return Recorded(further={"page": partial(self._draw, path)})

@@ -94,7 +94,7 @@ def gone(folder: Path) -> Setting:
             files("PyTorch", 16) | {"torch_traces/README.md"},
         ),
     ],
-    ids=["nothing", "folder", "quota", "logger", "server", "busy"],
+    ids=["nothing", "folder", "quota", "logger", "server", "overrides"],
 )
 def test_our_warnings_as_errors_stop_nothing(
     nursery: Nursery, tmp_path: Path, make: Make, ours: list[Profiler], left: set[str] | None

@@ -19,14 +19,14 @@ def counted(step, batch):
     return counter.counts
 
 
-def law(step, batches):
+def predictor(step, batches):
     model = fit({signature(batch): counted(step, batch) for batch in batches})
     assert model is not None
     return model
 
 
 def exact(step, batches, unseen):
-    model = law(step, batches)
+    model = predictor(step, batches)
     for batch in unseen:
         expected = counted(step, batch)
         found = model.predict(signature(batch))
@@ -91,7 +91,7 @@ def test_what_did_not_vary_is_not_extrapolated():
     """Known lengths of one value say nothing of another length, but all of other batch sizes."""
     model = Attention()
     step = lambda ids: model(ids).backward()  # noqa: E731
-    found = law(step, [torch.zeros(b, 16, dtype=torch.long) for b in range(1, 10)])
+    found = predictor(step, [torch.zeros(b, 16, dtype=torch.long) for b in range(1, 10)])
     assert found.predict(signature(torch.zeros(4, 17, dtype=torch.long))) is None
     larger = torch.zeros(64, 16, dtype=torch.long)
     assert found.predict(signature(larger)).model == counted(step, larger).model

@@ -18,7 +18,7 @@ ROWS, WIDTH = 6, 8
 PRODUCT = 2 * ROWS * WIDTH * WIDTH
 
 
-def summed(model, x):
+def sum_over_ranks(model, x):
     out = model(x)
     return (out[0] if isinstance(out, tuple) else out).sum()
 
@@ -32,7 +32,7 @@ class MLP(nn.Module):
         return self.second(self.first(x).relu())
 
 
-def flops(module, batch, step=summed):
+def flops(module, batch, step=sum_over_ranks):
     return count_on_shadow(module, batch, step).model
 
 
@@ -87,7 +87,7 @@ def test_autocast_is_seen():
 
     def step(model, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return summed(model, x)
+            return sum_over_ranks(model, x)
 
     assert flops(MLP(), torch.randn(ROWS, WIDTH), step) == {"bfloat16": 5 * PRODUCT}
 
@@ -111,7 +111,7 @@ def test_steps_without_gradients(context):
 
     def step(model, x):
         with context():
-            return summed(model, x)
+            return sum_over_ranks(model, x)
 
     batch = torch.randn(ROWS, WIDTH)
     assert flops(MLP(), batch, step) == {"float32": 2 * PRODUCT}
@@ -195,7 +195,7 @@ def test_compiled_code_stays_compiled(way, fullgraph):
     assert flops(module, x) == {"float32": 5 * PRODUCT}
     assert (watcher.compiled, watcher.ran) == (0, 0)
     for runs in 1, 2, 3:
-        summed(module, x).backward()
+        sum_over_ranks(module, x).backward()
         assert flops(module, x) == {"float32": 5 * PRODUCT}
         assert (watcher.compiled, watcher.ran) == (1, runs)
 
@@ -207,9 +207,9 @@ def test_aot_autograd_stays_compiled():
     plain, x = copy.deepcopy(module), torch.randn(ROWS, WIDTH)
     module.compile(backend="aot_eager", fullgraph=True)
     flops(module, x)
-    summed(module, x).backward()
+    sum_over_ranks(module, x).backward()
     flops(module, x)
-    summed(plain, x).backward()
+    sum_over_ranks(plain, x).backward()
     for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
 
@@ -262,7 +262,7 @@ def test_compiled_training_is_the_same_bit_for_bit():
             x = torch.randn(ROWS, WIDTH)
             if count:
                 flops(model, x)
-            loss = summed(model, x)
+            loss = sum_over_ranks(model, x)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -276,7 +276,7 @@ def test_no_weight_is_copied():
     with torch.device("meta"):
         module = nn.Linear(2**20, 2**20, bias=False)
     kept = []
-    shadow_of = lambda model, x: kept.append(model.weight) or summed(model, x)  # noqa: E731
+    shadow_of = lambda model, x: kept.append(model.weight) or sum_over_ranks(model, x)  # noqa: E731
     x = torch.empty(2, 2**20, device="meta")
     assert flops(module, x, shadow_of) == {"float32": 2 * 2 * 2 * 2**40}
     flops(nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH), shadow_of)
@@ -289,7 +289,7 @@ def test_tied_weights_stay_tied():
     module = MLP()
     module.second.weight = module.first.weight
     seen = []
-    flops(module, torch.randn(ROWS, WIDTH), lambda m, x: seen.append(m) or summed(m, x))
+    flops(module, torch.randn(ROWS, WIDTH), lambda m, x: seen.append(m) or sum_over_ranks(m, x))
     assert seen[0].second.weight is seen[0].first.weight
     assert isinstance(seen[0].first.weight, nn.Parameter)
 
@@ -360,7 +360,7 @@ class Lightning(L.LightningModule):
         self.layers = torch.compile(MLP(), backend="eager")
 
     def training_step(self, batch, _index):
-        loss = summed(self.layers, batch)
+        loss = sum_over_ranks(self.layers, batch)
         self.log("loss", loss, prog_bar=True)
         self.log_dict({"twice": 2 * loss.item()})
         self.logger.log_metrics({"loss": loss.detach()}, self.global_step)

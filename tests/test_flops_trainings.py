@@ -100,8 +100,8 @@ class Dump(PerfCallback):
         super().__init__()
         self.folder, self.flops = folder, flops
 
-    def close(self, driver: Any, reason: str) -> None:
-        path = self.folder / f"rank{driver.ranks.global_rank}.json"
+    def close(self, context: Any, reason: str) -> None:
+        path = self.folder / f"rank{context.ranks.global_rank}.json"
         path.write_text(json.dumps(self.flops.metrics))
 
 

@@ -16,7 +16,7 @@ from small import Records, Small, ours, trainer
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor, Suite
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.run.context import Driver
+from lightning_perf.run.context import RunContext
 
 
 class Diary(PerfCallback):
@@ -33,26 +33,26 @@ class Diary(PerfCallback):
     def state_key(self) -> str:
         return self.name
 
-    def _write(self, verb: str, driver: Driver) -> None:
-        done = driver.timestamp.batch if driver.stage else 0
-        self.entries.append((verb, driver.stage, done))
+    def _write(self, verb: str, context: RunContext) -> None:
+        done = context.timestamp.batch if context.stage else 0
+        self.entries.append((verb, context.stage, done))
 
-    def on_start(self, driver: Driver) -> None:
-        self._write("start", driver)
+    def on_start(self, context: RunContext) -> None:
+        self._write("start", context)
 
-    def before_batch(self, driver: Driver, batch: Any) -> None:
-        self._write("before", driver)
+    def before_batch(self, context: RunContext, batch: Any) -> None:
+        self._write("before", context)
 
-    def after_batch(self, driver: Driver, batch: Any) -> None:
-        self._write("after", driver)
-        self.moments.append(driver.moment)
-        self.stamps.append(driver.timestamp)
+    def after_batch(self, context: RunContext, batch: Any) -> None:
+        self._write("after", context)
+        self.moments.append(context.moment)
+        self.stamps.append(context.timestamp)
 
-    def on_end(self, driver: Driver) -> None:
-        self._write("end", driver)
+    def on_end(self, context: RunContext) -> None:
+        self._write("end", context)
 
-    def close(self, driver: Driver, reason: str) -> None:
-        self._write(f"close:{reason}", driver)
+    def close(self, context: RunContext, reason: str) -> None:
+        self._write(f"close:{reason}", context)
 
 
 def test_verbs_come_in_order_and_the_sanity_check_is_no_stage(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_the_upcoming_batch_belongs_to_the_next_epoch(tmp_path: Path) -> None:
     seen = []
 
     class Upcoming(Diary):
-        def after_batch(self, driver: Driver, batch: Any) -> None:
-            stamp = driver.moment.timestamp
+        def after_batch(self, context: RunContext, batch: Any) -> None:
+            stamp = context.moment.timestamp
             seen.append((stamp.epoch, stamp.batch_in_epoch, stamp.batch))
 
     trainer(tmp_path, Upcoming(), limit_train_batches=2, max_epochs=2).fit(Small())
@@ -136,7 +136,7 @@ def test_warnings_as_errors_do_not_stop_training(
     """A run under -W error outlives our warnings as well, which then are in the log."""
 
     class Broken(Diary):
-        def after_batch(self, driver: Driver, batch: Any) -> None:
+        def after_batch(self, context: RunContext, batch: Any) -> None:
             raise ZeroDivisionError
 
     run = trainer(tmp_path, Broken())

@@ -14,13 +14,13 @@ from small import Records, Small, ours, trainer
 from lightning_perf import Flops, PyTorch, SpeedMonitor, Timings
 from lightning_perf.errors import PerfWarning
 from lightning_perf.run import windows
-from lightning_perf.timing.cuda_events import Events, Lap, Laps
+from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceBatchTimer, Events
 
 
-def lap(device: Device, laps: Laps, seconds: float) -> Lap:
+def device_time(device: Device, device_timer: DeviceBatchTimer, seconds: float) -> DeviceBatchTime:
     """A batch of so much work."""
     device.queued += seconds
-    done = laps.end()
+    done = device_timer.end()
     assert done is not None
     return done
 
@@ -31,50 +31,52 @@ def device() -> Device:
 
 
 @pytest.fixture
-def laps(device: Device) -> Laps:
-    laps = device.laps()
-    laps.wanted = True
-    laps.enter()
-    return laps
+def device_timer(device: Device) -> DeviceBatchTimer:
+    device_timer = device.device_timer()
+    device_timer.wanted = True
+    device_timer.enter()
+    return device_timer
 
 
-def test_a_batch_is_known_when_the_device_has_come_to_its_end(device: Device, laps: Laps) -> None:
+def test_a_batch_is_known_when_the_device_has_come_to_its_end(
+    device: Device, device_timer: DeviceBatchTimer
+) -> None:
     """Nothing before, all that it took then."""
-    first, second = lap(device, laps, 2.0), lap(device, laps, 3.0)
+    first, second = device_time(device, device_timer, 2.0), device_time(device, device_timer, 3.0)
     device.done = 2.0
-    laps.read()
+    device_timer.read()
     assert (first.known, first.seconds, second.known) == (True, 2.0, False)
     device.done = 5.0
-    laps.read()
+    device_timer.read()
     assert (second.known, second.seconds, second.whole) == (True, 3.0, True)
 
 
-def test_what_lies_aside_is_not_the_batch_s(device: Device, laps: Laps) -> None:
+def test_what_lies_aside_is_not_the_batch_s(device: Device, device_timer: DeviceBatchTimer) -> None:
     """Neither a pause within nor another stage is in its seconds."""
     device.queued += 1.0
-    laps.pause()
+    device_timer.pause()
     device.queued += 100.0
-    laps.resume()
+    device_timer.resume()
     device.queued += 2.0
-    laps.enter()
-    inner = lap(device, laps, 50.0)
+    device_timer.enter()
+    inner = device_time(device, device_timer, 50.0)
     device.queued += 100.0  # the rest of the inner stage has no batch
-    laps.exit()
-    outer = lap(device, laps, 4.0)
+    device_timer.exit()
+    outer = device_time(device, device_timer, 4.0)
     device.done = device.queued
-    laps.read()
+    device_timer.read()
     assert (inner.seconds, outer.seconds) == (50.0, 7.0)
 
 
-def test_a_captured_batch_is_not_measured(device: Device, laps: Laps) -> None:
+def test_a_captured_batch_is_not_measured(device: Device, device_timer: DeviceBatchTimer) -> None:
     """While a CUDA graph is captured no event is touched; the batches around it are not whole."""
     found = []
     for index in range(5):
         device.capturing = index == 2
-        found.append(lap(device, laps, 1.0))
+        found.append(device_time(device, device_timer, 1.0))
         device.capturing = False
     device.done = device.queued
-    laps.read()
+    device_timer.read()
     assert not device.touched_while_capturing
     assert all(each.known for each in found)
     assert [each.whole for each in found] == [True, True, False, False, True]
@@ -82,29 +84,29 @@ def test_a_captured_batch_is_not_measured(device: Device, laps: Laps) -> None:
 
 def test_a_device_that_hangs_takes_no_memory(device: Device) -> None:
     """Beyond a bound batches are not measured, and later ones are again."""
-    laps = device.laps(most=10)
-    laps.wanted = True
-    laps.enter()
-    found = [lap(device, laps, 1.0) for _ in range(1000)]
+    device_timer = device.device_timer(most=10)
+    device_timer.wanted = True
+    device_timer.enter()
+    found = [device_time(device, device_timer, 1.0) for _ in range(1000)]
     device.done = device.queued
-    laps.read()
-    found += [lap(device, laps, 1.0) for _ in range(3)]
+    device_timer.read()
+    found += [device_time(device, device_timer, 1.0) for _ in range(3)]
     device.done = device.queued
-    laps.read()
+    device_timer.read()
     assert device.made == 10
     assert sum(each.whole for each in found) == 9 + 2
     assert {each.seconds for each in found if each.whole} == {1.0}
 
 
-def test_the_end_waits_a_bounded_time(device: Device, laps: Laps) -> None:
+def test_the_end_waits_a_bounded_time(device: Device, device_timer: DeviceBatchTimer) -> None:
     """Until the device has come to the end, or no longer than allowed."""
-    batch = lap(device, laps, 5.0)
+    batch = device_time(device, device_timer, 5.0)
     began = time.monotonic()
-    laps.wait(0.05)
+    device_timer.wait(0.05)
     assert time.monotonic() - began >= 0.05
     assert not batch.known
     device.pace = 1.0
-    laps.wait(60.0)
+    device_timer.wait(60.0)
     assert batch.known
 
 
@@ -213,7 +215,9 @@ def test_events_that_fail_leave_the_host_s_clock(
         return device.event()
 
     events = Events[Any]("by the host's clock", 100, broken, lambda: False)
-    monkeypatch.setattr("lightning_perf.run.context.Laps", lambda: Laps(events))
+    monkeypatch.setattr(
+        "lightning_perf.run.context.DeviceBatchTimer", lambda: DeviceBatchTimer(events)
+    )
     with pytest.warns(PerfWarning, match="CUDA events failed .*planted.*host's clock") as caught:
         found = train(tmp_path, device, SpeedMonitor(window_size=4))
     assert len(ours(caught)) == 1

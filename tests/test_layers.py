@@ -1,4 +1,4 @@
-"""The house's rule: imports point downward."""
+"""Imports point downward, and heavy libraries stay in their layers."""
 
 from __future__ import annotations
 
@@ -8,29 +8,24 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lightning_perf"
-#: From the top down. A room may import from rooms below it, and from itself.
-FLOORS = [
+#: From the top down. A package may import from packages below it, and from itself.
+LAYERS = [
     {"cli"},
     {"callbacks", "profilers"},
-    {"trainer"},
+    {"run"},
     {"tracking"},
-    {"charts", "diagnosis", "flops", "schedule", "system", "trace"},
-    {
-        "time",
-        "timestamp",
-        "moment",
-        "batch",
-        "throughput",
-        "timings",
-        "remaining",
-        "errors",
-        "__init__",
-    },
+    {"charts"},
+    {"traces"},
+    {"diagnosis", "flops", "schedule", "system", "timing"},
+    {"background"},
+    {"checks"},
+    {"core", "patches"},
+    {"errors", "__init__"},
 ]
-#: Libraries that may enter on some floors only.
+#: Libraries that may be imported in some packages only.
 RESERVED = {
-    "torch": {"flops", "trainer", "callbacks", "profilers"},
-    "lightning": {"trainer", "callbacks", "profilers"},
+    "torch": {"flops", "timing", "run", "callbacks", "profilers"},
+    "lightning": {"run", "callbacks", "profilers"},
     "mlflow": {"tracking"},
     "matplotlib": {"charts"},
     "psutil": {"cli", "system"},
@@ -38,12 +33,12 @@ RESERVED = {
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room(module: Path) -> str:
+def package(module: Path) -> str:
     return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def floor(name: str) -> int:
-    return next(level for level, rooms in enumerate(FLOORS) if name in rooms)
+def layer(name: str) -> int:
+    return next(level for level, packages in enumerate(LAYERS) if name in packages)
 
 
 def imports(module: Path) -> set[str]:
@@ -59,28 +54,28 @@ def imports(module: Path) -> set[str]:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
 def test_imports_point_downward(module: Path) -> None:
-    """No room imports from a floor above its own, nor from its neighbours."""
+    """No package imports from a layer above its own, nor from another one of its layer."""
     if module == PACKAGE / "__init__.py":
-        return  # the front door names rooms on all floors, lazily
-    here = room(module)
+        return  # names of all layers, resolved lazily
+    here = package(module)
     for name in imports(module):
         parts = name.split(".")
         if parts[0] != "lightning_perf":
             continue
         there = parts[1] if len(parts) > 1 else "__init__"
-        allowed = there == here or floor(there) > floor(here) or floor(there) == len(FLOORS) - 1
+        allowed = there == here or layer(there) > layer(here)
         assert allowed, f"{here} must not import {name}"
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
-def test_libraries_stay_on_their_floors(module: Path) -> None:
+def test_libraries_stay_in_their_layers(module: Path) -> None:
     """torch, lightning and mlflow are imported only where the design lets them in."""
     for name in imports(module):
-        rooms = RESERVED.get(name.split(".")[0])
-        assert rooms is None or room(module) in rooms, f"{module} must not import {name}"
+        packages = RESERVED.get(name.split(".")[0])
+        assert packages is None or package(module) in packages, f"{module} must not import {name}"
 
 
-def test_every_room_has_a_floor() -> None:
-    """A new room is placed by a decision, not by accident."""
+def test_every_room_has_a_layer() -> None:
+    """A new package is placed by a decision, not by accident."""
     for module in MODULES:
-        floor(room(module))
+        layer(package(module))

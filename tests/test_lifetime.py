@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning_perf.trainer import driver as module
+from lightning_perf.trainer import context as module
 from small import Records, Small, trainer
 from torchmetrics import MeanMetric
 
@@ -81,7 +81,7 @@ def assert_gone(watched: list[weakref.ref[Any]]) -> None:
         time.sleep(0.02)
     assert threads() == []
     assert [each() for each in watched] == [None] * len(watched)
-    assert not module._DRIVERS
+    assert not module._CONTEXTS
 
 
 def run(
@@ -190,7 +190,7 @@ def test_a_trainer_whose_end_nobody_told_fits_again(tmp_path: Path) -> None:
     records.rows.clear()
     made.fit(Small())
     assert len(records.of("throughput/batches_per_sec")) > 10
-    assert not monitor._driver
+    assert not monitor._context
 
 
 def test_at_exit_runs_are_left(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_at_exit_runs_are_left(tmp_path: Path) -> None:
     ends: list[str] = []
 
     class Ends(SpeedMonitor):
-        def close(self, driver: Any, reason: str) -> None:
+        def close(self, context: Any, reason: str) -> None:
             ends.append(reason)
 
     mean = [Failing("on_train_batch_end"), Failing("on_exception")]

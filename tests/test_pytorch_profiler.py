@@ -305,9 +305,9 @@ def test_no_recorder_starts_where_no_batch_comes(tmp_path: Path, limits: dict[st
     begun = []
 
     class Noting(PyTorch):
-        def record(self, path: Path, driver: Any, warmup: int) -> Any:
-            begun.append(driver.timestamp.batch)
-            return super().record(path, driver, warmup)
+        def record(self, path: Path, context: Any, warmup: int) -> Any:
+            begun.append(context.timestamp.batch)
+            return super().record(path, context, warmup)
 
     schedule = Always() & Stages("train")
     fit(tmp_path, Noting(schedule=schedule, batches_per_trace=3), **limits)

@@ -31,16 +31,16 @@ class Dump(PerfCallback):
         self.folder, self.watched = folder, watched
         self.timed, self.seconds = 0, 0.0
 
-    def after_batch(self, driver: Any, batch: Any) -> None:
-        if not driver.meter.counted:
+    def after_batch(self, context: Any, batch: Any) -> None:
+        if not context.meter.counted:
             self.timed += 4
-            self.seconds += driver.counters.last_seconds
+            self.seconds += context.counters.last_seconds
 
-    def close(self, driver: Any, reason: str) -> None:
+    def close(self, context: Any, reason: str) -> None:
         rates = {type(c).__name__: c.metrics for c in self.watched}
-        samples = driver.progress.timestamp("train").sample
+        samples = context.progress.timestamp("train").sample
         found = {"metrics": rates, "samples": samples, "rate": self.timed / self.seconds}
-        (self.folder / f"rank{driver.ranks.global_rank}.json").write_text(json.dumps(found))
+        (self.folder / f"rank{context.ranks.global_rank}.json").write_text(json.dumps(found))
 
 
 class Slow(Small):
@@ -88,16 +88,16 @@ def test_a_callback_that_fails_on_one_rank_hangs_nobody(tmp_path: Path) -> None:
     """Rank 1 loses its monitor in the middle; both ranks train to the end."""
 
     class Fragile(SpeedMonitor):
-        def after_batch(self, driver: Any, batch: Any) -> None:
-            if driver.ranks.global_rank == 1 and driver.timestamp.batch == 4:
+        def after_batch(self, context: Any, batch: Any) -> None:
+            if context.ranks.global_rank == 1 and context.timestamp.batch == 4:
                 raise ZeroDivisionError("planted")
-            super().after_batch(driver, batch)
+            super().after_batch(context, batch)
 
     class Counting(Flops):
         told = 0
 
-        def publish(self, driver: Any, report: Any, rows: Any) -> None:
-            super().publish(driver, report, rows)
+        def publish(self, context: Any, report: Any, rows: Any) -> None:
+            super().publish(context, report, rows)
             self.told += 1
             self.metrics = {**self.metrics, "reports": self.told}
 

@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     return clock
 
 
-class Timed(Small):
+class ContextPatch(Small):
     """Batches and validations of a known length; 16 batches an epoch."""
 
     def __init__(self, clock: Clock, seconds: Callable[[int], float] = lambda batch: BATCH) -> None:
@@ -80,12 +80,12 @@ def test_constant_batches_are_foretold_exactly(
 ) -> None:
     """With n batches of t seconds left until the first limit, n * t seconds are left."""
     expected = [BATCH * left for left in range(batches - 2, -1, -1)]
-    assert estimates(tmp_path, Timed(clock), **options) == pytest.approx(expected)
+    assert estimates(tmp_path, ContextPatch(clock), **options) == pytest.approx(expected)
 
 
 def test_the_first_batch_does_not_count(tmp_path: Path, clock: Clock) -> None:
     """A first batch that compiles for ten minutes is no pace."""
-    module = Timed(clock, lambda batch: 600.0 if batch == 0 else BATCH)
+    module = ContextPatch(clock, lambda batch: 600.0 if batch == 0 else BATCH)
     assert estimates(tmp_path, module)[0] == pytest.approx(14 * BATCH)
 
 
@@ -93,19 +93,19 @@ def test_a_time_limit_counts_validation_and_decides_where_it_comes_first(
     tmp_path: Path, clock: Clock
 ) -> None:
     """Of max_time is left what neither training nor validation has used up."""
-    found = estimates(tmp_path, Timed(clock), max_time={"seconds": 20}, limit_val_batches=4)
+    found = estimates(tmp_path, ContextPatch(clock), max_time={"seconds": 20}, limit_val_batches=4)
     assert found[0] == pytest.approx(14 * BATCH)  # the epoch ends first
-    found = estimates(tmp_path, Timed(clock), max_time={"seconds": 20}, max_epochs=99)
+    found = estimates(tmp_path, ContextPatch(clock), max_time={"seconds": 20}, max_epochs=99)
     assert found[0] == pytest.approx(20 - 2 * BATCH)
     options = {"max_time": {"seconds": 20}, "max_epochs": 99, "limit_val_batches": 4}
-    found = estimates(tmp_path, Timed(clock), **options)
+    found = estimates(tmp_path, ContextPatch(clock), **options)
     assert found[15] == pytest.approx(20 - VALIDATION - 17 * BATCH)
 
 
 def test_without_a_limit_nothing_is_said(tmp_path: Path, clock: Clock) -> None:
     """A training that only the user ends has no end to foretell."""
 
-    class Ends(Timed):
+    class Ends(ContextPatch):
         def on_train_batch_end(self, *_: Any) -> None:
             self.trainer.should_stop = self.trained == 20
 
@@ -119,7 +119,7 @@ def test_validation_is_projected_once_it_was_seen(
     """After the first validation, those still to come are counted, the one at the end included."""
     every = int(interval * 16) if isinstance(interval, float) else interval
     options = {"max_epochs": 3, "val_check_interval": interval, "limit_val_batches": 4}
-    found = dict(enumerate(estimates(tmp_path, Timed(clock), **options), start=2))
+    found = dict(enumerate(estimates(tmp_path, ContextPatch(clock), **options), start=2))
     for batch, seconds in found.items():
         # That of a batch's end comes after its report.
         to_come = 48 // every - (batch - 1) // every if batch > every else 0
@@ -152,9 +152,9 @@ def test_a_resumed_run_tells_its_own_pace(tmp_path: Path, clock: Clock) -> None:
     """A machine twice as fast halves what is left, whatever the run did before."""
     options = {"max_epochs": 2, "limit_val_batches": 4}
     first = trainer(tmp_path, SpeedMonitor(), **options)
-    first.fit(Timed(clock))
+    first.fit(ContextPatch(clock))
     first.save_checkpoint(tmp_path / "last.ckpt")
-    module = Timed(clock, lambda batch: BATCH / 2)
+    module = ContextPatch(clock, lambda batch: BATCH / 2)
     fit = {"ckpt_path": tmp_path / "last.ckpt"}
     found = estimates(tmp_path, module, fit, **options | {"max_epochs": 4})
     assert len(found) == 31
@@ -209,7 +209,7 @@ def test_an_epoch_of_unknown_length_is_as_long_as_those_before(
         def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
             return iter([(torch.ones(8), torch.ones(1))] * 20)
 
-    class Streamed(Timed):
+    class Streamed(ContextPatch):
         def train_dataloader(self) -> DataLoader[Any]:
             return DataLoader(Stream(), batch_size=4)
 
@@ -220,7 +220,7 @@ def test_an_epoch_of_unknown_length_is_as_long_as_those_before(
 def test_accumulated_gradients_are_understood(tmp_path: Path, clock: Clock) -> None:
     """What max_steps leaves is counted in batches, of which each step takes four."""
     options = {"max_epochs": -1, "max_steps": 10, "accumulate_grad_batches": 4}
-    found = estimates(tmp_path, Timed(clock), **options)
+    found = estimates(tmp_path, ContextPatch(clock), **options)
     assert found == pytest.approx([BATCH * left for left in range(36, -1, -4)])
 
 
@@ -239,5 +239,5 @@ def test_two_optimizers_are_understood(tmp_path: Path, clock: Clock) -> None:
 def test_it_is_told_in_the_unit_of_the_callback(tmp_path: Path, clock: Clock) -> None:
     """time_unit holds for what is left as for what was spent."""
     records = Records()
-    trainer(tmp_path, SpeedMonitor(time_unit="minutes"), logger=records).fit(Timed(clock))
+    trainer(tmp_path, SpeedMonitor(time_unit="minutes"), logger=records).fit(ContextPatch(clock))
     assert records.of(KEY)[0] == (1, pytest.approx(14 * BATCH / 60))

@@ -26,9 +26,9 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_perf import SpeedMonitor, Timings
-from lightning_perf.patches import Timed, Wraps
+from lightning_perf.patches import ContextPatch, PatchSet
 from lightning_perf.run import compat, spans
-from lightning_perf.run.context import Driver
+from lightning_perf.run.context import RunContext
 from lightning_perf.timing import clock
 from lightning_perf.timing.totals import Action, Totals
 
@@ -36,9 +36,9 @@ from lightning_perf.timing.totals import Action, Totals
 class Profiler(Diary):
     """Notes the trainer's profiler."""
 
-    def on_start(self, driver: Driver) -> None:
-        super().on_start(driver)
-        self.seen = driver.trainer.profiler
+    def on_start(self, context: RunContext) -> None:
+        super().on_start(context)
+        self.seen = context.trainer.profiler
 
 
 def test_a_trainer_without_a_profiler_gets_its_own_back(tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
             self.fails, self.mean = fails, MeanMetric()
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            assert isinstance(vars(self.mean)["compute"], Timed)
-            assert isinstance(vars(self.trainer.fit_loop)["setup_data"], Timed)
+            assert isinstance(vars(self.mean)["compute"], ContextPatch)
+            assert isinstance(vars(self.trainer.fit_loop)["setup_data"], ContextPatch)
             if self.fails:
                 raise KeyError("planted")
             return super().training_step(batch, batch_idx)
@@ -196,7 +196,9 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
             assert fails
         fit = run.fit_loop
         owners = (run.strategy, fit, fit.epoch_loop, fit.epoch_loop.val_loop, model.mean, records)
-        left = [key for owner in owners for key, v in vars(owner).items() if isinstance(v, Timed)]
+        left = [
+            key for owner in owners for key, v in vars(owner).items() if isinstance(v, ContextPatch)
+        ]
         assert left == []
         assert type(run.profiler) is PassThroughProfiler
 
@@ -211,7 +213,7 @@ def test_compiled_code_stays_whole(tmp_path: Path) -> None:
             self.mean = MeanMetric()
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            assert not isinstance(vars(self.mean)["compute"], Timed)
+            assert not isinstance(vars(self.mean)["compute"], ContextPatch)
             return super().training_step(batch, batch_idx)
 
     timings = Timings()
@@ -297,10 +299,10 @@ def test_spans_without_end_take_no_memory_without_end(
     class Looking(Diary):
         known = 0
 
-        def on_end(self, driver: Driver) -> None:
-            found = driver.spans._hub
+        def on_end(self, context: RunContext) -> None:
+            found = context.spans._recorder
             assert found is not None
-            self.known = len(found.book)
+            self.known = len(found.cache)
 
     looking = Looking()
     trainer(tmp_path, Timings(), looking).fit(Naming())
@@ -325,14 +327,14 @@ def test_snapshots_are_subtracted(tmp_path: Path) -> None:
     found: list[Totals] = []
 
     class Asking(Diary):
-        def prepare(self, driver: Driver) -> None:
-            driver.spans.require()
+        def prepare(self, context: RunContext) -> None:
+            context.spans.require()
 
-        def after_batch(self, driver: Driver, batch: Any) -> None:
-            found.append(driver.spans.totals)
+        def after_batch(self, context: RunContext, batch: Any) -> None:
+            found.append(context.spans.totals)
 
-        def close(self, driver: Driver, reason: str) -> None:
-            driver.spans.release()
+        def close(self, context: RunContext, reason: str) -> None:
+            context.spans.release()
 
     trainer(tmp_path, Asking(), limit_train_batches=4, logger=Records()).fit(TwoOptimizers())
     between = found[3] - found[1]
@@ -354,7 +356,7 @@ def test_unbalanced_spans_are_unwound() -> None:
         inner.__enter__()
     stray.__exit__()
     assert len(watch.open) == 1
-    assert watch.running is watch.open[0].account
+    assert watch.running is watch.open[0].timer
 
 
 class Owner:
@@ -364,30 +366,30 @@ class Owner:
 
 def test_a_timed_method_passes_for_its_original() -> None:
     """Equal both ways, same hash and attributes; copies of its owner are not timed."""
-    owner, wraps = Owner(), Wraps()
+    owner, patches = Owner(), PatchSet()
     original = owner.work
-    wraps.time(owner, "work", lambda: clock.Silent(""))
-    wraps.time(owner, "work", lambda: clock.Silent(""))  # once is enough
-    wraps.time(owner, "gone", lambda: clock.Silent(""))
+    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
+    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))  # once is enough
+    patches.wrap_in_context(owner, "gone", lambda: clock.UntrackedSpan(""))
     assert owner.work == original == owner.work
     assert hash(owner.work) == hash(original)
     assert owner.work.__name__ == "work"
     for other in (copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))):
         assert other.work.__self__ is other
         assert other.work() == "done"
-    wraps.restore()
+    patches.restore()
     assert vars(owner) == {}
 
 
 def test_what_was_wrapped_around_ours_stays() -> None:
     """A user's patch on top of ours is not undone, and what was there before comes back."""
-    owner, wraps = Owner(), Wraps()
+    owner, patches = Owner(), PatchSet()
     owner.work = lambda: "patched"  # type: ignore[method-assign]
     before = owner.work
-    wraps.time(owner, "work", lambda: clock.Silent(""))
-    wraps.restore()
+    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
+    patches.restore()
     assert owner.work is before
-    wraps.time(owner, "work", lambda: clock.Silent(""))
+    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
     on_top = owner.work = lambda: "on top"  # type: ignore[method-assign]
-    wraps.restore()
+    patches.restore()
     assert owner.work is on_top

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor
 from lightning_perf.core.metrics import RollingWindow, Work, throughput
-from lightning_perf.core.reduce import lowest, per_first
+from lightning_perf.core.reduce import min_over_ranks, sum_of_rates
 
 KEYS = (
     {
@@ -175,7 +175,7 @@ def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field
 def test_ranks_are_summed() -> None:
     """Global samples per second are the sum of the ranks', batches are their mean."""
     ranks = np.array([Work(2.0, 10, 80, 0, 4e9, 0.5), Work(2.0, 10, 40, 0, 2e9, 0.25)])
-    found = throughput(Work(*per_first(ranks)), Work(*lowest(ranks)), 2)
+    found = throughput(Work(*sum_of_rates(ranks)), Work(*min_over_ranks(ranks)), 2)
     assert found["throughput/samples_per_sec"] == 60
     assert found["throughput/batches_per_sec"] == 5
     assert found["throughput/device/samples_per_sec"] == 30

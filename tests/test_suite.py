@@ -18,7 +18,7 @@ from lightning_perf import ConfigError, Flops, PyTorch, SpeedMonitor, Suite, Tim
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["setup", "teardown"]
 
 
-class Hearing(SpeedMonitor):
+class SpanProfiler(SpeedMonitor):
     """Overrides every hook of Lightning's, each with a call of super(), and keeps a state."""
 
     def __init__(self) -> None:
@@ -30,17 +30,17 @@ class Hearing(SpeedMonitor):
 
 
 def _hook(name: str) -> Any:
-    def hook(self: Hearing, *args: Any, **kwargs: Any) -> None:
+    def hook(self: SpanProfiler, *args: Any, **kwargs: Any) -> None:
         self.heard.append(name)
         if name == "on_train_epoch_end":
             self.log("of_a_part", 1.0)  # type: ignore[attr-defined]
-        getattr(super(Hearing, self), name)(*args, **kwargs)
+        getattr(super(SpanProfiler, self), name)(*args, **kwargs)
 
     return hook
 
 
 for _name in HOOKS:
-    setattr(Hearing, _name, _hook(_name))
+    setattr(SpanProfiler, _name, _hook(_name))
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
@@ -66,15 +66,15 @@ def test_a_part_hears_what_it_would_hear_alone(tmp_path: Path, fails: bool) -> N
             run.fit_loop.max_epochs = 2
         return records.keys, callback.state_dict()
 
-    alone, hosted = Hearing(), Hearing()
+    alone, hosted = SpanProfiler(), SpanProfiler()
     keys, state = train(alone)
     keys_hosted, states = train(Suite([Timings(), hosted]))
     assert hosted.heard == alone.heard
     assert keys <= keys_hosted
     assert "of_a_part" in keys or fails
-    assert states["lightning_perf.Hearing"].keys() == state.keys()
-    assert states["lightning_perf.Hearing"]["heard"] == state["heard"]
-    assert hosted._driver is None
+    assert states["lightning_perf.SpanProfiler"].keys() == state.keys()
+    assert states["lightning_perf.SpanProfiler"]["heard"] == state["heard"]
+    assert hosted._context is None
 
 
 def test_nothing_is_forwarded_where_nobody_listens(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_the_first_batch_of_every_stage_run_is_left_out(tmp_path: Path, window: 
     seen: list[int] = []
 
     class Looking(SpeedMonitor):
-        def after_batches(self, driver: Any, batches: Any) -> None:
-            super().after_batches(driver, batches)
-            if driver.stage == "validate":
+        def after_batches(self, context: Any, batches: Any) -> None:
+            super().after_batches(context, batches)
+            if context.stage == "validate":
                 seen.append(int(self._windows["validate"].work().batches))
 
     monitor = Looking(window_size=100)

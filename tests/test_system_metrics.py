@@ -285,20 +285,20 @@ def test_many_nodes_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     many = Ranks(node_rank=30, world_size=800, local_world_size=8)
     taken: list[tuple[int, bool]] = []
     metrics = SystemMetrics("1h")
-    driver = SimpleNamespace(
+    context = SimpleNamespace(
         ranks=many,
         sampler=SimpleNamespace(subscribe=lambda *_: None, take=lambda _: {"free_memory": 1.0}),
         step=0,
         stage="train",
         trainer=SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu"))),
     )
-    driver.sampler.latest = {}
-    metrics.prepare(driver)
+    context.sampler.latest = {}
+    metrics.prepare(context)
     for number in range(40):
-        report = metrics.collect(driver, at_end=False)
+        report = metrics.collect(context, at_end=False)
         taken.append((number, len(report.values) > 13))
     assert [number for number, took in taken if took] == [4, 17, 30]
-    assert len(metrics.collect(driver, at_end=True).values) > 13
+    assert len(metrics.collect(context, at_end=True).values) > 13
 
 
 @pytest.mark.gpu
@@ -324,17 +324,17 @@ class Dump(PerfCallback):
         self.folder, self.watched = folder, watched
         self.threads: list[str] = []
 
-    def after_batch(self, driver: Any, batch: Any) -> None:
+    def after_batch(self, context: Any, batch: Any) -> None:
         self.threads = sampling()
-        self.known = len(driver.sampler.processes) if driver.sampler else 0
+        self.known = len(context.sampler.processes) if context.sampler else 0
 
-    def close(self, driver: Any, reason: str) -> None:
+    def close(self, context: Any, reason: str) -> None:
         found = {
             "threads": len(self.threads),
             "known": self.known,
             "rss": psutil.Process().memory_info().rss,
         }
-        rank = driver.ranks.global_rank
+        rank = context.ranks.global_rank
         (self.folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 

@@ -208,7 +208,10 @@ Times = namedtuple("Times", "user idle iowait guest guest_nice")
 
 def times(*busy_idle_waited: tuple[float, float, float]) -> list[Times]:
     # A guest's second is in its host's user time as well.
-    return [Times(busy, idle, waited, busy / 2, 0.0) for busy, idle, waited in busy_idle_waited]
+    return [
+        Times(overrides, idle, waited, overrides / 2, 0.0)
+        for overrides, idle, waited in busy_idle_waited
+    ]
 
 
 def cpu_after(monkeypatch: Patch, cgroup: Cgroup, then: list[Any], now: list[Any]) -> Any:

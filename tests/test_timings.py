@@ -34,14 +34,14 @@ class Stopped(Timings):
     began: tuple[float, float] | None = None
     ended = (0.0, 0.0)
 
-    def on_start(self, driver: Any) -> None:
+    def on_start(self, context: Any) -> None:
         before = time.perf_counter()
-        super().on_start(driver)
+        super().on_start(context)
         self.began = self.began or (before, time.perf_counter())
 
-    def collect(self, driver: Any, at_end: bool) -> Any:
+    def collect(self, context: Any, at_end: bool) -> Any:
         before = time.perf_counter()
-        found = super().collect(driver, at_end)
+        found = super().collect(context, at_end)
         self.ended = before, time.perf_counter()
         return found
 

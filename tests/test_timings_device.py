@@ -12,7 +12,7 @@ from small import Records, Small, TwoOptimizers, trainer
 
 from lightning_perf import Timings
 from lightning_perf.timing import cuda_events
-from lightning_perf.timing.cuda_events import DeviceClock, Events
+from lightning_perf.timing.cuda_events import DeviceSegmentTimer, Events
 from lightning_perf.timing.totals import Action, Cost
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -24,7 +24,7 @@ SECONDS = {
 }  # fmt: skip
 
 
-def batch(device: Device, clock: DeviceClock) -> None:
+def batch(device: Device, clock: DeviceSegmentTimer) -> None:
     """One batch's work and marks."""
     for category, seconds in SECONDS.items():
         device.queued += seconds
@@ -122,7 +122,7 @@ def test_events_that_fail_are_told_once_and_stop_nothing() -> None:
     def broken() -> Any:
         raise RuntimeError("CUDA error: planted")
 
-    clock = DeviceClock(Events("a loss", 256, broken, lambda: False))
+    clock = DeviceSegmentTimer(Events("a loss", 256, broken, lambda: False))
     with pytest.warns(UserWarning, match=r"CUDA events failed .*planted"):
         clock.mark("forward")
     clock.mark("backward")

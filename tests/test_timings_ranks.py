@@ -44,20 +44,20 @@ class Told(Stopped):
         self.folder = folder
         self.names: list[str] = []
 
-    def collect(self, driver: Any, at_end: bool) -> Any:
-        self.names = [action.name for action in driver.spans.totals.costs]
-        return super().collect(driver, at_end)
+    def collect(self, context: Any, at_end: bool) -> Any:
+        self.names = [action.name for action in context.spans.totals.costs]
+        return super().collect(context, at_end)
 
-    def publish(self, driver: Any, report: Any, rows: Any) -> None:
-        super().publish(driver, report, rows)
+    def publish(self, context: Any, report: Any, rows: Any) -> None:
+        super().publish(context, report, rows)
         found = {
             "metrics": self.metrics,
-            "own": rows[driver.ranks.global_rank].tolist(),
+            "own": rows[context.ranks.global_rank].tolist(),
             "wall": self.wall,
             "rows": self.rows,
             "names": self.names,
         }
-        (self.folder / f"rank{driver.ranks.global_rank}.json").write_text(json.dumps(found))
+        (self.folder / f"rank{context.ranks.global_rank}.json").write_text(json.dumps(found))
 
 
 def test_two_ranks_tell_who_is_slow_and_where(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from lightning_perf.background.files import written_whole
 from lightning_perf.core.progress import Timestamp
 from lightning_perf.errors import PerfWarning
 from lightning_perf.traces import Target, uploads
-from lightning_perf.traces.uploads import Ledger, Trace, read_pending
+from lightning_perf.traces.uploads import Trace, TraceIndex, read_pending
 
 
 @pytest.mark.parametrize("keep", [-1, 3])
@@ -20,7 +20,7 @@ from lightning_perf.traces.uploads import Ledger, Trace, read_pending
 def test_what_is_remembered_is_bounded(tmp_path, monkeypatch, keep, name):
     """However many traces go through, with names of their own or ever the same one."""
     monkeypatch.setattr(uploads, "MOST_REMEMBERED", 20)
-    books = Ledger(keep)
+    books = TraceIndex(keep)
     for count in range(200):
         text = name.format(count % 5 if "5" in name else count)
         number = books.take(lambda n, text=text: tmp_path / f"{n}-{text}")
@@ -43,7 +43,7 @@ def test_a_name_that_comes_for_ever_is_found_at_once(tmp_path, monkeypatch):
     """The thousandth trace of one name asks the disk no oftener than the second."""
     asked = []
     monkeypatch.setattr("os.path.lexists", lambda path: asked.append(path))
-    books = Ledger(-1)
+    books = TraceIndex(-1)
     numbers = [books.take(lambda n: tmp_path / f"last-{n}.json") for _ in range(1000)]
     assert numbers == list(range(1, 1001))
     assert len(asked) == 1000

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from lightning_perf.core.progress import Ranks
-from lightning_perf.traces.folder import MARKER, Home, distinct_name
+from lightning_perf.traces.folder import MARKER, RunFolder, distinct_name
 
 FOLDER = "{run_name}/torch_traces"
 
 
 def home(root, identity, folder=FOLDER, run_name="owl-7", ranks=None):
-    return Home(root, folder, ranks or Ranks(), run_name, identity)
+    return RunFolder(root, folder, ranks or Ranks(), run_name, identity)
 
 
 def claimed(root, *args, **kwargs):

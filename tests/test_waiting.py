@@ -153,8 +153,8 @@ def test_pages_that_were_not_begun_are_left_out_and_recordings_kept(
 
     class Held(PyTorch):
         def save(self, path: Path, timestamp: Any, stage: str, recorded: Any) -> None:
-            assert self._driver is not None
-            self._driver.maker.submit(lambda: gate.wait(30), "something else")
+            assert self._context is not None
+            self._context.file_worker.submit(lambda: gate.wait(30), "something else")
             super().save(path, timestamp, stage, recorded)
 
     monkeypatch.setattr(Worker, "abandon", abandoned)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from small import FLOPS_PER_SAMPLE, Records, TwoOptimizers, trainer
 
 from lightning_perf import Flops, Timings
-from lightning_perf.patches import Wraps
+from lightning_perf.patches import PatchSet
 
 _ABSENT = object()
 
@@ -34,7 +34,7 @@ class Owner:
 )
 def test_patches_unwind_in_any_order(steps: list[str]) -> None:  # noqa: C901
     """Each owner's patch has an effect once while it is in place; the end leaves no trace."""
-    owner, wraps, calls = Owner(), [Wraps(), Wraps(), Wraps()], Counter[int]()
+    owner, patches, calls = Owner(), [PatchSet(), PatchSet(), PatchSet()], Counter[int]()
     saved: list[Any] = []
 
     @contextmanager
@@ -63,9 +63,9 @@ def test_patches_unwind_in_any_order(steps: list[str]) -> None:  # noqa: C901
         others = calls.copy()
         verb, _, number = step.partition(" ")
         if verb == "put":
-            wraps[int(number)].time(owner, "work", partial(counted, int(number)))
+            patches[int(number)].time(owner, "work", partial(counted, int(number)))
         elif verb == "restore":
-            wraps[int(number)].restore()
+            patches[int(number)].restore()
         else:
             (patch if verb == "patch" else undo)()
         calls.clear()
@@ -75,7 +75,7 @@ def test_patches_unwind_in_any_order(steps: list[str]) -> None:  # noqa: C901
             assert calls.pop(int(number), 0) == (verb == "put")
             others.pop(int(number), None)
             assert calls == others
-    for each in wraps:
+    for each in patches:
         each.restore()
     while saved:
         undo()

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_perf.core.reduce import lowest, per_first, summed
+from lightning_perf.core.reduce import Rows, min_over_ranks, sum_of_rates, sum_over_ranks
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak, formula_for
 from lightning_perf.run.callback import PerfCallback, Report
-from lightning_perf.core.reduce import Rows
-from lightning_perf.run.windows import Cadence
+from lightning_perf.run.windows import ReportTrigger
 from lightning_perf.schedule import Every, Schedule, as_schedule
 
 if TYPE_CHECKING:
     from lightning_perf.run.callback import BatchRecord
-    from lightning_perf.run.context import Driver
-    from lightning_perf.run.flop_meter import BatchWork
+    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.flop_meter import BatchCost
 
 
 @dataclass(slots=True)
@@ -40,14 +39,14 @@ class _Tally:
     tracked_operations: float = 0
     untracked_operations: float = 0
 
-    def see(self, work: BatchWork, formula: float) -> None:
+    def see(self, work: BatchCost, formula: float) -> None:
         """Take in a batch's work, whatever time it took."""
         self.batch_flops, self.peak = work.total, work.peak if work.ideal_seconds else 0.0
         self.batch_formula_flops = formula
         self.tracked_operations = work.tracked_operations
         self.untracked_operations = work.untracked_operations
 
-    def add(self, seconds: float, work: BatchWork, formula: float) -> None:
+    def add(self, seconds: float, work: BatchCost, formula: float) -> None:
         """Take in a batch whose time tells the utilization."""
         self.batches += 1
         self.seconds += seconds
@@ -119,43 +118,43 @@ class Flops(PerfCallback):
         # The formula's FLOPs of batches that are not in a tally yet.
         self._by_formula: deque[float] = deque()
         self._timed: set[str] = set()
-        self._cadence = Cadence(self.schedule)
+        self._trigger = ReportTrigger(self.schedule)
 
     @property
     @override
     def quiet_until(self) -> float:
-        return self._cadence.quiet_until
+        return self._trigger.quiet_until
 
     @override
-    def prepare(self, driver: Driver) -> None:
+    def prepare(self, context: RunContext) -> None:
         self._tallies, self._by_formula, self._timed = {}, deque(), set()
         if self.formula is not None:
-            self._formula = formula_for(self.formula, driver.module)
-        self._cadence.setup(driver)
-        driver.meter.require(self.peak_flops, "peak_flops")
+            self._formula = formula_for(self.formula, context.module)
+        self._trigger.setup(context)
+        context.meter.require(self.peak_flops, "peak_flops")
 
     @override
-    def close(self, driver: Driver, reason: str) -> None:
-        self._cadence.close()
+    def close(self, context: RunContext, reason: str) -> None:
+        self._trigger.close()
 
     @override
-    def on_start(self, driver: Driver) -> None:
-        self._tallies[driver.stage] = _Tally()
-        self._cadence.start(driver)
+    def on_start(self, context: RunContext) -> None:
+        self._tallies[context.stage] = _Tally()
+        self._trigger.start(context)
 
     @override
-    def busy(self, verb: str) -> bool:
-        return super().busy(verb) and (verb != "after_batch" or self._formula is not None)
+    def overrides(self, verb: str) -> bool:
+        return super().overrides(verb) and (verb != "after_batch" or self._formula is not None)
 
     @override
-    def after_batch(self, driver: Driver, batch: Any) -> None:
-        if self._formula is not None and driver.stage == "train":
+    def after_batch(self, context: RunContext, batch: Any) -> None:
+        if self._formula is not None and context.stage == "train":
             self._by_formula.append(float(self._formula(batch)))
 
     @override
-    def after_batches(self, driver: Driver, batches: Sequence[BatchRecord]) -> None:
-        tally = self._tallies[driver.stage]
-        formulas = self._by_formula if driver.stage == "train" else deque()
+    def after_batches(self, context: RunContext, batches: Sequence[BatchRecord]) -> None:
+        tally = self._tallies[context.stage]
+        formulas = self._by_formula if context.stage == "train" else deque()
         for seconds, _, _, work, slowed, first in batches:
             formula = formulas.popleft() if formulas else 0.0
             if work is not None:
@@ -164,22 +163,22 @@ class Flops(PerfCallback):
                     tally.add(seconds, work, formula)
 
     @override
-    def due(self, driver: Driver, at_end: bool) -> bool:
-        if at_end or driver.nested:
+    def due(self, context: RunContext, at_end: bool) -> bool:
+        if at_end or context.nested:
             return at_end
-        return self._cadence.due(driver) or driver.first_batch
+        return self._trigger.due(context) or context.first_batch
 
     @override
-    def collect(self, driver: Driver, at_end: bool) -> Report | None:
-        wanted = self._cadence.take() or driver.first_batch or at_end
-        tally = self._tallies[driver.stage]
-        self._tallies[driver.stage] = _Tally()
+    def collect(self, context: RunContext, at_end: bool) -> Report | None:
+        wanted = self._trigger.consume_request() or context.first_batch or at_end
+        tally = self._tallies[context.stage]
+        self._tallies[context.stage] = _Tally()
         if not tally.batch_flops:  # nothing is known, or a GPU has come to nothing since
             return None
-        return Report(_ALL(tally), driver.stage, driver.step, at_end, {"wanted": wanted})
+        return Report(_ALL(tally), context.stage, context.step, at_end, {"wanted": wanted})
 
     @override
-    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
+    def publish(self, context: RunContext, report: Report, rows: Rows) -> None:
         stage = report.stage
         done = stage == "train" and report.at_end and stage in self._timed
         if done or not report.own["wanted"]:
@@ -187,16 +186,16 @@ class Flops(PerfCallback):
         found = utilization(rows)
         if "mfu" in found:
             self._timed.add(stage)
-        driver.meter.peaks.doubt(found.get("mfu", 0.0))
+        context.meter.peaks.warn_if_above_peak(found.get("mfu", 0.0))
         if found:
             prefix = "" if stage == "train" else f"{stage}/"
             self.metrics = {prefix + key: value for key, value in found.items()}
-            driver.log(self.metrics, report.step)
+            context.log(self.metrics, report.step)
 
 
 def utilization(ranks: Rows) -> dict[str, float]:
     """All of Flops' metrics from the fields of one tally a rank; what none knows is left out."""
-    total, least = _Tally(*summed(ranks)), _Tally(*lowest(ranks))
+    total, least = _Tally(*sum_over_ranks(ranks)), _Tally(*min_over_ranks(ranks))
     found = {
         "batch_flops": total.batch_flops,
         "tracked_operations": total.tracked_operations,
@@ -208,7 +207,7 @@ def utilization(ranks: Rows) -> dict[str, float]:
         found["total_flops"] = total.peak
         found["max_batches_per_sec"] = total.peak / total.batch_flops
     if least.seconds > 0:
-        found |= _rates(_Tally(*per_first(ranks)), len(ranks))
+        found |= _rates(_Tally(*sum_of_rates(ranks)), len(ranks))
     return found
 
 

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_perf.core.metrics import SECONDS_PER_UNIT, RollingWindow, Work, elapsed, throughput
-from lightning_perf.core.reduce import lowest, per_first
+from lightning_perf.core.reduce import Rows, min_over_ranks, sum_of_rates
 from lightning_perf.core.remaining import RemainingTime
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak
 from lightning_perf.run.callback import PerfCallback, Report
-from lightning_perf.core.reduce import Rows
 
 if TYPE_CHECKING:
     from lightning_perf.run.callback import BatchRecord
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
 
 
 class SpeedMonitor(PerfCallback):
@@ -96,26 +95,26 @@ class SpeedMonitor(PerfCallback):
         self._remaining: RemainingTime | None = None
 
     @override
-    def prepare(self, driver: Driver) -> None:
+    def prepare(self, context: RunContext) -> None:
         self._windows, self._told = {}, set()
-        driver.meter.require(self.gpu_flops_available, "gpu_flops_available")
+        context.meter.require(self.gpu_flops_available, "gpu_flops_available")
 
     @override
-    def on_start(self, driver: Driver) -> None:
-        progress = driver.progress
-        if driver.stage == "train":
-            validations, start = progress.stages["validate"].epoch, driver.timestamp
-            self._remaining = RemainingTime(driver.limits, start, validations, self.window_size)
-        elif self._remaining is not None and driver.nested:
+    def on_start(self, context: RunContext) -> None:
+        progress = context.progress
+        if context.stage == "train":
+            validations, start = progress.stages["validate"].epoch, context.timestamp
+            self._remaining = RemainingTime(context.limits, start, validations, self.window_size)
+        elif self._remaining is not None and context.nested:
             batch = progress.stages["train"].batch
             self._remaining.validation_begins(batch, progress.validation_seconds)
 
     @override
-    def after_batches(self, driver: Driver, batches: Sequence[BatchRecord]) -> None:
-        window = self._windows.get(driver.stage)
+    def after_batches(self, context: RunContext, batches: Sequence[BatchRecord]) -> None:
+        window = self._windows.get(context.stage)
         if window is None:
-            window = self._windows[driver.stage] = RollingWindow(self.window_size)
-        remaining = self._remaining if driver.stage == "train" else None
+            window = self._windows[context.stage] = RollingWindow(self.window_size)
+        remaining = self._remaining if context.stage == "train" else None
         for seconds, samples, tokens, work, slowed, first in batches:
             if slowed or first:
                 continue
@@ -125,29 +124,29 @@ class SpeedMonitor(PerfCallback):
                 remaining.add(seconds)
 
     @override
-    def due(self, driver: Driver, at_end: bool) -> bool:
-        return at_end or driver.report_due
+    def due(self, context: RunContext, at_end: bool) -> bool:
+        return at_end or context.report_due
 
     @override
-    def collect(self, driver: Driver, at_end: bool) -> Report:
-        window = self._windows.get(driver.stage)
+    def collect(self, context: RunContext, at_end: bool) -> Report:
+        window = self._windows.get(context.stage)
         work = window.work() if window is not None else Work()
-        return Report(work, driver.stage, driver.step, at_end, self._times(driver, at_end))
+        return Report(work, context.stage, context.step, at_end, self._times(context, at_end))
 
     @override
-    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
+    def publish(self, context: RunContext, report: Report, rows: Rows) -> None:
         stage = report.stage
         found = dict(report.own)
-        least = Work(*lowest(rows))
+        least = Work(*min_over_ranks(rows))
         if self._worth_telling(report, least):
             self._told.add(stage)
-            found |= throughput(Work(*per_first(rows)), least, len(rows))
-            driver.meter.peaks.doubt(found.get("throughput/device/mfu", 0.0))
+            found |= throughput(Work(*sum_of_rates(rows)), least, len(rows))
+            context.meter.peaks.warn_if_above_peak(found.get("throughput/device/mfu", 0.0))
         elif report.at_end:
             return
         prefix = "" if stage == "train" else f"{stage}/"
         self.metrics = {prefix + key: value for key, value in found.items()}
-        driver.log(self.metrics, report.step)
+        context.log(self.metrics, report.step)
 
     def _worth_telling(self, report: Report, least: Work) -> bool:
         """Whether the windows are full on all ranks, or will not be any more."""
@@ -156,13 +155,13 @@ class SpeedMonitor(PerfCallback):
             return not done and least.batches > 0
         return least.batches >= self.window_size
 
-    def _times(self, driver: Driver, at_end: bool) -> dict[str, float]:
-        each, spent = SECONDS_PER_UNIT[self.time_unit], driver.counters.total_wct
-        if driver.stage != "train":
+    def _times(self, context: RunContext, at_end: bool) -> dict[str, float]:
+        each, spent = SECONDS_PER_UNIT[self.time_unit], context.counters.total_wct
+        if context.stage != "train":
             return {"time/total": spent / each}
-        validation = driver.progress.validation_seconds
+        validation = context.progress.validation_seconds
         times = elapsed(spent, validation, self.time_unit)
         left = None
         if self._remaining is not None and not at_end:
-            left = self._remaining.seconds(driver.timestamp, validation)
+            left = self._remaining.seconds(context.timestamp, validation)
         return times if left is None else times | {"time/remaining_estimate": left / each}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
 
 #: Lightning's hooks, other than those by which a Suite has its parts' state.
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name == "teardown"]
@@ -77,8 +77,8 @@ class Suite(PerfCallback):
         own = getattr(type(self), hook).__get__(self)
         ends = hook in ("teardown", "on_exception")
         setattr(self, hook, partial(_call, [*theirs, own] if ends else [own, *theirs]))
-        if hook not in self._spared:
-            self._spared.append(hook)
+        if hook not in self._skipped_hooks:
+            self._skipped_hooks.append(hook)
 
     @override
     def settle_key(self) -> None:
@@ -91,10 +91,10 @@ class Suite(PerfCallback):
         return {key: value for part in self.callbacks for key, value in part.settings().items()}
 
     @override
-    def discharge(self) -> None:
-        super().discharge()
+    def detach(self) -> None:
+        super().detach()
         for part in self.callbacks:
-            part.discharge()
+            part.detach()
 
     @override
     def _give_up(self, verb: str, error: Exception) -> None:
@@ -102,27 +102,27 @@ class Suite(PerfCallback):
         for part in self.parts:
             part._given_up = True
 
-    def _each(self, verb: str, *args: Any, teach: bool = False) -> None:
+    def _each(self, verb: str, *args: Any, reraise: bool = False) -> None:
         for part in self.callbacks:
-            part.call(verb, *args, teach=teach)
+            part.call(verb, *args, reraise=reraise)
 
     @override
-    def prepare(self, driver: Driver) -> None:
+    def prepare(self, context: RunContext) -> None:
         for part in self.callbacks:
             part._hosted = True
-            part.enlist(driver)
+            part.attach(context)
 
     @override
-    def on_start(self, driver: Driver) -> None:
-        self._each("on_start", driver, teach=not driver.nested)
+    def on_start(self, context: RunContext) -> None:
+        self._each("on_start", context, reraise=not context.nested)
 
     @override
-    def on_end(self, driver: Driver) -> None:
-        self._each("on_end", driver)
+    def on_end(self, context: RunContext) -> None:
+        self._each("on_end", context)
 
     @override
-    def close(self, driver: Driver, reason: str) -> None:
-        self._each("close", driver, reason)
+    def close(self, context: RunContext, reason: str) -> None:
+        self._each("close", context, reason)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each part by its key."""

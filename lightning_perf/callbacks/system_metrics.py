@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from typing_extensions import override
 
+from lightning_perf.core.reduce import Rows
 from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run.callback import PerfCallback, Report
-from lightning_perf.core.reduce import Rows
 from lightning_perf.run.hardware import CUDA_MEMORY, cuda_memory, gigabytes
 from lightning_perf.system import pack, unpack
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
     from lightning_perf.system import Sampler
 
 _SHORTEST = 0.1
@@ -83,47 +83,47 @@ class SystemMetrics(PerfCallback):
         self._reports, self._turns = 0, 1
 
     @override
-    def prepare(self, driver: Driver) -> None:
+    def prepare(self, context: RunContext) -> None:
         self._step, self._allocator, self._reports = -1, True, 0
-        nodes = driver.ranks.world_size // max(driver.ranks.local_world_size, 1)
+        nodes = context.ranks.world_size // max(context.ranks.local_world_size, 1)
         self._turns = ceil(nodes / _AT_ONCE) or 1
-        if driver.sampler is not None:
-            driver.sampler.subscribe(self.state_key, self._seconds)
+        if context.sampler is not None:
+            context.sampler.subscribe(self.state_key, self._seconds)
 
     @override
-    def close(self, driver: Driver, reason: str) -> None:
-        if driver.sampler is not None:
-            driver.sampler.unsubscribe(self.state_key)
+    def close(self, context: RunContext, reason: str) -> None:
+        if context.sampler is not None:
+            context.sampler.unsubscribe(self.state_key)
 
     @override
-    def on_start(self, driver: Driver) -> None:
-        if not driver.nested:
+    def on_start(self, context: RunContext) -> None:
+        if not context.nested:
             self._told = False
 
     @override
-    def due(self, driver: Driver, at_end: bool) -> bool:
-        return not driver.nested and (at_end or driver.report_due)
+    def due(self, context: RunContext, at_end: bool) -> bool:
+        return not context.nested and (at_end or context.report_due)
 
     @override
-    def collect(self, driver: Driver, at_end: bool) -> Report:
-        turn = at_end or self._reports % self._turns == driver.ranks.node_rank % self._turns
-        sampler = driver.sampler if turn else None
+    def collect(self, context: RunContext, at_end: bool) -> Report:
+        turn = at_end or self._reports % self._turns == context.ranks.node_rank % self._turns
+        sampler = context.sampler if turn else None
         figures = self._take(sampler, at_end) if sampler is not None else {}
         self._reports += 1
-        memory = self._memory(driver)
+        memory = self._memory(context)
         held = (memory.get(name, nan) for name in _MEMORY)
-        values = [driver.ranks.node_rank, os.getpid(), *held, *pack(figures)]
-        again = driver.step == self._step
+        values = [context.ranks.node_rank, os.getpid(), *held, *pack(figures)]
+        again = context.step == self._step
         # A report before the first sample has not told all of it.
-        self._step = driver.step if "rss" in memory else -1
-        return Report(values, driver.stage, driver.step, at_end, {"again": again})
+        self._step = context.step if "rss" in memory else -1
+        return Report(values, context.stage, context.step, at_end, {"again": again})
 
     @override
-    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
-        if driver.sampler is not None:
-            here = driver.ranks.node_rank
-            driver.sampler.processes.update(int(pid) for pid in rows[rows[:, 0] == here, 1])
-        if driver.ranks.global_rank != 0:
+    def publish(self, context: RunContext, report: Report, rows: Rows) -> None:
+        if context.sampler is not None:
+            here = context.ranks.node_rank
+            context.sampler.processes.update(int(pid) for pid in rows[rows[:, 0] == here, 1])
+        if context.ranks.global_rank != 0:
             return
         # An end right after a report has the same memory at the same step.
         found = {} if report.own["again"] else _over_ranks(rows[:, 2:_FIGURES])
@@ -133,7 +133,7 @@ class SystemMetrics(PerfCallback):
             found |= {f"{node}/{name}": value for name, value in unpack(row[_FIGURES:]).items()}
         if found:
             self.metrics = found
-            driver.log(found, report.step)
+            context.log(found, report.step)
 
     def _take(self, sampler: Sampler, at_end: bool) -> dict[str, float]:
         if at_end and not self._told:
@@ -142,14 +142,14 @@ class SystemMetrics(PerfCallback):
         self._told = self._told or bool(figures)
         return figures
 
-    def _memory(self, driver: Driver) -> dict[str, float]:
+    def _memory(self, context: RunContext) -> dict[str, float]:
         """What this rank's allocator holds and, where it samples, the processes of its node."""
-        latest = driver.sampler.latest if driver.sampler is not None else {}
+        latest = context.sampler.latest if context.sampler is not None else {}
         found = {name: latest.get(f"process_{name}") for name in _HOST_MEMORY}
         host = {name: gigabytes(each) for name, each in found.items() if each is not None}
         try:
             return host | (
-                cuda_memory(driver.trainer.strategy.root_device) if self._allocator else {}
+                cuda_memory(context.trainer.strategy.root_device) if self._allocator else {}
             )
         except RuntimeError as error:  # an allocator of the user's that keeps no statistics
             self._allocator = False

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from lightning_perf.charts import stacked_html, stacked_png
-from lightning_perf.core.reduce import over_ranks
+from lightning_perf.core.reduce import Rows, over_ranks
 from lightning_perf.errors import describe, warn
 from lightning_perf.run import artifacts
 from lightning_perf.run.callback import PerfCallback, Report
-from lightning_perf.core.reduce import Rows
-from lightning_perf.run.windows import Cadence
+from lightning_perf.run.windows import ReportTrigger
 from lightning_perf.schedule import Schedule, as_schedule
 from lightning_perf.timing.totals import CATEGORIES, History, Share, Totals, as_markdown, folded
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
 
 _RUN_FOLDER = "{run_name}"
 _FOLDER = f"{_RUN_FOLDER}/timings"
@@ -92,7 +91,7 @@ class Timings(PerfCallback):
     def __init__(self, schedule: Schedule | str | None = None) -> None:
         super().__init__()
         self.schedule = None if schedule is None else as_schedule(schedule)
-        self._cadence = None if self.schedule is None else Cadence(self.schedule)
+        self._trigger = None if self.schedule is None else ReportTrigger(self.schedule)
         #: What was reported last, by key; at the end of a run with what came after it.
         self.metrics: dict[str, float] = {}
         #: What callbacks, loggers and checkpoints cost, once the run is over.
@@ -114,55 +113,55 @@ class Timings(PerfCallback):
     @property
     @override
     def quiet_until(self) -> float:
-        return math.inf if self._cadence is None else self._cadence.quiet_until
+        return math.inf if self._trigger is None else self._trigger.quiet_until
 
     @override
-    def prepare(self, driver: Driver) -> None:
+    def prepare(self, context: RunContext) -> None:
         self._windows, self._history, self.table, self._stage = {}, History(), [], ""
-        if self._cadence is not None:
-            self._cadence.setup(driver)
-        driver.spans.require()
+        if self._trigger is not None:
+            self._trigger.setup(context)
+        context.spans.require()
         self._listens = True
 
     @override
-    def on_start(self, driver: Driver) -> None:
-        totals = driver.spans.totals
+    def on_start(self, context: RunContext) -> None:
+        totals = context.spans.totals
         if not self._stage:
-            self._stage, self._began = driver.stage, _Window(totals, driver.counters.batch)
-        self._windows[driver.stage] = _Window(totals, driver.counters.batch)
-        if self._cadence is not None and not driver.nested:
-            self._cadence.start(driver)
+            self._stage, self._began = context.stage, _Window(totals, context.counters.batch)
+        self._windows[context.stage] = _Window(totals, context.counters.batch)
+        if self._trigger is not None and not context.nested:
+            self._trigger.start(context)
 
     @override
-    def due(self, driver: Driver, at_end: bool) -> bool:
-        if at_end or driver.nested:
+    def due(self, context: RunContext, at_end: bool) -> bool:
+        if at_end or context.nested:
             return at_end
-        return driver.report_due if self._cadence is None else self._cadence.due(driver)
+        return context.report_due if self._trigger is None else self._trigger.due(context)
 
     @override
-    def collect(self, driver: Driver, at_end: bool) -> Report:
-        now, stage = driver.spans.totals, driver.stage
-        window, batch = self._windows[stage], driver.counters.batch
+    def collect(self, context: RunContext, at_end: bool) -> Report:
+        now, stage = context.spans.totals, context.stage
+        window, batch = self._windows[stage], context.counters.batch
         again = batch == window.batch and window.before is not None
         if again and window.before is not None:
             window = window.before
         batches = batch - window.batch
-        wanted = at_end or self._cadence is None or self._cadence.take()
+        wanted = at_end or self._trigger is None or self._trigger.consume_request()
         own = {"wanted": wanted, "again": again, "logged": again and window.logged}
         values = _per_batch(now - window.since, stage, batches) if batches else ()
         before = _Window(window.since, window.batch, logged=wanted or window.logged)
         self._windows[stage] = _Window(now, batch, before)
-        return Report(values, stage, driver.step, at_end, own)
+        return Report(values, stage, context.step, at_end, own)
 
     @override
-    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
+    def publish(self, context: RunContext, report: Report, rows: Rows) -> None:
         found = over_ranks(_SENT, rows)
         if report.stage == self._stage:
             seconds = {key: found[key] for key in CATEGORIES}
             if report.own["again"]:
                 self._history.extend(seconds)
             else:
-                batches = float(rows[driver.ranks.global_rank, len(_SENT)])
+                batches = float(rows[context.ranks.global_rank, len(_SENT)])
                 self._history.add(report.step, batches, seconds)
         wanted, logged = report.own["wanted"], report.own["logged"]
         if wanted:
@@ -170,27 +169,27 @@ class Timings(PerfCallback):
             self.metrics = {prefix + key: value for key, value in found.items()}
             # What came after a report does not replace its point: the step would show it twice.
             if not logged:
-                driver.log(self.metrics, report.step)
+                context.log(self.metrics, report.step)
 
     @override
-    def close(self, driver: Driver, reason: str) -> None:
-        if self._cadence is not None:
-            self._cadence.close()
+    def close(self, context: RunContext, reason: str) -> None:
+        if self._trigger is not None:
+            self._trigger.close()
         if not self._listens:
             return
         self._listens = False
-        run = driver.spans.totals - self._began.since
-        driver.spans.release()
+        run = context.spans.totals - self._began.since
+        context.spans.release()
         if not self._stage or reason == "failure":
             return
         self.table = run.table(_TABLED)
-        batches = driver.progress.timestamp(self._stage).batch - self._began.batch
-        if batches and driver.ranks.global_rank == 0:
+        batches = context.progress.timestamp(self._stage).batch - self._began.batch
+        if batches and context.ranks.global_rank == 0:
             if reason != "exception":
-                driver.exchange.finish()  # the last report is to be in the files
-            self._leave_files(driver, batches)
+                context.exchange.finish()  # the last report is to be in the files
+            self._leave_files(context, batches)
 
-    def _leave_files(self, driver: Driver, batches: int) -> None:
+    def _leave_files(self, context: RunContext, batches: int) -> None:
         rows, first, table = self.rows, self._history.first, folded(self.table)
         texts = {
             "table.md": as_markdown(table, batches),
@@ -204,9 +203,9 @@ class Timings(PerfCallback):
             files["timings.png"] = partial(stacked_png, rows=rows, first=first)
         summary = json.dumps(self._summary(), indent=1)
         try:
-            artifacts.leave(driver, _FOLDER, files, self._stage)
+            artifacts.leave(context, _FOLDER, files, self._stage)
             whole_run = {"summary.json": partial(_write, summary)}
-            artifacts.leave(driver, _RUN_FOLDER, whole_run, self._stage)
+            artifacts.leave(context, _RUN_FOLDER, whole_run, self._stage)
         except OSError as error:
             warn(f"timings were not written ({describe(error)}): see Timings.table and .rows.")
 

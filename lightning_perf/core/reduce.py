@@ -19,7 +19,7 @@ Rows = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 # report: hence the short cuts.
 
 
-def summed(rows: Rows) -> list[float]:
+def sum_over_ranks(rows: Rows) -> list[float]:
     """The sums over ranks.
 
     Args:
@@ -29,7 +29,7 @@ def summed(rows: Rows) -> list[float]:
     return found
 
 
-def lowest(rows: Rows) -> list[float]:
+def min_over_ranks(rows: Rows) -> list[float]:
     """The least of each number on any rank.
 
     Args:
@@ -39,21 +39,21 @@ def lowest(rows: Rows) -> list[float]:
     return found
 
 
-def per_first(rows: Rows) -> list[float]:
+def sum_of_rates(rows: Rows) -> list[float]:
     """The sums over ranks of what each has per one of its first number, such as seconds.
 
     Args:
         rows: One a rank; one whose first number is not above 0 counts for nothing.
 
     Example:
-        >>> per_first(np.array([[2.0, 64.0], [1.0, 96.0]]))
+        >>> sum_of_rates(np.array([[2.0, 64.0], [1.0, 96.0]]))
         [2.0, 128.0]
     """
     if len(rows) == 1:
-        first, *_ = values = summed(rows)
+        first, *_ = values = sum_over_ranks(rows)
         return [value / first if first > 0 else 0.0 for value in values]
     firsts = rows[:, :1]
-    return summed(np.divide(rows, firsts, out=np.zeros_like(rows), where=firsts > 0))
+    return sum_over_ranks(np.divide(rows, firsts, out=np.zeros_like(rows), where=firsts > 0))
 
 
 def over_ranks(names: Sequence[str], rows: Rows) -> dict[str, float]:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
-from lightning_perf.flops import attention as att
 from lightning_perf.flops import operators as ops
 
 Formula = Callable[[ops.Args, Any], int]
@@ -44,22 +43,22 @@ _TABLE: dict[Formula, str] = {
     ops.recurrent_mps: "_lstm_mps",
     ops.recurrent_layer: "mkldnn_rnn_layer",
     ops.recurrent_layer_backward: "mkldnn_rnn_layer_backward",
-    att.attention: """_scaled_dot_product_flash_attention
+    ops.attention: """_scaled_dot_product_flash_attention
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
         _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
         _scaled_dot_product_attention_math_for_mps higher_order::flex_attention""",
-    att.attention_backward: """_scaled_dot_product_flash_attention_backward
+    ops.attention_backward: """_scaled_dot_product_flash_attention_backward
         _scaled_dot_product_flash_attention_for_cpu_backward
         _scaled_dot_product_efficient_attention_backward
         _scaled_dot_product_cudnn_attention_backward
         _scaled_dot_product_fused_attention_overrideable_backward""",
-    att.flex_attention_backward: "higher_order::flex_attention_backward",
-    att.flash_attention: "_flash_attention_forward",
-    att.flash_attention_backward: "_flash_attention_backward",
-    att.efficient_attention: "_efficient_attention_forward",
-    att.efficient_attention_backward: "_efficient_attention_backward",
-    att.multi_head_attention: "_native_multi_head_attention",
-    att.transformer_encoder_layer: "_transformer_encoder_layer_fwd",
+    ops.flex_attention_backward: "higher_order::flex_attention_backward",
+    ops.flash_attention: "_flash_attention_forward",
+    ops.flash_attention_backward: "_flash_attention_backward",
+    ops.efficient_attention: "_efficient_attention_forward",
+    ops.efficient_attention_backward: "_efficient_attention_backward",
+    ops.multi_head_attention: "_native_multi_head_attention",
+    ops.transformer_encoder_layer: "_transformer_encoder_layer_fwd",
 }
 
 #: Formulas by the operator's name, namespace included, without overload.

@@ -29,7 +29,7 @@ from lightning_perf.tracking.stores import check_store
 
 if TYPE_CHECKING:
     from lightning_perf.core.progress import Moment, Timestamp
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
     from lightning_perf.traces import TraceWriter
 
 
@@ -130,14 +130,14 @@ class Profiler(PerfCallback):
         return {name: value for name, value in own.items() if name not in self._of_a_run}
 
     @abstractmethod
-    def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
+    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         """Record from the first ``next`` to the second, into one file.
 
         It may return what is left to do, which costs the training thread nothing.
 
         Args:
             path: Where the file belongs.
-            driver: The run, for metadata.
+            context: The run, for metadata.
             warmup: Batches to come before the window; 0 unless ``warms_up``.
         """
 
@@ -175,86 +175,88 @@ class Profiler(PerfCallback):
     # -- the verbs --------------------------------------------------------------------------------
 
     @override
-    def prepare(self, driver: Driver) -> None:
+    def prepare(self, context: RunContext) -> None:
         self._reopen, self._writer, self._windows, self._ended = False, None, None, None
-        self._refuse_ranks(driver)
-        self._refuse_twins(driver)
-        self.schedule.validate(driver.limits)
-        self.schedule.setup(driver.context)
-        if self.ranks is not None and driver.ranks.global_rank not in self.ranks:
+        self._refuse_ranks(context)
+        self._refuse_twins(context)
+        self.schedule.validate(context.limits)
+        self.schedule.setup(context.schedule_context)
+        if self.ranks is not None and context.ranks.global_rank not in self.ranks:
             return
         # Before the recording's own, which at the end moves away what these are made of.
         self._further = {}
         for name, (filename, remote) in self.further_files.items():
-            self._add_writer(driver, name, filename, remote)
-        self._writer = self._new_writer(driver, *self.own_file, explains=True)
+            self._add_writer(context, name, filename, remote)
+        self._writer = self._new_writer(context, *self.own_file, explains=True)
         self._windows = Windows(self, self._writer.spool)
 
     @override
-    def on_start(self, driver: Driver) -> None:
+    def on_start(self, context: RunContext) -> None:
         if self._windows is None or self._writer is None:
             return
-        self._windows.stop(driver)  # validation inside of fit cuts the training window
-        if not driver.nested:
-            inside = ["validate"] if driver.stage == "train" else []
-            now = {stage: driver.progress.timestamp(stage) for stage in [driver.stage, *inside]}
-            self._writer.check(now, resumes(driver.trainer))
-        self.schedule.observe(driver.moment)
-        self._windows.begin(driver)
+        self._windows.stop(context)  # validation inside of fit cuts the training window
+        if not context.nested:
+            inside = ["validate"] if context.stage == "train" else []
+            now = {stage: context.progress.timestamp(stage) for stage in [context.stage, *inside]}
+            self._writer.check(now, resumes(context.trainer))
+        self.schedule.observe(context.moment)
+        self._windows.begin(context)
 
     @override
-    def before_batch(self, driver: Driver, batch: Any) -> None:
+    def before_batch(self, context: RunContext, batch: Any) -> None:
         if self._reopen and self._windows is not None:
             self._reopen = False
-            self._windows.begin(driver)
+            self._windows.begin(context)
 
     @override
-    def after_batch(self, driver: Driver, batch: Any) -> None:
+    def after_batch(self, context: RunContext, batch: Any) -> None:
         windows = self._windows
-        if windows is not None and driver.counters.batch >= windows.asleep_until:
-            windows.after_batch(driver)
+        if windows is not None and context.counters.batch >= windows.asleep_until:
+            windows.after_batch(context)
 
     @override
-    def on_end(self, driver: Driver) -> None:
+    def on_end(self, context: RunContext) -> None:
         if self._windows is not None:
-            self._windows.stop(driver)
-            if driver.stage == "train":
-                self._ended = driver.moment
+            self._windows.stop(context)
+            if context.stage == "train":
+                self._ended = context.moment
             # After validation inside of fit, the training window goes on with its next batch.
-            self._reopen = driver.nested
+            self._reopen = context.nested
 
     @override
-    def close(self, driver: Driver, reason: str) -> None:
+    def close(self, context: RunContext, reason: str) -> None:
         if self._windows is not None:
-            self._windows.stop(driver, cut_short=reason == "exception")
+            self._windows.stop(context, cut_short=reason == "exception")
             if reason == "teardown" and not self._windows.opened:
-                self._tell_of_no_window(driver)
+                self._tell_of_no_window(context)
         self.schedule.close()
 
-    def settle(self, driver: Driver) -> None:
+    def settle(self, context: RunContext) -> None:
         """Close a window that is over by now, for a profiler that is told of things first.
 
         Args:
-            driver: That profiler's run.
+            context: That profiler's run.
         """
-        if self._windows is not None and self._driver is driver:
-            self._windows.settle(driver)
+        if self._windows is not None and self._context is context:
+            self._windows.settle(context)
 
     # -- files ------------------------------------------------------------------------------------
 
-    def _add_writer(self, driver: Driver, name: str, filename: str, remote: str | None) -> None:
+    def _add_writer(
+        self, context: RunContext, name: str, filename: str, remote: str | None
+    ) -> None:
         """A pipe for a further file, unless there is one."""
         if name not in self._further:
             explains = self._lies_elsewhere(remote)
-            writer = self._new_writer(driver, filename, remote, False, explains)
+            writer = self._new_writer(context, filename, remote, False, explains)
             self._further = {**self._further, name: writer}
 
     def _new_writer(
-        self, driver: Driver, filename: str, remote: str | None, compress: bool, explains: bool
+        self, context: RunContext, filename: str, remote: str | None, compress: bool, explains: bool
     ) -> TraceWriter:
         """A pipe into this profiler's folder, which the end of the run closes."""
         return new_writer(
-            driver,
+            context,
             self.output_path_prefix,
             self.folder,
             filename,
@@ -288,29 +290,29 @@ class Profiler(PerfCallback):
         own = self.remote_file_name or ""
         return posixpath.dirname(remote or own) != posixpath.dirname(own)
 
-    def _refuse_ranks(self, driver: Driver) -> None:
-        world = driver.ranks.world_size
+    def _refuse_ranks(self, context: RunContext) -> None:
+        world = context.ranks.world_size
         if self.ranks is not None and max(self.ranks) >= world:
             problem = f"names a rank beyond the {world} of this run"
             raise ConfigError("ranks", self.ranks, problem, "[0]")
 
-    def _refuse_twins(self, driver: Driver) -> None:
+    def _refuse_twins(self, context: RunContext) -> None:
         """Two of a kind need names of their own: nobody could tell their files apart."""
-        for other in driver.parts:
+        for other in context.parts:
             if type(other) is type(self) and other is not self and _place(other) == _place(self):
                 name = type(self).__name__
                 problem = f"is that of another {name} of this Trainer: give one of the two another \
 `filename` or `folder`"
                 raise ConfigError("filename", self.filename, problem, f'"second.{self.filename}"')
 
-    def _tell_of_no_window(self, driver: Driver) -> None:
+    def _tell_of_no_window(self, context: RunContext) -> None:
         """Say, once and on one rank, that a schedule did not come to its first window."""
-        ended, rank = self._ended, driver.ranks.global_rank
+        ended, rank = self._ended, context.ranks.global_rank
         if (
             ended is None
             or ended.timestamp.batch == 0
             or rank != min(self.ranks or [0])
-            or driver.trainer.fast_dev_run  # type: ignore[attr-defined]
+            or context.trainer.fast_dev_run  # type: ignore[attr-defined]
         ):
             return
         first = next_window(self.schedule, ended)

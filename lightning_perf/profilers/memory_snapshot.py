@@ -24,10 +24,10 @@ from lightning_perf.profilers.window_runner import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
 
 
-class LastMoment:
+class OomSnapshot:
     """Keeps the allocator's state of the last failed allocation, while somebody watches.
 
     When the error has become an exception that ends the run, much of what filled the memory is
@@ -49,7 +49,7 @@ class LastMoment:
         self.snapshot = None
 
 
-_watching: WeakSet[LastMoment] = WeakSet()
+_watching: WeakSet[OomSnapshot] = WeakSet()
 
 
 @cache
@@ -141,11 +141,11 @@ class MemorySnapshot(Profiler):
         )
         self.html = flag("html", html)
         self.max_entries = whole("max_entries", max_entries, 1, "100000")
-        self._last_moment, self._ran_out = LastMoment(), False
+        self._last_moment, self._ran_out = OomSnapshot(), False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_last_moment": LastMoment(), "_ran_out": False}
+        return {**super().__getstate__(), "_last_moment": OomSnapshot(), "_ran_out": False}
 
     @property
     @override
@@ -155,8 +155,8 @@ class MemorySnapshot(Profiler):
         return {name: file for name, file in names.items() if self.html or file[0].endswith(".svg")}
 
     @override
-    def prepare(self, driver: Driver) -> None:
-        super().prepare(driver)
+    def prepare(self, context: RunContext) -> None:
+        super().prepare(context)
         self._ran_out = False
         if _has_cuda():
             self._last_moment.watch()
@@ -165,7 +165,7 @@ class MemorySnapshot(Profiler):
             _tell_once()
 
     @override
-    def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
+    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         memory = torch.cuda.memory
         # Frames of Python alone: those of C++ take seconds to resolve when the window ends.
         memory._record_memory_history("all", stacks="python", max_entries=self.max_entries)
@@ -176,31 +176,31 @@ class MemorySnapshot(Profiler):
             memory._record_memory_history(None)
 
     @override
-    def after_batch(self, driver: Driver, batch: Any) -> None:
+    def after_batch(self, context: RunContext, batch: Any) -> None:
         self._last_moment.snapshot = None  # memory ran out, and training found a way
-        super().after_batch(driver, batch)
+        super().after_batch(context, batch)
 
     @override
-    def close(self, driver: Driver, reason: str) -> None:
+    def close(self, context: RunContext, reason: str) -> None:
         self._ran_out = reason == "exception" and isinstance(
             sys.exception(), torch.OutOfMemoryError
         )
         if self._ran_out:
-            self._save_now(driver)
-        super().close(driver, reason)
+            self._save_now(context)
+        super().close(context, reason)
         self._last_moment.forget()
 
-    def _save_now(self, driver: Driver) -> None:
+    def _save_now(self, context: RunContext) -> None:
         """Save what is allocated, unless a window is open: its history ends with all that."""
         if (
             self._writer is None
             or self._windows is None
             or self._windows.open is not None
-            or not driver.stage
+            or not context.stage
         ):
             return
-        path = self._writer.spool(driver.stage)
-        self.save(path, driver.timestamp, driver.stage, self._dump(path))
+        path = self._writer.spool(context.stage)
+        self.save(path, context.timestamp, context.stage, self._dump(path))
 
     def _dump(self, path: Path) -> Recorded:
         snapshot = self._last_moment.snapshot if self._ran_out else None

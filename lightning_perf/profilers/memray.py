@@ -28,7 +28,7 @@ from lightning_perf.profilers.window_runner import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
 
 #: What memray.Tracker takes besides, by its defaults; it is written in C and cannot be asked.
 _OPTIONS = {
@@ -143,15 +143,15 @@ class Memray(Profiler):
         return {name: self.beside(suffix) for name, suffix in suffixes.items()}
 
     @override
-    def prepare(self, driver: Driver) -> None:
+    def prepare(self, context: RunContext) -> None:
         require(self, "memray")
-        super().prepare(driver)
+        super().prepare(context)
         if self.follow_fork and self._writer is not None:
             record = partial(memray_child.record_child, self._tracker_options())
             self._children = processes.Children(record)
 
     @override
-    def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
+    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         from memray import Tracker
 
         refuse_python_profiler(self)
@@ -169,20 +169,20 @@ class Memray(Profiler):
             raise RecorderBusy("Memray", FOREIGN_MEMRAY, remedy) from error
         yield None
         memray_child.stop(tracker)
-        return Recorded(further=self._further_of(path, driver))
+        return Recorded(further=self._further_of(path, context))
 
     @override
-    def after_batch(self, driver: Driver, batch: Any) -> None:
-        driver.deliver()
-        super().after_batch(driver, batch)
+    def after_batch(self, context: RunContext, batch: Any) -> None:
+        context.deliver()
+        super().after_batch(context, batch)
 
     @override
-    def close(self, driver: Driver, reason: str) -> None:
-        super().close(driver, reason)
+    def close(self, context: RunContext, reason: str) -> None:
+        super().close(context, reason)
         if self._children is not None:
             self._children.leave()
             # After the writers of the children's files, which the last window may have added.
-            driver.at_end(self._children.remove)
+            context.on_close(self._children.remove)
             self._children = None
 
     def _tracker_options(self) -> dict[str, Any]:
@@ -193,25 +193,25 @@ class Memray(Profiler):
             options["file_format"] = FileFormat[name.upper()]
         return options
 
-    def _further_of(self, path: Path, driver: Driver) -> dict[str, Callable[[Path], None]]:
+    def _further_of(self, path: Path, context: RunContext) -> dict[str, Callable[[Path], None]]:
         further: dict[str, Callable[[Path], None]] = {}
         if self.flamegraph:
             further["flamegraph"] = partial(_flamegraph, path)
         if self.summary:
-            log = partial(driver.log_from_worker, step=driver.step)
-            further["summary"] = partial(_summarize, path, self._prefix(driver), log)
+            log = partial(context.log_from_worker, step=context.step)
+            further["summary"] = partial(_summarize, path, self._prefix(context), log)
         if self._children is not None:
             files = self._children.shut()
             for place, number in enumerate(files.numbers[:_MOST_CHILDREN], 1):
                 name = f"child{place}"
-                self._add_writer(driver, name, *self.beside(f".{name}.bin"))
+                self._add_writer(context, name, *self.beside(f".{name}.bin"))
                 further[name] = partial(_take, files, number)
         return further
 
-    def _prefix(self, driver: Driver) -> str:
+    def _prefix(self, context: RunContext) -> str:
         """What the keys of this rank's metrics begin with."""
-        stage = "" if driver.stage == "train" else f"{driver.stage}/"
-        rank = driver.ranks.global_rank
+        stage = "" if context.stage == "train" else f"{context.stage}/"
+        rank = context.ranks.global_rank
         first = min(self.ranks) if self.ranks is not None else 0
         return f"{stage}memray/" if rank == first else f"{stage}memray/rank{rank}/"
 

@@ -12,7 +12,7 @@ from lightning_perf.errors import RecorderBusy
 from lightning_perf.run import compat
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
 
 #: The end of Lightning's name for a step of each stage.
 _STEPS = {
@@ -23,34 +23,34 @@ _STEPS = {
 }
 
 
-def refuse_torch_profiler(profiler: object, driver: Driver) -> None:
+def refuse_torch_profiler(profiler: object, context: RunContext) -> None:
     """Refuse to start torch.profiler while another one records, or is about to.
 
     Args:
         profiler: Who wants to start.
-        driver: The run.
+        context: The run.
 
     Raises:
         RecorderBusy: Another one has the batch that comes next.
     """
-    refuse_lightnings(profiler, driver)
+    refuse_lightnings(profiler, context)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         wanted = type(profiler).__name__
         raise RecorderBusy(wanted, "a torch.profiler that is not ours", "remove one of the two")
 
 
-def refuse_lightnings(profiler: object, driver: Driver) -> None:
+def refuse_lightnings(profiler: object, context: RunContext) -> None:
     """Refuse to record the batch that comes next if Lightning's PyTorchProfiler may.
 
     Args:
         profiler: Who wants to record.
-        driver: The run.
+        context: The run.
 
     Raises:
         RecorderBusy: Lightning's profiler records, warms up, or begins to in that batch.
     """
-    name, theirs = compat.profiler_name(driver.trainer), vars(driver.trainer).get("profiler")
-    if name == "PyTorchProfiler" and _takes_next(theirs, driver.stage):
+    name, theirs = compat.profiler_name(context.trainer), vars(context.trainer).get("profiler")
+    if name == "PyTorchProfiler" and _takes_next(theirs, context.stage):
         raise RecorderBusy(type(profiler).__name__, f"Trainer(profiler={name}())")
 
 

@@ -30,7 +30,7 @@ from lightning_perf.schedule import Schedule
 from lightning_perf.traces import file_format, remote_format
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
 
 
 _ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
@@ -283,11 +283,11 @@ class PyTorch(Profiler):
         return files
 
     @override
-    def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
+    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         if self.with_stack:
             refuse_python_profiler(self)
-        refuse_torch_profiler(self, driver)
-        first = driver.timestamp.batch
+        refuse_torch_profiler(self, context)
+        first = context.timestamp.batch
         profiler = profile(
             schedule=_phases(first, warmup),
             record_shapes=self.record_shapes,
@@ -298,28 +298,28 @@ class PyTorch(Profiler):
         )
         # Steps bear the numbers of their batches, so that traces of several ranks line up.
         profiler.step_num = first
-        for key, value in self._metadata(driver).items():
+        for key, value in self._metadata(context).items():
             profiler.preset_metadata_json(key, json.dumps(value))
         profiler.start()
 
         def tick() -> None:
-            refuse_lightnings(self, driver)
+            refuse_lightnings(self, context)
             profiler.step()
 
         yield tick
         profiler.stop()
-        files = TorchFiles(profiler, path, str(driver.trainer.strategy.root_device), self._tell)
+        files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device), self._tell)
         return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})
 
-    def _metadata(self, driver: Driver) -> dict[str, Any]:
-        ranks, stamp = driver.ranks, driver.timestamp
+    def _metadata(self, context: RunContext) -> dict[str, Any]:
+        ranks, stamp = context.ranks, context.timestamp
         return {
             "rank": ranks.global_rank,
             "local_rank": ranks.local_rank,
             "node_rank": ranks.node_rank,
             "world_size": ranks.world_size,
-            "run_name": self._writer.run_name if self._writer is not None else driver.run_name,
-            "stage": driver.stage,
+            "run_name": self._writer.run_name if self._writer is not None else context.run_name,
+            "stage": context.stage,
             "epoch": stamp.epoch,
             "batch": stamp.batch,
             "step": stamp.step,

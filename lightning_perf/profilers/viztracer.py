@@ -35,7 +35,7 @@ from lightning_perf.profilers.window_runner import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
 
 
 #: Each rank's processes have ids of their own: 10001 is the first child of rank 0.
@@ -277,11 +277,11 @@ class VizTracer(Profiler):
         return {"page": self.beside(".html")} if self.html else {}
 
     @override
-    def prepare(self, driver: Driver) -> None:
+    def prepare(self, context: RunContext) -> None:
         require(self, "viztracer")
-        super().prepare(driver)
+        super().prepare(context)
         if self.patch and self._writer is not None:
-            self._follow(driver)
+            self._follow(context)
 
     @property
     @override
@@ -292,15 +292,15 @@ class VizTracer(Profiler):
         return _cvf(self.filename), None if remote is None else _cvf(remote), False
 
     @override
-    def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
+    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         refuse_python_profiler(self)
         tick = None
         if self.options.get("log_torch"):
-            refuse_torch_profiler(self, driver)
-            tick = partial(refuse_lightnings, self, driver)
+            refuse_torch_profiler(self, context)
+            tick = partial(refuse_lightnings, self, context)
         options = given(self.options)
         with blaming(options):
-            tracer = ready_tracer(driver.ranks.global_rank, self.tracer_entries, options)
+            tracer = ready_tracer(context.ranks.global_rank, self.tracer_entries, options)
         if self._children is not None:
             self._children.open(path)
         try:
@@ -316,18 +316,18 @@ class VizTracer(Profiler):
         )
 
     @override
-    def close(self, driver: Driver, reason: str) -> None:
-        super().close(driver, reason)
+    def close(self, context: RunContext, reason: str) -> None:
+        super().close(context, reason)
         if self._children is not None:
             self._children.leave()
             self._children = None
 
-    def _follow(self, driver: Driver) -> None:
+    def _follow(self, context: RunContext) -> None:
         plain = {key: value for key, value in given(self.options).items() if _is_plain(value)}
         plain.pop("log_torch", None)
-        record = partial(record_child, driver.ranks.global_rank, self.tracer_entries, plain)
+        record = partial(record_child, context.ranks.global_rank, self.tracer_entries, plain)
         self._children = processes.Children(record)
-        driver.at_end(self._children.remove)
+        context.on_close(self._children.remove)
 
 
 class _Trace:

@@ -1,7 +1,7 @@
 """What is made of VizTracer's files; run as a program, since reading them takes a second or more.
 
-``python -m lightning_perf.profilers.viztracer_report merge TRACE CHILD...`` puts the traces of child
-processes into their parent's; ``page TRACE PAGE`` draws flame graphs of where the time went;
+``python -m lightning_perf.profilers.viztracer_report merge TRACE CHILD...`` adds the traces of
+child processes to their parent's; ``page TRACE PAGE`` draws flame graphs of where the time went;
 ``check PACKED`` reads a ``.cvf`` back.
 """
 

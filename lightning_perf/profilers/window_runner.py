@@ -13,7 +13,7 @@ from lightning_perf.errors import RecorderBusy, describe, warn
 
 if TYPE_CHECKING:
     from lightning_perf.core.progress import Moment, Timestamp
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
     from lightning_perf.schedule import Schedule
 
 
@@ -175,7 +175,7 @@ class Recorder(Protocol):
     schedule: Schedule
     batches_per_trace: int
 
-    def record(self, path: Path, driver: Driver, warmup: int) -> Recording:
+    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         """Record from the first ``next`` to the second."""
         ...
 
@@ -183,7 +183,7 @@ class Recorder(Protocol):
         """Take a recording over."""
         ...
 
-    def settle(self, driver: Driver) -> None:
+    def settle(self, context: RunContext) -> None:
         """Close what is over by now."""
         ...
 
@@ -206,39 +206,39 @@ class Windows:
         self._told: set[type] = set()
         self._seen = ("", 0)
 
-    def begin(self, driver: Driver) -> None:
+    def begin(self, context: RunContext) -> None:
         """A stage begins, or goes on after validation inside of it."""
         self.asleep_until = 0
-        self._turn(driver)
+        self._turn(context)
 
-    def after_batch(self, driver: Driver) -> None:
+    def after_batch(self, context: RunContext) -> None:
         """A batch has ended; told twice, as ``settle`` may, it counts once."""
-        seen, self._seen = self._seen, (driver.stage, driver.counters.batch)
+        seen, self._seen = self._seen, (context.stage, context.counters.batch)
         if seen == self._seen:
             return
         if self.open is not None:
             self.open.count()
-        self._profiler.schedule.observe(driver.moment)
-        self._turn(driver)
+        self._profiler.schedule.observe(context.moment)
+        self._turn(context)
 
-    def settle(self, driver: Driver) -> None:
+    def settle(self, context: RunContext) -> None:
         """Close what is over by now: another profiler, which is told of things first, wants to."""
-        if self.open is not None and self.open.stage != driver.stage:
-            self.stop(driver)
+        if self.open is not None and self.open.stage != context.stage:
+            self.stop(context)
         elif self.open is not None:
-            self.after_batch(driver)
+            self.after_batch(context)
 
-    def stop(self, driver: Driver, cut_short: bool = False) -> None:
+    def stop(self, context: RunContext, cut_short: bool = False) -> None:
         """Close the open recording, if there is one, and hand it over.
 
         Args:
-            driver: The run.
+            context: The run.
             cut_short: Whether the present batch failed: then even a part of one is kept.
         """
         running, self.open = self.open, None
         if running is None:
             return
-        with driver.aside():
+        with context.exclude_from_batch_time():
             try:
                 recorded = running.stop()
             except OSError as error:
@@ -250,13 +250,13 @@ class Windows:
             running.path.unlink(missing_ok=True)
             return
         self.opened = True
-        stamp = driver.progress.timestamp(running.stage)
+        stamp = context.progress.timestamp(running.stage)
         self._profiler.save(running.path, stamp, running.stage, recorded)
 
-    def _turn(self, driver: Driver) -> None:
+    def _turn(self, context: RunContext) -> None:
         """Open, go on or close, as the batch asks that comes next."""
-        moment, running = driver.moment, self.open
-        over = driver.stage == "train" and moment.fraction == 1.0  # no batch comes any more
+        moment, running = context.moment, self.open
+        over = context.stage == "train" and moment.fraction == 1.0  # no batch comes any more
         window = None if over else self._profiler.schedule.window(moment)
         if running is not None:
             if running.goes_on(window, self._profiler.batches_per_trace):
@@ -265,16 +265,16 @@ class Windows:
                         running.tick()
                     return
                 except RecorderBusy as error:  # a recorder that is not ours is about to start
-                    self.stop(driver)
+                    self.stop(context)
                     self._leave_out(error)
                     return
-            self.stop(driver)
+            self.stop(context)
         if window is not None:
-            self._start(driver, window, warmup=0)
+            self._start(context, window, warmup=0)
         elif not over:
-            self._look_ahead(driver, moment)
+            self._look_ahead(context, moment)
 
-    def _look_ahead(self, driver: Driver, moment: Moment) -> None:
+    def _look_ahead(self, context: RunContext, moment: Moment) -> None:
         """Start ahead of a window that can be foreseen, or sleep until one may be."""
         lead = min(self._profiler.schedule.lead, _MOST_LEAD) if self._profiler.warms_up else 0
         quiet_until, ahead = self._profiler.schedule.quiet_until(moment), moment
@@ -283,20 +283,20 @@ class Windows:
             ahead = ahead.ahead(1)
             window = self._profiler.schedule.window(ahead)
             if window is not None:
-                self._start(driver, window, warmup=batches)
+                self._start(context, window, warmup=batches)
                 return
         if not self._profiler.schedule.watches:
             self.asleep_until = quiet_until - lead
 
-    def _start(self, driver: Driver, window: Hashable, warmup: int) -> None:
+    def _start(self, context: RunContext, window: Hashable, warmup: int) -> None:
         self.opened = self.opened or not warmup
-        with driver.aside():
+        with context.exclude_from_batch_time():
             try:
                 other = holder()
                 if isinstance(other, Recorder) and other is not self._profiler:
-                    other.settle(driver)
-                path = self._spool(driver.stage)
-                recording = self._profiler.record(path, driver, warmup)
+                    other.settle(context)
+                path = self._spool(context.stage)
+                recording = self._profiler.record(path, context, warmup)
                 claim(self._profiler)
                 tick = next(recording)
             except (RecorderBusy, OSError) as error:
@@ -306,7 +306,7 @@ class Windows:
             except BaseException:
                 release(self._profiler)
                 raise
-        self.open = Window(recording, tick, path, driver.stage, window, warmup)
+        self.open = Window(recording, tick, path, context.stage, window, warmup)
 
     def _leave_out(self, error: RecorderBusy | OSError) -> None:
         """One window less; the next one is tried again, and what is wrong is said once."""

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
 
 
 def new_writer(
-    driver: Driver,
+    context: RunContext,
     prefix: str | None,
     folder: str,
     filename: str,
@@ -30,7 +30,7 @@ def new_writer(
     """A pipe for files of one kind, which the end of the run closes.
 
     Args:
-        driver: The run.
+        context: The run.
         prefix: The folder that `folder` lies under; by default the trainer's ``default_root_dir``.
         folder: As for `TraceWriter`.
         filename: As for `TraceWriter`.
@@ -41,38 +41,38 @@ def new_writer(
         readme: As for `TraceWriter`.
         optional: As for `TraceWriter`.
     """
-    root = driver.reporting.root(prefix)
+    root = context.reporting.root(prefix)
     writer = TraceWriter(
-        driver.worker,
+        context.worker,
         root.path,
         folder,
         filename,
         remote,
-        driver.ranks,
-        driver.run_name,
+        context.ranks,
+        context.run_name,
         compress,
-        identity=driver.identity,
+        identity=context.identity,
         overwrite=overwrite,
         num_traces_to_keep=num_traces_to_keep,
-        targets=driver.targets(remote),
+        targets=context.targets(remote),
         readme=readme,
-        maker=driver.maker,
-        complaints=driver.complaints,
+        file_worker=context.file_worker,
+        warnings_digest=context.warnings_digest,
         optional=optional,
         mirror=root.mirror,
     )
     # Once the worker has stopped, the writer places here what a hung server held back.
-    driver.at_end(writer.close)
+    context.on_close(writer.close)
     return writer
 
 
 def leave(
-    driver: Driver, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str
+    context: RunContext, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str
 ) -> None:
     """Write files below the trainer's ``default_root_dir``, and to MLflow as artifacts.
 
     Args:
-        driver: The run.
+        context: The run.
         folder: Format string of the folder, as for profilers.
         files: What writes each, by its name; called on the worker thread.
         stage: What they tell of; other stages than train have a folder of their own.
@@ -81,6 +81,6 @@ def leave(
         OSError: If the folder cannot be written to.
     """
     for filename, write in files.items():
-        writer = new_writer(driver, None, folder, filename, f"{folder}/{filename}")
+        writer = new_writer(context, None, folder, filename, f"{folder}/{filename}")
         spooled = writer.spool(stage)
-        writer.write(spooled, driver.progress.timestamp(stage), stage, partial(write, spooled))
+        writer.write(spooled, context.progress.timestamp(stage), stage, partial(write, spooled))

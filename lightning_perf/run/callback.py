@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 
 from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
-from lightning_perf.run.context import Driver
+from lightning_perf.run.context import RunContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.core.reduce import Rows
-    from lightning_perf.run.flop_meter import BatchWork
+    from lightning_perf.run.flop_meter import BatchCost
     from lightning_perf.run.stages import Progress
 
     #: What came of one batch: seconds, samples and tokens (None where they cannot be told), FLOPs
     #: (None where they are not known), whether it took longer because these were counted, and
     #: whether it was the first of its stage. A plain tuple, since one is made of every batch.
-    BatchRecord = tuple[float, int | None, int | None, BatchWork | None, bool, bool]
+    BatchRecord = tuple[float, int | None, int | None, BatchCost | None, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Part(Protocol):
         """The batch of the stage before which it is due only where Lightning logs."""
         ...
 
-    def busy(self, verb: str) -> bool:
+    def overrides(self, verb: str) -> bool:
         """Whether it has anything to do at a verb of every batch."""
         ...
 
-    def due(self, driver: Driver, at_end: bool) -> bool:
+    def due(self, context: RunContext, at_end: bool) -> bool:
         """Whether there is something to report now, on all ranks alike."""
         ...
 
@@ -99,28 +99,28 @@ class Verbs:
         """The batch of the stage before which it is due only where Lightning logs."""
         return math.inf
 
-    def prepare(self, driver: Driver) -> None:
+    def prepare(self, context: RunContext) -> None:
         """The run is set up, on all ranks: check settings against it."""
 
-    def on_start(self, driver: Driver) -> None:
+    def on_start(self, context: RunContext) -> None:
         """``driver.stage`` begins."""
 
-    def before_batch(self, driver: Driver, batch: Any) -> None:
+    def before_batch(self, context: RunContext, batch: Any) -> None:
         """A batch has arrived on the device."""
 
-    def after_batch(self, driver: Driver, batch: Any) -> None:
+    def after_batch(self, context: RunContext, batch: Any) -> None:
         """A batch has been worked on; ``driver.moment`` is past it."""
 
-    def after_batches(self, driver: Driver, batches: Sequence[BatchRecord]) -> None:
+    def after_batches(self, context: RunContext, batches: Sequence[BatchRecord]) -> None:
         """What came of the batches since the last call, before each report at the latest.
 
         For what need not be known at once: it takes a fraction of the time of ``after_batch``.
         """
 
-    def on_end(self, driver: Driver) -> None:
+    def on_end(self, context: RunContext) -> None:
         """``driver.stage`` ends as it should."""
 
-    def due(self, driver: Driver, at_end: bool) -> bool:
+    def due(self, context: RunContext, at_end: bool) -> bool:
         """Whether there is something to report now, on all ranks alike.
 
         Asked after every batch and at a stage's end, on every rank, even where this callback has
@@ -129,18 +129,18 @@ class Verbs:
         """
         return False
 
-    def collect(self, driver: Driver, at_end: bool) -> Report | None:
+    def collect(self, context: RunContext, at_end: bool) -> Report | None:
         """This rank's numbers for a report that is due."""
         raise NotImplementedError
 
-    def publish(self, driver: Driver, report: Report, rows: Rows) -> None:
+    def publish(self, context: RunContext, report: Report, rows: Rows) -> None:
         """Log a report, from one row of numbers a rank: some batches later, with several ranks."""
 
-    def close(self, driver: Driver, reason: str) -> None:
+    def close(self, context: RunContext, reason: str) -> None:
         """Let go of everything; called once or more.
 
         Args:
-            driver: The run's.
+            context: The run's.
             reason: ``"teardown"``, ``"exception"`` or ``"failure"`` (of this callback).
         """
 
@@ -148,7 +148,7 @@ class Verbs:
 _WORDS = dict(zip(STAGES, ("train", "validation", "test", "predict"), strict=True))
 
 
-def fold(callback: type[PerfCallback]) -> None:
+def _install_stage_hooks(callback: type[PerfCallback]) -> None:
     """Give a class the hooks of all stages, which call a few methods of its own."""
     for stage, word in _WORDS.items():
         hooks = {
@@ -184,11 +184,11 @@ def _batch_start(stage: str) -> Callable[..., None]:
     def batch_start(
         self: PerfCallback, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any
     ) -> None:
-        driver = self._driver
-        if driver is None or driver.stage != stage:
+        context = self._context
+        if context is None or context.stage != stage:
             return
-        for part in self._early:
-            part.call("before_batch", driver, batch)
+        for part in self._before_batch_parts:
+            part.call("before_batch", context, batch)
 
     return batch_start
 
@@ -202,21 +202,21 @@ def _batch_end(stage: str) -> Callable[..., None]:
         batch: Any,
         *_: Any,
     ) -> None:
-        driver = self._driver
-        if driver is None or driver.stage != stage:
+        context = self._context
+        if context is None or context.stage != stage:
             return
-        if driver.members[0] is self:
+        if context.members[0] is self:
             try:
-                driver.end_batch(batch)
+                context.end_batch(batch)
             except Exception as error:
                 self._all_give_up("end_batch", error)
-        for part in self._late:
+        for part in self._after_batch_parts:
             if not part._given_up:
                 try:
-                    part.after_batch(driver, batch)
+                    part.after_batch(context, batch)
                 except Exception as error:
                     part._give_up("after_batch", error)
-        if driver.exchange.asked and driver.members[-1] is self:
+        if context.exchange.asked and context.members[-1] is self:
             self._drive("report", False)
 
     return batch_end
@@ -248,16 +248,16 @@ class PerfCallback(Verbs, Callback):
     keeps_progress = True
 
     def __init__(self) -> None:
-        self._driver: Driver | None = None
+        self._context: RunContext | None = None
         self._progress: Progress | None = None
         self._given_up = False
         #: Whether a Suite hosts this, which hears Lightning in its place.
         self._hosted = False
         self._settled = False
         # Those of its parts that have something to do before and after each batch.
-        self._early: list[PerfCallback] = []
-        self._late: list[PerfCallback] = []
-        self._spared: list[str] = []
+        self._before_batch_parts: list[PerfCallback] = []
+        self._after_batch_parts: list[PerfCallback] = []
+        self._skipped_hooks: list[str] = []
 
     @cached_property
     def state_key(self) -> str:
@@ -281,13 +281,13 @@ class PerfCallback(Verbs, Callback):
 
     # -- dispatch ---------------------------------------------------------------------------------
 
-    def call(self, verb: str, *args: Any, teach: bool = False) -> Any:
+    def call(self, verb: str, *args: Any, reraise: bool = False) -> Any:
         """Call a verb so that no failure of ours reaches training.
 
         Args:
             verb: The method's name.
             *args: Its arguments.
-            teach: Whether errors that the user can mend are raised all the same.
+            reraise: Whether errors that the user can mend are raised all the same.
 
         Returns:
             What it returns; None if it failed, or this callback has given up.
@@ -297,7 +297,7 @@ class PerfCallback(Verbs, Callback):
         try:
             return getattr(self, verb)(*args)
         except Exception as error:
-            if teach and isinstance(error, _FOR_THE_USER):
+            if reraise and isinstance(error, _FOR_THE_USER):
                 raise
             self._give_up(verb, error)
             return None
@@ -313,16 +313,16 @@ class PerfCallback(Verbs, Callback):
                 f"({type(error).__name__}: {error}). Training goes on.{ours}"
             )
         with suppress(Exception):
-            if self._driver is not None and verb != "close":
-                self.close(self._driver, "failure")
+            if self._context is not None and verb != "close":
+                self.close(self._context, "failure")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Join the trainer's driver."""
         if self._hosted:
             return
-        if self._driver is not None:
-            if self._driver.trainer is trainer:
-                self._driver.abandon()  # nobody told of the end of its last run
+        if self._context is not None:
+            if self._context.trainer is trainer:
+                self._context.abandon()  # nobody told of the end of its last run
             else:
                 warn(
                     f"this {type(self).__name__} leaves the Trainer that it watched for another "
@@ -330,33 +330,33 @@ class PerfCallback(Verbs, Callback):
                 )
             self.leave("teardown")
         self.settle_key()
-        driver = Driver.join(trainer, pl_module, self)
-        self.enlist(driver)
-        self._spare(*_UNUSED)
-        driver.describe(self.settings())
+        context = RunContext.join(trainer, pl_module, self)
+        self.attach(context)
+        self._skip_hooks(*_UNUSED)
+        context.describe(self.settings())
 
     def settle_key(self) -> None:
         """Take the key of this kind, under which checkpoints have its state."""
         self._settled = True
         vars(self).pop("state_key", None)
 
-    def enlist(self, driver: Driver) -> None:
+    def attach(self, context: RunContext) -> None:
         """Get ready for a run; errors that the user can mend are raised."""
-        self._driver, self._progress, self._given_up = driver, driver.progress, False
-        self.call("prepare", driver, teach=True)
+        self._context, self._progress, self._given_up = context, context.progress, False
+        self.call("prepare", context, reraise=True)
 
-    def busy(self, verb: str) -> bool:
+    def overrides(self, verb: str) -> bool:
         """Whether it has anything to do at a verb of every batch."""
         return getattr(type(self), verb) is not getattr(Verbs, verb)
 
-    def discharge(self) -> None:
+    def detach(self) -> None:
         """Know the run no more, nor the module that Lightning made it log by."""
-        self._driver, self._hosted = None, False
-        for name in (*self._spared, *_ATTACHED):
+        self._context, self._hosted = None, False
+        for name in (*self._skipped_hooks, *_ATTACHED):
             vars(self).pop(name, None)
-        self._spared.clear()
+        self._skipped_hooks.clear()
 
-    def _spare(self, *hooks: str) -> None:
+    def _skip_hooks(self, *hooks: str) -> None:
         """Have Lightning pass over hooks: it does so with what is not callable.
 
         On the object, so that a subclass may have them and call super(). That is most of what a
@@ -365,14 +365,20 @@ class PerfCallback(Verbs, Callback):
         for hook in hooks:
             if getattr(getattr(self, hook), "__func__", None) is getattr(PerfCallback, hook):
                 setattr(self, hook, None)
-                self._spared.append(hook)
+                self._skipped_hooks.append(hook)
 
     def __getstate__(self) -> dict[str, Any]:
         # A run is a process's own: spawned processes and copies join theirs.
-        left_out = {*self._spared, *_ATTACHED, "state_key"}
+        left_out = {*self._skipped_hooks, *_ATTACHED, "state_key"}
         own = {name: value for name, value in vars(self).items() if name not in left_out}
-        none = {"_driver": None, "_progress": None, "_hosted": False, "_settled": False}
-        return {**own, **none, "_early": [], "_late": [], "_spared": []}
+        none = {"_context": None, "_progress": None, "_hosted": False, "_settled": False}
+        return {
+            **own,
+            **none,
+            "_before_batch_parts": [],
+            "_after_batch_parts": [],
+            "_skipped_hooks": [],
+        }
 
     def settings(self) -> dict[str, object]:
         """The arguments that this was made with, for the run's params."""
@@ -389,8 +395,8 @@ class PerfCallback(Verbs, Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the progress of the run that is resumed."""
-        if self._driver is not None and "progress" in state_dict:
-            self._driver.resume(state_dict["progress"])
+        if self._context is not None and "progress" in state_dict:
+            self._context.resume(state_dict["progress"])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave it."""
@@ -408,62 +414,62 @@ class PerfCallback(Verbs, Callback):
         Args:
             reason: As for ``close``.
         """
-        driver = self._driver
+        context = self._context
         if self._hosted:
             return
-        if driver is None:
-            self.discharge()  # it has not got so far, but Lightning has put its methods here
+        if context is None:
+            self.detach()  # it has not got so far, but Lightning has put its methods here
             return
-        self.call("close", driver, reason)
-        self.discharge()
+        self.call("close", context, reason)
+        self.detach()
         try:
-            driver.leave(self, reason)
+            context.leave(self, reason)
         except Exception as error:
             self._give_up("leave", error)
 
     def _begin(self, stage: str, word: str) -> None:
-        driver = self._driver
-        if driver is None or self._hosted:
+        context = self._context
+        if context is None or self._hosted:
             return
-        leads, last = driver.members[0] is self, driver.members[-1] is self
+        leads, last = context.members[0] is self, context.members[-1] is self
         if leads:
             self._drive("enter", stage)
-        self._early = [part for part in self.parts if part.busy("before_batch")]
-        self._late = [part for part in self.parts if part.busy("after_batch")]
-        if not self._early:
-            self._spare(f"on_{word}_batch_start")
-        if not (self._late or leads or last):
-            self._spare(f"on_{word}_batch_end")
+        self._before_batch_parts = [part for part in self.parts if part.overrides("before_batch")]
+        self._after_batch_parts = [part for part in self.parts if part.overrides("after_batch")]
+        if not self._before_batch_parts:
+            self._skip_hooks(f"on_{word}_batch_start")
+        if not (self._after_batch_parts or leads or last):
+            self._skip_hooks(f"on_{word}_batch_end")
         # Before the first batch a user can still be told; within training no more.
-        self.call("on_start", driver, teach=not driver.nested)
+        self.call("on_start", context, reraise=not context.nested)
 
     def _end(self, stage: str) -> None:
-        driver = self._driver
-        if driver is None or driver.stage != stage or self._hosted:
+        context = self._context
+        if context is None or context.stage != stage or self._hosted:
             return
-        self.call("on_end", driver)
-        if driver.members[-1] is self:
+        self.call("on_end", context)
+        if context.members[-1] is self:
             self._drive("report", True)
             self._drive("exit")
 
     def _drive(self, verb: str, *args: Any) -> None:
         """Move the shared driver on."""
         try:
-            getattr(self._driver, verb)(*args)
+            getattr(self._context, verb)(*args)
         except Exception as error:
             self._all_give_up(verb, error)
 
     def _all_give_up(self, verb: str, error: Exception) -> None:
         """What all share has failed: none of us can go on."""
-        assert self._driver is not None  # the hooks look first
-        for member in list(self._driver.members):
+        assert self._context is not None  # the hooks look first
+        for member in list(self._context.members):
             if isinstance(member, PerfCallback) and not member._given_up:
                 member._give_up(verb, error)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the epoch."""
-        driver = self._driver
-        if driver is not None and driver.stage == "train" and driver.members[0] is self:
+        context = self._context
+        if context is not None and context.stage == "train" and context.members[0] is self:
             self._drive("end_epoch")
 
 
@@ -474,4 +480,4 @@ def _readable(value: object) -> object:
     return getattr(value, "__qualname__", value) if callable(value) else value
 
 
-fold(PerfCallback)
+_install_stage_hooks(PerfCallback)

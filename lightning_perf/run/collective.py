@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_perf.background.waiting import wait_until
-from lightning_perf.core.reduce import Rows
 from lightning_perf.errors import describe, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lightning.pytorch import Trainer
+
+    from lightning_perf.core.reduce import Rows
 
 #: Numbers a rank sends at once: all messages have this size. What a report has more than that
 #: follows in a second message.

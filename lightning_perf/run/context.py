@@ -19,18 +19,18 @@ from typing_extensions import override
 
 from lightning_perf.background.worker import Worker
 from lightning_perf.core.progress import Limits, Moment, Ranks
-from lightning_perf.errors import Complaints, ConfigError
+from lightning_perf.errors import ConfigError, WarningDigest
 from lightning_perf.flops import device_name
-from lightning_perf.patches import StandIn, Wraps
+from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
 from lightning_perf.run.hardware import node_sampler
 from lightning_perf.run.spans import Spans
-from lightning_perf.run.stages import BatchCounter, Counters, Course, Progress
-from lightning_perf.run.windows import Exchange
+from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
+from lightning_perf.run.windows import ReportDispatcher
 from lightning_perf.schedule import Context
-from lightning_perf.timing.cuda_events import Laps, clocked
+from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,7 +124,7 @@ UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
 
 
-class Driver:
+class RunContext:
     """Counts progress, meters FLOPs, and owns the thread and the ways out.
 
     The first member of a trainer feeds it, the last one to leave closes it. Constructing it takes
@@ -140,15 +140,17 @@ class Driver:
         self.ranks = ranks_of(trainer)
         self.limits = limits_of(trainer)
         #: Sends, and asks servers; and who makes files meanwhile.
-        self.worker, self.maker = Worker("lightning_perf"), Worker("lightning_perf maker")
+        self.worker, self.file_worker = Worker("lightning_perf"), Worker("lightning_perf maker")
         #: What writers of files have to say.
-        self.complaints = Complaints()
+        self.warnings_digest = WarningDigest()
         self.reporting = Reporting(trainer, self.worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
-        self._laps = Laps() if clocked(trainer.strategy.root_device) else None
-        self.course = Course(self.progress, self.ranks, self.reporting.run_name, self._laps)
-        self.exchange = Exchange(trainer, self._laps)
+        self._device_timer = DeviceBatchTimer() if clocked(trainer.strategy.root_device) else None
+        self.stages = StageStack(
+            self.progress, self.ranks, self.reporting.run_name, self._device_timer
+        )
+        self.exchange = ReportDispatcher(trainer, self._device_timer)
         self.spans = Spans(trainer, module)
         self._loop: compat.TrainingLoop  # each stage's: modules may settle how late
         self._log_every = 0
@@ -161,15 +163,15 @@ class Driver:
         self.report_due = False
         #: The loggers' step for what is reported now.
         self.step = 0
-        self._at_end: list[Callable[[], None]] = []
+        self._on_close: list[Callable[[], None]] = []
         self._counter: BatchCounter | None = None
-        self._resumed = self._told_untracked = False
+        self._resumed = self._warned_untracked = False
         self._pid = os.getpid()
         # Lightning's tuners exchange the callbacks: no hook of ours hears of an error within.
-        self._wraps = Wraps()
-        ending = partial(_Ending, driver=weakref.ref(self))
-        self._wraps.put(trainer.strategy, "on_exception", ending)
-        weakref.finalize(self, _end_threads, self.worker, self.maker).atexit = False
+        self._patches = PatchSet()
+        ending = partial(_Ending, context=weakref.ref(self))
+        self._patches.wrap(trainer.strategy, "on_exception", ending)
+        weakref.finalize(self, _end_threads, self.worker, self.file_worker).atexit = False
         # Again for each run, so that it comes before what was registered since the last one.
         atexit.unregister(_leave_at_exit)
         atexit.register(_leave_at_exit)
@@ -177,19 +179,19 @@ class Driver:
     # -- who takes part ---------------------------------------------------------------------
 
     @classmethod
-    def join(cls, trainer: Trainer, module: LightningModule, member: Member) -> Driver:
+    def join(cls, trainer: Trainer, module: LightningModule, member: Member) -> RunContext:
         """The trainer's driver, made for the first member that asks.
 
         Raises:
             ConfigError: Another callback of the kind has joined.
         """
-        driver = _DRIVERS.get(id(trainer))
-        if driver is not None and driver._counter is not None:
-            driver.abandon()  # an earlier run of which no end was heard
-            driver = None
-        if driver is None:
-            driver = _DRIVERS[id(trainer)] = cls(trainer, module)
-        keys = {each.state_key for known in driver.members for each in (known, *known.parts)}
+        context = _CONTEXTS.get(id(trainer))
+        if context is not None and context._counter is not None:
+            context.abandon()  # an earlier run of which no end was heard
+            context = None
+        if context is None:
+            context = _CONTEXTS[id(trainer)] = cls(trainer, module)
+        keys = {each.state_key for known in context.members for each in (known, *known.parts)}
         for each in (member, *member.parts):
             if each.state_key in keys and each.keeps_progress:
                 kind = type(each).__name__
@@ -198,28 +200,28 @@ class Driver:
                     f"has two of {kind}: one watches this Trainer already, alone or in a Suite"
                 )
                 raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
-        driver.members.append(member)
-        driver._joined += member.parts
-        return driver
+        context.members.append(member)
+        context._joined += member.parts
+        return context
 
     def leave(self, member: Member, reason: str) -> None:
         """Let a member go; the last one closes what is shared."""
         if member in self.members:
             self.members.remove(member)
-        if self.members or _DRIVERS.get(id(self.trainer)) is not self:
+        if self.members or _CONTEXTS.get(id(self.trainer)) is not self:
             return
-        del _DRIVERS[id(self.trainer)]
-        self._wraps.restore()
+        del _CONTEXTS[id(self.trainer)]
+        self._patches.restore()
         self.meter.close()
         self.spans.restore()
         self.exchange.close(0 if reason == "exception" else GATHER_TIMEOUT)
         self.reporting.flush()
-        self.reporting.finish(self.maker, FILE_TIMEOUT[reason])
+        self.reporting.finish(self.file_worker, FILE_TIMEOUT[reason])
         self.reporting.close(UPLOAD_TIMEOUT[reason])
-        for finish in self._at_end:
+        for finish in self._on_close:
             finish()
         self.reporting.tidy()
-        self.complaints.sum_up()
+        self.warnings_digest.summarize()
         if reason == "teardown" and self.ranks.global_rank == 0 and not self.trainer.loggers:
             with suppress(Exception):
                 self._tell_where()
@@ -252,22 +254,22 @@ class Driver:
     @property
     def nested(self) -> bool:
         """Whether the present stage is validation inside of fit."""
-        return self.course.nested
+        return self.stages.nested
 
     @property
     def first_batch(self) -> bool:
         """Whether the last batch is the first one of its stage in this run."""
-        return self.course.batches == 1
+        return self.stages.batches == 1
 
     @property
     def timestamp(self) -> Timestamp:
         """Where the present stage stands."""
-        return self.course.timestamp
+        return self.stages.timestamp
 
     @property
     def moment(self) -> Moment:
         """The present moment, as the next batch sees it."""
-        return self.course.moment
+        return self.stages.moment
 
     @property
     def parts(self) -> list[Any]:
@@ -293,15 +295,15 @@ class Driver:
             self.describe(setup_of(self.trainer) | peak)
         self._log_every = compat.log_every_n_steps(self.trainer)
         self.exchange.enter(self.parts)
-        self.course.enter(stage, limits)
+        self.stages.enter(stage, limits)
         self._look()
 
     def _look(self) -> None:
         """Another stage is the present one."""
-        self.stage = self.course.stage
+        self.stage = self.stages.stage
         self.exchange.wake()
         if self.stage:
-            self.counters = self.course.counters
+            self.counters = self.stages.counters
 
     def end_batch(self, batch: Any) -> None:
         """A batch has been worked on."""
@@ -310,27 +312,27 @@ class Driver:
         meter, every = self.meter, self._log_every
         if meter.wanted:
             meter.after_batch(batch)
-            if meter.untracked and not self._told_untracked:
-                self._tell_untracked()
+            if meter.untracked and not self._warned_untracked:
+                self._warn_untracked()
         if self.stage == "train":
             self.step, steps, last = self._loop.counts
-            batches = self.course.count(samples, tokens, steps, last)
+            batches = self.stages.count(samples, tokens, steps, last)
             due = every > 0 and (self.step + 1) % every == 0
             self.report_due = due and not self._loop.accumulating
         else:
-            batches = self.course.count(samples, tokens, 0, False)
+            batches = self.stages.count(samples, tokens, 0, False)
             self.report_due = every > 0 and not self.nested and batches % every == 0
             if not self.nested:
                 self.step = self._loop.step + batches
         seconds = self.counters.last_seconds
         record = (seconds, samples, tokens, meter.work, meter.counted, batches == 1)
-        lap = None if self._laps is None else self._laps.end()
-        self.exchange.end_batch(self, record, lap)
+        device_time = None if self._device_timer is None else self._device_timer.end()
+        self.exchange.end_batch(self, record, device_time)
         if self.spans.clocked:
             self.spans.end_batch()
 
-    def _tell_untracked(self) -> None:
-        self._told_untracked = True
+    def _warn_untracked(self) -> None:
+        self._warned_untracked = True
         names = ", ".join(sorted(self.meter.untracked))
         self.describe({"untracked_operations": names})
         if self.ranks.global_rank == 0:
@@ -343,12 +345,12 @@ class Driver:
     def end_epoch(self) -> None:
         """An epoch of training is over."""
         self.meter.resume(self.stage)
-        self.course.end_epoch()
+        self.stages.end_epoch()
 
     def exit(self) -> None:
         """The present stage is over."""
         self.exchange.exit(self)
-        self.course.exit()
+        self.stages.exit()
         self._look()
         self.spans.enter(self.stage)
         self.meter.resume(self.stage)
@@ -369,18 +371,18 @@ class Driver:
         """What tells this run from others of its name, the same on every rank."""
         return self.reporting.identity
 
-    def at_end(self, finish: Callable[[], None]) -> None:
+    def on_close(self, finish: Callable[[], None]) -> None:
         """Call something when the worker has stopped, at the very end of the run."""
-        self._at_end.append(finish)
+        self._on_close.append(finish)
 
     @property
-    def context(self) -> Context:
+    def schedule_context(self) -> Context:
         """What schedules may ask of the run."""
         return Context(self.ranks, self.limits, self.reporting.tags.read)
 
-    def aside(self) -> AbstractContextManager[None]:
+    def exclude_from_batch_time(self) -> AbstractContextManager[None]:
         """Leave what happens within out of the batch's seconds: it is ours, not training."""
-        return self.course.aside()
+        return self.stages.exclude_from_batch_time()
 
     @cached_property
     def sampler(self) -> Sampler | None:
@@ -430,19 +432,19 @@ class Driver:
             counters.epoch = trainer.current_epoch
 
 
-class _Ending(StandIn):
+class _Ending(MethodPatch):
     """Ends a run before the strategy hears of an exception."""
 
-    def __init__(self, original: Callable[..., Any], driver: weakref.ref[Driver]) -> None:
+    def __init__(self, original: Callable[..., Any], context: weakref.ref[RunContext]) -> None:
         super().__init__(original)
-        self._driver = driver
+        self._context = context
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original, driver = self.original, self._driver()
+        original, context = self.original, self._context()
         with suppress(Exception):  # the user's own goes on
-            if driver is not None:
-                driver.abandon()
+            if context is not None:
+                context.abandon()
         return original(*args, **kwargs)
 
 
@@ -454,11 +456,11 @@ def _end_threads(*workers: Worker) -> None:
 
 def _leave_at_exit() -> None:
     """Leave runs whose end nobody told: another callback's ``on_exception`` raised first."""
-    for driver in list(_DRIVERS.values()):
-        driver.abandon()
+    for context in list(_CONTEXTS.values()):
+        context.abandon()
 
 
 # By the trainer's id, which is its own as long as the driver lives.
-_DRIVERS: WeakValueDictionary[int, Driver] = WeakValueDictionary()
+_CONTEXTS: WeakValueDictionary[int, RunContext] = WeakValueDictionary()
 # A trainer's progress outlives its drivers, which live for one fit or test each.
 _PROGRESS: WeakKeyDictionary[Trainer, Progress] = WeakKeyDictionary()

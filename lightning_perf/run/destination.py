@@ -140,14 +140,14 @@ class Reporting:
         for root in self._roots.values():
             root.close()
 
-    def finish(self, maker: Worker, timeout: float) -> None:
+    def finish(self, file_worker: Worker, timeout: float) -> None:
         """Wait a bounded time for files that are being made.
 
         Args:
-            maker: Who makes them.
+            file_worker: Who makes them.
             timeout: Seconds at most; the one that is begun then may take some more.
         """
-        self._let_go(maker, "finishing traces", timeout)
+        self._let_go(file_worker, "finishing traces", timeout)
 
     def _let_go(self, worker: Worker, what: str, timeout: float) -> None:
         if worker.close(_PATIENCE):

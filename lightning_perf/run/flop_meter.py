@@ -24,7 +24,7 @@ from lightning_perf.flops import (
     signature,
 )
 from lightning_perf.run.compat import precision
-from lightning_perf.run.step_hooks import STEPS, Steps
+from lightning_perf.run.step_hooks import STEPS, StepHooks
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -37,7 +37,7 @@ _FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True, slots=True)
-class BatchWork:
+class BatchCost:
     """What one batch costs one rank."""
 
     tracked_operations: int = 0
@@ -50,16 +50,16 @@ class BatchWork:
     peak: float = 0.0
 
 
-class Peaks:
+class PeakResolver:
     """The peaks of this rank's device, each resolved once."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._given: tuple[float | str, str] | None = None
         self._peaks: dict[str, Peak | None] = {}
-        self._doubted = False
+        self._warned_above_peak = False
 
-    def give(self, peak: float | str, name: str) -> None:
+    def override(self, peak: float | str, name: str) -> None:
         """Take the user's word.
 
         Args:
@@ -83,7 +83,7 @@ class Peaks:
         base = precision(self._trainer).removesuffix("-mixed").removesuffix("-true")
         return _DTYPES.get(base, _FP8 if base.startswith("transformer-engine") else "float32")
 
-    def of(self, dtype: str) -> Peak | None:
+    def get(self, dtype: str) -> Peak | None:
         """The peak for products of a dtype, or None with one warning.
 
         Args:
@@ -127,12 +127,12 @@ class Peaks:
     def _is_mixed(self) -> bool:
         return precision(self._trainer).endswith("-mixed")
 
-    def priced(self, counts: Counts) -> BatchWork:
+    def cost_of(self, counts: Counts) -> BatchCost:
         """What a batch's FLOPs mean on this device."""
         total = float(sum(counts.model.values()))
         seconds = self._seconds(counts.model)
-        peaks = {peak.value for dtype in counts.model if (peak := self.of(dtype))}
-        return BatchWork(
+        peaks = {peak.value for dtype in counts.model if (peak := self.get(dtype))}
+        return BatchCost(
             counts.tracked_operations,
             counts.untracked_operations,
             seconds,
@@ -142,16 +142,16 @@ class Peaks:
             next(iter(peaks)) if len(peaks) == 1 else total / seconds if seconds else 0.0,
         )
 
-    def doubt(self, mfu: float) -> None:
+    def warn_if_above_peak(self, mfu: float) -> None:
         """Flag a utilization that cannot be, once.
 
         Args:
             mfu: As reported; above 1, the peak is wrong.
         """
-        if mfu <= 1.0 or self._doubted:
+        if mfu <= 1.0 or self._warned_above_peak:
             return
-        self._doubted = True
-        peak = self.of(self.dtype)
+        self._warned_above_peak = True
+        peak = self.get(self.dtype)
         told = f"{peak.value:.3g} FLOP/s ({peak.source})" if peak else "unknown"
         warn(
             f"mfu is {mfu:.3g}, more than the hardware can do, so the peak is wrong: {told}. "
@@ -160,11 +160,11 @@ class Peaks:
 
     def setup(self) -> dict[str, object]:
         """The peak that is held against, for the run's params."""
-        peak = self.of(self.dtype)
+        peak = self.get(self.dtype)
         return {"peak_flops": peak.value, "peak_source": peak.source} if peak else {}
 
     def _seconds(self, flops: Mapping[str, float]) -> float:
-        peaks = {dtype: self.of(dtype) for dtype in flops}
+        peaks = {dtype: self.get(dtype) for dtype in flops}
         if any(peak is None for peak in peaks.values()):
             return 0.0
         return sum(flops[dtype] / peak.value for dtype, peak in peaks.items() if peak)
@@ -177,32 +177,32 @@ _MOST_KNOWN = 4096
 
 
 @dataclass(slots=True)
-class Book:
+class FlopCache:
     """What is known of one stage, with one part of the model frozen."""
 
     #: Batches that may still be counted without finding anything, before it is given up.
     tries: int
     counts: dict[Signature, Counts] = field(default_factory=dict)
-    works: dict[Signature, BatchWork] = field(default_factory=dict)
-    law: FlopModel | None = None
+    costs_by_signature: dict[Signature, BatchCost] = field(default_factory=dict)
+    predictor: FlopModel | None = None
     #: How many shapes were known when a law was last looked for.
-    looked_at: int = 0
+    fitted_at: int = 0
 
     def predict(self, shapes: Signature) -> Counts | None:
         """The counts of shapes that were not counted, once there are enough that were."""
         if len(self.counts) < _ENOUGH:
             return None
         # Shapes that a law does not explain are counted, and may tell a wider one.
-        if len(self.counts) >= 2 * self.looked_at:
-            self.looked_at = len(self.counts)
-            self.law = fit(self.counts)
-        return self.law.predict(shapes) if self.law is not None else None
+        if len(self.counts) >= 2 * self.fitted_at:
+            self.fitted_at = len(self.counts)
+            self.predictor = fit(self.counts)
+        return self.predictor.predict(shapes) if self.predictor is not None else None
 
-    def remember(self, shapes: Signature, work: BatchWork) -> None:
+    def remember(self, shapes: Signature, work: BatchCost) -> None:
         """Know the work of shapes from now on, within bounds."""
-        if len(self.works) >= _MOST_KNOWN:
-            self.works.clear()
-        self.works[shapes] = work
+        if len(self.costs_by_signature) >= _MOST_KNOWN:
+            self.costs_by_signature.clear()
+        self.costs_by_signature[shapes] = work
 
 
 _CONTEXTS = {
@@ -227,10 +227,10 @@ class FlopMeter:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
-        self.peaks = Peaks(trainer)
+        self.peaks = PeakResolver(trainer)
         self.wanted = False
         #: The present batch: its work, and whether it was slowed down by being counted.
-        self.work: BatchWork | None = None
+        self.work: BatchCost | None = None
         self.counted = False
         #: Operators that do work which no formula knows.
         self.untracked: set[str] = set()
@@ -238,13 +238,13 @@ class FlopMeter:
         self._declared = self._compiled = False
         #: What the module declared last, and what that costs.
         self._declared_flops: float | None = None
-        self._declared_cost: BatchWork | None = None
-        self._books: dict[Hashable, Book] = {}
-        self._book = Book(tries=0)
+        self._declared_cost: BatchCost | None = None
+        self._caches: dict[Hashable, FlopCache] = {}
+        self._cache = FlopCache(tries=0)
         self._stale = True
         self._signature: Signature = ()
-        self._lawless = False
-        self._steps = Steps(trainer.strategy, self._begins)
+        self._warned_unpredictable = False
+        self._steps = StepHooks(trainer.strategy, self._on_step)
         #: Whether the present batch was looked at, and what went wrong then.
         self._begun = False
         self._error: Exception | None = None
@@ -261,7 +261,7 @@ class FlopMeter:
         """
         self.wanted = True
         if peak is not None:
-            self.peaks.give(peak, name)
+            self.peaks.override(peak, name)
         self.peaks.prepare()
 
     def start(self, stage: str) -> None:
@@ -279,7 +279,7 @@ class FlopMeter:
         self._compiled = is_compiled(self._module)
         if not (self._declared and stage == "train"):
             self._steps.watch(stage)
-        self.peaks.of(self.peaks.dtype)
+        self.peaks.get(self.peaks.dtype)
 
     def resume(self, stage: str) -> None:
         """A stage goes on, or a new epoch of it: what is frozen may be another part by now.
@@ -295,7 +295,7 @@ class FlopMeter:
         self._stage = ""
         self._steps.leave()
 
-    def _begins(self, stage: str, batch: Any) -> None:
+    def _on_step(self, stage: str, batch: Any) -> None:
         # Lightning's sanity check has steps, but is no stage.
         if self._begun or stage != self._stage:
             return
@@ -311,29 +311,29 @@ class FlopMeter:
             self._stale = False
             frozen = tuple(each.requires_grad for each in self._module.parameters())
             key = self._stage, frozen
-            self._book = self._books.setdefault(key, Book(_TRIES[self._stage]))
+            self._cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage]))
         self._signature = signature(batch)
-        self.work = self._book.works.get(self._signature)
+        self.work = self._cache.costs_by_signature.get(self._signature)
         if self.work is None:
             self._find_out(batch)
 
     def _find_out(self, batch: Any) -> None:
         """Shapes that are new: predict what they cost, or count them."""
-        book = self._book
-        predicted = book.predict(self._signature)
+        cache = self._cache
+        predicted = cache.predict(self._signature)
         if predicted is not None:
-            self.work = self.peaks.priced(predicted)
-            book.remember(self._signature, self.work)
-        elif len(book.counts) >= MOST_COUNTED:
-            self._tell_lawless()
-        elif book.tries and self._compiled:
+            self.work = self.peaks.cost_of(predicted)
+            cache.remember(self._signature, self.work)
+        elif len(cache.counts) >= MOST_COUNTED:
+            self._warn_unpredictable()
+        elif cache.tries and self._compiled:
             self._count_on_shadow(batch)
-        elif book.tries:
+        elif cache.tries:
             self._steps.count(FlopCounter())
 
-    def _tell_lawless(self) -> None:
-        if not self._lawless:
-            self._lawless = True
+    def _warn_unpredictable(self) -> None:
+        if not self._warned_unpredictable:
+            self._warned_unpredictable = True
             warn(
                 f"{MOST_COUNTED} shapes of batches were counted, and no law tells the FLOPs of "
                 "others: batches of new shapes have none, and windows with them no mfu. Define "
@@ -346,9 +346,9 @@ class FlopMeter:
         try:
             counts = count_on_shadow(self._module, batch, self._step)
         except ShadowError as error:
-            self._book.tries = 0
-            if not self._lawless:
-                self._lawless = True
+            self._cache.tries = 0
+            if not self._warned_unpredictable:
+                self._warned_unpredictable = True
                 warn(
                     f"this compiled module cannot be counted ({error}): no FLOPs and no mfu. "
                     "Define flops_per_batch on the LightningModule to have them."
@@ -376,25 +376,25 @@ class FlopMeter:
             self._steps.stop_counting()
             self._learn(counts, whole=self._steps.backward_seen)
         elif self._declared and self._stage == "train":
-            self.work = self._declared_work(batch)
+            self.work = self._look_up_declared(batch)
 
     def _learn(self, counts: Counts, whole: bool) -> None:
         # A step that was skipped has no FLOPs, or none of a backward: the next one is counted.
         skipped = self._stage == "train" and self._module.automatic_optimization and not whole
         if counts.model_flops and not skipped:
             self.untracked |= counts.untracked_names.keys()
-            self.work = self.peaks.priced(counts)
-            self._book.counts[self._signature] = counts
-            self._book.remember(self._signature, self.work)
+            self.work = self.peaks.cost_of(counts)
+            self._cache.counts[self._signature] = counts
+            self._cache.remember(self._signature, self.work)
             return
-        self._book.tries -= 1
-        if not self._book.tries and self._stage == "train":
+        self._cache.tries -= 1
+        if not self._cache.tries and self._stage == "train":
             warn(
                 "no FLOPs were found in the first batches: no mfu. Define flops_per_batch on the "
                 "LightningModule to have it."
             )
 
-    def _declared_work(self, batch: Any) -> BatchWork | None:
+    def _look_up_declared(self, batch: Any) -> BatchCost | None:
         try:
             value: Any = self._module.flops_per_batch
             if callable(value):
@@ -414,5 +414,5 @@ class FlopMeter:
             return None
         each = {self.peaks.dtype: round(flops)}
         self._declared_flops = flops
-        self._declared_cost = self.peaks.priced(Counts(model=each, hardware=each))
+        self._declared_cost = self.peaks.cost_of(Counts(model=each, hardware=each))
         return self._declared_cost

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Find = Callable[[str], AbstractContextManager[Any]]
 
 
-class Lean(PassThroughProfiler):
+class NullProfiler(PassThroughProfiler):
     """Does nothing as well, without making a generator for each span."""
 
     @override
@@ -28,7 +28,7 @@ class Lean(PassThroughProfiler):
         return PassThroughProfiler, ()
 
 
-class Hearing(PassThroughProfiler):
+class SpanProfiler(PassThroughProfiler):
     """Hears every span of a trainer that has no profiler.
 
     Args:
@@ -53,7 +53,7 @@ class Hearing(PassThroughProfiler):
         return PassThroughProfiler, ()
 
 
-class Listener:
+class TeeProfiler:
     """Hears every span, and passes each on to the profiler that it stands in for.
 
     All else, its class included, is that profiler's.
@@ -69,7 +69,7 @@ class Listener:
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
         """A span, as a context."""
-        return _Both(self._find(action_name), self._theirs.profile(action_name))
+        return _TeeSpan(self._find(action_name), self._theirs.profile(action_name))
 
     def start(self, action_name: str) -> None:
         """The beginning of a span."""
@@ -97,7 +97,7 @@ class Listener:
         setattr(self._theirs, name, value)
 
 
-class _Both:
+class _TeeSpan:
     """Our span around the user's profiler's, which thereby measures what it would without us."""
 
     __slots__ = ("_ours", "_theirs")

@@ -11,20 +11,20 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torchmetrics import Metric
 
 from lightning_perf.flops import is_compiled
-from lightning_perf.patches import Wraps
+from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.categories import classify
-from lightning_perf.run.profiler_tee import Hearing, Lean, Listener
+from lightning_perf.run.profiler_tee import NullProfiler, SpanProfiler, TeeProfiler
 from lightning_perf.timing.clock import (
     NOTHING,
     Clock,
+    InclusiveSpan,
     SaveSpan,
-    Silent,
     Span,
-    WatchedSpan,
-    WholeSpan,
+    SpanWithCallbacks,
+    UntrackedSpan,
 )
-from lightning_perf.timing.cuda_events import DeviceClock, clocked
+from lightning_perf.timing.cuda_events import DeviceSegmentTimer, clocked
 from lightning_perf.timing.totals import Totals
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _ITER = ("dataloader_next", "iter")
 _MOVE = ("from_device", "predictions")
 
 
-class Hub:
+class SpanRecorder:
     """Hears the trainer's spans, times what has none, and knows where every second went."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -63,10 +63,10 @@ class Hub:
         self._clock = Clock()
         self._nested = False
         #: The device's own clock, where it has one.
-        self.device = DeviceClock() if clocked(trainer.strategy.root_device) else None
+        self.device = DeviceSegmentTimer() if clocked(trainer.strategy.root_device) else None
         #: Our spans by their keys, made as they are asked for.
-        self.book = SpanBook(self._span)
-        self._wraps = Wraps()
+        self.cache = SpanCache(self._span)
+        self._patches = PatchSet()
         self._wrap()
 
     @property
@@ -84,10 +84,10 @@ class Hub:
     def close(self) -> None:
         """Time nothing any more; spans that somebody still holds do no harm."""
         self._clock.thread = None
-        self._wraps.restore()
+        self._patches.restore()
 
     def _begin(self, stage: str) -> None:
-        self._clock.begin(stage, [span for span in self.book.values() if isinstance(span, Span)])
+        self._clock.begin(stage, [span for span in self.cache.values() if isinstance(span, Span)])
         if self.device is not None:
             self.device.begin(stage)
 
@@ -112,23 +112,25 @@ class Hub:
         except Exception:  # a callback of the user's that cannot be asked: Lightning will tell
             what = None
         if what is None:
-            return NOTHING if name.startswith("[") else Silent(name)
+            return NOTHING if name.startswith("[") else UntrackedSpan(name)
         category, label = what
         clock = self._clock
         if label == "run_training_batch":
-            return WholeSpan(clock, what, name)
+            return InclusiveSpan(clock, what, name)
         if label == "save_checkpoint":
             return SaveSpan(clock, what, name)
         if label == "run_training_epoch":
             # The loader's iterator is made first of all.
-            return WatchedSpan(clock, what, name, entered=partial(clock.run, *_ITER))
+            return SpanWithCallbacks(clock, what, name, entered=partial(clock.run, *_ITER))
         if label == "on_predict_batch_end":
             # Predictions are brought to the host next.
-            return WatchedSpan(clock, what, name, left=partial(clock.run, *_MOVE))
+            return SpanWithCallbacks(clock, what, name, left=partial(clock.run, *_MOVE))
         if self.device is not None and category in _DEVICE and label not in _UNMARKED:
             # Where backward is called within the step, what was before it is forward.
             entered = partial(self.device.mark, "forward") if category == "backward" else None
-            return WatchedSpan(clock, what, name, entered, partial(self.device.mark, category))
+            return SpanWithCallbacks(
+                clock, what, name, entered, partial(self.device.mark, category)
+            )
         return Span(clock, what, name)
 
     def _wrap(self) -> None:
@@ -137,7 +139,7 @@ class Hub:
         for owner, method, category, name in compat.unspanned(trainer):
             self._time(owner, method, category, name)
         inside = partial(self._inside, "validate")
-        self._wraps.time(compat.validation_loop(trainer), "run", inside)
+        self._patches.wrap_in_context(compat.validation_loop(trainer), "run", inside)
         for logger in trainer.loggers:
             for method in _LOGGER_METHODS:
                 self._time(logger, method, "logging", f"{type(logger).__name__}.{method}")
@@ -154,10 +156,12 @@ class Hub:
                 self._time(metric, "compute", "reduce_metrics", name)
 
     def _time(self, owner: object, method: str, category: str, name: str) -> None:
-        self._wraps.time(owner, method, partial(self.book.__getitem__, (category, name)))
+        self._patches.wrap_in_context(
+            owner, method, partial(self.cache.__getitem__, (category, name))
+        )
 
 
-class SpanBook(dict[Any, "AbstractContextManager[Any]"]):
+class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
     """Spans by their keys: looking one up costs no call of ours but for the first time.
 
     Args:
@@ -170,7 +174,7 @@ class SpanBook(dict[Any, "AbstractContextManager[Any]"]):
 
     def __missing__(self, key: Key) -> AbstractContextManager[Any]:
         if len(self) >= _MOST_SPANS:
-            return Silent(str(key))
+            return UntrackedSpan(str(key))
         span = self[key] = self._make(key)
         return span
 
@@ -189,65 +193,65 @@ class Spans:
         self._trainer, self._module = trainer, module
         self._users = 0
         self._profiler = getattr(trainer, "profiler", None)
-        self._standin: Any = None
-        self._hub: Hub | None = None
+        self._installed: Any = None
+        self._recorder: SpanRecorder | None = None
         #: Whether the device's clock wants to know of the ends of batches.
         self.clocked = False
-        self._be_lean()
+        self._install_null_profiler()
 
     @property
     def totals(self) -> Totals:
         """Where the time went since timings were first asked for, up to now."""
-        return self._hub.totals if self._hub is not None else Totals({})
+        return self._recorder.totals if self._recorder is not None else Totals({})
 
     def require(self) -> None:
         """Ask for timings; to be released as often."""
         self._users += 1
-        if self._hub is None:
-            self._put_back()
-            self._hub = Hub(self._trainer, self._module)
-            self.clocked = self._hub.device is not None
-            self._listen(self._hub)
+        if self._recorder is None:
+            self._uninstall()
+            self._recorder = SpanRecorder(self._trainer, self._module)
+            self.clocked = self._recorder.device is not None
+            self._listen(self._recorder)
 
     def release(self) -> None:
         """Need timings no more."""
         self._users -= 1
         if self._users == 0:
             self.restore()
-            self._be_lean()
+            self._install_null_profiler()
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
-        if self._hub is not None:
-            self._hub.enter(stage)
-            if getattr(self._trainer, "profiler", None) is not self._standin:
-                self._listen(self._hub)  # the user exchanged it
+        if self._recorder is not None:
+            self._recorder.enter(stage)
+            if getattr(self._trainer, "profiler", None) is not self._installed:
+                self._listen(self._recorder)  # the user exchanged it
 
     def end_batch(self) -> None:
         """A batch has been worked on."""
-        if self._hub is not None and self._hub.device is not None:
-            self._hub.device.end_batch()
+        if self._recorder is not None and self._recorder.device is not None:
+            self._recorder.device.end_batch()
 
     def restore(self) -> None:
         """Put everything back; what was exchanged meanwhile stays."""
-        self._put_back()
-        if self._hub is not None:
-            self._hub.close()
-            self._hub, self.clocked = None, False
+        self._uninstall()
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder, self.clocked = None, False
 
-    def _be_lean(self) -> None:
+    def _install_null_profiler(self) -> None:
         if type(getattr(self._trainer, "profiler", None)) is PassThroughProfiler:
-            self._stand_in(Lean())
+            self._install(NullProfiler())
 
-    def _listen(self, hub: Hub) -> None:
-        theirs, find = getattr(self._trainer, "profiler", None), hub.book.__getitem__
+    def _listen(self, recorder: SpanRecorder) -> None:
+        theirs, find = getattr(self._trainer, "profiler", None), recorder.cache.__getitem__
         none = type(theirs) is PassThroughProfiler
-        self._stand_in(Hearing(find) if none else Listener(theirs, find))
+        self._install(SpanProfiler(find) if none else TeeProfiler(theirs, find))
 
-    def _stand_in(self, standin: Any) -> None:
+    def _install(self, replacement: Any) -> None:
         self._profiler = getattr(self._trainer, "profiler", None)
-        self._standin = self._trainer.profiler = standin  # type: ignore[attr-defined]
+        self._installed = self._trainer.profiler = replacement  # type: ignore[attr-defined]
 
-    def _put_back(self) -> None:
-        if getattr(self._trainer, "profiler", None) is self._standin:
+    def _uninstall(self) -> None:
+        if getattr(self._trainer, "profiler", None) is self._installed:
             self._trainer.profiler = self._profiler  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lightning_perf.core.progress import Ranks
-    from lightning_perf.timing.cuda_events import Laps
+    from lightning_perf.timing.cuda_events import DeviceBatchTimer
 
 
 _Counter = Callable[[Any], int]
@@ -210,21 +210,25 @@ class _Stage:
     batches: int = 0
 
 
-class Course:
+class StageStack:
     """Keeps the stages, their clocks and their timestamps.
 
     Args:
         progress: The counters, which outlive this object.
         ranks: Where this process stands.
         run_name: The run's name.
-        laps: Measures batches on the device, where it has a clock of its own.
+        device_timer: Measures batches on the device, where it has a clock of its own.
     """
 
     def __init__(
-        self, progress: Progress, ranks: Ranks, run_name: str, laps: Laps | None = None
+        self,
+        progress: Progress,
+        ranks: Ranks,
+        run_name: str,
+        device_timer: DeviceBatchTimer | None = None,
     ) -> None:
         self.progress, self.ranks, self.run_name = progress, ranks, run_name
-        self._laps = laps
+        self._device_timer = device_timer
         self._stages: list[_Stage] = []
         self._moment: Moment | None = None
         self._epoch_ends = False
@@ -277,8 +281,8 @@ class Course:
         """A stage begins."""
         now = time.perf_counter()
         self._stages.append(_Stage(name, now, now, limits, self.progress.stages[name]))
-        if self._laps is not None:
-            self._laps.enter()
+        if self._device_timer is not None:
+            self._device_timer.enter()
         self._changed()
 
     def count(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> int:
@@ -310,8 +314,8 @@ class Course:
         if self._stages[-1].name != "train":  # its epochs end by themselves; others are one
             self.end_epoch()
         ended = self._stages.pop()
-        if self._laps is not None:
-            self._laps.exit()
+        if self._device_timer is not None:
+            self._device_timer.exit()
         self._changed()
         if self._stages:
             # Validation inside of fit is left out of the training batch around it.
@@ -323,15 +327,15 @@ class Course:
         self._epoch_ends, self._moment, self._timestamp = False, None, None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def exclude_from_batch_time(self) -> Iterator[None]:
         """Leave what happens within out of the batch's seconds: it is ours, not training."""
         start = time.perf_counter()
-        if self._laps is not None:
-            self._laps.pause()
+        if self._device_timer is not None:
+            self._device_timer.pause()
         try:
             yield
         finally:
-            if self._laps is not None:
-                self._laps.resume()
+            if self._device_timer is not None:
+                self._device_timer.resume()
             if self._stages:
                 self._stages[-1].mark += time.perf_counter() - start

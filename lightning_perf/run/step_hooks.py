@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.patches import StandIn, Timed, Wraps
+from lightning_perf.patches import ContextPatch, MethodPatch, PatchSet
 from lightning_perf.timing.clock import NOTHING
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ STEPS = {
 }
 
 
-class Steps:
+class StepHooks:
     """Stands before the steps of a strategy, and counts what they do while it is asked to.
 
     A hook would tell of the batch as well, but Lightning takes several times as long to call one.
@@ -42,20 +42,20 @@ class Steps:
         self.backward_seen = False
         self._strategy = strategy
         self._watched: set[str] = set()
-        self._steps, self._backward = Wraps(), Wraps()
+        self._steps, self._backward = PatchSet(), PatchSet()
 
     def watch(self, stage: str) -> None:
         """Stand before the steps of a stage from now on."""
         if stage not in self._watched:
             self._watched.add(stage)
             make = partial(_Step, stage=stage, steps=self)
-            self._steps.put(self._strategy, STEPS[stage], make)
+            self._steps.wrap(self._strategy, STEPS[stage], make)
 
     def count(self, counter: FlopCounter) -> None:
         """Count what the steps and the backwards of the present batch do."""
         self.counter, self.backward_seen = counter, False
-        make = partial(Timed, context=self._in_backward)
-        self._backward.put(self._strategy, "backward", make)
+        make = partial(ContextPatch, context=self._in_backward)
+        self._backward.wrap(self._strategy, "backward", make)
 
     def _in_backward(self) -> AbstractContextManager[Any]:
         self.backward_seen = True
@@ -73,10 +73,10 @@ class Steps:
         self._watched.clear()
 
 
-class _Step(StandIn):
+class _Step(MethodPatch):
     """Tells of the batch first, and runs counted where that is asked for then."""
 
-    def __init__(self, original: Callable[..., Any], stage: str, steps: Steps) -> None:
+    def __init__(self, original: Callable[..., Any], stage: str, steps: StepHooks) -> None:
         super().__init__(original)
         self._stage, self._steps = stage, steps
 

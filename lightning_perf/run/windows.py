@@ -7,7 +7,6 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-from lightning_perf.core.reduce import Rows
 from lightning_perf.run.collective import Gatherer
 
 if TYPE_CHECKING:
@@ -15,13 +14,14 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
+    from lightning_perf.core.reduce import Rows
     from lightning_perf.run.callback import BatchRecord, Part, Report
-    from lightning_perf.run.context import Driver
+    from lightning_perf.run.context import RunContext
     from lightning_perf.schedule import Schedule
-    from lightning_perf.timing.cuda_events import Lap, Laps
+    from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceBatchTimer
 
 
-class Cadence:
+class ReportTrigger:
     """Asks a schedule after each batch.
 
     Ranks may disagree about a schedule that looks at clocks or at themselves, so with such a one
@@ -38,32 +38,32 @@ class Cadence:
         #: Batches before this one need not be asked about.
         self.quiet_until: float = 0
 
-    def setup(self, driver: Driver) -> None:
+    def setup(self, context: RunContext) -> None:
         """Begin to watch a run.
 
         Raises:
             ConfigError: The schedule cannot work in it.
         """
-        self._shared = self._schedule.shared or driver.ranks.world_size == 1
+        self._shared = self._schedule.shared or context.ranks.world_size == 1
         self._wanted, self.quiet_until = False, 0
-        self._schedule.validate(driver.limits)
-        self._schedule.setup(driver.context)
+        self._schedule.validate(context.limits)
+        self._schedule.setup(context.schedule_context)
 
-    def start(self, driver: Driver) -> None:
+    def start(self, context: RunContext) -> None:
         """A stage begins."""
         self.quiet_until = 0
-        self._schedule.observe(driver.moment)
+        self._schedule.observe(context.moment)
 
-    def due(self, driver: Driver) -> bool:
+    def due(self, context: RunContext) -> bool:
         """Whether ranks meet now, on all of them alike; asked once a batch."""
-        now = driver.counters.batch >= self.quiet_until and self._now(driver)
+        now = context.counters.batch >= self.quiet_until and self._now(context)
         if self._shared:
             self._wanted = now
             return now
         self._wanted |= now
-        return driver.report_due
+        return context.report_due
 
-    def take(self) -> bool:
+    def consume_request(self) -> bool:
         """Whether this rank wanted to report since it was last asked."""
         wanted, self._wanted = self._wanted, False
         return wanted
@@ -72,12 +72,12 @@ class Cadence:
         """Watch no more; once or more often."""
         self._schedule.close()
 
-    def _now(self, driver: Driver) -> bool:
-        self._schedule.observe(driver.moment)
-        if self._schedule(driver.moment):
+    def _now(self, context: RunContext) -> bool:
+        self._schedule.observe(context.moment)
+        if self._schedule(context.moment):
             return True
         if not self._schedule.watches:
-            self.quiet_until = self._schedule.quiet_until(driver.moment)
+            self.quiet_until = self._schedule.quiet_until(context.moment)
         return False
 
 
@@ -87,16 +87,16 @@ _MOST_UNTOLD = 1000
 _PATIENCE = 10.0
 
 
-class Exchange:
+class ReportDispatcher:
     """Tells of batches many at a time, and brings reports to all ranks.
 
     Args:
         trainer: Whose ranks take part. With several, all must construct this together.
-        laps: Knows how long batches took on the device, where it has a clock of its own.
+        device_timer: Knows how long batches took on the device, where it has a clock of its own.
     """
 
-    def __init__(self, trainer: Trainer, laps: Laps | None) -> None:
-        self._laps = laps
+    def __init__(self, trainer: Trainer, device_timer: DeviceBatchTimer | None) -> None:
+        self._device_timer = device_timer
         self._gatherer = Gatherer(trainer)
         # Those that report, in the same order on all ranks; and the batch before which they are
         # due only where Lightning logs.
@@ -106,7 +106,9 @@ class Exchange:
         self.asked = False
         self._batches: list[BatchRecord] = []
         # Those that the device may not have come to, by their stage.
-        self._late: defaultdict[str, deque[tuple[BatchRecord, Lap]]] = defaultdict(deque)
+        self._after_batch_parts: defaultdict[str, deque[tuple[BatchRecord, DeviceBatchTime]]] = (
+            defaultdict(deque)
+        )
         self._takers: list[Part] = []
 
     def enter(self, parts: Sequence[Part]) -> None:
@@ -116,67 +118,73 @@ class Exchange:
             parts: All callbacks.
         """
         self._reporters = [part for part in parts if part.reports]
-        self._takers = [part for part in parts if part.busy("after_batches")]
-        if self._laps is not None:
-            self._laps.wanted = bool(self._takers)
+        self._takers = [part for part in parts if part.overrides("after_batches")]
+        if self._device_timer is not None:
+            self._device_timer.wanted = bool(self._takers)
 
     def wake(self) -> None:
         """Another stage is the present one."""
         self._quiet_until = 0
 
-    def end_batch(self, driver: Driver, batch: BatchRecord, lap: Lap | None) -> None:
+    def end_batch(
+        self, context: RunContext, batch: BatchRecord, device_time: DeviceBatchTime | None
+    ) -> None:
         """A batch is over.
 
         Args:
-            driver: The run's.
+            context: The run's.
             batch: What came of it.
-            lap: The device's time of it; None where that is the host's.
+            device_time: The device's time of it; None where that is the host's.
         """
         if self._takers:
-            untold = self._batches if lap is None else self._late[driver.stage]
+            untold = (
+                self._batches if device_time is None else self._after_batch_parts[context.stage]
+            )
             if len(untold) >= _MOST_UNTOLD:
-                self.tell(driver)
-            if lap is None:
+                self.tell(context)
+            if device_time is None:
                 self._batches.append(batch)
             else:
-                self._late[driver.stage].append((batch, lap))
-        self.asked = driver.report_due or driver.counters.batch >= self._quiet_until
+                self._after_batch_parts[context.stage].append((batch, device_time))
+        self.asked = context.report_due or context.counters.batch >= self._quiet_until
         if self._gatherer.pending:
             self._gatherer.poll()
 
-    def tell(self, driver: Driver) -> None:
+    def tell(self, context: RunContext) -> None:
         """Tell of the batches that have not been told yet, as far as the device has come."""
-        if self._laps is not None:
-            self._laps.read()
-            self._batches += _known(self._late[driver.stage], self._laps.failed)
+        if self._device_timer is not None:
+            self._device_timer.read()
+            self._batches += _known(
+                self._after_batch_parts[context.stage], self._device_timer.failed
+            )
         batches, self._batches = self._batches, []
         for part in self._takers if batches else ():
-            part.call("after_batches", driver, batches)
+            part.call("after_batches", context, batches)
 
-    def report(self, driver: Driver, at_end: bool) -> None:
+    def report(self, context: RunContext, at_end: bool) -> None:
         """All members have seen the batch, or the end of the stage: exchange what is due.
 
         Whether something is due follows from what all ranks share, and a rank that has nothing to
         say sends an empty message: else the messages of one callback would be taken for another's.
         """
-        if at_end and self._laps is not None and not driver.nested:
-            self._laps.wait(_PATIENCE)
-        quiet = not (at_end or driver.report_due)
+        if at_end and self._device_timer is not None and not context.nested:
+            self._device_timer.wait(_PATIENCE)
+        quiet = not (at_end or context.report_due)
         for number, part in enumerate(self._reporters):
-            if quiet and driver.counters.batch < part.quiet_until:
+            if quiet and context.counters.batch < part.quiet_until:
                 continue
-            if not part.due(driver, at_end):
+            if not part.due(context, at_end):
                 continue
-            self.tell(driver)
-            mine: Report | None = part.call("collect", driver, at_end)
-            tag, values = (number, driver.counters.batch), mine.values if mine else ()
-            self._gatherer.gather(tag, values, partial(_publish, driver, part, mine))
+            self.tell(context)
+            mine: Report | None = part.call("collect", context, at_end)
+            tag, values = (number, context.counters.batch), mine.values if mine else ()
+            self._gatherer.gather(tag, values, partial(_publish, context, part, mine))
         self._quiet_until = min((part.quiet_until for part in self._reporters), default=inf)
 
-    def exit(self, driver: Driver) -> None:
+    def exit(self, context: RunContext) -> None:
         """The present stage is over: what the device has not come to by now is left out."""
-        self.tell(driver)
-        self._late.pop(driver.stage, None)
+        self.tell(context)
+        self._after_batch_parts.pop(context.stage, None)
 
     def finish(self) -> None:
         """Wait a bounded time for the reports that are on their way."""
@@ -193,18 +201,25 @@ class Exchange:
         self._gatherer.close()
 
 
-def _known(late: deque[tuple[BatchRecord, Lap]], failed: bool) -> Iterator[BatchRecord]:
+def _known(late: deque[tuple[BatchRecord, DeviceBatchTime]], failed: bool) -> Iterator[BatchRecord]:
     """The batches whose time is known, or does not matter, up to the first one of another kind."""
     while late:
-        (host, samples, tokens, work, slowed, first), lap = late[0]
-        if not (lap.known or slowed or first or failed):
+        (host, samples, tokens, work, slowed, first), device_time = late[0]
+        if not (device_time.known or slowed or first or failed):
             return
         late.popleft()
         # Where the device's time is not known, nobody is to take the host's.
-        slowed = slowed or not (failed or (lap.known and lap.whole))
-        yield (lap.seconds if lap.known else host), samples, tokens, work, slowed, first
+        slowed = slowed or not (failed or (device_time.known and device_time.whole))
+        yield (
+            (device_time.seconds if device_time.known else host),
+            samples,
+            tokens,
+            work,
+            slowed,
+            first,
+        )
 
 
-def _publish(driver: Driver, part: Part, mine: Report | None, rows: Rows) -> None:
+def _publish(context: RunContext, part: Part, mine: Report | None, rows: Rows) -> None:
     if mine is not None:
-        part.call("publish", driver, mine, rows)
+        part.call("publish", context, mine, rows)

@@ -101,15 +101,15 @@ class Cyclic(Schedule):
         """Foresee the next cycle's active part, in this epoch or the next if each is counted."""
         timestamp, length = moment.timestamp, moment.limits.batches_per_epoch
         if not self.per_epoch:
-            return self._begins(timestamp.batch)
+            return self._on_step(timestamp.batch)
         if length is None:
             return super().quiet_until(moment)
-        begins = self._begins(timestamp.batch_in_epoch)
+        begins = self._on_step(timestamp.batch_in_epoch)
         if begins >= length:
-            begins = length + self._begins(0)
+            begins = length + self._on_step(0)
         return max(timestamp.batch - timestamp.batch_in_epoch + begins, timestamp.batch + 1)
 
-    def _begins(self, batch: int) -> int:
+    def _on_step(self, batch: int) -> int:
         """Where the active part of the cycle that a batch without a window is in begins."""
         inactive = self.wait + self.warmup
         length = inactive + self.active

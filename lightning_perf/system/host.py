@@ -102,10 +102,10 @@ class Cpu:
         total = sum(sum(each) for each in spent.values())
         if not total:
             return self._of_quota(now)
-        busy = sum(each[0] for each in spent.values())
+        overrides = sum(each[0] for each in spent.values())
         waited = sum(each[1] for each in spent.values())
         return {
-            "cpu_util_simple": 100 * busy / total,
+            "cpu_util_simple": 100 * overrides / total,
             "cpu_util_max": max(100 * each[0] / sum(each) for each in spent.values()),
             "cpu_iowait": 100 * waited / total,
         } | self._of_quota(now)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LOOP = ("other", "loop")
 
 
-class Account:
+class Timer:
     """What one action took so far."""
 
     __slots__ = ("action", "calls", "seconds")
@@ -40,7 +40,7 @@ class Span:
         name: What the context gives.
     """
 
-    __slots__ = ("_clock", "_name", "_what", "account")
+    __slots__ = ("_clock", "_name", "_what", "timer")
 
     def __init__(self, clock: Clock, what: tuple[str, str], name: str) -> None:
         self._clock, self._what, self._name = clock, what, name
@@ -48,7 +48,7 @@ class Span:
 
     def move(self) -> None:
         """Belong to the clock's stage from now on."""
-        self.account = self._clock.account(*self._what)
+        self.timer = self._clock.timer(*self._what)
 
     def __enter__(self) -> str:
         clock = self._clock
@@ -57,8 +57,8 @@ class Span:
             clock.running.seconds += now - clock.mark
             clock.mark = now
             clock.open.append(self)
-            account = clock.running = self.account
-            account.calls += 1
+            timer = clock.running = self.timer
+            timer.calls += 1
         return self._name
 
     # Named, since a tuple of them takes a tenth of the span's time.
@@ -73,10 +73,10 @@ class Span:
                 del spans[-1]
             else:
                 clock.unwind(self)
-            clock.running = spans[-1].account
+            clock.running = spans[-1].timer
 
 
-class WholeSpan(Span):
+class InclusiveSpan(Span):
     """Keeps its whole duration besides, with all that is within, as the clock's ``whole``."""
 
     __slots__ = ("_began",)
@@ -94,7 +94,7 @@ class WholeSpan(Span):
         clock.whole += clock.mark - self._began
 
 
-class WatchedSpan(Span):
+class SpanWithCallbacks(Span):
     """Tells when it was entered and left, each right after its account was switched."""
 
     __slots__ = ("_entered", "_left")
@@ -132,13 +132,13 @@ class SaveSpan(Span):
     @override
     def __enter__(self) -> str:
         clock = self._clock
-        owner, dot, _ = clock.open[-1].account.action.name.partition(".")
+        owner, dot, _ = clock.open[-1].timer.action.name.partition(".")
         asked = owner if dot else "Trainer.save_checkpoint"
-        self.account = clock.account(self._what[0], f"checkpoint writing ({asked})")
+        self.timer = clock.timer(self._what[0], f"checkpoint writing ({asked})")
         return Span.__enter__(self)
 
 
-class Silent:
+class UntrackedSpan:
     """A span that is not told apart: its time stays with what is around it."""
 
     __slots__ = ("name",)
@@ -172,11 +172,11 @@ class Clock:
         #: The one whose time is kept; None for none any more.
         self.thread: int | None = get_ident()
         self._stage = ""
-        self._accounts: dict[Action, Account] = {}
+        self._timers: dict[Action, Timer] = {}
         root = Span(self, _LOOP, "")
         #: From the outermost to the innermost; the root is never left.
         self.open: list[Span] = [root]
-        self.running = root.account
+        self.running = root.timer
         #: Up to when accounts are settled.
         self.mark = perf_counter()
         #: Seconds within a ``WholeSpan``.
@@ -187,10 +187,10 @@ class Clock:
         """The one that time belongs to."""
         return self._stage
 
-    def account(self, category: str, name: str) -> Account:
+    def timer(self, category: str, name: str) -> Timer:
         """The account of an action in the present stage, opened if there is none."""
         action = Action(self._stage, category, name)
-        return self._accounts.setdefault(action, Account(action))
+        return self._timers.setdefault(action, Timer(action))
 
     def begin(self, stage: str, spans: Iterable[Span]) -> None:
         """Time belongs to another stage from now on.
@@ -203,11 +203,11 @@ class Clock:
         self._stage = stage
         for span in (self.open[0], *spans):
             span.move()
-        self.running = self.open[-1].account
+        self.running = self.open[-1].timer
 
     def run(self, category: str, name: str) -> None:
         """Let an account run until the next span is entered or left."""
-        self.running = self.account(category, name)
+        self.running = self.timer(category, name)
 
     def unwind(self, span: Span) -> None:
         """Leave a span and those within that were never left, for an exception came by."""
@@ -220,9 +220,9 @@ class Clock:
         """What every action took up to now."""
         self._settle()
         return {
-            action: Cost(account.seconds, account.calls)
-            for action, account in self._accounts.items()
-            if account.calls or account.seconds
+            action: Cost(timer.seconds, timer.calls)
+            for action, timer in self._timers.items()
+            if timer.calls or timer.seconds
         }
 
     def _settle(self) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-
 #: Devices that have events.
 CLOCKED = {"cuda"}
 
@@ -130,7 +129,7 @@ _SEGMENTS_LOST = "no timings/device from here on"
 _END = "other"
 
 
-class DeviceClock:
+class DeviceSegmentTimer:
     """Records an event at each boundary and reads them when the device has come past them.
 
     Args:
@@ -175,7 +174,7 @@ _BATCHES_LOST = "throughput and utilization are by the host's clock from here on
 
 
 @dataclass(slots=True)
-class Lap:
+class DeviceBatchTime:
     """One batch."""
 
     seconds: float = 0.0
@@ -185,16 +184,16 @@ class Lap:
     whole: bool = True
 
 
-class Laps:
+class DeviceBatchTimer:
     """The batches of all stages, of which an inner one interrupts the outer one's.
 
     Args:
         events: The boundaries: of each its lap, and whether it ends it.
     """
 
-    def __init__(self, events: Events[tuple[Lap, bool]] | None = None) -> None:
+    def __init__(self, events: Events[tuple[DeviceBatchTime, bool]] | None = None) -> None:
         self._events = events or Events(_BATCHES_LOST, _MOST_BATCHES_WAITING)
-        self._open: list[Lap] = []
+        self._open: list[DeviceBatchTime] = []
         #: Whether somebody wants to know.
         self.wanted = False
 
@@ -206,7 +205,7 @@ class Laps:
     def enter(self) -> None:
         """A stage begins."""
         self.pause()
-        self._open.append(Lap())
+        self._open.append(DeviceBatchTime())
         self.resume()
 
     def exit(self) -> None:
@@ -225,23 +224,23 @@ class Laps:
         if self._open and self.wanted:
             self._events.mark((self._open[-1], False))
 
-    def end(self) -> Lap | None:
+    def end(self) -> DeviceBatchTime | None:
         """A batch has ended.
 
         Returns:
             What will be known of it; None if nothing will.
         """
-        lap, self._open[-1] = self._open[-1], Lap()
+        device_time, self._open[-1] = self._open[-1], DeviceBatchTime()
         if not self.wanted or self.failed:
             return None
-        self._mark(lap, True)
-        return lap
+        self._mark(device_time, True)
+        return device_time
 
     def read(self) -> bool:
         """Find out how far the device has come: whether to the last event."""
-        for (lap, ends), seconds in self._events.read():
-            lap.seconds += seconds
-            lap.known |= ends
+        for (device_time, ends), seconds in self._events.read():
+            device_time.seconds += seconds
+            device_time.known |= ends
         return not self._events.waiting
 
     def wait(self, timeout: float) -> None:
@@ -252,7 +251,7 @@ class Laps:
         """
         wait_until(self.read, timeout)
 
-    def _mark(self, lap: Lap, ends: bool) -> None:
-        if not self._events.mark((lap, ends)):
-            lap.whole = False
-            lap.known |= ends
+    def _mark(self, device_time: DeviceBatchTime, ends: bool) -> None:
+        if not self._events.mark((device_time, ends)):
+            device_time.whole = False
+            device_time.known |= ends

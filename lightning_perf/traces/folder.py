@@ -75,7 +75,7 @@ MARKER = ".run"
 _PATIENCE = 2.0
 
 
-class Home:
+class RunFolder:
     """The folder of one recorder, which no other run has.
 
     It bears the run's name, or, where another run of that name was first, the name with a part of
@@ -101,7 +101,7 @@ class Home:
         >>> from lightning_perf.core.progress import Ranks
         >>> with tempfile.TemporaryDirectory() as root:
         ...     for identity in ("one run", "another run", "one run"):
-        ...         home = Home(Path(root), "{run_name}/traces", Ranks(), "owl-7", identity)
+        ...         home = RunFolder(Path(root), "{run_name}/traces", Ranks(), "owl-7", identity)
         ...         home.claim().relative_to(root).as_posix()
         'owl-7/traces'
         'owl-7-9a9b184c/traces'
@@ -118,9 +118,11 @@ class Home:
         # Rank 0's, so that all ranks ask about one folder whatever else stands in its name.
         leader = replace(ranks, global_rank=0, local_rank=0, node_rank=0)
         theirs = [Path(root, pattern.render(run_values(name, leader))) for name in names]
-        depth = _where_they_part(theirs[0], theirs[-1])
+        depth = _first_difference(theirs[0], theirs[-1])
         #: The folders above, or the same, that bear the names.
-        self._bearers = [] if depth is None else [Path(*path.parts[:depth]) for path in theirs]
+        self._marked_folders = (
+            [] if depth is None else [Path(*path.parts[:depth]) for path in theirs]
+        )
         self._claimed: Path | None = None
 
     @property
@@ -148,7 +150,7 @@ class Home:
 
     def _choose(self, owner_of: Callable[[Path, str], str]) -> Path:
         """The first folder that nobody else has; the last one, if each is another's."""
-        for bearer, folder in zip(self._bearers, self._folders, strict=False):
+        for bearer, folder in zip(self._marked_folders, self._folders, strict=False):
             if owner_of(bearer, self._identity) == self._identity:
                 return folder
         return self._folders[-1]
@@ -191,7 +193,7 @@ def make_folder(folder: Path) -> None:
         raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(folder)) from error
 
 
-def _where_they_part(a: Path, b: Path) -> int | None:
+def _first_difference(a: Path, b: Path) -> int | None:
     """How many parts two paths of one length have up to the first in which they differ."""
     pairs = enumerate(zip(a.parts, b.parts, strict=True), 1)
     return next((depth for depth, (one, other) in pairs if one != other), None)
@@ -272,7 +274,7 @@ class Layout:
             self._remote_values = run_values(distinct_name(run_name, identity), ranks)
         if mirrored and identity is not None:
             run_name, identity = distinct_name(run_name, identity), None
-        self._home = Home(root, folder, ranks, run_name, identity)
+        self._home = RunFolder(root, folder, ranks, run_name, identity)
         suffix = re.search(r"\.\w+$", filename.removesuffix(".gz"))
         self._suffix = suffix[0] if suffix else ""
 

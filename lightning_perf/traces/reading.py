@@ -44,7 +44,7 @@ def nanoseconds(microseconds: float) -> int:
 
 _PYTHON = "python_function"
 _ON_CPU = {"cpu_op", "user_annotation", _PYTHON}
-_DRIVERS = ("_runtime", "_driver")
+_CONTEXTS = ("_runtime", "_context")
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 #: The trace's number for a device that is none.
 _CPU = 0
@@ -141,7 +141,7 @@ def _by_thread(events: list[Event], launched: dict[object, int]) -> Iterable[lis
     threads: dict[object, list[_Call]] = defaultdict(list)
     for event in events:
         category, name = event.get("cat", ""), event["name"]
-        if name in _UNSEEN or not (category in _ON_CPU or category.endswith(_DRIVERS)):
+        if name in _UNSEEN or not (category in _ON_CPU or category.endswith(_CONTEXTS)):
             continue
         start, identity = nanoseconds(event["ts"]), event.get("args", {}).get("External id")
         # What the driver does bears the operator's identity, and the operator has the kernels.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.background.worker import Worker
     from lightning_perf.core.progress import Timestamp
-    from lightning_perf.errors import Complaints
+    from lightning_perf.errors import WarningDigest
     from lightning_perf.traces.writer import Target
 
 
@@ -166,7 +166,7 @@ class Trace:
     failures: int = 0
 
 
-class Ledger:
+class TraceIndex:
     """The traces of one writer: queued, placed, settled; safe to use from several threads.
 
     What waits is bounded by the worker's queue, what was placed by `keep`, and the rest by
@@ -290,8 +290,8 @@ class Delivery:
 
     Args:
         worker: Waits before a further attempt.
-        ledger: Knows what is yet to be sent.
-        complaints: Where what did not arrive is told.
+        index: Knows what is yet to be sent.
+        warnings_digest: Where what did not arrive is told.
         root: Where the list of pending uploads lies.
         run_name: The run's name, for the list.
         backoff: Seconds to wait before each further attempt.
@@ -300,13 +300,13 @@ class Delivery:
     def __init__(
         self,
         worker: Worker,
-        ledger: Ledger,
-        complaints: Complaints,
+        index: TraceIndex,
+        warnings_digest: WarningDigest,
         root: Path,
         run_name: str,
         backoff: Sequence[float],
     ) -> None:
-        self._worker, self._ledger, self._complaints = worker, ledger, complaints
+        self._worker, self._index, self._warnings_digest = worker, index, warnings_digest
         self._root, self._run_name, self._backoff = root, run_name, tuple(backoff)
 
     def upload(self, trace: Trace, again: Callable[[Trace], object]) -> Trace | None:
@@ -323,10 +323,10 @@ class Delivery:
             return trace
         left, why = _send(trace)
         if not left:
-            self._ledger.settle(trace)
+            self._index.settle(trace)
             return trace
         failed = replace(trace, failures=trace.failures + 1, sends=left)
-        self._ledger.wait(failed)
+        self._index.wait(failed)
         delays = self._backoff[trace.failures :]
         label = f"uploading {trace.path.name}"
         if not delays or not self._worker.submit(partial(again, failed), label, delays[0]):
@@ -340,7 +340,7 @@ class Delivery:
             traces: The traces; those that were sent, listed, or never to be sent are passed over.
             why: What kept them here.
         """
-        parked = [trace for trace in traces if self._ledger.give_up(trace)]
+        parked = [trace for trace in traces if self._index.give_up(trace)]
         if not parked:
             return
         listed = advice = f"`lightning-perf upload` sends what {self._root / FILE_NAME} lists"
@@ -351,7 +351,7 @@ class Delivery:
                 advice = f"they could not be listed for later, either ({describe(error)})"
         names = ", ".join(str(trace.path) for trace in parked[:_MOST_NAMED])
         more = f" and {len(parked) - _MOST_NAMED} more" if len(parked) > _MOST_NAMED else ""
-        self._complaints.tell(
+        self._warnings_digest.once(
             f"files were not uploaded; {listed}",
             f"not uploaded ({why}): {names}{more}; {advice}.",
             len(parked),

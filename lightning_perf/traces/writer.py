@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_perf.background.files import compress, place
-from lightning_perf.errors import Complaints, ConfigError, describe, warn
+from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
 from lightning_perf.traces.folder import Layout
 from lightning_perf.traces.names import file_format, folder_format, remote_format
 from lightning_perf.traces.readme import Readme
-from lightning_perf.traces.uploads import Delivery, Ledger, Trace
+from lightning_perf.traces.uploads import Delivery, Trace, TraceIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -56,13 +56,13 @@ class Mirror:
 _FULL = 1 << 16
 
 
-class Placing:
+class Placer:
     """Names traces, and brings them there.
 
     Args:
         layout: What they may be called.
-        ledger: Which names are taken.
-        complaints: Where trouble is told.
+        index: Which names are taken.
+        warnings_digest: Where trouble is told.
         packs: Whether they are compressed.
         overwrite: Whether names that are taken are taken all the same.
         sends: Where a file goes, by its path and its remote name.
@@ -71,19 +71,19 @@ class Placing:
     def __init__(
         self,
         layout: Layout,
-        ledger: Ledger,
-        complaints: Complaints,
+        index: TraceIndex,
+        warnings_digest: WarningDigest,
         packs: bool,
         overwrite: bool,
         sends: Callable[[Path, str | None], Sends],
     ) -> None:
-        self._layout, self._ledger, self._complaints = layout, ledger, complaints
+        self._layout, self._index, self._warnings_digest = layout, index, warnings_digest
         self._packs, self._overwrite, self._sends = packs, overwrite, sends
 
     def names(self, timestamp: Timestamp, stage: str, raw: bool = False) -> tuple[Path, str | None]:
         """Where a new trace goes, as `Layout.names`."""
         names = partial(self._layout.names, timestamp, stage, raw=raw)
-        number = 1 if self._overwrite else self._ledger.take(lambda n: names(number=n)[0])
+        number = 1 if self._overwrite else self._index.take(lambda n: names(number=n)[0])
         return names(number=number)
 
     def prepare(self, trace: Trace) -> Trace:
@@ -102,14 +102,14 @@ class Placing:
                 f"the recorder left nothing for {trace.path}: is the disk full, or was the folder "
                 "removed?"
             )
-            self._complaints.tell("recordings were empty", message)
+            self._warnings_digest.once("recordings were empty", message)
             return None
         folder = trace.spooled.parent
         usage = shutil.disk_usage(folder)
         # Some recorders do not notice; and some network disks tell no sizes at all.
         if usage.total and usage.free < _FULL:
             message = f"the disk of {folder} is full: {trace.path.name} may be cut short."
-            self._complaints.tell("traces may be cut short: the disk is full", message)
+            self._warnings_digest.once("traces may be cut short: the disk is full", message)
         return trace
 
     def place(self, trace: Trace) -> Trace:
@@ -120,7 +120,7 @@ class Placing:
             if not self._packs:
                 raise
             return self._place_raw(trace, error)
-        self._ledger.place(trace)
+        self._index.place(trace)
         return trace
 
     def _place_raw(self, trace: Trace, error: OSError) -> Trace:
@@ -128,9 +128,9 @@ class Placing:
         path, remote = self.names(trace.timestamp, trace.stage, raw=True)
         raw = replace(trace, path=path, sends=self._sends(path, remote))
         place(raw.spooled, raw.path)
-        self._ledger.place(raw)
+        self._index.place(raw)
         message = f"{raw.path} was not compressed ({describe(error)}), and stays as it is."
-        self._complaints.tell("traces were not compressed", message)
+        self._warnings_digest.once("traces were not compressed", message)
         return raw
 
 
@@ -160,10 +160,9 @@ class TraceWriter:
         readme: What a ``README.md`` beside the traces says, here and where they are sent to; None
             for none. A file of that name that is there already stays.
         backoff: Seconds to wait before each further attempt to upload.
-        maker: Does what needs this machine alone, so that neither waits for the other; by default
-            `worker` does that too.
-        complaints: Where trouble is told, if several writers share that; then somebody else sums
-            it up.
+        file_worker: Makes files, so that uploads never hold that up; by default `worker` does both.
+        warnings_digest: Collects warnings where several writers share one; its owner summarizes
+            them.
         optional: Whether the files are made of others that are kept, so that what is not begun at
             the end of a run is left out.
         mirror: The store whose folder `root` stands for: files are sent there under the names that
@@ -189,8 +188,8 @@ class TraceWriter:
         targets: Sequence[Target] = (),
         readme: str | None = None,
         backoff: Sequence[float] = (1.0, 2.0, 4.0),
-        maker: Worker | None = None,
-        complaints: Complaints | None = None,
+        file_worker: Worker | None = None,
+        warnings_digest: WarningDigest | None = None,
         optional: bool = False,
         mirror: Mirror | None = None,
     ) -> None:
@@ -209,20 +208,23 @@ class TraceWriter:
         self._root, self._mirror = Path(root), mirror
         self._worker, self._ranks, self._overwrite = worker, ranks, overwrite
         self._keep, self._targets = num_traces_to_keep, tuple(targets)
-        self._maker, self._optional = maker or worker, optional
-        self._ledger, self._complaints = Ledger(self._keep), complaints or Complaints()
-        self._shares_complaints = complaints is not None
-        placing = self._placing = Placing(
-            self._layout, self._ledger, self._complaints, compress, overwrite, self._sends
+        self._file_worker, self._optional = file_worker or worker, optional
+        self._index, self._warnings_digest = (
+            TraceIndex(self._keep),
+            warnings_digest or WarningDigest(),
+        )
+        self._shares_complaints = warnings_digest is not None
+        placer = self._placer = Placer(
+            self._layout, self._index, self._warnings_digest, compress, overwrite, self._sends
         )
         self._delivery = Delivery(
-            worker, self._ledger, self._complaints, Path(root), run_name, backoff
+            worker, self._index, self._warnings_digest, Path(root), run_name, backoff
         )
         self._readme = None if readme is None else Readme(readme)
         self._recording: tuple[Step, ...] = (
-            placing.prepare,
-            placing.inspect,
-            placing.place,
+            placer.prepare,
+            placer.inspect,
+            placer.place,
             self._explain,
         )
         self._sending: tuple[Step, ...] = (self._upload, self._send_readme, self._prune)
@@ -241,7 +243,7 @@ class TraceWriter:
         here = self._ranks.global_rank
         return [
             (timestamp, [path if rank == here else None for rank in range(self._ranks.world_size)])
-            for path, timestamp in self._ledger.saved
+            for path, timestamp in self._index.saved
         ]
 
     def check(self, now: Mapping[str, Timestamp], resumes: bool = False) -> None:
@@ -303,10 +305,10 @@ class TraceWriter:
         Returns:
             Where the file will be, or None if it had to be done here and failed.
         """
-        path, remote = self._placing.names(timestamp, stage)
+        path, remote = self._placer.names(timestamp, stage)
         trace = Trace(spooled, path, timestamp, stage, self._sends(path, remote), prepare)
-        self._ledger.queue(trace)
-        if self._maker.submit(partial(self._process, trace), trace.path.name):
+        self._index.queue(trace)
+        if self._file_worker.submit(partial(self._process, trace), trace.path.name):
             return trace.path
         return self._keep_here(trace, "the worker took no more jobs")
 
@@ -316,14 +318,14 @@ class TraceWriter:
         Call it once the worker was drained or closed. Files that the worker is busy with are
         left to it.
         """
-        for trace in self._ledger.queued:
+        for trace in self._index.queued:
             if self._optional:
                 self._leave_out(trace)
             else:
                 self._keep_here(trace, "the run ended first")
-        self._delivery.park(self._ledger.unsent, "the run ended first")
+        self._delivery.park(self._index.unsent, "the run ended first")
         if not self._shares_complaints:
-            self._complaints.sum_up()
+            self._warnings_digest.summarize()
 
     def _sends(
         self, path: Path, remote: str | None, replaces: bool | None = None
@@ -341,27 +343,27 @@ class TraceWriter:
         return self._mirror if path.is_relative_to(self._root) else None
 
     def _process(self, trace: Trace) -> None:
-        if not self._ledger.claim(trace):
+        if not self._index.claim(trace):
             return
-        with self._maker.local():
+        with self._file_worker.local():
             placed = self._fold(trace, self._recording)
         if placed is None:
             return
         send = partial(self._fold, placed, self._sending)
-        if self._maker is self._worker or not placed.sends:
+        if self._file_worker is self._worker or not placed.sends:
             send()
         elif not self._worker.submit(send, placed.path.name):
             self._delivery.park([placed], "too many uploads wait")
 
     def _leave_out(self, trace: Trace) -> None:
         """Do without a file that is made of others: making it could take minutes."""
-        if self._ledger.claim(trace):
+        if self._index.claim(trace):
             message = f"{trace.path} was not made: the run ended first. What it is made of is kept."
-            self._complaints.tell("files were not made: the run ended first", message)
+            self._warnings_digest.once("files were not made: the run ended first", message)
 
     def _keep_here(self, trace: Trace, why: str) -> Path | None:
         """Place a trace on the calling thread, which must not wait for a server."""
-        placed = self._fold(trace, self._recording) if self._ledger.claim(trace) else None
+        placed = self._fold(trace, self._recording) if self._index.claim(trace) else None
         if placed is None:
             return None
         self._delivery.park([placed], why)
@@ -379,7 +381,7 @@ class TraceWriter:
             where = "nothing of it is left" if kept is None else f"see {kept}"
             message = f"{trace.path} was not finished ({describe(error)}); {where}."
             folder = trace.spooled.parent
-            self._complaints.tell(f"traces were not finished; see {folder}", message)
+            self._warnings_digest.once(f"traces were not finished; see {folder}", message)
             return None
         return passed
 
@@ -401,11 +403,11 @@ class TraceWriter:
     def _prune(self, trace: Trace) -> Trace:
         if self._mirror_of(trace.path) is not None:
             # A later trace may have taken the name, and wait.
-            if trace.path not in (later.path for later in self._ledger.unsent):
+            if trace.path not in (later.path for later in self._index.unsent):
                 trace.path.unlink(missing_ok=True)
         elif self._keep >= 0:
             uploads = bool(trace.sends)
-            for path in self._ledger.expire(self._keep if uploads else max(1, self._keep)):
+            for path in self._index.expire(self._keep if uploads else max(1, self._keep)):
                 path.unlink(missing_ok=True)
         return trace
 
