@@ -117,7 +117,7 @@ def make_writer(tmp_path: Path, worker: Any) -> Any:
 @pytest.fixture
 def records() -> Any:
     """A Lightning logger that keeps what it is given."""
-    from small import Records
+    from helpers.small import Records
 
     return Records()
 
@@ -140,7 +140,7 @@ def _quiet_lightning() -> None:
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Any]:
     """Starts processes that have their imports behind them."""
-    from faults import Nursery
+    from helpers.faults import Nursery
 
     nursery = Nursery()
     yield nursery

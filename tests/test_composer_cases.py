@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fake_nvml import FakeGpu, install
-from small import Records, Small, left_in, trainer
+from helpers.fake_nvml import FakeGpu, install
+from helpers.small import Records, Small, left_in, trainer
 from test_memory_snapshot import OutOfMemory, seeming_device
 from test_memory_snapshot import fit as fit_with_snapshots
 

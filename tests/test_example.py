@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from small import Records, trainer
+from helpers.small import Records, trainer
 
 from lightning_perf import Flops, SpeedMonitor
 

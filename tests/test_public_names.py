@@ -63,7 +63,7 @@ class Missing(MetaPathFinder):
 
 sys.meta_path.insert(0, Missing())
 import lightning_perf
-from small import Small, trainer
+from helpers.small import Small, trainer
 for name in lightning_perf.__all__:
     getattr(lightning_perf, name)
 from lightning_perf import Flops, PyTorch, SpeedMonitor, SystemMetrics

@@ -1,0 +1,360 @@
+"""Flops: the counted FLOPs of real batches, and the utilization that follows."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_perf import ConfigError, Every, Flops, Never, PerfWarning, SpeedMonitor
+from lightning_perf.flops import measure
+
+KEYS = {
+    "mfu", "hfu", "batch_flops", "actual_batches_per_sec", "max_batches_per_sec", "total_flops",
+    "tflops_per_device", "tracked_operations", "untracked_operations",
+}  # fmt: skip
+
+
+def test_all_keys_are_reported_every_five_batches(tmp_path: Path, records: Records) -> None:
+    """The document's keys come without any code in the module, at the first batch and every 5."""
+    trainer(tmp_path, Flops(), logger=records).fit(Small())
+    assert records.keys - {"epoch"} == KEYS
+    assert [step for step, _ in records.of("batch_flops")] == [0, 4, 9, 14]
+    assert [step for step, _ in records.of("mfu")] == [4, 9, 14]
+
+
+def test_flops_are_counted_exactly(tmp_path: Path) -> None:
+    """Forward and backward of the real batch, equal to the sum on paper."""
+    flops = Flops(peak_flops=1e9)
+    trainer(tmp_path, flops).fit(Small())
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+    assert flops.metrics["total_flops"] == 1e9
+    assert flops.metrics["max_batches_per_sec"] == 1e9 / (4 * FLOPS_PER_SAMPLE)
+    assert flops.metrics["untracked_operations"] == 0
+
+
+def test_mfu_is_flops_over_peak_and_time(tmp_path: Path) -> None:
+    """The utilization is the counted FLOPs a second over the peak, waiting included."""
+
+    class Slow(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            time.sleep(0.01)
+            return super().training_step(batch, batch_idx)
+
+    flops = Flops(peak_flops=1e9)
+    trainer(tmp_path, flops).fit(Slow())
+    row = flops.metrics
+    assert row["actual_batches_per_sec"] < 100
+    expected = row["actual_batches_per_sec"] / row["max_batches_per_sec"]
+    assert row["mfu"] == pytest.approx(expected)
+    assert row["hfu"] == pytest.approx(row["mfu"])
+
+
+def test_never_still_counts_once(tmp_path: Path, records: Records) -> None:
+    """FLOPs are reported at the beginning whatever the schedule says."""
+    trainer(tmp_path, Flops(schedule=Never()), logger=records).fit(Small())
+    assert records.of("batch_flops")[0][0] == 0
+
+
+def test_new_shapes_are_counted_as_they_come(tmp_path: Path) -> None:
+    """An uneven last batch has its own FLOPs."""
+    flops = Flops(schedule="1ba")
+    trainer(tmp_path, flops).fit(Small(batch_size=10))
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+def test_both_callbacks_share_one_counter_and_one_peak(tmp_path: Path) -> None:
+    """A peak given to one callback is the other's as well; two different ones are refused."""
+    monitor, flops = SpeedMonitor(window_size=4), Flops(peak_flops=2e9)
+    trainer(tmp_path, monitor, flops).fit(Small())
+    speed = monitor.metrics
+    assert speed["throughput/device/mfu"] == pytest.approx(speed["throughput/flops_per_sec"] / 2e9)
+    with pytest.raises(
+        ConfigError, match=r"peak_flops=2000000000\.0 is not what gpu_flops_available=1"
+    ):
+        trainer(tmp_path, SpeedMonitor(4, gpu_flops_available=1e9), Flops(peak_flops=2e9)).fit(
+            Small()
+        )
+
+
+def test_a_formula_stands_beside_the_count(tmp_path: Path) -> None:
+    """A user's own formula is reported with the utilization that it implies."""
+    flops = Flops(peak_flops=1e9, formula=lambda batch: 2 * FLOPS_PER_SAMPLE * len(batch[0]))
+    trainer(tmp_path, flops).fit(Small())
+    row = flops.metrics
+    assert row["batch_flops_from_formula"] == 2 * row["batch_flops"]
+    assert row["mfu_from_formula"] == pytest.approx(2 * row["mfu"])
+
+
+class Net(torch.nn.Module):
+    """Compiled code of torch itself is not compiled again, so the layer is in a module of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
+def test_a_compiled_module_stays_compiled_and_is_counted(
+    tmp_path: Path, how: str, fullgraph: bool
+) -> None:
+    """Its FLOPs are exact, and each of its batches runs the compiled graph."""
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    model, net = Small(), Net()
+    if how == "torch.compile":
+        model.net = torch.compile(net, backend=backend, fullgraph=fullgraph)
+    else:
+        net.compile(backend=backend, fullgraph=fullgraph)
+        model.net = net
+    flops = Flops(peak_flops=1e9)
+    trainer(tmp_path, flops).fit(model)
+    assert len(calls) == 16
+    assert flops.metrics["batch_flops"] == 4 * 2 * (8 + 8)  # forward, and backward by the weight
+    assert flops.metrics["mfu"] > 0
+
+
+def test_a_compiled_module_that_cannot_be_copied_trains_without_mfu(tmp_path: Path) -> None:
+    """One warning says so and what to define."""
+
+    class Stubborn(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss if loss.item() > -1 else 2 * loss  # a branch on a value
+
+    model = Stubborn()
+    model.net = torch.compile(Net(), backend="eager")
+    flops = Flops()
+    with pytest.warns(PerfWarning, match="cannot be counted.*flops_per_batch") as caught:
+        trainer(tmp_path, flops).fit(model)
+    assert len(ours(caught)) == 1
+    assert "mfu" not in flops.metrics
+
+
+def test_lengths_that_keep_changing_are_predicted(tmp_path: Path) -> None:
+    """Past sixteen shapes no batch is slowed any more, and predictions are exact."""
+
+    class Varying(Small):
+        def train_dataloader(self) -> Any:
+            rows = [(torch.ones(n, 8), torch.ones(n, 1)) for n in range(3, 63)]
+            return torch.utils.data.DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+    records = Records()
+    flops, monitor = Flops(schedule="1ba", peak_flops=1e9), SpeedMonitor(window_size=10)
+    trainer(tmp_path, flops, monitor, logger=records).fit(Varying())
+    values = [value for _, value in records.of("batch_flops")]
+    assert values == [n * FLOPS_PER_SAMPLE for n in range(3, 63)]
+    assert records.of("throughput/device/mfu")
+    assert len(records.of("mfu")) == 60 - 16
+
+
+def test_a_formula_may_be_named(tmp_path: Path) -> None:
+    """The sizes come from the module's config; a model without them is told at set-up."""
+    run = trainer(tmp_path, Flops(formula="palm"))
+    with pytest.raises(ConfigError, match="formula"):
+        run.fit(Small())
+    assert run.global_step == 0
+
+
+def test_the_strategy_is_left_as_it_was(tmp_path: Path) -> None:
+    """Nothing of ours stays wrapped around the strategy, not even after an exception."""
+
+    class Failing(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            raise RuntimeError("in the counted batch")
+
+    run = trainer(tmp_path, Flops())
+    with pytest.raises(RuntimeError, match="in the counted batch"):
+        run.fit(Failing())
+    assert not {"training_step", "backward"} & set(vars(run.strategy))
+    x = torch.ones(2, 2)
+    assert torch.equal(x @ x, 2 * x)
+
+
+def test_manual_optimization_is_counted_once(tmp_path: Path) -> None:
+    """A backward within the training step is not counted twice."""
+
+    class Manual(Small):
+        automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            loss = super().training_step(batch, batch_idx)
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    flops = Flops()
+    trainer(tmp_path, flops).fit(Manual())
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+def test_declared_flops_hold_after_validation(tmp_path: Path) -> None:
+    """flops_per_batch speaks of training, before and after validation; validation is counted."""
+
+    class Declared(Small):
+        flops_per_batch = 12345
+
+    records = Records()
+    options: dict[str, Any] = {"limit_val_batches": 2, "val_check_interval": 4}
+    trainer(tmp_path, Flops(), logger=records, **options).fit(Declared())
+    assert {value for _, value in records.of("batch_flops")} == {12345}
+    assert {value for _, value in records.of("validate/batch_flops")} == {4 * 2 * (8 * 16 + 16)}
+
+
+@pytest.mark.parametrize("kind", ["attribute", "method"])
+def test_declared_flops_may_change_in_the_middle(
+    tmp_path: Path, records: Records, kind: str
+) -> None:
+    """A new value of flops_per_batch holds from the batch on at which it is set."""
+
+    class Declared(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value: Any = 100
+            if kind == "method":
+                self.flops_per_batch = lambda batch: self.value
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.value = [100, 100, 250, 250.5, torch.tensor(300), 100][min(batch_idx, 5)]
+            if kind == "attribute":
+                self.flops_per_batch = self.value
+            return super().training_step(batch, batch_idx)
+
+    model = Declared()
+    if kind == "attribute":
+        model.flops_per_batch = 100
+    trainer(tmp_path, Flops(schedule="1ba"), logger=records, limit_train_batches=7).fit(model)
+    assert [v for _, v in records.of("batch_flops")] == [100, 100, 250, 250, 300, 100, 100]
+
+
+def test_thawed_layers_are_counted_anew(tmp_path: Path) -> None:
+    """A backbone that is unfrozen between epochs changes the FLOPs from then on."""
+
+    class Thawing(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    records = Records()
+    trainer(tmp_path, Flops(schedule="8ba"), logger=records, max_epochs=2).fit(Thawing())
+    frozen = 4 * 2 * (8 * 16 + 2 * 16)  # the first layer forward; the second and its weights
+    values = [value for _, value in records.of("batch_flops")]
+    assert values == [frozen, frozen, frozen, 4 * FLOPS_PER_SAMPLE, 4 * FLOPS_PER_SAMPLE]
+
+
+def test_a_first_batch_without_a_loss_is_not_taken_for_the_truth(tmp_path: Path) -> None:
+    """Where training_step returns None at first, a later batch is counted."""
+
+    class Skipping(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx < 2 else loss
+
+    flops = Flops()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`training_step` returned `None`")
+        trainer(tmp_path, flops).fit(Skipping())
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+@pytest.mark.parametrize("dtypes", [{"float32"}, {"bfloat16", "float32"}], ids=len)
+def test_a_cpu_is_measured_before_any_clock_runs(
+    tmp_path: Path, dtypes: set[str], monkeypatch
+) -> None:
+    """A Timer that stands before ours starts when the peak is there, of each dtype that is used."""
+    measured: dict[Any, float | None] = {}
+    monkeypatch.setattr(measure, "_measured", measured)
+    seen: list[set[str]] = []
+
+    class Timer(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            seen.append({str(key[0]).removeprefix("torch.") for key in measured})
+
+    precision = {} if len(dtypes) == 1 else {"precision": "bf16-mixed"}
+    run = trainer(tmp_path, Timer(), SpeedMonitor(), Flops(), **precision)
+    run.fit(Small())
+    assert seen == [dtypes]
+    assert len(measured) == len(dtypes)
+
+
+def test_what_the_user_gives_is_not_measured(tmp_path: Path, monkeypatch) -> None:
+    """With a peak in hand nothing is timed."""
+    monkeypatch.setattr(measure, "_measured", {})
+    trainer(tmp_path, Flops(peak_flops=1e12)).fit(Small())
+    assert measure._measured == {}
+
+
+def test_a_peak_that_cannot_be_measured(tmp_path: Path, monkeypatch) -> None:
+    """A refused measurement is one warning that says why, and no mfu; training goes on."""
+    monkeypatch.setattr(measure, "_measured", {})
+    monkeypatch.setattr(measure, "_rate", lambda *_: None)
+    flops = Flops()
+    with pytest.warns(PerfWarning, match="could not be measured.*busy machine") as caught:
+        trainer(tmp_path, flops).fit(Small())
+    assert len(ours(caught)) == 1
+    assert "mfu" not in flops.metrics
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+def test_a_utilization_above_one_is_flagged(tmp_path: Path) -> None:
+    """An impossible peak is reported as it is, with one warning about the peak."""
+    module = Small()
+    module.flops_per_batch = 1e15
+    flops = Flops(peak_flops=1e9)
+    with pytest.warns(PerfWarning, match=r"1e\+09 FLOP/s .given.") as caught:
+        trainer(tmp_path, flops).fit(module)
+    assert flops.metrics["mfu"] > 1
+    assert len(ours(caught)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"peak_flops": 0}, "peak_flops"),
+        ({"peak_flops": -1.0}, "peak_flops"),
+        ({"peak_flops": "guess"}, "peak_flops"),
+        ({"peak_flops": 312}, "peak_flops"),
+        ({"schedule": 5}, "schedule"),
+        ({"schedule": "every now and then"}, "schedule"),
+        ({"formula": 6e9}, "formula"),
+    ],
+)
+def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field: str) -> None:
+    """The message names the field, the value and an example that works."""
+    with pytest.raises(ConfigError, match=f"{field}=.*Try"):
+        Flops(**options)
+
+
+def test_a_fraction_of_training_needs_an_end_of_training(tmp_path: Path) -> None:
+    """dur without max_steps, max_epochs or max_time is refused at set-up, not in the middle."""
+    run = trainer(tmp_path, Flops(schedule=Every("0.1dur")), max_epochs=-1)
+    with pytest.raises(ConfigError, match="dur"):
+        run.fit(Small())
+    assert run.global_step == 0

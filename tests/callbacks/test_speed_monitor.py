@@ -1,0 +1,231 @@
+"""SpeedMonitor: the keys of the document, with the numbers that they name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
+from torch import Tensor
+
+from lightning_perf import ConfigError, PerfWarning, SpeedMonitor
+from lightning_perf.core.metrics import RollingWindow, Work, throughput
+from lightning_perf.core.reduce import min_over_ranks, sum_of_rates
+
+KEYS = (
+    {
+        f"throughput/{device}{what}_per_sec"
+        for device in ("", "device/")
+        for what in ("batches", "samples", "flops")
+    }
+    | {"throughput/device/mfu", "time/train", "time/val", "time/total"}
+    | {"time/remaining_estimate"}
+)
+
+
+class Slow(Small):
+    """Every batch takes at least some milliseconds."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_plain_training_reports_all_keys_but_tokens(tmp_path: Path, records: Records) -> None:
+    """Without token counts there are no token keys; MFU needs no code of the user."""
+    trainer(tmp_path, SpeedMonitor(window_size=4), logger=records).fit(Small())
+    assert records.keys - {"epoch"} == KEYS
+
+
+def test_tokens_appear_once_the_module_counts_them(tmp_path: Path, records: Records) -> None:
+    """get_num_tokens_in_batch on the module adds the token keys, in its proportion."""
+
+    class Tokens(Slow):
+        def get_num_tokens_in_batch(self, batch: list[Tensor]) -> int:
+            return batch[0].numel()
+
+    trainer(tmp_path, SpeedMonitor(window_size=4), logger=records).fit(Tokens())
+    for _, row in records.rows:
+        if "throughput/tokens_per_sec" in row:
+            assert row["throughput/tokens_per_sec"] == pytest.approx(
+                8 * row["throughput/samples_per_sec"]
+            )
+            break
+    else:
+        pytest.fail("no tokens")
+
+
+def test_rates_agree_with_the_clock_and_with_each_other(tmp_path: Path, records: Records) -> None:
+    """Samples, FLOPs and MFU follow from batches, and batches from the wall clock."""
+    monitor = SpeedMonitor(window_size=8, gpu_flops_available=1e9)
+    trainer(tmp_path, monitor, logger=records).fit(Slow())
+    row = monitor.metrics
+    batches = row["throughput/batches_per_sec"]
+    assert 0 < batches < 100
+    assert row["throughput/samples_per_sec"] == pytest.approx(4 * batches)
+    assert row["throughput/flops_per_sec"] == pytest.approx(4 * FLOPS_PER_SAMPLE * batches)
+    assert row["throughput/device/mfu"] == pytest.approx(row["throughput/flops_per_sec"] / 1e9)
+
+
+def test_a_short_run_reports_once_at_its_end(tmp_path: Path, records: Records) -> None:
+    """A window that never fills is reported at the end of training, and only there."""
+    trainer(tmp_path, SpeedMonitor(window_size=100), logger=records).fit(Small())
+    assert len(records.of("throughput/batches_per_sec")) == 1
+
+
+def test_reports_follow_log_every_n_steps(tmp_path: Path, records: Records) -> None:
+    """Reports stand at the steps at which Lightning's own metrics stand."""
+    trainer(tmp_path, SpeedMonitor(window_size=3), logger=records, log_every_n_steps=5).fit(Small())
+    assert [step for step, _ in records.of("throughput/batches_per_sec")] == [4, 9, 14]
+
+
+def test_accumulating_batches_are_counted_but_not_steps(tmp_path: Path, records: Records) -> None:
+    """With gradient accumulation a report comes once a step, and every batch is in it."""
+    monitor = SpeedMonitor(window_size=4)
+    run = trainer(tmp_path, monitor, logger=records, log_every_n_steps=2, accumulate_grad_batches=4)
+    run.fit(Small())
+    assert [step for step, _ in records.of("throughput/samples_per_sec")] == [1, 3]
+    _, row = records.rows[-1]
+    ratio = row["throughput/samples_per_sec"] / row["throughput/batches_per_sec"]
+    assert ratio == pytest.approx(4)
+
+
+def test_validation_is_told_apart_and_left_out(tmp_path: Path, records: Records) -> None:
+    """Time in validation goes to time/val, not into the training's throughput."""
+
+    class SlowValidation(Slow):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            time.sleep(0.03)
+
+    monitor = SpeedMonitor(window_size=100, time_unit="seconds")
+    options: dict[str, Any] = {"limit_val_batches": 4, "val_check_interval": 4}
+    start = time.perf_counter()
+    trainer(tmp_path, monitor, logger=records, **options).fit(SlowValidation())
+    wall = time.perf_counter() - start
+    last = monitor.metrics
+    assert 4 * 4 * 0.03 <= last["time/val"] < wall
+    assert last["time/total"] == pytest.approx(last["time/train"] + last["time/val"])
+    assert last["time/total"] < wall
+    # Fifteen batches of the sixteen, in no more than the time of training alone.
+    assert last["throughput/batches_per_sec"] >= 15 / last["time/train"]
+    validated = records.of("validate/throughput/batches_per_sec")
+    assert len(validated) == 4
+    assert all(rate < 1 / 0.03 for _, rate in validated)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_other_stages_bear_their_name(tmp_path: Path, records: Records, stage: str) -> None:
+    """Outside of fit, keys stand under the stage, and every batch is a step."""
+    run = trainer(tmp_path, SpeedMonitor(window_size=5), logger=records, limit_val_batches=1.0)
+    getattr(run, stage)(Small(), verbose=False) if stage != "predict" else run.predict(Small())
+    ours = {key for key in records.keys if "throughput" in key}
+    assert f"{stage}/throughput/samples_per_sec" in ours
+    assert all(key.startswith(f"{stage}/") for key in ours)
+
+
+def test_elapsed_time_resumes_with_the_checkpoint(tmp_path: Path, records: Records) -> None:
+    """time/train goes on from what the checkpoint says, under weights_only as well."""
+    first = trainer(tmp_path, SpeedMonitor(time_unit="seconds"), logger=Records())
+    first.fit(Slow())
+    spent = first.callbacks[0].metrics["time/train"]
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    second = trainer(tmp_path, SpeedMonitor(time_unit="seconds"), logger=records, max_epochs=2)
+    second.fit(Slow(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert records.of("time/train")[0][1] > spent > 0.16
+
+
+def test_a_batch_that_cannot_be_counted_is_said_once(tmp_path: Path, records: Records) -> None:
+    """Training goes on, sample keys stay away, and one warning says what to define."""
+
+    class Odd(Small):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            return {"x": batch[0], "odd": torch.zeros(99), "y": batch[1]}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step([batch["x"], batch["y"]], batch_idx)
+
+    with pytest.warns(PerfWarning, match="get_num_samples_in_batch") as caught:
+        trainer(tmp_path, SpeedMonitor(window_size=4), logger=records).fit(Odd())
+    assert len(ours(caught)) == 1
+    assert "throughput/samples_per_sec" not in records.keys
+    assert "throughput/batches_per_sec" in records.keys
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"window_size": 0}, "window_size"),
+        ({"window_size": -3}, "window_size"),
+        ({"window_size": 2.5}, "window_size"),
+        ({"time_unit": "weeks"}, "time_unit"),
+        ({"gpu_flops_available": 0}, "gpu_flops_available"),
+        ({"gpu_flops_available": float("nan")}, "gpu_flops_available"),
+    ],
+)
+def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field: str) -> None:
+    """The message names the field, the value and an example that works."""
+    with pytest.raises(ConfigError, match=f"{field}=.*Try {field}="):
+        SpeedMonitor(**options)
+
+
+def test_ranks_are_summed() -> None:
+    """Global samples per second are the sum of the ranks', batches are their mean."""
+    ranks = np.array([Work(2.0, 10, 80, 0, 4e9, 0.5), Work(2.0, 10, 40, 0, 2e9, 0.25)])
+    found = throughput(Work(*sum_of_rates(ranks)), Work(*min_over_ranks(ranks)), 2)
+    assert found["throughput/samples_per_sec"] == 60
+    assert found["throughput/batches_per_sec"] == 5
+    assert found["throughput/device/samples_per_sec"] == 30
+    assert found["throughput/device/flops_per_sec"] == 1.5e9
+    assert found["throughput/device/mfu"] == (0.25 + 0.125) / 2
+    assert "throughput/tokens_per_sec" not in found
+
+
+def test_a_window_forgets_all_but_its_latest_batches() -> None:
+    """The totals are those of the last batches, however many came before."""
+    window = RollingWindow(2)
+    for seconds in (5.0, 1.0, 2.0):
+        window.add(seconds, 4, 0, 8, 0.0)
+    assert window.work() == Work(3.0, 2, 8, 0, 16, 0.0)
+
+
+def test_the_module_s_own_flops_win(tmp_path: Path) -> None:
+    """flops_per_batch is this rank's, as a number or as a function of the batch."""
+
+    class Declared(Slow):
+        def flops_per_batch(self, batch: list[Tensor]) -> int:
+            return 1000 * len(batch[0])
+
+    monitor = SpeedMonitor(window_size=4, gpu_flops_available=1e9)
+    trainer(tmp_path, monitor, logger=Records()).fit(Declared())
+    row = monitor.metrics
+    assert row["throughput/flops_per_sec"] == pytest.approx(
+        1000 * row["throughput/samples_per_sec"]
+    )
+
+
+def test_a_failing_flops_per_batch_costs_the_mfu_alone(tmp_path: Path) -> None:
+    """One warning, no FLOPs, and everything else as before."""
+
+    class Failing(Small):
+        def flops_per_batch(self, batch: list[Tensor]) -> float:
+            return float("nan")
+
+    monitor = SpeedMonitor(window_size=4)
+    with pytest.warns(PerfWarning, match="flops_per_batch") as caught:
+        trainer(tmp_path, monitor, logger=Records()).fit(Failing())
+    assert len(ours(caught)) == 1
+    assert "throughput/flops_per_sec" not in monitor.metrics
+    assert monitor.metrics["throughput/samples_per_sec"] > 0
+
+
+def test_samples_are_exact_with_an_uneven_last_batch(tmp_path: Path) -> None:
+    """64 samples in batches of 10 are 64 samples, not 70."""
+    monitor = SpeedMonitor(window_size=100)
+    run = trainer(tmp_path, monitor, logger=Records(), max_epochs=2)
+    run.fit(Small(batch_size=10))
+    assert monitor.state_dict()["progress"]["stages"]["train"]["sample"] == 128
+    assert torch.is_grad_enabled()

@@ -1,0 +1,402 @@
+"""SystemMetrics on real trainings: keys, when it reports, ranks, nodes, GPUs, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from math import nan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import free_port
+from helpers import TESTS
+from helpers.fake_nvml import FakeGpu, FakeNvml, install
+from helpers.small import Records, Small, ours, trainer
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+
+from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, SystemMetrics
+from lightning_perf.callbacks.system_metrics import _over_ranks
+from lightning_perf.core.progress import Ranks
+from lightning_perf.run import hardware
+from lightning_perf.run.callback import PerfCallback
+from lightning_perf.system import GPU, HOST
+
+#: Nobody waits a second for a test: what is not sampled in time is sampled at the end.
+FAST = 0.1
+MEMORY = {"memory/rss", "memory/peak_rss"}
+
+
+class Slow(Small):
+    def training_step(self, batch: list[Any], batch_idx: int) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+
+def sampling() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "lightning_perf sys" in thread.name]
+
+
+def settled() -> bool:
+    """Whether no thread samples any more, some time after it was told to end."""
+    until = time.monotonic() + 10
+    while sampling() and time.monotonic() < until:
+        time.sleep(0.01)
+    return not sampling()
+
+
+def test_a_training_reports_the_machine_and_its_memory(tmp_path: Path, records: Records) -> None:
+    """Determined's figures and ours, of node 0, and no GPU where there is none."""
+    trainer(tmp_path, SystemMetrics(FAST), logger=records).fit(Slow())
+    found = records.keys - {"epoch"}
+    host = {f"system/node_0/{name}" for name in HOST}
+    # A sandbox may show no disk and no network.
+    optional = {key for key in host if "/disk_" in key or "/net_" in key}
+    assert host - optional | MEMORY <= found <= host | MEMORY
+    assert settled()
+
+
+def test_a_run_too_short_to_be_sampled_reports_at_its_end(tmp_path: Path, records: Records) -> None:
+    """With a sample every hour, a run has one point of each figure: its average."""
+    metrics = SystemMetrics("1h")
+    trainer(tmp_path, metrics, logger=records, log_every_n_steps=4).fit(Slow())
+    assert [step for step, _ in records.of("system/node_0/free_memory")] == [15]
+    assert metrics.metrics["system/node_0/free_memory"] > 0
+
+
+def test_reports_stand_where_lightning_logs_and_repeat_nothing(
+    tmp_path: Path, records: Records
+) -> None:
+    """A report without a new sample has memory alone, and validation has none of its own."""
+    options = {"log_every_n_steps": 4, "limit_val_batches": 2, "val_check_interval": 8}
+    trainer(tmp_path, SystemMetrics(10), logger=records, **options).fit(Slow())
+    assert [step for step, _ in records.of("memory/rss")] == [3, 7, 11, 15]
+    assert len(records.of("system/node_0/free_memory")) == 1
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_other_stages_have_the_same_keys(tmp_path: Path, records: Records, stage: str) -> None:
+    """A machine is the same in all stages, and MLflow has one tab for it."""
+    a_trainer = trainer(tmp_path, SystemMetrics(), logger=records, limit_val_batches=4)
+    getattr(a_trainer, stage)(Small(), verbose=False) if stage != "predict" else (
+        a_trainer.predict(Small())
+    )
+    assert "system/node_0/free_memory" in records.keys
+
+
+def test_it_works_in_a_suite_and_trains_again(tmp_path: Path, records: Records) -> None:
+    """Beside another callback, twice with one trainer, and its thread ends each time."""
+    a_trainer = trainer(tmp_path, Suite([SpeedMonitor(4), SystemMetrics()]), logger=records)
+    for _ in range(2):
+        records.rows.clear()
+        a_trainer.fit(Small())
+        assert settled()
+        assert {"system/node_0/free_memory", "throughput/batches_per_sec"} <= records.keys
+        a_trainer.fit_loop.max_epochs += 1
+
+
+def test_the_thread_ends_with_a_run_that_fails(tmp_path: Path) -> None:
+    """An exception of the user's ends the sampling as well."""
+
+    class Fails(Small):
+        def training_step(self, batch: list[Any], batch_idx: int) -> torch.Tensor:
+            assert sampling()
+            raise RuntimeError("of the user")
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        trainer(tmp_path, SystemMetrics()).fit(Fails())
+    assert settled()
+
+
+@pytest.mark.parametrize(
+    "interval",
+    [
+        "10ba",
+        "soon",
+        "",
+        "0.5dur",
+        "0s",
+        "0.05sec",
+        "99ms",
+        "-1s",
+        "1.s.",
+        0.05,
+        0,
+        -1,
+        True,
+        None,
+        float("nan"),
+    ],
+)
+def test_an_interval_that_cannot_work_is_refused(interval: Any) -> None:
+    """With what to write instead."""
+    with pytest.raises(ConfigError, match=r"^interval=.*Try interval='10s', '500ms', or 0.5"):
+        SystemMetrics(interval)
+
+
+@pytest.mark.parametrize(
+    ("interval", "seconds"),
+    [
+        ("1s", 1), ("1sec", 1), ("1m", 60), ("1m30s", 90), (1, 1), (0.1, 0.1), (2.5, 2.5),
+        ("0.5s", 0.5), (".5sec", 0.5), ("500ms", 0.5), ("100ms", 0.1), ("0.1S", 0.1),
+    ],
+)  # fmt: skip
+def test_intervals_are_times_or_seconds(interval: Any, seconds: float) -> None:
+    """Down to the shortest, in seconds and parts of them; and spawned ranks get the same."""
+    again = pickle.loads(pickle.dumps(SystemMetrics(interval)))
+    assert (again.interval, again._seconds) == (interval, seconds)
+
+
+def test_mlflow_has_it_in_its_system_tab(tmp_path: Path, mlflow_database: str) -> None:
+    """Its keys are such as MLflow takes."""
+    logger = MLFlowLogger("system", tracking_uri=mlflow_database)
+    trainer(tmp_path, SystemMetrics(), logger=logger).fit(Small())
+    run = MlflowClient(mlflow_database).get_run(logger.run_id)
+    assert run.data.metrics["system/node_0/free_memory"] > 0
+    assert run.data.params["lightning_perf/SystemMetrics/interval"] == "1s"
+
+
+# -- GPUs -------------------------------------------------------------------------------------
+
+
+def test_gpus_of_a_node_are_averaged_like_the_rest(
+    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each under nvidia-smi's number; the use of the first rises in mid-run."""
+    one, two = FakeGpu("GPU-a", util=0), FakeGpu("GPU-b")
+    nvml = install(monkeypatch, one, two)
+
+    class Rises(Small):
+        def training_step(self, batch: list[Any], batch_idx: int) -> torch.Tensor:
+            one.told["util"] = 100 if batch_idx >= 8 else 0
+            time.sleep(0.05)
+            return super().training_step(batch, batch_idx)
+
+    trainer(tmp_path, SystemMetrics(FAST), logger=records, log_every_n_steps=99).fit(Rises())
+    ((_, use),) = records.of("system/node_0/gpu_0/gpu_util")
+    assert 20 < use < 80
+    for name in GPU:
+        assert len(records.of(f"system/node_0/gpu_1/{name}")) == 1
+    assert settled()
+    assert nvml.open == 0
+
+
+def test_a_gpu_that_is_lost_is_said_once_and_the_rest_goes_on(
+    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mid-run: its figures end, those of the other GPU and of the machine do not."""
+    one, two = FakeGpu("GPU-a"), FakeGpu("GPU-b")
+    install(monkeypatch, one, two)
+
+    class Loses(Small):
+        def training_step(self, batch: list[Any], batch_idx: int) -> torch.Tensor:
+            if batch_idx == 8:
+                one.told["memory"] = FakeNvml.NVMLError_GpuIsLost("fell off the bus")
+            time.sleep(0.05)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(PerfWarning) as caught:
+        trainer(tmp_path, SystemMetrics(FAST), logger=records).fit(Loses())
+    assert ours(caught) == [
+        "lightning_perf: gpu_0 is not measured any more (NVMLError_GpuIsLost: fell off the bus)."
+    ]
+    last = max(step for step, _ in records.of("system/node_0/gpu_1/gpu_util"))
+    assert max(step for step, _ in records.of("system/node_0/gpu_0/gpu_util")) < last
+    assert max(step for step, _ in records.of("system/node_0/free_memory")) == last
+
+
+def test_cuda_memory_bears_composers_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the allocator tells, in gigabytes."""
+    kinds = "allocated_bytes", "active_bytes", "inactive_split_bytes", "reserved_bytes"
+    stats = {
+        kind: {"all": {"current": number * 10**9, "peak": number * 10**10 + 12345}}
+        for number, kind in enumerate(kinds, start=1)
+    }
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda device: {**stats, "num_alloc_retries": 3}
+    )
+    found = hardware.cuda_memory(torch.device("cuda", 0))
+    names = "allocated", "active", "inactive", "reserved"
+    assert found == {
+        **{f"current_{name}_mem": float(number) for number, name in enumerate(names, start=1)},
+        **{f"peak_{name}_mem": 10.0 * number for number, name in enumerate(names, start=1)},
+        "alloc_retries": 3,
+    }
+    assert set(found) == set(hardware.CUDA_MEMORY)
+    assert hardware.cuda_memory(torch.device("cpu")) == {}
+
+
+def test_on_cuda_the_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their UUIDs: here CUDA's device 0 is nvidia-smi's GPU 1."""
+    install(monkeypatch, FakeGpu("GPU-a-1"), FakeGpu("GPU-b-2"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = SimpleNamespace(uuid="b-2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    sampler = hardware.node_sampler(SimpleNamespace(strategy=strategy), Ranks())
+    assert sampler is not None
+    sampler.subscribe("me", 60.0)
+    assert sampler.refresh(10)
+    sampler.unsubscribe("me")
+    gpus = {name.partition("/")[0] for name in sampler.latest if name.startswith("gpu_")}
+    assert gpus == {"gpu_1"}
+
+
+def test_an_allocator_without_statistics_costs_its_own_figures_alone(
+    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's pluggable allocator refuses to tell: said once, and the rest goes on."""
+
+    def refuse(device: torch.device) -> dict[str, float]:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
+
+    monkeypatch.setattr("lightning_perf.callbacks.system_metrics.cuda_memory", refuse)
+    with pytest.warns(PerfWarning) as caught:
+        trainer(tmp_path, SystemMetrics(), logger=records).fit(Small())
+    assert len(ours(caught)) == 1
+    assert "allocator is not measured" in ours(caught)[0]
+    assert records.of("memory/rss")
+
+
+def test_memory_of_several_ranks_is_rank_0s_and_the_largest() -> None:
+    """The rank that runs out first need not be rank 0; host memory is a node's, not a rank's."""
+    one, other = [float(n) for n in range(11)], [nan, nan, *(float(20 - n) for n in range(2, 11))]
+    found = _over_ranks(np.array([one, other, [nan] * 11]))
+    assert found["memory/current_allocated_mem"] == 2.0
+    assert found["memory/max_over_ranks/current_allocated_mem"] == 18.0
+    assert found["memory/alloc_retries"] == 10.0
+    assert found["memory/rss"] == 0.0
+    assert not [key for key in found if "max_over_ranks" in key and "rss" in key]
+    assert not [key for key in _over_ranks(np.array([one])) if "max_over_ranks" in key]
+
+
+def test_many_nodes_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hundred nodes some report at a time, each over the time since its own last report."""
+    many = Ranks(node_rank=30, world_size=800, local_world_size=8)
+    taken: list[tuple[int, bool]] = []
+    metrics = SystemMetrics("1h")
+    context = SimpleNamespace(
+        ranks=many,
+        sampler=SimpleNamespace(subscribe=lambda *_: None, take=lambda _: {"free_memory": 1.0}),
+        step=0,
+        stage="train",
+        trainer=SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu"))),
+    )
+    context.sampler.latest = {}
+    metrics.prepare(context)
+    for number in range(40):
+        report = metrics.collect(context, at_end=False)
+        taken.append((number, len(report.values) > 13))
+    assert [number for number, took in taken if took] == [4, 17, 30]
+    assert len(metrics.collect(context, at_end=True).values) > 13
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_all_of_it_is_there(tmp_path: Path, records: Records) -> None:
+    """Use, memory and power of the GPU in use, and what the allocator holds."""
+    options = {"accelerator": "gpu", "logger": records}
+    trainer(tmp_path, SystemMetrics(FAST), **options).fit(Slow())
+    keys = {key.partition("/gpu_")[2].partition("/")[2] for key in records.keys}
+    assert {"gpu_util", "gpu_free_memory", "gpu_power", "gpu_sm_clock"} <= keys
+    assert {f"memory/{name}" for name in hardware.CUDA_MEMORY} <= records.keys
+    assert all(value > 0 for _, value in records.of("memory/peak_allocated_mem"))
+
+
+# -- several processes ------------------------------------------------------------------------
+
+
+class Dump(PerfCallback):
+    """Leaves what was reported, and which threads sample, in a file a rank."""
+
+    def __init__(self, folder: Path, watched: SystemMetrics) -> None:
+        super().__init__()
+        self.folder, self.watched = folder, watched
+        self.threads: list[str] = []
+
+    def after_batch(self, context: Any, batch: Any) -> None:
+        self.threads = sampling()
+        self.known = len(context.sampler.processes) if context.sampler else 0
+
+    def close(self, context: Any, reason: str) -> None:
+        found = {
+            "threads": len(self.threads),
+            "known": self.known,
+            "rss": psutil.Process().memory_info().rss,
+        }
+        rank = context.ranks.global_rank
+        (self.folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_one_rank_of_a_node_samples_for_all(tmp_path: Path, mlflow_database: str) -> None:
+    """Of two forked ranks the first has the thread, and counts the processes of both."""
+    metrics = SystemMetrics(FAST)
+    logger = MLFlowLogger("system-ranks", run_name="two", tracking_uri=mlflow_database)
+    # One torch thread: a fork cannot take over the threads that an earlier test has started.
+    torch.set_num_threads(1)
+    options = {"strategy": "ddp_fork", "devices": 2, "logger": logger, "max_epochs": 4}
+    trainer(tmp_path, metrics, Dump(tmp_path, metrics), **options).fit(Slow())
+    first, second = (json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1))
+    assert (first["threads"], second["threads"]) == (1, 0)
+    assert (first["known"], second["known"]) == (2, 0)
+    client = MlflowClient(mlflow_database)
+    experiment = client.get_experiment_by_name("system-ranks")
+    (run,) = client.search_runs([experiment.experiment_id])
+    system = {key for key in run.data.metrics if key.startswith("system/")}
+    assert {key.split("/")[1] for key in system} == {"node_0"}
+    history = client.get_metric_history(run.info.run_id, "system/node_0/process_rss")
+    assert history[-1].value == pytest.approx(first["rss"] + second["rss"], rel=0.2)
+
+
+@pytest.mark.slow
+def test_each_node_reports_under_its_number(tmp_path: Path) -> None:
+    """Two nodes of one rank each: rank 0 logs the figures of both."""
+    script = tmp_path / "nodes.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "import lightning as L\n"
+        "from small import Records, trainer\n"
+        "from test_system_metrics import Slow\n"
+        "from lightning_perf import SystemMetrics\n"
+        "metrics, records = SystemMetrics(), Records()\n"
+        "options = dict(strategy='ddp', num_nodes=2, log_every_n_steps=99, logger=records)\n"
+        f"trainer({str(tmp_path)!r}, metrics, **options).fit(Slow())\n"
+        "if os.environ['NODE_RANK'] == '0':\n"
+        "    print(json.dumps(sorted(metrics.metrics)))\n"
+    )
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
+        "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **shared, "NODE_RANK": rank, "LOCAL_RANK": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        (out, errors), _ = [node.communicate(timeout=180) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert nodes[0].returncode == 0, errors[-3000:]
+    keys = json.loads(out.splitlines()[-1])
+    for number in (0, 1):
+        assert f"system/node_{number}/free_memory" in keys
+        assert f"system/node_{number}/cpu_util_simple" in keys

@@ -1,0 +1,486 @@
+"""Where every second goes: keys, reports, rows, the table, and all kinds of trainings."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers.small import Records, Small, TwoOptimizers, ours, trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, Timings
+from lightning_perf.callbacks import timings as module
+from lightning_perf.timing import clock
+from lightning_perf.timing.totals import CATEGORIES, History
+
+DETERMINED = {
+    "dataloader_next", "to_device", "train_batch", "step_lr_schedulers", "from_device",
+    "reduce_metrics",
+}  # fmt: skip
+
+
+class Stopped(Timings):
+    """Holds watches of its own around the first and the last of what is counted."""
+
+    began: tuple[float, float] | None = None
+    ended = (0.0, 0.0)
+
+    def on_start(self, context: Any) -> None:
+        before = time.perf_counter()
+        super().on_start(context)
+        self.began = self.began or (before, time.perf_counter())
+
+    def collect(self, context: Any, at_end: bool) -> Any:
+        before = time.perf_counter()
+        found = super().collect(context, at_end)
+        self.ended = before, time.perf_counter()
+        return found
+
+    @property
+    def wall(self) -> tuple[float, float]:
+        """The least and the most seconds that may have been counted, give or take 1 %."""
+        assert self.began is not None
+        (b0, b1), (e0, e1) = self.began, self.ended
+        return 0.99 * (e0 - b1), 1.01 * (e1 - b0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        for _ in range(12):
+            yield torch.ones(8), torch.zeros(1)
+
+
+class Streaming(Small):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(), batch_size=2)
+
+
+class Workers(Small):
+    def train_dataloader(self) -> Any:
+        data = TensorDataset(torch.ones(16, 8), torch.zeros(16, 1))
+        return DataLoader(data, batch_size=4, num_workers=1)
+
+
+class Logging(Small):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self.net(batch[0]).mean())
+
+
+class Planted(Exception):
+    pass
+
+
+class Failing(Small):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 5:
+            raise Planted
+        return super().training_step(batch, batch_idx)
+
+
+class FailingStep(TwoOptimizers):
+    """Each batch fails within an optimizer's step, and goes on: Lightning never ends that span."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        def closure() -> None:
+            raise Planted
+
+        for optimizer in self.optimizers():
+            with pytest.raises(Planted):
+                optimizer.step(closure=closure)
+        super().training_step(batch, batch_idx)
+
+
+TRAININGS: dict[str, tuple[type[Small], str, dict[str, Any]]] = {
+    "automatic": (Small, "fit", {}),
+    "logging and checkpoints": (
+        Logging, "fit", {"logger": True, "enable_checkpointing": True, "max_epochs": 3},
+    ),
+    "manual with two optimizers": (TwoOptimizers, "fit", {}),
+    "manual with failures": (FailingStep, "fit", {}),
+    "accumulation": (Small, "fit", {"accumulate_grad_batches": 2}),
+    "iterable": (Streaming, "fit", {"max_epochs": 2}),
+    "workers": (Workers, "fit", {"max_epochs": 2}),
+    "validation every few steps": (
+        Logging, "fit", {"val_check_interval": 4, "limit_val_batches": 3, "max_epochs": 2},
+    ),
+    "exception": (Failing, "fit", {}),
+    "validate": (Logging, "validate", {"limit_val_batches": 1.0}),
+    "test": (Small, "test", {}),
+    "predict": (Small, "predict", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_parts_add_up_to_the_wall_time(name: str, tmp_path: Path) -> None:
+    """Every second is in one category, whatever the training: within 1 % of an own watch."""
+    kind, verb, options = TRAININGS[name]
+    timings = Stopped()
+    records = Records()
+    if options.get("logger"):
+        options = options | {"logger": records}
+    run = trainer(tmp_path, timings, **options)
+    try:
+        getattr(run, verb)(kind())
+    except Planted:
+        assert name == "exception"
+    accumulated = options.get("accumulate_grad_batches", 1)
+    parts = accumulated * sum(sum(row.values()) for _, row in timings.rows)
+    least, most = timings.wall
+    assert least <= parts <= most
+    costs = {key.rpartition("/")[2]: value for key, value in timings.metrics.items()}
+    assert costs["forward"] > 0
+    assert costs["dataloader_next"] > 0
+    trains = verb == "fit"
+    assert (costs["backward"] > 0) == trains
+    assert (costs["optimizer_step"] > 0) == trains
+    assert ("train_batch" in costs) == trains
+
+
+def test_what_is_logged_has_determined_s_names(tmp_path: Path, records: Records) -> None:
+    """Its six keys are there, and the others, at Lightning's steps; nothing else is."""
+    options: dict[str, Any] = {"limit_val_batches": 2, "log_every_n_steps": 4}
+    timings = Timings()
+    trainer(tmp_path, timings, logger=records, **options).fit(Small())
+    train = {f"timings/{name}" for name in {*CATEGORIES, *DETERMINED}}
+    nested = {f"validate/timings/{name}" for name in CATEGORIES}
+    assert records.keys == train | nested
+    # What comes after the last batch makes no second point of its step.
+    steps = [step for step, _ in records.of("timings/train_batch")]
+    assert steps == [3, 7, 11, 15]
+    assert set(timings.metrics) == train
+    inclusive = timings.metrics["timings/train_batch"]
+    parts = [timings.metrics[f"timings/{key}"] for key in ("forward", "backward", "optimizer_step")]
+    assert 0 < sum(parts) <= inclusive
+
+
+def test_work_done_twice_in_a_batch_is_one_point_with_the_sum(
+    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two backward passes a batch are one point a batch, contiguous (det.timings)."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+
+    class Twice(TwoOptimizers):
+        def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+            now[0] += 0.5
+            super().backward(loss)
+
+    trainer(tmp_path, Timings(), logger=records).fit(Twice())
+    points = records.of("timings/backward")
+    # Steps count optimizer steps, of which Lightning's own axis makes one a batch.
+    assert points[:16] == [(step, 1.0) for step in range(16)]
+
+
+def test_points_are_means_over_the_batches_since_the_last_one(
+    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of 1 to 8 seconds, in reports of two (det.aggregate)."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+
+    class Growing(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            now[0] += batch_idx + 1
+            return super().training_step(batch, batch_idx)
+
+    timings = Timings(schedule="2ba")
+    trainer(tmp_path, timings, logger=records, limit_train_batches=8).fit(Growing())
+    assert [value for _, value in records.of("timings/forward")][:4] == [1.5, 3.5, 5.5, 7.5]
+    assert [row["forward"] for _, row in timings.rows] == [1.5, 3.5, 5.5, 7.5]
+
+
+def test_predictions_that_are_brought_to_the_host_are_from_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What passes while predict moves its results is ``from_device``, and nothing else is."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+
+    class Heavy:
+        """A result that takes a second to move, as Lightning moves whatever has ``to``."""
+
+        def to(self, device: Any, **kwargs: Any) -> Heavy:
+            now[0] += 1.0
+            return self
+
+    class Predicting(Small):
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return Heavy()
+
+    timings = Timings()
+    trainer(tmp_path, timings, limit_predict_batches=4).predict(Predicting())
+    seconds = {name: sum(row[name] for _, row in timings.rows) for name in CATEGORIES}
+    # The last report comes after the last move, with which it shares its batch.
+    assert seconds == {name: 4.0 * (name == "from_device") for name in CATEGORIES}
+
+
+def test_logged_values_that_are_brought_to_the_host_are_from_device(
+    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversion of what is logged after a batch is found."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+    from lightning.pytorch.trainer.connectors.logger_connector import logger_connector
+
+    original = logger_connector.convert_tensors_to_scalars
+
+    def slow(data: Any) -> Any:
+        now[0] += 1.0
+        return original(data)
+
+    monkeypatch.setattr(logger_connector, "convert_tensors_to_scalars", slow)
+
+    class StepLogging(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    timings = Timings()
+    trainer(tmp_path, timings, logger=records, limit_train_batches=4).fit(StepLogging())
+    seconds = {name: sum(row[name] for _, row in timings.rows) for name in CATEGORIES}
+    assert seconds == {name: 4.0 * (name == "from_device") for name in CATEGORIES}
+
+
+def test_validation_is_one_thing_to_training_and_told_apart_for_itself(
+    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loader and its step count as validation, and in its own keys as what they are."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+
+    class Validating(Small):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            now[0] += 2.0
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            now[0] += 1.0 * bool(self.trainer.validating)
+            return batch
+
+    options: dict[str, Any] = {"limit_train_batches": 4, "limit_val_batches": 3}
+    timings = Timings()
+    run = trainer(tmp_path, timings, logger=records, val_check_interval=2, **options)
+    run.fit(Validating())
+    assert records.of("validate/timings/forward") == [(1, 2.0), (3, 2.0)]
+    assert records.of("validate/timings/to_device") == [(1, 1.0), (3, 1.0)]
+    seconds = {name: sum(row[name] for _, row in timings.rows) for name in CATEGORIES}
+    assert seconds == {name: 18.0 * (name == "validation") for name in CATEGORIES}
+
+
+@pytest.mark.parametrize("kind", [Logging, TwoOptimizers])
+def test_the_numbers_of_training_stay_the_same(kind: type[Small], tmp_path: Path) -> None:
+    """Weights, losses and the random state are the same, bit for bit, with and without us."""
+
+    def outcome(*callbacks: L.Callback) -> tuple[Any, ...]:
+        L.seed_everything(7, verbose=False)
+        model, records = kind(), Records()
+        options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 2}
+        trainer(tmp_path, *callbacks, logger=records, **options).fit(model)
+        theirs = [
+            {key: value for key, value in row.items() if "timings" not in key}
+            for _, row in records.rows
+        ]
+        weights = {key: value.tolist() for key, value in model.state_dict().items()}
+        return weights, [row for row in theirs if row], torch.get_rng_state().tolist()
+
+    assert outcome(Timings()) == outcome()
+
+
+def test_rows_stay_few_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a bound neighbours are merged, and the whole stays the whole."""
+    monkeypatch.setattr(module, "History", lambda: History(most=5))
+    now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+
+    class Steady(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            now[0] += 1.0
+            return super().training_step(batch, batch_idx)
+
+    timings = Timings()
+    trainer(tmp_path, timings, max_epochs=2).fit(Steady())
+    steps = [step for step, _ in timings.rows]
+    assert len(steps) <= 5
+    assert steps == sorted(steps)
+    assert steps[-1] == 31
+    assert all(row["forward"] == 1.0 for _, row in timings.rows)
+
+
+def test_the_table_is_left_as_a_page_and_as_data(tmp_path: Path, mlflow_database: str) -> None:
+    """Both lie in the run's folder and among its artifacts, and tell the same."""
+    logger = MLFlowLogger("timings", run_name="table", tracking_uri=mlflow_database)
+    timings = Timings()
+    trainer(tmp_path, timings, logger=logger).fit(Logging())
+    folder = tmp_path / "table" / "timings"
+    rows = json.loads((folder / "table.json").read_text())
+    assert [row["name"] for row in rows] == [row.name for row in timings.table]
+    assert {"name", "seconds", "calls", "share"} == set(rows[0])
+    page = (folder / "table.md").read_text()
+    assert page.startswith("| what | seconds | ms a batch | calls | share |\n|---|")
+    assert "| MLFlowLogger.log_metrics |" in page
+    client = MlflowClient(mlflow_database)
+    found = [a.path for a in client.list_artifacts(logger.run_id, "table/timings")]
+    assert found == [
+        f"table/timings/{name}"
+        for name in ("table.json", "table.md", "timings.html", "timings.png")
+    ]
+
+
+def test_a_run_that_fails_leaves_its_table(tmp_path: Path) -> None:
+    """What was known until the exception is told."""
+    timings = Timings()
+    with pytest.raises(Planted):
+        trainer(tmp_path, timings).fit(Failing())
+    assert "Timings.on_train_batch_end" in [row.name for row in timings.table]
+    assert list(tmp_path.glob("*/timings/table.md"))
+
+
+def test_a_run_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
+    """Where no batch was counted there is nothing to tell, and no folder."""
+
+    class Refused(Small):
+        def on_train_start(self) -> None:
+            raise FileExistsError
+
+    timings = Timings()
+    run = trainer(tmp_path, timings)
+    with pytest.raises(FileExistsError):
+        run.fit(Refused())
+    assert not list(tmp_path.glob("**/timings*"))
+
+
+def test_a_page_folds_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row stands for all that took less than 0.1 %, while table and data have them all."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+
+    class Costly(L.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            now[0] += 1.0
+
+    timings = Timings()
+    trainer(tmp_path, timings, Costly(), limit_train_batches=4).fit(Small())
+    (page,) = tmp_path.glob("*/timings/table.md")
+    costly, others = page.read_text().splitlines()[2:]
+    assert costly == "| Costly.on_train_batch_start | 4.000 | 1000.000 | 4 | 100.0% |"
+    assert others.startswith(f"| {len(timings.table) - 1} others | 0.000 |")
+    assert len(json.loads((page.parent / "table.json").read_text())) == len(timings.table)
+    assert f"{len(timings.table) - 1} others" in (page.parent / "timings.html").read_text()
+
+
+def test_means_a_batch_are_of_the_batches_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second fit of the trainer divides by its own batches, and its chart begins there."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+
+    class Costly(L.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            now[0] += 1.0
+
+    run = trainer(tmp_path, Timings(), Costly(), max_epochs=1, log_every_n_steps=8)
+    run.fit(Small())
+    run.fit_loop.max_epochs = 2
+    run.fit(Small())
+    pages = sorted(tmp_path.glob("*/timings/table*.md"))
+    charts = sorted(tmp_path.glob("*/timings/timings*.html"))
+    assert [page.read_text().count("| 1000.000 |") for page in pages] == [1, 1]
+    assert ["steps 0 to 15" in charts[0].read_text(), "steps 16 to 31" in charts[1].read_text()]
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    """Training ends well, one warning says why there is no file, and the table is there."""
+    (tmp_path / "taken").write_text("")
+    timings = Timings()
+    run = trainer(tmp_path / "taken", timings)
+    with pytest.warns(PerfWarning, match="timings were not written"):
+        run.fit(Small())
+    assert timings.table
+
+
+def test_barebones_and_no_logger_are_fine(tmp_path: Path) -> None:
+    """A Trainer that logs nothing still gets the run's one report, at its end."""
+    timings = Timings()
+    bare = L.Trainer(
+        barebones=True,
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[timings],
+        default_root_dir=tmp_path,
+    )
+    bare.fit(Small())
+    assert [step for step, _ in timings.rows] == [15]
+
+
+@pytest.mark.parametrize("schedule", ["every now and then", 7, "0ba"])
+def test_a_schedule_that_is_none_is_refused(schedule: Any) -> None:
+    """At construction, with the field's name."""
+    with pytest.raises(ConfigError, match=r"schedule|interval"):
+        Timings(schedule=schedule)
+
+
+def test_it_works_in_a_suite_and_beside_others(tmp_path: Path, records: Records) -> None:
+    """One span hub serves whoever asks, and what a suite costs is told under its name."""
+    timings = Timings()
+    suite = Suite([SpeedMonitor(window_size=2), timings])
+    trainer(tmp_path, suite, logger=records).fit(Small())
+    assert {"timings/forward", "throughput/batches_per_sec"} <= records.keys
+    assert "Suite.on_train_batch_end" in [row.name for row in timings.table]
+
+
+def test_one_callback_serves_several_runs(tmp_path: Path) -> None:
+    """A second fit and a test tell of themselves; the trainer has its profiler back each time."""
+    timings, model = Timings(), Logging()
+    run = trainer(tmp_path, timings, logger=Records(), max_epochs=1)
+    own = run.profiler
+    run.fit(model)
+    assert len(timings.rows) == 16
+    run.fit_loop.max_epochs = 2
+    run.fit(model)
+    assert [step for step, _ in timings.rows] == list(range(16, 32))
+    run.test(model, verbose=False)
+    assert {key.split("/")[0] for key in timings.metrics} == {"test"}
+    assert run.profiler is own
+
+
+@pytest.mark.parametrize("finder", [LearningRateFinder, BatchSizeFinder])
+def test_the_tuner_s_trial_fits_do_no_harm(finder: Any, tmp_path: Path) -> None:
+    """Callbacks and loggers are swapped for trials and come back; everything is restored."""
+
+    class Tunable(Small):
+        lr = 0.01
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    searching = (
+        finder(num_training_steps=4) if finder is LearningRateFinder else finder(max_trials=1)
+    )
+    timings, records = Timings(), Records()
+    run = trainer(tmp_path, timings, searching, logger=records, enable_checkpointing=True)
+    own = run.profiler
+    run.fit(Tunable())
+    assert timings.metrics["timings/forward"] > 0
+    assert run.profiler is own
+    assert "log_metrics" not in vars(records)
+
+
+def test_it_says_nothing_in_a_plain_run(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """No warning of ours, and a fast development run works."""
+    trainer(tmp_path, Timings(), fast_dev_run=True).fit(Small())
+    assert not ours(recwarn)

@@ -1,0 +1,113 @@
+"""Timings of two real processes: the sums of each, the mean of both, and who is the slowest."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.small import Records, Small, trainer
+from test_ranks import RANKS
+from test_timings import Stopped
+
+from lightning_perf import Timings
+from lightning_perf.callbacks import timings as module
+from lightning_perf.core.reduce import over_ranks
+from lightning_perf.timing.totals import CATEGORIES
+
+pytestmark = pytest.mark.slow
+
+
+class Unequal(Small):
+    """Rank 1 takes longer in forward; rank 0 in the transfer, in a metric, and once a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.01 * self.global_rank)
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        time.sleep(0.004 * (1 - self.global_rank))
+        return batch
+
+
+class Told(Stopped):
+    """Leaves what it knows at the end, in a file a rank."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.names: list[str] = []
+
+    def collect(self, context: Any, at_end: bool) -> Any:
+        self.names = [action.name for action in context.spans.totals.costs]
+        return super().collect(context, at_end)
+
+    def publish(self, context: Any, report: Any, rows: Any) -> None:
+        super().publish(context, report, rows)
+        found = {
+            "metrics": self.metrics,
+            "own": rows[context.ranks.global_rank].tolist(),
+            "wall": self.wall,
+            "rows": self.rows,
+            "names": self.names,
+        }
+        (self.folder / f"rank{context.ranks.global_rank}.json").write_text(json.dumps(found))
+
+
+def test_two_ranks_tell_who_is_slow_and_where(tmp_path: Path) -> None:
+    """Each rank's parts add up, and the plain key is the mean, beside its spread and the rank."""
+    torch.set_num_threads(1)
+    # One report, at the end, holds all of the run.
+    options: dict[str, Any] = {"log_every_n_steps": 1000, "logger": Records(), **RANKS}
+    trainer(tmp_path, Told(tmp_path), **options).fit(Unequal())
+    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
+    for rank in ranks:
+        *parts, batches = rank["own"]
+        assert batches == 8
+        least, most = rank["wall"]
+        assert least <= batches * sum(parts[: len(CATEGORIES)]) <= most
+        assert "Trainer.broadcast_sigterm" in rank["names"]
+    assert ranks[0]["metrics"] == ranks[1]["metrics"]
+    found = ranks[0]["metrics"]
+    for index, name in enumerate(CATEGORIES):
+        own = sorted(rank["own"][index] for rank in ranks)
+        key = f"timings/{name}"
+        assert [found[f"{key}/min"], found[f"{key}/max"]] == own
+        assert found[key] == pytest.approx(sum(own) / 2)
+        assert found[f"{key}/median"] == pytest.approx(sum(own) / 2)
+    assert found["timings/forward/slowest_rank"] == 1
+    assert found["timings/to_device/slowest_rank"] == 0
+    assert found["timings/forward/max"] > 0.01
+    assert found["timings/reduce_metrics"] > 0
+    assert not [key for key in found if "/device/" in key]
+    steps = [step for step, _ in ranks[0]["rows"]]
+    assert steps == [7]
+
+
+def test_the_last_report_of_two_ranks_is_in_the_files(tmp_path: Path) -> None:
+    """Files are written once the other rank's numbers are there: the whole run is in them."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"log_every_n_steps": 1000, "logger": Records(), **RANKS}
+    trainer(tmp_path, Timings(), **options).fit(Unequal())
+    (path,) = tmp_path.glob("*/summary.json")
+    whole = json.loads(path.read_text())["timings"]["whole_run"]
+    assert (whole["first"], whole["last"], whole["batches"]) == (0, 7, 8)
+
+
+def test_a_thousand_ranks_are_one_short_sum() -> None:
+    """What a thousand ranks send gives the same keys as two, and the slowest is found."""
+    names = module._SENT
+    width = len(names) + 1
+    rows = np.repeat(np.arange(1000.0)[:, None], width, axis=1)
+    rows[137, 3] = 5000.0
+    found = over_ranks(names, rows)
+    assert found["dataloader_next"] == found["dataloader_next/median"] == 499.5
+    assert found["backward/slowest_rank"] == 137
+    assert found["forward/slowest_rank"] == 999
+    assert (found["forward/min"], found["forward/max"]) == (0.0, 999.0)

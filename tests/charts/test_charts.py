@@ -1,0 +1,363 @@
+"""The stacked chart of where the time went: what is drawn, read back from the files."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from html import escape
+from html.parser import HTMLParser
+from itertools import combinations, pairwise
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from helpers.browser import needs_browser, said_in_a_browser
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from lightning_perf.charts import Row, stacked_html, stacked_png
+from lightning_perf.charts.stacked import COLOURS, MAX_POINTS, colour_of, stack
+
+#: A batch of 40 ms, of which each category takes a quarter more than the one before.
+ROWS: list[Row] = [
+    (step, {"forward": 0.01, "backward": 0.02, "dataloader_next": 0.01 * step / 100})
+    for step in range(10, 201, 10)
+]
+TABLE = [("Small.on_train_batch_end", 1.5, 300, 0.02), ("CSVLogger.log_metrics", 12.25, 49, 0.16)]
+
+
+def pixels(path: Path) -> np.ndarray:
+    """The picture's colours, shape (height, width, 3), from 0 to 255."""
+    return np.rint(imread(path)[:, :, :3] * 255).astype(int)
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
+
+
+class Page(HTMLParser):
+    """A page's tags with their attributes, its texts, and the numbers of its script."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.append(data.strip())
+
+    @property
+    def data(self) -> dict[str, Any]:
+        found = re.search(r"^const data = (.*);$", self.source, re.MULTILINE)
+        assert found
+        return json.loads(found[1])
+
+
+def page_of(folder: Path, rows: Sequence[Row], **options: Any) -> Page:
+    stacked_html(folder / "time.html", rows, **options)
+    return Page(folder / "time.html")
+
+
+def test_the_picture_shows_each_category_in_its_colour_and_proportion(tmp_path: Path) -> None:
+    """A column of pixels has as many of a colour as the category took of the time."""
+    stacked_png(tmp_path / "time.png", ROWS)
+    picture = pixels(tmp_path / "time.png")
+    assert picture.shape == (750, 1500, 3)
+    # The grid's lines are translucent, and so are other colours: a column has few of them.
+    last = picture[:, 1008]
+    height = {name: int((last == rgb(COLOURS[name])).all(axis=1).sum()) for name in ROWS[0][1]}
+    assert height["backward"] / height["forward"] == pytest.approx(2, rel=0.05)
+    assert height["dataloader_next"] / height["forward"] == pytest.approx(2, rel=0.05)
+    first = picture[:, 118]
+    slim = int((first == rgb(COLOURS["dataloader_next"])).all(axis=1).sum())
+    assert slim < height["dataloader_next"] / 10
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    """No address, no file, no request: it opens offline and in MLflow's sandboxed frame."""
+    page = page_of(tmp_path, ROWS, table=TABLE)
+    for word in ("http:", "https:", "//cdn", "@import", "url(http", "fetch(", "XMLHttp", "import("):
+        assert word not in page.source
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "img", "object")
+        assert not {"src", "href", "xlink:href"} & set(attributes)
+
+
+def test_the_page_holds_the_numbers(tmp_path: Path) -> None:
+    """Steps and values are those given, the legend tells means and shares, costliest first."""
+    page = page_of(tmp_path, ROWS, first=1)
+    assert page.data["windows"][:2] == ["steps 1 to 10", "steps 11 to 20"]
+    assert len(page.data["windows"]) == len(ROWS)
+    assert page.data["unit"] == "ms"
+    names = [text for text in page.texts if text in ROWS[0][1]]
+    assert names == ["backward", "dataloader_next", "forward"]
+    assert page.data["values"][0] == [20.0] * len(ROWS)
+    assert page.data["values"][1] == [pytest.approx(step / 10) for step, _ in ROWS]
+    assert {"20.0 ms", "10.5 ms", "49.4%", "25.9%"} <= set(page.texts)
+    assert "40.5 ms a batch on average, steps 1 to 200" in page.texts
+    fills = [attributes["fill"] for _, attributes in page.tags if attributes.get("class") == "band"]
+    assert fills == [COLOURS[name] for name in names]
+
+
+def test_the_table_of_callbacks_is_ordered_by_cost(tmp_path: Path) -> None:
+    """Names, seconds, calls, what a call takes, and shares; nothing that is not a number."""
+    odd = ("Odd.log", nan, 0, inf)
+    page = page_of(tmp_path, ROWS, table=[*TABLE, odd])
+    cells = page.texts[page.texts.index("share of the run") + 1 :][:-1]
+    assert cells == [
+        *("CSVLogger.log_metrics", "12.2", "49", "250 ms", "16.0%"),
+        *("Small.on_train_batch_end", "1.50", "300", "5.00 ms", "2.0%"),
+        *("Odd.log", "0", "0", "0.0%"),
+    ]
+    assert "nan" not in page.source.lower()
+    assert "Callbacks and loggers" not in page_of(tmp_path, ROWS).texts
+
+
+def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    """A run, a category or a callback may be called anything."""
+    evil = "</script><img src=x onerror=alert(1)>"
+    page = page_of(tmp_path, [(1, {evil: 1.0})], title=evil, table=[(evil, 1.0, 1, 1.0)])
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert [tag for tag, _ in page.tags].count("script") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "summary"),
+    [
+        ([], "No batch was timed."),
+        ([(5, {}), (6, {"forward": nan}), (7, {"forward": -1.0})], "No batch was timed."),
+        ([(5, {"forward": 2.5})], "2.50 s a batch on average, steps 0 to 5"),
+        (
+            [(5, {"forward": 1e-5}), (5, {"forward": 3e-5})],
+            "20.0 µs a batch on average, steps 0 to 5",
+        ),
+        ([(n, {"forward": 0.5}) for n in range(1300)], "500 ms a batch on average, steps "),
+        ([(3, {"other": 0.5, "mine": inf}), (1, {"mine": 0.5})], "500 ms a batch on average, "),
+    ],
+    ids=["none", "nothing", "one", "twice the same", "1300", "unordered and infinite"],
+)
+def test_any_number_of_rows_can_be_drawn(tmp_path: Path, rows: list[Row], summary: str) -> None:
+    """From no row at all to more than there are pixels, both files say what they show."""
+    stacked_png(tmp_path / "time.png", rows)
+    assert (pixels(tmp_path / "time.png") < 200).any()
+    page = page_of(tmp_path, rows)
+    assert any(text.startswith(summary) for text in page.texts)
+    assert "NaN" not in page.source
+    assert "Infinity" not in page.source
+
+
+def test_one_row_fills_the_width(tmp_path: Path) -> None:
+    """The only report of a run of one batch is an area, not a line that nobody sees."""
+    stacked_png(tmp_path / "time.png", [(7, {"forward": 0.5})], first=7)
+    filled = (pixels(tmp_path / "time.png") == rgb(COLOURS["forward"])).all(axis=2)
+    assert filled[600].sum() > 850
+
+
+def area(path: str) -> float:
+    """Of a path of straight lines."""
+    points = [tuple(map(float, point.split(","))) for point in path.strip("MZ").split()]
+    return abs(sum(a * d - b * c for (a, b), (c, d) in pairwise([*points, points[0]]))) / 2
+
+
+def test_a_mean_is_flat_over_its_window(tmp_path: Path) -> None:
+    """Validation ends where its window does, is no triangle, and takes the area of its seconds."""
+    lasts = (4, 9, 14, 19, 24, 29, 44, 47)
+    rows: list[Row] = [(n, {"forward": 1.0, "validation": 6.0 * (n == 24)}) for n in lasts]
+    shown = stack(rows)
+    steps, (_, _, upper) = shown.outline
+    assert list(steps) == [-0.5, *(n + 0.5 for n in lasts[:-1] for _ in range(2)), 47.5]
+    assert list(upper) == [1.0 + 6.0 * (n == 24) for n in lasts for _ in range(2)]
+    assert shown.windows[:2] == ["steps 0 to 4", "steps 5 to 9"]
+    page = page_of(tmp_path, rows)
+    assert "1.62 s a batch on average, steps 0 to 47" in page.texts  # 48 s, and 5 batches of 6 s
+    forward, validation = (
+        area(str(each["d"])) for _, each in page.tags if each.get("class") == "band"
+    )
+    assert validation / forward == pytest.approx(30 / 48, rel=0.01)
+    assert [band.share for band in shown.bands] == pytest.approx([48 / 78, 30 / 78])
+
+
+def test_a_run_that_was_resumed_begins_where_it_was() -> None:
+    """The first window starts at the first step that was seen, not at 0."""
+    shown = stack([(109, {"forward": 1.0}), (119, {"forward": 2.0})], first=105)
+    assert shown.windows == ["steps 105 to 109", "steps 110 to 119"]
+    assert shown.bands[0].mean == pytest.approx(25 / 15)
+
+
+def test_many_rows_become_means() -> None:
+    """Thousands of reports are averaged into fewer points, which keeps sums, and it is said."""
+    rows: list[Row] = [(n, {"forward": 1.0 + n % 2, "backward": 3.0}) for n in range(4_000)]
+    shown = stack(rows)
+    assert len(shown.steps) == MAX_POINTS
+    assert [band.name for band in shown.bands] == ["backward", "forward"]
+    assert shown.bands[1].seconds == pytest.approx(1.5)
+    assert shown.bands[1].share == pytest.approx(1.5 / 4.5)
+    assert shown.notes == ("Each window is the mean of about 8 reports.",)
+
+
+def test_a_category_that_comes_late_took_no_time_before() -> None:
+    """Validation appears when it first runs, at the step where it does."""
+    rows: list[Row] = [(1, {"forward": 1.0}), (2, {"forward": 1.0, "validation": 3.0})]
+    shown = stack(rows, first=1)
+    assert [(band.name, list(band.seconds)) for band in shown.bands] == [
+        ("validation", [0.0, 3.0]),
+        ("forward", [1.0, 1.0]),
+    ]
+
+
+def test_what_hardly_costs_is_folded_into_other() -> None:
+    """Categories below half a percent join "other"; nothing of the total is lost."""
+    row = {"forward": 0.99, "to_device": 0.004, "logging": 0.003, "other": 0.003}
+    bands = {band.name: band.share for band in stack([(1, row)]).bands}
+    assert bands == {"forward": pytest.approx(0.99), "other": pytest.approx(0.01)}
+
+
+def test_a_row_that_tells_nothing_is_left_out() -> None:
+    """Where nothing is a number there is no point, and no dip to zero."""
+    shown = stack([(1, {"forward": 1.0}), (2, {"forward": nan}), (3, {"forward": 1.0})])
+    assert list(shown.steps) == [1, 3]
+
+
+def test_one_towering_peak_does_not_flatten_the_rest(tmp_path: Path) -> None:
+    """The first batch compiles for a minute: it is cut off, and said how high it is."""
+    rows: list[Row] = [(n, {"forward": 60.0 if n == 0 else 0.1}) for n in range(100)]
+    shown = stack(rows)
+    assert shown.top == pytest.approx(0.15)
+    note = "One peak is cut off (up to 60.0 s, at step 0)."
+    assert note in page_of(tmp_path, rows).texts
+    assert stack([(n, {"forward": 1.0 + n}) for n in range(100)]).notes == ()
+
+
+def test_the_picture_does_not_depend_on_the_users_settings(tmp_path: Path) -> None:
+    """Dark style, TeX, sketches and tight boxes of the user's change no pixel, nor are changed."""
+    rows: list[Row] = [*ROWS, (210, {"my_$x$_phase": 0.02})]
+    stacked_png(tmp_path / "plain.png", rows, title="a_b $x^2$ 漢字")
+    settings = {
+        "text.usetex": True, "path.sketch": (1, 100, 2), "savefig.bbox": "tight",
+        "figure.autolayout": True, "axes.grid": True, "axes.grid.axis": "both", "font.size": 30,
+        "font.family": ["serif"], "grid.linestyle": ":", "axes.spines.top": True,
+        "xtick.top": True, "xtick.minor.visible": True, "xtick.direction": "in",
+        "figure.facecolor": "black", "axes.facecolor": "black", "text.color": "white",
+        "lines.linewidth": 9, "patch.linewidth": 9, "hatch.linewidth": 9, "xtick.major.pad": 20,
+        "axes.labelpad": 40, "axes.labelweight": "bold", "font.weight": "bold",
+    }  # fmt: skip
+    with matplotlib.rc_context(settings):
+        before = dict(matplotlib.rcParams)
+        stacked_png(tmp_path / "odd.png", rows, title="a_b $x^2$ 漢字")
+        assert dict(matplotlib.rcParams) == before
+    assert (tmp_path / "odd.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
+
+
+def test_any_thread_may_draw(tmp_path: Path) -> None:
+    """Two pictures at a time come out as one after the other."""
+    paths = [tmp_path / f"{number}.png" for number in range(4)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda path: stacked_png(path, ROWS), paths))
+    assert len({path.read_bytes() for path in paths}) == 1
+
+
+def test_nothing_of_a_picture_is_left_in_memory(tmp_path: Path) -> None:
+    """A figure is gone once its file is there."""
+    stacked_png(tmp_path / "time.png", ROWS)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Figure]
+
+
+def test_drawing_libraries_are_imported_when_something_is_drawn(tmp_path: Path) -> None:
+    """Importing the package costs neither matplotlib nor jinja2, and nothing needs pyplot."""
+    code = """
+import sys
+from lightning_perf.charts import (stacked_html, stacked_png)
+assert not {"matplotlib", "jinja2", "torch"} & set(sys.modules)
+stacked_png(sys.argv[1] + "/time.png", [(1, {"forward": 1.0})])
+stacked_html(sys.argv[1] + "/time.html", [(1, {"forward": 1.0})])
+assert not {"matplotlib.pyplot", "torch"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+
+
+#: What the colours become to those who lack a kind of cone (Machado et al. 2009, in linear RGB).
+SIGHTS = {
+    "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+
+
+def seen(colour: str, sight: str) -> np.ndarray:
+    """A colour in CIE L*a*b* as somebody sees it."""
+    value = np.array(rgb(colour)) / 255
+    linear = np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.array(SIGHTS[sight]) @ linear, 0, 1)
+    xyz = np.array(
+        [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750],
+         [0.0193339, 0.1191920, 0.9503041]]
+    ) @ linear / [0.95047, 1, 1.08883]  # fmt: skip
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_colours_are_told_apart_by_everybody(sight: str) -> None:
+    """Any two categories differ clearly, and each from white and from black paper."""
+    for one, other in combinations(COLOURS.values(), 2):
+        assert np.linalg.norm(seen(one, sight) - seen(other, sight)) >= 20, (one, other)
+    for colour in COLOURS.values():
+        for paper in ("#ffffff", "#15191f"):
+            assert np.linalg.norm(seen(colour, sight) - seen(paper, sight)) >= 15, colour
+
+
+def test_a_category_of_the_users_keeps_its_colour() -> None:
+    """A name that is not ours has one colour in all runs, and none of ours."""
+    assert colour_of("my_phase") == colour_of("my_phase")
+    assert colour_of("my_phase") not in COLOURS.values()
+
+
+@pytest.mark.slow
+@needs_browser
+def test_hovering_tells_the_values_at_a_step_in_a_sandboxed_frame(tmp_path: Path) -> None:
+    """In a frame such as MLflow's, the pointer brings up the values of the step below it."""
+    page = page_of(tmp_path, ROWS, table=TABLE).source
+    point = """<script>
+    function point() {
+      const box = chart.getBoundingClientRect();
+      if (box.width < 500) return setTimeout(point, 20);  // not laid out yet
+      chart.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 20, clientY: 99}));
+      parent.postMessage(tip.hidden ? "hidden" : tip.innerText, "*");
+    }
+    point();
+    </script></body>"""
+    outer = f"""<script>
+    onmessage = event => fetch("/", {{method: "POST", body: event.data}});
+    </script><iframe width="1200" height="800" sandbox="allow-scripts"
+    srcdoc="{escape(page.replace("</body>", point))}"></iframe>"""
+    said = said_in_a_browser(outer, tmp_path).split()
+    assert said[:6] == ["steps", "191", "to", "200", "50.0", "ms"]
+    assert {"backward", "20.0", "40.0%", "dataloader_next", "forward", "10.0", "20.0%"} <= set(said)

@@ -1,0 +1,117 @@
+"""Recording on demand: a signal to a real process, and what follows a slow batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import TESTS
+from helpers.small import Records, Small, trainer
+from test_pytorch_profiler import steps, traces
+from torch import Tensor
+
+from lightning_perf import OnSlowBatch, PyTorch
+from lightning_perf.cli import main
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from helpers.small import Small, trainer
+from lightning_perf import OnSignal, PyTorch
+
+class Slow(Small):
+    def training_step(self, batch, batch_idx):
+        Path(sys.argv[1], "training").touch()
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+run = trainer(Path(sys.argv[1]), PyTorch(schedule=OnSignal(lasting="3ba")), max_epochs=-1,
+              max_time={"seconds": 60})
+run.fit(Slow())
+"""
+
+
+def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """Wait for something to become true."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[int]:
+    """The process of a training that listens to SIGUSR2."""
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=TESTS, stderr=subprocess.DEVNULL)
+    until((tmp_path / "training").exists)
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def capture(*args: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["capture", *args])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.slow
+def test_a_running_training_records_on_demand(tmp_path: Path, training: int) -> None:
+    """The command and the bare signal each yield one trace of the length that was asked for."""
+    assert capture(str(training)) == 0
+    (first,) = until(lambda: traces(tmp_path)).values()
+    assert len(steps(first)) == 3
+    os.kill(training, signal.SIGUSR2)
+    both = until(lambda: len(found := traces(tmp_path)) == 2 and found)
+    assert [len(steps(trace)) for trace in both.values()] == [3, 3]
+
+
+@pytest.mark.parametrize("children", [[], ["--children"]])
+def test_a_process_that_does_not_listen_is_left_alone(
+    children: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal would end it, so it is not sent, and the message says what to do."""
+    process = subprocess.Popen(["sleep", "30"])
+    try:
+        assert capture(str(process.pid), *children) == 1
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert "OnSignal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [(["999999999"], "cannot see process"), (["1", "--signal", "SIGNAL"], "no signal SIGNAL")],
+)
+def test_what_cannot_be_asked_is_said(
+    args: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No such process, no such signal: exit code 1 and a sentence."""
+    assert capture(*args) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_a_slow_batch_records_what_follows(tmp_path: Path) -> None:
+    """A batch made slow on purpose yields a trace of the three batches after it."""
+
+    class Stalling(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            time.sleep(0.5 if self.trainer.global_step == 40 else 0.005)
+            return super().training_step(batch, batch_idx)
+
+    profiler = PyTorch(schedule=OnSlowBatch(factor=10.0, lasting="3ba"))
+    trainer(tmp_path, profiler, logger=Records(), max_epochs=4).fit(Stalling())
+    (trace,) = traces(tmp_path).values()
+    assert steps(trace) == [42, 43, 44]

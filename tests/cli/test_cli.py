@@ -1,0 +1,357 @@
+"""The ways in without Python: YAML through LightningCLI, and the lightning-perf command."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers import TESTS
+from helpers.small import Records, Small, trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+
+import lightning_perf.cli
+from lightning_perf import (
+    All,
+    AnyOf,
+    Cyclic,
+    Every,
+    Fixed,
+    Flops,
+    GlobalRank,
+    Not,
+    PyTorch,
+    SpeedMonitor,
+    Suite,
+)
+from lightning_perf.cli import main
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+
+
+def parse(tmp_path: Path, callbacks: Any) -> LightningCLI:
+    """Build what a configuration describes, without training."""
+    config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", "--config", str(path)])
+        return LightningCLI(
+            Small, run=False, save_config_callback=None, seed_everything_default=False
+        )
+
+
+def ours(cli: LightningCLI) -> list[Any]:
+    kinds = (SpeedMonitor, Flops, PyTorch, Suite)
+    return [callback for callback in cli.trainer.callbacks if isinstance(callback, kinds)]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("every 100ba for 3ba", Every("100ba", lasting="3ba")),
+        (
+            {
+                "class_path": "lightning_perf.Fixed",
+                "init_args": {"warmup_steps": 5, "active_steps": 2},
+            },
+            Fixed(warmup_steps=5, active_steps=2),
+        ),
+        (
+            {
+                "class_path": "lightning_perf.All",
+                "init_args": {
+                    "schedules": [
+                        {"class_path": "lightning_perf.Cyclic", "init_args": {"wait": 2}},
+                        {
+                            "class_path": "lightning_perf.Not",
+                            "init_args": {
+                                "schedule": {
+                                    "class_path": "lightning_perf.AnyOf",
+                                    "init_args": {
+                                        "schedules": [
+                                            "first 10ba",
+                                            {
+                                                "class_path": "lightning_perf.GlobalRank",
+                                                "init_args": {"ranks": [0]},
+                                            },
+                                        ]
+                                    },
+                                }
+                            },
+                        },
+                    ]
+                },
+            },
+            All([Cyclic(wait=2), Not(AnyOf(["first 10ba", GlobalRank([0])]))]),
+        ),
+    ],
+    ids=["string", "class", "nested"],
+)
+def test_schedules_are_written_in_yaml(tmp_path: Path, written: Any, expected: Any) -> None:
+    """Strings, classes and nested algebra come out as the schedules that they name."""
+    node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": written}}
+    (profiler,) = ours(parse(tmp_path, callbacks=[node]))
+    assert profiler.schedule == expected
+
+
+def test_a_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    """--print_config writes all settings, and what it writes builds the same callbacks."""
+    script = "from lightning.pytorch.cli import LightningCLI; from small import Small; "
+    script += "LightningCLI(Small, run=False, save_config_callback=None)"
+    node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": "first 2ba"}}
+    suite = {
+        "class_path": "lightning_perf.Suite",
+        "init_args": {
+            "callbacks": [
+                {"class_path": "lightning_perf.SpeedMonitor", "init_args": {"window_size": 7}},
+                {"class_path": "lightning_perf.Flops"},
+            ]
+        },
+    }
+    path = tmp_path / "first.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"logger": False, "callbacks": [node, suite]}}))
+    command = [sys.executable, "-W", "ignore", "-c", script, "--config", str(path)]
+    printed = subprocess.run(
+        [*command, "--print_config"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=TESTS,
+    ).stdout
+    again = parse(tmp_path, callbacks=yaml.safe_load(printed)["trainer"]["callbacks"])
+    profiler, both = ours(again)
+    assert profiler.schedule == PyTorch(schedule="first 2ba").schedule
+    assert [type(part) for part in both.callbacks] == [SpeedMonitor, Flops]
+    assert both.callbacks[0].window_size == 7
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_configuration_of_ours_trains(
+    path: Path, in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file in configs/ is run as it stands, for some steps, by its own example."""
+    # MLflow leaves the address of another test's run there.
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    example = CONFIGS.parent / "examples" / "train_gpt.py"
+    command = [
+        sys.executable, str(example), "fit", "--config", str(path),
+        "--trainer.max_steps", "12", "--trainer.limit_val_batches", "1",
+        "--trainer.val_check_interval", "6", "--trainer.accelerator", "cpu",
+        "--data.megabytes", "0.2", "--model.layers", "1",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "PerfWarning" not in done.stderr
+    report = subprocess.run(
+        [sys.executable, "-m", "lightning_perf.cli", "report"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for part in ("MFU", "tokens/s", "where the time went", "/timings/timings.html"):
+        assert part in report
+    assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in report
+
+
+def test_the_report_tells_what_a_run_was(
+    tmp_path: Path, mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Speed, utilization, the peak that it is held against, and the paths of the traces."""
+    logger = MLFlowLogger("report", tracking_uri=mlflow_database, run_name="told")
+    callbacks = [SpeedMonitor(window_size=4), Flops(peak_flops=2e12), PyTorch(schedule="first 1ba")]
+    trainer(tmp_path, *callbacks, logger=logger).fit(Small())
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(logger.run_id), "--tracking_uri", mlflow_database])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    for part in ("told", "batches/s", "MFU (last window)", "2 TFLOP/s", "(given)"):
+        assert part in told
+    assert "status" not in told
+    assert any(line.endswith("/rank0.1.pt.trace.json.gz") for line in told.splitlines())
+
+
+@pytest.mark.parametrize("columns", ["20", "80", "300"])
+def test_the_report_is_whole_at_any_width(
+    mlflow_database: str,
+    tmp_path: Path,
+    columns: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Traces stand one a line, in the order of batches, and what failed is said."""
+    monkeypatch.setenv("COLUMNS", columns)
+    client = MlflowClient(mlflow_database)
+    experiment = client.create_experiment(f"wide-{columns}")
+    run = client.create_run(experiment, run_name="[red]owl[/] :smile:").info
+    names = [f"rank{rank}.{batch}.json" for rank in (0, 10) for batch in (9, 53, 103)]
+    for name in reversed(names):
+        (tmp_path / name).touch()
+        client.log_artifact(run.run_id, str(tmp_path / name), f"{'deep/' * 9}torch_traces")
+    client.set_terminated(run.run_id, "FAILED")
+    with pytest.raises(SystemExit):
+        main(["report", run.run_id, "--tracking_uri", mlflow_database])
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"[red]owl[/] :smile: ({run.run_id})"
+    assert [line.rpartition("/")[2] for line in told if "torch_traces" in line] == names[1:]
+    assert any("status" in line and "failed" in line for line in told)
+    assert f"  mlflow ui --backend-store-uri {mlflow_database}" in told
+
+
+def test_the_report_names_what_can_be_opened(
+    mlflow_database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The latest traces of both tracers, the pages with the run's chart, and no other file."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("opened"), run_name="owl").info
+    files = {
+        "torch_traces": [*(f"rank0.{n}.pt.trace.json.gz" for n in range(8, 13)), "README.md"],
+        "viztracer": ["rank0.1.json", "rank0.2.json.gz", "rank0.1.html", "README.md"],
+        "torch_memory_traces": [f"rank0.{n}.pt.trace.memory.html" for n in range(6)],
+        "timings": ["table.json", "table.md", "timings.html", "timings.png"],
+    }
+    for folder, names in files.items():
+        for name in names:
+            (tmp_path / name).touch()
+            client.log_artifact(run.run_id, str(tmp_path / name), f"owl/{folder}")
+    with pytest.raises(SystemExit):
+        main(["report", run.run_id, "--tracking_uri", mlflow_database])
+    told = capsys.readouterr().out.splitlines()
+    traces = next(n for n, line in enumerate(told) if line.startswith("Traces"))
+    pages = next(n for n, line in enumerate(told) if line.startswith("Pages"))
+    assert [line.rpartition("/")[2] for line in told[traces + 1 : pages]] == [
+        *(f"rank0.{n}.pt.trace.json.gz" for n in range(10, 13)),
+        "rank0.1.json",
+        "rank0.2.json.gz",
+        "  and 2 more",
+    ]
+    assert told[pages + 5].endswith("/owl/timings/timings.html")
+    assert told[pages + 6] == "  and 3 more"
+    assert not any(".md" in line or "table" in line for line in told)
+
+
+def test_the_report_tells_where_the_time_went(
+    tmp_path: Path, mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The five costliest categories, with shares of the whole; nothing without `Timings`."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("times"), run_name="owl").info
+    spent = {"forward": 0.2, "backward": 0.5, "logging": 0.1, "checkpoint": 0.09, "other": 0.06}
+    for name, seconds in {**spent, "callbacks": 0.05, "train_batch": 9.0}.items():
+        client.log_metric(run.run_id, f"timings/{name}", seconds)
+    with pytest.raises(SystemExit):
+        main(["report", run.run_id, "--tracking_uri", mlflow_database])
+    told = capsys.readouterr().out
+    shares = [line.split("%")[0].split()[-1] for line in told.splitlines() if "a batch)" in line]
+    assert shares == ["50.0", "20.0", "10.0", "9.0", "6.0"]
+    assert "50.0%  backward (500 ms a batch)" in told
+    assert "train_batch" not in told
+
+
+def test_the_report_says_what_it_misses(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no run, the message says what to try, and no database is made."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["report"])
+    assert ended.value.code == 2
+    assert "--tracking_uri" in capsys.readouterr().err
+    assert not list(in_tmp.iterdir())
+
+
+def test_records_stand_in_for_a_logger() -> None:
+    """The tests' own logger keeps keys apart by step, as loggers do."""
+    records = Records()
+    records.log_metrics({"a": 1.0}, step=3)
+    assert records.of("a") == [(3, 1.0)]
+
+
+EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"}}
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "last"),
+    [
+        (
+            [{"class_path": "lightning_perf.SpeedMonitor", "init_args": {"window_size": 0}}],
+            "window",
+        ),
+        ({"class_path": "lightning_perf.Flops", "init_args": {"schedule": "10it"}}, "schedule"),
+        ([{"class_path": "lightning_perf.Flops", "init_args": {"schedule": EVERY}}], "interval"),
+    ],
+    ids=["in a list", "alone", "in a schedule"],
+)
+def test_the_last_line_of_a_failed_cli_is_our_message(
+    tmp_path: Path, callbacks: Any, last: str
+) -> None:
+    """What LightningCLI shows of a bad setting ends with our message, alone and whole."""
+    config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    script = "from lightning.pytorch.cli import LightningCLI; from small import Small; "
+    script += "LightningCLI(Small, run=False, save_config_callback=None)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--config", str(tmp_path / "config.yaml")],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"lightning_perf: {last}")
+    assert re.search(r"\. Try \w+=\S+\.$", line)
+
+
+def test_an_error_of_others_stays_as_it_is() -> None:
+    """A ConfigError that was caught leaves no line below a later error that is not about it."""
+    script = (
+        "import jsonargparse, sys; from lightning_perf import Flops, ConfigError\n"
+        "try: Flops(schedule='10it')\n"
+        "except ConfigError: pass\n"
+        "raise ValueError('mine')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "ValueError: mine"
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "install"),
+    [
+        ("rich.console", ["devices"], "rich"),
+        ("rich.console", ["measure"], "rich"),
+        ("rich.console", ["report"], "rich"),
+        ("mlflow", ["report"], "mlflow"),
+        ("lightning_perf.tracking.mlflow", ["upload"], None),
+        ("jsonargparse", ["capture", "1"], '"jsonargparse[signatures]"'),
+    ],
+)
+def test_a_missing_package_is_one_line(
+    module: str,
+    command: list[str],
+    install: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A command whose package is missing says what installs it; a missing part of ours is a bug."""
+    for name in [name for name in sys.modules if name.startswith("lightning_perf.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(lightning_perf.cli, name.rpartition(".")[2])
+    if module == "mlflow":
+        monkeypatch.delitem(sys.modules, "lightning_perf.tracking.runs", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit if install else ModuleNotFoundError) as caught:
+        main(command)
+    if install:
+        assert isinstance(caught.value, SystemExit)
+        assert caught.value.code == 2
+        package = module.partition(".")[0]
+        expected = f"lightning-perf: the package {package} is missing. Try pip install {install}.\n"
+        assert capsys.readouterr().err == expected

@@ -1,0 +1,173 @@
+"""lightning-perf report: shares of the whole run, and runs that cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from conftest import free_port
+from helpers.small import Small, trainer
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_perf import Timings
+from lightning_perf.cli import main
+from lightning_perf.timing import clock
+from lightning_perf.timing.totals import History
+
+
+class Planned(Small):
+    """Batches of one second, validation batches of four: nothing else takes time."""
+
+    now: list[float]
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.now[0] += 1.0
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.now[0] += 4.0
+
+
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> L.Trainer:
+    model = Planned()
+    model.now = now = [0.0]
+    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+    settings = {"log_every_n_steps": 4, "limit_val_batches": 1, "val_check_interval": 8}
+    run = trainer(tmp_path, Timings(), **{**settings, **options})
+    run.fit(model)
+    return run
+
+
+def report(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str], str]:
+    """The exit code, the table's lines without borders, and what stands on stderr."""
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *args])
+    out, err = capsys.readouterr()
+    lines = [line.strip("│ ") for line in out.splitlines() if line.startswith("│")]
+    return int(ended.value.code or 0), [" ".join(line.split()) for line in lines], err
+
+
+def test_shares_are_of_the_whole_run(
+    tmp_path: Path,
+    mlflow_database: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two validations of four seconds beside 16 batches are a third."""
+    monkeypatch.setenv("COLUMNS", "200")
+    logger = MLFlowLogger("shares", tracking_uri=mlflow_database, run_name="owl")
+    planned(tmp_path, monkeypatch, logger=logger)
+    code, lines, _ = report(capsys, str(logger.run_id), "--tracking_uri", mlflow_database)
+    assert code == 0
+    assert lines[1:] == [
+        "where the time went │ the whole run, steps 0 to 15",
+        "66.7% forward (1.00 s a batch)",
+        "33.3% validation (500 ms a batch)",
+        "in the last window │ steps 12 to 15",
+        "100.0% forward (1.00 s a batch)",
+    ]
+
+
+def test_a_step_has_one_point_and_validation_counts_once(
+    tmp_path: Path, records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step shows its own window, and the files have what came after it."""
+    planned(tmp_path, monkeypatch, logger=records)
+    assert records.of("timings/validation") == [(3, 0.0), (7, 0.0), (11, 1.0), (15, 0.0)]
+    (path,) = tmp_path.glob("records-version_0/summary.json")
+    summary = json.loads(path.read_text())
+    whole, last = (summary["timings"][name] for name in ("whole_run", "last_window"))
+    assert (whole["first"], whole["last"], whole["batches"]) == (0, 15, 16)
+    assert {name: value for name, value in whole["seconds"].items() if value} == {
+        "forward": 16.0, "validation": 8.0,
+    }  # fmt: skip
+    assert (last["first"], last["last"], last["seconds"]["validation"]) == (12, 15, 0.0)
+
+
+def test_a_run_that_was_cut_off_is_told_from_its_metrics(
+    mlflow_database: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a summary, reports count by the steps between them."""
+    monkeypatch.setenv("COLUMNS", "200")
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("cut off")).info.run_id
+    for step, validation in ((9, 0.0), (19, 1.0), (24, 4.0)):
+        client.log_metric(run, "timings/forward", 1.0, step=step)
+        client.log_metric(run, "timings/validation", validation, step=step)
+    _, lines, _ = report(capsys, run, "--tracking_uri", mlflow_database)
+    assert lines[-6:] == [
+        "where the time went │ the whole run, steps 0 to 24",
+        "54.5% validation (1.20 s a batch)",
+        "45.5% forward (1.00 s a batch)",
+        "in the last window │ steps 20 to 24",
+        "80.0% validation (4.00 s a batch)",
+        "20.0% forward (1.00 s a batch)",
+    ]
+
+
+def test_what_comes_after_merged_reports_is_added_once() -> None:
+    """A bounded history loses no report when its last one comes again."""
+    history = History(most=3)
+    for step in range(4):
+        history.add(step, 1, {"forward": 1.0})
+    history.extend({"forward": 3.0})
+    assert history.whole is not None
+    assert history.whole.seconds == {"forward": 6.0}
+    assert history.last is not None
+    assert history.last.seconds == {"forward": 1.0}
+
+
+@pytest.mark.parametrize("uri", ["", "sqlite:///none.db", "http://127.0.0.1:{port}", "nowhere://x"])
+def test_what_cannot_be_read_is_one_line(
+    uri: str, in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty folder, a database or a server that is not there: exit code 2, and no file."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    args = ["--tracking_uri", uri.format(port=free_port())] if uri else []
+    code, lines, said = report(capsys, *args)
+    assert (code, lines) == (2, [])
+    assert said.startswith("lightning-perf report: ")
+    assert said.count("\n") == 1
+    assert list(in_tmp.iterdir()) == []
+
+
+@pytest.mark.parametrize("run", ["no-such-run", "0" * 32])
+def test_a_run_that_is_not_there_is_one_line(
+    run: str, mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its id is in the message."""
+    MlflowClient(mlflow_database).search_experiments()
+    code, _, said = report(capsys, run, "--tracking_uri", mlflow_database)
+    assert code == 2
+    assert run in said
+    assert said.count("\n") == 1
+
+
+def test_a_run_behind_a_server_is_read_from_there(
+    mlflow_server: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its artifacts too, although the process has another tracking address."""
+    client = MlflowClient(mlflow_server)
+    run = client.create_run(client.create_experiment("behind")).info.run_id
+    summary = {"timings": {"whole_run": {
+        "first": 0, "last": 9, "batches": 10, "seconds": {"forward": 5.0},
+    }}}  # fmt: skip
+    from lightning_perf.tracking.mlflow import MlflowRun, run_target
+
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///another.db")
+    run_target(MlflowRun(mlflow_server, run)).send(tmp_path / "summary.json", "owl/summary.json")
+    code, lines, _ = report(capsys, run, "--tracking_uri", mlflow_server)
+    assert code == 0
+    assert lines[-1] == "100.0% forward (500 ms a batch)"

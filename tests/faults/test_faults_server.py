@@ -1,0 +1,204 @@
+"""A tracking server that fails costs a training nothing, and no file is lost to it.
+
+| faults | x endings | cases |
+|---|---|---|
+| `STAYING` from the first batch on: nine kinds | ends, raises | 18 |
+| from the middle on: down, hang, 500 | ends | 3 |
+| passing: down, drop, 500, 403 from batch 3 to 12 | ends | 4 |
+| down or 500 before there is a run | raises | 2 |
+
+Each is compared with the same training without us; what did not arrive is listed, and
+`lightning-perf upload` then brings it to the server that has recovered.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from helpers.faults import (
+    BATCH,
+    DONE,
+    READMES,
+    Acting,
+    Child,
+    Ended,
+    Nursery,
+    Planted,
+    Setting,
+    await_files,
+    files,
+    fit,
+    profilers,
+    raises,
+    whole,
+)
+from helpers.faults_proxy import Proxy, switch
+from helpers.small import Small
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+
+from lightning_perf.cli import main
+from lightning_perf.profilers.base import Profiler
+from lightning_perf.run import context
+
+pytestmark = pytest.mark.slow
+
+#: Stand in the address and in the environment, and nowhere else.
+SECRETS = ("hunter-in-the-address", "hunter-in-the-environment")
+LIST = "pending_uploads.jsonl"
+STAYING = ("down", "hang", "drop", "cut", "garbage", "500", "503", "403", "413")
+ALL = DONE | files("PyTorch", 12, 14)
+RAISED = DONE | files("PyTorch", BATCH)
+
+
+def served(
+    place: Path, port: int, modes: dict[int, str], failing: bool, name: str, flag: Path
+) -> Setting:
+    """A training that tells a server about itself, which from some batches on is in other modes."""
+    # MLflow's own patience is twenty minutes, and without us it is spent all the same.
+    os.environ |= {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
+        "AWS_SECRET_ACCESS_KEY": SECRETS[1],
+    }
+    context.UPLOAD_TIMEOUT = {"teardown": 2.0, "exception": 2.0}
+    address = f"http://me:{SECRETS[0]}@127.0.0.1:{port}"
+    turns = [
+        Planted("on_train_batch_start", partial(switch, place, port, mode), at)
+        for at, mode in modes.items()
+    ]
+    return Setting(
+        Acting(raises) if failing else Small(),
+        before=turns,
+        after=[Planted("on_train_end", flag.touch, 16), Planted("on_exception", flag.touch)],
+        logger=MLFlowLogger(name, tracking_uri=address, run_name="faulty"),
+    )
+
+
+class Served:
+    """Runs trainings against a real server behind a proxy of their own."""
+
+    def __init__(self, nursery: Nursery, server: str, folder: Path, name: str) -> None:
+        self._nursery, self._server, self._name = nursery, server, name
+        self.folder, self._proxies = folder, list[Proxy]()
+        self.files = folder / "ours" / "out"
+
+    def pair(self, modes: dict[int, str], failing: bool = False, first: str = "pass") -> Ended:
+        """With us, checked against the same without us."""
+        pair = [
+            self._start(kind, modes, failing, ours, first)
+            for kind, ours in (("ours", profilers("PyTorch")), ("without", []))
+        ]
+        if "hang" in modes.values():
+            self._let_go()
+        ended, without = (child.wait() for child in pair)
+        assert _same(ended) == _same(without)
+        self._no_secrets(ended)
+        return ended
+
+    def _start(
+        self, kind: str, modes: dict[int, str], failing: bool, ours: list[Profiler], first: str
+    ) -> Child:
+        place, port = self.folder / kind, urlsplit(self._server).port
+        assert port is not None
+        self._proxies.append(proxy := Proxy(place / "proxy", port, first))
+        return self._nursery.start(
+            place / "process", fit, place / "out", served, place / "proxy", proxy.port, modes,
+            failing, f"{self._name} {kind}", place / "trained", ours=ours,
+        )  # fmt: skip
+
+    def _let_go(self) -> None:
+        """All batches are through, and what is left is listed, while requests are still held."""
+        await_files(self.folder, {"ours/trained", "without/trained", f"out/{LIST}"})
+        assert (self.folder / "ours" / "proxy" / "seen-hang").exists()
+        for proxy in self._proxies:
+            proxy.recover()
+
+    def upload(self) -> None:
+        """Once the server has recovered."""
+        self._proxies[0].recover()
+        with pytest.raises(SystemExit) as done:
+            main(["upload", str(self.files)])
+        assert done.value.code in (0, None)
+        assert not (self.files / LIST).exists()
+
+    @property
+    def artifacts(self) -> set[str]:
+        client = MlflowClient(self._server)
+        experiment = client.get_experiment_by_name(f"{self._name} ours")
+        (run,) = client.search_runs([experiment.experiment_id])
+        folders = client.list_artifacts(run.info.run_id, "faulty")
+        found = (f.path for d in folders for f in client.list_artifacts(run.info.run_id, d.path))
+        return {path.removeprefix("faulty/") for path in found}
+
+    def _no_secrets(self, ended: Ended) -> None:
+        told = [line for line in ended.stderr.splitlines() if "lightning_perf:" in line]
+        paths = [path for path in self.files.rglob("*") if path.is_file()]
+        texts = [path.read_bytes() for path in paths] + ["\n".join(told).encode()]
+        for text in texts:
+            plain = gzip.decompress(text) if text[:2] == b"\x1f\x8b" else text
+            assert not any(secret.encode() in plain for secret in SECRETS)
+
+    def close(self) -> None:
+        for proxy in self._proxies:
+            proxy.close()
+
+
+def _same(ended: Ended) -> tuple[int, str]:
+    """Without what tells one run from another: ids, ports, addresses of objects."""
+    return ended.code, re.sub(
+        r"[0-9a-f]{32}|0x[0-9a-f]{8,}|port=\d+|:\d{4,5}|ours|without", "", str(ended.outcome)
+    )
+
+
+@pytest.fixture
+def served_by(
+    nursery: Nursery, mlflow_server: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Served]:
+    served = Served(nursery, mlflow_server, tmp_path, request.node.name)
+    yield served
+    served.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "at", "failing"),
+    [
+        *((mode, 0, failing) for mode in STAYING for failing in (False, True)),
+        *((mode, 7, False) for mode in ("down", "hang", "500")),
+    ],
+)
+def test_what_a_failing_server_did_not_take_is_uploaded_later(
+    served_by: Served, mode: str, at: int, failing: bool
+) -> None:
+    """All files are whole here, those that did not arrive are listed, and the list is sent."""
+    ended = served_by.pair({at: mode}, failing)
+    made = RAISED if failing else ALL
+    assert whole(served_by.files) == made | {LIST}, ended.stderr
+    assert "`lightning-perf upload` sends" in ended.stderr
+    served_by.upload()
+    assert served_by.artifacts | READMES == made  # which go with the traces alone
+
+
+@pytest.mark.parametrize("mode", ["down", "drop", "500", "403"])
+def test_a_server_that_comes_back_gets_everything(served_by: Served, mode: str) -> None:
+    """Uploads that failed are tried again, and nobody has to do anything."""
+    ended = served_by.pair({3: mode, 12: "pass"})
+    assert whole(served_by.files) == ALL, ended.stderr
+    assert served_by.artifacts == ALL
+
+
+@pytest.mark.parametrize("mode", ["down", "500"])
+def test_a_server_that_never_was_there_ends_the_run_as_without_us(
+    served_by: Served, mode: str
+) -> None:
+    """Lightning asks the logger for its run before any callback is set up, and gets an error."""
+    ended = served_by.pair({}, first=mode)
+    assert ended.code == 1
+    assert not served_by.files.exists() or not whole(served_by.files)

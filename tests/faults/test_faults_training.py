@@ -1,0 +1,290 @@
+"""Trainings that end badly end as they would without us, and leave every window that was recorded.
+
+Each fault meets a training in which PyTorch, VizTracer and Memray have recorded a window each, and
+one of them, each in its turn, has a second window open.
+
+| faults, each x 3 profilers | what is left of the open window |
+|---|---|
+| 16 `RAISED`: in the module, in others' callbacks, in a logger; exits and signals | all |
+| 4 `KILLED`: no code of ours runs any more | what the tool leaves, under a hidden name |
+| 6 `EARLY`: before the first batch | there was none |
+| SIGKILL at 8 moments that nobody chose, PyTorch alone | as above |
+| a training that nothing happens to | all |
+| a run that ends while a page is made of a recording | all |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from helpers.faults import (
+    BATCH,
+    DONE,
+    PATIENCE,
+    PROFILERS,
+    READMES,
+    Acting,
+    Ended,
+    Nursery,
+    Planted,
+    Setting,
+    await_files,
+    files,
+    fit,
+    hidden,
+    profilers,
+    raises,
+    read,
+    whole,
+)
+from helpers.small import Records, Small, trainer
+
+from lightning_perf import Fixed, Profiler, PyTorch
+from lightning_perf.profilers.window_runner import Recorded, Recording
+from lightning_perf.run import context, destination
+
+pytestmark = pytest.mark.slow
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def in_step(act: Callable[[], object]) -> Setting:
+    return Setting(Acting(act))
+
+
+def before(hook: str, act: Callable[[], object] = raises, at: int = BATCH) -> Setting:
+    """In a callback before ours in the list."""
+    return Setting(before=[Planted(hook, act, at)])
+
+
+def after(hook: str, act: Callable[[], object] = raises, at: int = BATCH) -> Setting:
+    """In a callback after ours."""
+    return Setting(after=[Planted(hook, act, at)])
+
+
+class FailingLogger(Records):
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        raise OSError("the logger is planted")
+
+
+class Logging(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def in_logger() -> Setting:
+    options = {"log_every_n_steps": BATCH + 1}
+    return Setting(Logging(), logger=FailingLogger(), options=options)
+
+
+class FailingValidation(Small):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        raise RuntimeError("validation is planted")
+
+
+def in_validation() -> Setting:
+    options = {"limit_val_batches": 2, "val_check_interval": BATCH, "num_sanity_val_steps": 0}
+    return Setting(FailingValidation(), options=options)
+
+
+class Twice(Planted):
+    """Fails again when it is told that it has failed: callbacks after it hear of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("on_train_batch_start", raises)
+
+    def on_exception(self, *_: Any) -> None:
+        raise ValueError("planted once more")
+
+
+def twice_before() -> Setting:
+    return Setting(before=[Twice()])
+
+
+def twice_after() -> Setting:
+    return Setting(after=[Twice()])
+
+
+Make = Callable[[], Setting]
+Each = Callable[[Callable[[Path, set[str]], Make]], Iterator[tuple[str, Ended, Path]]]
+#: With the batches that have ended by then. Lightning heeds SIGTERM at the end of a batch.
+RAISED: dict[str, tuple[Make, int]] = {
+    "step raises": (partial(in_step, raises), BATCH),
+    "step exits": (partial(in_step, partial(sys.exit, 3)), BATCH),
+    "step ends the data": (partial(in_step, partial(next, iter(()))), BATCH),
+    "SIGINT": (partial(in_step, partial(send, signal.SIGINT)), BATCH),
+    "SIGTERM": (partial(in_step, partial(send, signal.SIGTERM)), BATCH + 1),
+    "logger": (in_logger, BATCH + 1),
+    "validation": (in_validation, BATCH),
+    "before: batch start": (partial(before, "on_train_batch_start"), BATCH),
+    "before: backward": (partial(before, "on_after_backward"), BATCH),
+    "before: batch end": (partial(before, "on_train_batch_end"), BATCH - 1),
+    "before: SIGINT": (
+        partial(before, "on_train_batch_start", partial(send, signal.SIGINT)),
+        BATCH,
+    ),
+    "before: on_exception too": (twice_before, BATCH),
+    "after: batch start": (partial(after, "on_train_batch_start"), BATCH),
+    "after: optimizer step": (partial(after, "on_before_optimizer_step"), BATCH),
+    "after: batch end": (partial(after, "on_train_batch_end"), BATCH),
+    "after: on_exception too": (twice_after, BATCH),
+}
+KILLED: dict[str, Callable[[], object]] = {
+    "SIGKILL": partial(send, signal.SIGKILL),
+    "SIGSEGV": partial(send, signal.SIGSEGV),
+    "abort": os.abort,
+    "os._exit": partial(os._exit, 5),
+}
+EARLY: dict[str, Make] = {
+    "before: setup": partial(before, "setup", at=0),
+    "after: setup": partial(after, "setup", at=0),
+    "after: exit in setup": partial(after, "setup", partial(sys.exit, 3), at=0),
+    "after: SIGINT in setup": partial(after, "setup", partial(send, signal.SIGINT), at=0),
+    "after: fit start": partial(after, "on_fit_start", at=0),
+    "after: train start": partial(after, "on_train_start", at=0),
+}
+
+
+def settled(act: Callable[[], object], folder: Path, names: set[str]) -> Setting:
+    """Waits until the worker has done what it was given, which a kill would take from it."""
+    return in_step(partial(_when_settled, act, folder, names))
+
+
+def _when_settled(act: Callable[[], object], folder: Path, names: set[str]) -> None:
+    await_files(folder, names)
+    act()
+
+
+@pytest.fixture
+def each(nursery: Nursery, tmp_path: Path) -> Each:
+    """Trains with one profiler after the other having the open window, and without us.
+
+    All four run side by side, and must end alike. What is to happen is told by the folder of the
+    training, and by what we have put there by then.
+    """
+
+    def run(happens: Callable[[Path, set[str]], Make]) -> Iterator[tuple[str, Ended, Path]]:
+        children = {}
+        for name in ("", *PROFILERS):
+            place, ours = tmp_path / (name or "without"), profilers(name) if name else []
+            make = happens(place, DONE if ours else set())
+            process = place.with_suffix(".process")
+            children[name] = nursery.start(process, fit, place, make, ours=ours)
+        without, *others = (child.wait() for child in children.values())
+        for name, ended in zip(PROFILERS, others, strict=True):
+            assert ended.ended == without.ended, (name, ended.stderr)
+            yield name, ended, tmp_path / name
+
+    return run
+
+
+@pytest.mark.parametrize("fault", RAISED)
+def test_all_that_was_recorded_outlives_what_is_raised(each: Each, fault: str) -> None:
+    """The end is the user's own, and the open window is closed and whole as the others are."""
+    make, batches = RAISED[fault]
+    for profiler, ended, folder in each(lambda *_: make):
+        assert whole(folder) == DONE | files(profiler, batches)
+        assert not hidden(folder)
+        # A logger that fails takes none of our metrics either.
+        assert ("lightning_perf:" in ended.stderr) == (fault == "logger")
+
+
+@pytest.mark.parametrize("fault", KILLED)
+def test_what_was_recorded_outlives_a_kill(each: Each, fault: str) -> None:
+    """Finished windows are whole; one cut short has a hidden name, and memray still reads it."""
+    for profiler, _, folder in each(partial(partial, settled, KILLED[fault])):
+        assert whole(folder) == DONE
+        left = hidden(folder)
+        assert all(path.name.startswith(".spool-rank0-") for path in left)
+        if profiler == "Memray":
+            (capture,) = left
+            read(capture)
+
+
+@pytest.mark.parametrize("fault", EARLY)
+def test_before_the_first_batch_there_is_nothing_to_keep(each: Each, fault: str) -> None:
+    """A run that does not begin ends as it would without us, and leaves no file."""
+    for _, ended, folder in each(lambda *_: EARLY[fault]):
+        assert ended.code != 0
+        assert not whole(folder)
+        assert not hidden(folder)
+
+
+def test_where_nothing_goes_wrong_nothing_differs(each: Each) -> None:
+    """The cases above are not told from one another by faults of their own."""
+    for profiler, ended, folder in each(lambda *_: Setting):
+        assert ended.code == 0
+        assert whole(folder) == DONE | files(profiler, 12, 14)
+        assert "lightning_perf:" not in ended.stderr
+
+
+def endless(flag: Path) -> Setting:
+    """Trains until it is killed; the flag says that it has begun."""
+    return Setting(after=[Planted("on_train_batch_end", flag.touch)], options={"max_epochs": -1})
+
+
+@pytest.mark.parametrize("milliseconds", range(0, 400, 50))
+def test_files_are_whole_at_any_moment(nursery: Nursery, tmp_path: Path, milliseconds: int) -> None:
+    """Whatever a SIGKILL finds us at, a file with its final name is complete."""
+    flag, every = tmp_path / "begun", PyTorch(schedule="every 1ba", batches_per_trace=1)
+    child = nursery.start(tmp_path / "process", fit, tmp_path / "out", endless, flag, ours=[every])
+    await_files(tmp_path, {f"{tmp_path.name}/begun"})
+    time.sleep(milliseconds / 1000)
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait().code == -signal.SIGKILL
+    assert len(whole(tmp_path / "out") - READMES) > 1
+
+
+class Paged(Profiler):
+    """Takes longer over a page than the end of a run waits for the worker."""
+
+    further_files = {"page": ("rank{rank}.{batch}.html", None)}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__(
+            Fixed(0, 1), None, None, "paged", "rank{rank}.{batch}.json", None,
+            False, False, -1, 20,
+        )  # fmt: skip
+        self.begun, self.trained = Event(), Event()
+
+    def record(self, path: Path, context: Any, warmup: int) -> Recording:
+        path.write_text("recorded")
+        yield None
+        return Recorded(further={"page": partial(self._draw, path)})
+
+    def await_page(self) -> None:
+        self.begun.wait(PATIENCE)
+        self.trained.set()
+
+    def _draw(self, path: Path, page: Path) -> None:
+        self.begun.set()
+        self.trained.wait(PATIENCE)
+        time.sleep(0.5)  # the run ends
+        page.write_text(path.read_text())
+
+
+def test_a_run_that_ends_while_a_page_is_made_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recording is not moved away from what the worker is making of it."""
+    monkeypatch.setattr(destination, "_PATIENCE", 0.0)
+    monkeypatch.setattr(context, "UPLOAD_TIMEOUT", {"teardown": 0.0})
+    paged = Paged()
+    wait = Planted("on_train_end", paged.await_page, 16)
+    trainer(tmp_path, wait, paged).fit(Small())
+    await_files(tmp_path, {"paged/rank0.1.html"})  # which the worker was busy with
+    found = {path.name: path.read_text() for path in (tmp_path / "paged").glob("[!.]*")}
+    assert found == {"rank0.1.json": "recorded", "rank0.1.html": "recorded"}

@@ -1,0 +1,112 @@
+"""Warnings that the user has turned into errors stop no training, and lose nothing.
+
+| what we would warn of | cases |
+|---|---|
+| nothing, a folder that cannot be made, a quota | 3 |
+| a logger that does not tell its run, a server that is gone | 2 |
+| two recorders at one time | 1 |
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import free_port
+from helpers.faults import DONE, Nursery, Planted, Setting, files, fit, profilers, whole
+from helpers.small import Records
+from lightning.pytorch.loggers import MLFlowLogger
+
+from lightning_perf import Always, PerfWarning, PyTorch
+from lightning_perf.profilers.base import Profiler
+
+pytestmark = pytest.mark.slow
+Make = Callable[[Path], Setting]
+ALL = DONE | files("PyTorch", 12, 14)
+
+
+def strict(make: Make, folder: Path) -> Setting:
+    warnings.filterwarnings("error", category=PerfWarning)
+    return make(folder)
+
+
+def nothing(folder: Path) -> Setting:
+    return Setting()
+
+
+def occupied(folder: Path) -> Setting:
+    folder.mkdir()
+    (folder / "records-version_0").write_text("not a folder")
+    return Setting()
+
+
+def bounded(folder: Path) -> Setting:
+    act = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    return Setting(before=[Planted("on_train_batch_start", act, 8)])
+
+
+class Secretive(Records):
+    @property
+    def version(self) -> int:
+        raise RuntimeError("no version is told")
+
+
+def secretive(folder: Path) -> Setting:
+    return Setting(logger=Secretive())
+
+
+class Elsewhere(MLFlowLogger):
+    """Has its run in a database, and tells ours an address at which nothing listens."""
+
+    def __init__(self, folder: Path) -> None:
+        # Else one call takes minutes to fail, of which we wait for half of one.
+        os.environ |= {
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+            "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
+        }
+        # One for both trainings, since it takes seconds to make.
+        database = f"sqlite:///{folder.parents[1]}/mlflow.db"
+        super().__init__("elsewhere", tracking_uri=database, run_name="gone")
+        _ = self.experiment
+        self._tracking_uri = f"http://127.0.0.1:{free_port()}"
+
+
+def gone(folder: Path) -> Setting:
+    return Setting(logger=Elsewhere(folder))
+
+
+@pytest.mark.parametrize(
+    ("make", "ours", "left"),
+    [
+        (nothing, profilers("PyTorch"), ALL),
+        (occupied, profilers("PyTorch"), None),
+        (bounded, profilers("VizTracer"), DONE),
+        (secretive, profilers("PyTorch"), ALL),
+        (gone, profilers("PyTorch"), ALL | {"pending_uploads.jsonl"}),
+        (
+            nothing,
+            [PyTorch(schedule=Always()), PyTorch(schedule=Always(), folder="second")],
+            files("PyTorch", 16) | {"torch_traces/README.md"},
+        ),
+    ],
+    ids=["nothing", "folder", "quota", "logger", "server", "overrides"],
+)
+def test_our_warnings_as_errors_stop_nothing(
+    nursery: Nursery, tmp_path: Path, make: Make, ours: list[Profiler], left: set[str] | None
+) -> None:
+    """Training ends as without us, what could be recorded is whole, and the warning is logged."""
+    ended, without = (
+        nursery.run(folder, fit, folder / "out", strict, make, folder / "out", ours=mine)
+        for folder, mine in ((tmp_path / "ours", ours), (tmp_path / "without", []))
+    )
+    assert ended.ended == without.ended, ended.stderr
+    assert ended.code == 0
+    assert "Traceback" not in ended.stderr
+    assert ("lightning_perf:" in ended.stderr) == (make is not nothing or len(ours) == 2)
+    if left is not None:
+        assert whole(tmp_path / "ours" / "out") == left, ended.stderr

@@ -1,0 +1,168 @@
+"""Modules that are hard to look into train as ever, and are counted exactly or not at all."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
+from torch import Tensor, nn
+
+from lightning_perf import Flops, SpeedMonitor
+
+EXACT = 4 * FLOPS_PER_SAMPLE
+
+
+class Branching(Small):
+    """Control flow that depends on data."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (2 if batch[0].sum() > 0 else 1)
+
+
+class Items(Small):
+    """Values taken to the host and back."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss / (1 + loss.detach().item())
+
+
+class Masked(Small):
+    """Sizes that depend on data, after the products."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        found = self.net(batch[0])
+        return (found - batch[1])[batch[1].abs() >= 0].square().mean() + len(batch[0].unique())
+
+
+class Square(torch.autograd.Function):
+    """A function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grads[0]
+
+
+class Custom(Small):
+    """A custom autograd function."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return Square.apply(self.net(batch[0]) - batch[1]).mean()
+
+
+class Locked(Small):
+    """An attribute that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Hooked(Small):
+    """Hooks forward and backward, and a parametrized weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.net[0].register_forward_hook(lambda m, i, o: self.seen.append(o.detach().sum().item()))
+        self.net[2].register_full_backward_hook(lambda m, i, o: None)
+        nn.utils.parametrizations.weight_norm(self.net[2])
+
+
+class Nested(Small):
+    """Samples of different lengths in one nested tensor."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        parts = [batch[0][:1], batch[0][1:]]
+        nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+        return self.net(nested).values().square().mean()
+
+
+class Wandering(Small):
+    """A module that calls itself again."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.net[1](batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def train(folder: Path, kind: type[Small], *callbacks: Any) -> tuple[list[Tensor], Tensor]:
+    torch.manual_seed(3)
+    model = kind()
+    trainer(folder, *callbacks, logger=Records(), max_epochs=2).fit(model)
+    return [each.detach().clone() for each in model.parameters()], torch.get_rng_state()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Branching, EXACT),
+        (Items, EXACT),
+        (Masked, EXACT),
+        (Custom, EXACT),
+        (Locked, EXACT),
+        (Hooked, EXACT),  # weight normalization is elementwise
+        (Nested, EXACT),
+        (Wandering, EXACT),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_training_is_the_same_and_the_count_exact(
+    tmp_path: Path, kind: type[Small], expected: int
+) -> None:
+    """Weights and generators end bit-identical, and the FLOPs are those on paper."""
+    plain = train(tmp_path / "plain", kind)
+    flops = Flops(peak_flops=1e9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watched = train(tmp_path / "watched", kind, SpeedMonitor(window_size=4), flops)
+    assert not ours(caught)
+    assert torch.equal(plain[1], watched[1])
+    for before, after in zip(plain[0], watched[0], strict=True):
+        assert torch.equal(before, after)
+    assert flops.metrics["batch_flops"] == expected
+
+
+def test_an_error_of_the_user_s_in_the_counted_batch_is_the_user_s(tmp_path: Path) -> None:
+    """It arrives as it was raised, and a second training is counted as if nothing had been."""
+
+    class Raising(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            super().training_step(batch, batch_idx)
+            raise ValueError("the user's own")
+
+    flops = Flops(peak_flops=1e9)
+    with pytest.raises(ValueError, match="the user's own"):
+        trainer(tmp_path, flops).fit(Raising())
+    trainer(tmp_path, flops).fit(Small())
+    assert flops.metrics["batch_flops"] == EXACT
+
+
+def test_what_is_not_counted_is_named(
+    tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Work that no formula knows is reported by the number of its calls, and by name in the log."""
+
+    class Spectral(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return torch.fft.fft(self.net(batch[0])).abs().mean()
+
+    flops = Flops(peak_flops=1e9)
+    trainer(tmp_path, flops, logger=records).fit(Spectral())
+    assert flops.metrics["untracked_operations"] > 0
+    assert caplog.text.count("no formula tells the FLOPs of") == 1
+    assert "aten::_fft_r2c" in caplog.text

@@ -1,0 +1,162 @@
+"""A formula by name: its sizes from wherever they are, its tokens from the batch."""
+
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import TESTS
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.flops import TransformerConfig, formula_for, megatron, nanogpt, palm
+
+MODELS = json.loads((TESTS / "data" / "transformer_flops.json").read_text())
+SIZES = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256}
+TINY = TransformerConfig(**SIZES, sequence=32)
+IDS = torch.zeros(8, 32, dtype=torch.long)
+NAMES = {
+    "L": "num_hidden_layers",
+    "d": "hidden_size",
+    "h": "num_attention_heads",
+    "kv": "num_key_value_heads",
+    "hd": "head_dim",
+    "f": "intermediate_size",
+    "V": "vocab_size",
+    "T": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_reference_models(name):
+    """All five, with Hugging Face's names, cost what the reference says, sequence by sequence."""
+    letters = MODELS[name]["config"]
+    config = {NAMES[k]: v for k, v in letters.items() if k in NAMES}
+    config |= {"rms_norm_eps": 1e-5} if letters["rms"] else {}
+    ids = torch.empty(3, letters["T"], dtype=torch.int32, device="meta")
+    formula = formula_for({"kind": "palm", "config": SimpleNamespace(**config)})
+    assert formula({"input_ids": ids}) == 3 * MODELS[name]["exact_flops_per_sequence"]
+
+
+# Width 8, 2 heads of 4, 3 tokens; each matrix is written out, two FLOPs for a multiply-add.
+WIDTH = 8
+ATTENTION = 4 * 3 * 8  # two products of 3 keys with all query heads, for one token
+FULL = 4 * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("extra", "layer", "passes"),
+    [
+        # One key head: half the columns of keys and values.
+        ({"kv_heads": 1}, 2 * 8 * 8 + 2 * 8 * 4 + 2 * 8 * 32, 3),
+        # Gated: three matrices.
+        ({"swiglu": True, "ffn": 20}, FULL + 3 * 8 * 20, 3),
+        # Two of five experts, and a router of five columns.
+        ({"experts": 5, "top_k": 2}, FULL + 2 * (2 * 8 * 32) + 8 * 5, 3),
+        # Everything, and the whole forward again.
+        (
+            {"kv_heads": 1, "swiglu": True, "ffn": 20, "experts": 5, "top_k": 2},
+            2 * 8 * 8 + 2 * 8 * 4 + 2 * (3 * 8 * 20) + 8 * 5,
+            4,
+        ),
+    ],
+    ids=["gqa", "swiglu", "moe", "all with recomputation"],
+)
+def test_derived_models(extra, layer, passes):
+    """Grouped queries, gates, experts and recomputation come out as written by hand."""
+    config = {"layers": 2, "hidden": WIDTH, "heads": 2, "vocab": 10, **extra}
+    formula = formula_for({"kind": "palm", "config": config, "passes": passes})
+    forward = 2 * (2 * layer + 10 * WIDTH) + 2 * ATTENTION
+    assert formula(torch.zeros(5, 3, dtype=torch.long)) == 15 * passes * forward
+
+
+def test_each_name_is_its_formula():
+    """The three kinds differ as their formulas do, and the forward alone is a third."""
+    each = {kind: formula_for({"kind": kind, "config": TINY})(IDS) for kind in
+            ("palm", "megatron", "nanogpt")}  # fmt: skip
+    formulas = {"palm": palm, "megatron": megatron, "nanogpt": nanogpt}
+    assert each == {kind: IDS.numel() * formula(TINY) for kind, formula in formulas.items()}
+    assert formula_for({"kind": "palm", "config": TINY}, passes=1)(IDS) == each["palm"] / 3
+
+
+@dataclass
+class Packed:
+    mask: torch.Tensor
+    tokens: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        IDS,
+        [IDS, IDS[:, :1]],
+        {"labels": IDS[:, :1], "input_ids": IDS},
+        (torch.zeros(2, 2), {"text": IDS.int()}),
+        Packed(IDS.bool(), IDS),
+    ],
+    ids=["tensor", "list", "input_ids", "nested", "dataclass"],
+)
+def test_tokens_are_found_in_the_batch(batch):
+    """input_ids, wherever they are, or else the first whole numbers; masks are no tokens."""
+    assert formula_for({"kind": "palm", "config": SIZES})(batch) == IDS.numel() * palm(TINY)
+
+
+def test_packed_ids_take_the_length_of_the_configuration():
+    """A row of ids has no sequences: their length must be known, and is missed at the batch."""
+    row = IDS.flatten()
+    known = formula_for({"kind": "palm", "config": {**SIZES, "block_size": 32}})
+    assert known(row) == IDS.numel() * palm(TINY)
+    with pytest.raises(ValueError, match="length"):
+        formula_for({"kind": "palm", "config": SIZES})(row)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        SimpleNamespace(config=SimpleNamespace(**SIZES), hparams={"layers": 99}),
+        SimpleNamespace(hparams=SIZES),
+        SimpleNamespace(config={}, hparams=SIZES),
+    ],
+)
+def test_a_name_alone_asks_the_module(module):
+    """The sizes are the module's configuration, or else its hyperparameters."""
+    assert formula_for("palm", module)(IDS) == IDS.numel() * palm(TINY)
+
+
+def test_a_function_of_the_users():
+    """A callable is taken as it is."""
+    assert formula_for(len) is len
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("chinchilla", "chinchilla.*none of palm, megatron, nanogpt"),
+        (6.0, "neither a name"),
+        ({"kind": "palm", "sizes": 1}, "no use for sizes"),
+        ({"kind": "palm"}, "no config and no hparams"),
+        ({"kind": "palm", "config": {"n_layer": 2, "n_head": 2}}, "lacks hidden, vocab"),
+        ({"kind": "palm", "config": TINY, "passes": 2}, "passes=2"),
+    ],
+)
+def test_what_cannot_be_is_refused(spec, message):
+    """Unknown kinds and keys, and missing sizes by their names, are refused at construction."""
+    with pytest.raises(ConfigError, match=message):
+        formula_for(spec)
+
+
+def test_a_batch_without_tokens():
+    """A batch of floating-point numbers is no text, and the error says so."""
+    with pytest.raises(ValueError, match="token ids"):
+        formula_for({"kind": "palm", "config": TINY})([torch.zeros(2, 3), "text"])
+
+
+def test_a_batch_without_ids_after_others_that_had_some():
+    """Where loaders take turns, a batch without token ids has no FLOPs and is no error."""
+    formula = formula_for({"kind": "palm", "config": SIZES})
+    with pytest.raises(ValueError, match="token ids"):
+        formula({"a": None})
+    assert formula({"a": IDS, "b": None}) == IDS.numel() * palm(TINY)
+    assert formula({"a": None, "b": torch.zeros(4)}) == 0
+    assert formula(None) == 0

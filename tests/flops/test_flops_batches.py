@@ -1,0 +1,215 @@
+"""Batches of every kind, one after the other: counted or predicted exactly, or left out."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.small import FLOPS_PER_SAMPLE, HIDDEN, WIDTH, Records, Small, ours, trainer
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_perf import Flops, PerfWarning, SpeedMonitor
+from lightning_perf.run.flop_meter import MOST_COUNTED
+
+FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)
+
+
+def rows(*sizes: int) -> list[Tensor]:
+    """A batch for `Small` of each size."""
+    return [torch.ones(size, WIDTH) for size in sizes]
+
+
+class Fed(Small):
+    """Trains on what it is given, in whatever the tensor may be."""
+
+    def __init__(self, batches: Any, find: Any = lambda batch: batch) -> None:
+        super().__init__()
+        self.batches, self.find = batches, find
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(self.find(batch)).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.net(self.find(batch))
+
+    def loader(self) -> Any:
+        batches = self.batches
+        return DataLoader(batches, batch_size=None) if isinstance(batches, list) else batches
+
+    train_dataloader = loader
+
+
+def reported(folder: Path, model: Fed, *callbacks: Any, **options: Any) -> Records:
+    """What is logged of a training that no callback of ours has left."""
+    records = Records()
+    flops = Flops(schedule="1ba", peak_flops=1e12)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(folder, flops, SpeedMonitor(2), *callbacks, logger=records, **options).fit(model)
+    assert not [text for text in ours(caught) if "cannot count the samples" not in text]
+    return records
+
+
+def counted(folder: Path, model: Fed, **options: Any) -> list[float]:
+    return [value for _, value in reported(folder, model, **options).of("batch_flops")]
+
+
+@pytest.mark.parametrize("kind", [dict, list], ids=["dict", "list"])
+def test_a_loader_that_is_used_up_gives_none(tmp_path: Path, kind: Any) -> None:
+    """CombinedLoader("max_size") replaces one part by None in the middle of an epoch."""
+    long, short = DataLoader(rows(2, 2, 3, 3), None), DataLoader(rows(2, 2), None)
+    loaders = {"a": short, "b": long}
+    combined = CombinedLoader(loaders if kind is dict else list(loaders.values()), "max_size")
+
+    def find(batch: Any) -> Tensor:
+        a, b = batch.values() if isinstance(batch, dict) else batch
+        return b if a is None else torch.cat([a, b])
+
+    assert counted(tmp_path, Fed(combined, find)) == [n * FLOPS_PER_SAMPLE for n in (4, 4, 3, 3)]
+
+
+def test_validation_loaders_of_two_kinds(tmp_path: Path) -> None:
+    """Loaders of tensors, of mappings and of both, one after the other, over two epochs."""
+
+    class Two(Fed):
+        def val_dataloader(self) -> Any:
+            first, second = rows(2, 2), rows(3, 3)
+            return [
+                DataLoader([(x, x) for x in first], None),
+                DataLoader([{"x": x, "label": None} for x in second], None),
+                DataLoader([({"x": x}, "a") for x in first], None),
+            ]
+
+    def find(batch: Any) -> Tensor:
+        first = batch if isinstance(batch, dict) else batch[0]
+        return first["x"] if isinstance(first, dict) else first
+
+    model = Two([(x, 1) for x in rows(2, 2)], find)
+    records = reported(tmp_path, model, limit_val_batches=1.0, max_epochs=2)
+    values = [value for _, value in records.of("validate/batch_flops")]
+    assert set(values) <= {2 * FORWARD, 3 * FORWARD}
+    assert len(values) >= 2
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    name: str = ""
+
+
+class Box:
+    """A batch of a library's own kind: an object that can be moved."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.store = {"x": x}
+
+    def to(self, device: Any, **_: Any) -> Box:
+        return Box(self.store["x"].to(device))
+
+
+def test_each_batch_in_another_container(tmp_path: Path) -> None:
+    """Numbers, strings, None and nested parts come and go, and nothing is remembered wrongly."""
+    one, two, three = rows(1, 2, 3)
+    batches = [
+        [one, one], [None, two], (two, 3), ("a", [three, None]), {"x": one, "y": None}, two,
+        {"y": "a", "x": {"z": three}}, [[[two]]], Sample(three), [1, Box(one)], (three, three),
+    ]  # fmt: skip
+
+    def find(batch: Any) -> Tensor:
+        while not isinstance(batch, Tensor):
+            parts = batch if isinstance(batch, list | tuple) else None
+            if parts is None:
+                parts = list((batch if isinstance(batch, dict) else vars(batch)).values())
+            batch = next(one for one in parts if not isinstance(one, int | str | None))
+        return batch
+
+    expected = [1, 2, 2, 3, 1, 2, 3, 2, 3, 1, 3]
+    assert counted(tmp_path, Fed(batches, find)) == [n * FLOPS_PER_SAMPLE for n in expected]
+
+
+def test_objects_of_changing_sizes(tmp_path: Path) -> None:
+    """The tensors in an object tell its FLOPs: counted at first, predicted later, never stale."""
+    draw = random.Random(0)
+    sizes = [draw.randrange(1, 99) for _ in range(100)]
+    model = Fed([Box(x) for x in rows(*sizes)], lambda box: box.store["x"])
+    assert counted(tmp_path, model) == [n * FLOPS_PER_SAMPLE for n in sizes]
+
+
+def test_objects_that_show_nothing_have_no_stale_flops(tmp_path: Path) -> None:
+    """Each batch is counted while that lasts, and then has no FLOPs; one warning says so."""
+
+    class Sealed:
+        """Keeps its tensor where it cannot be seen."""
+
+        def __init__(self, x: Tensor) -> None:
+            self.get = iter([x])
+
+    sizes = [1 + n % 7 for n in range(MOST_COUNTED + 20)]
+    model = Fed([Sealed(x) for x in rows(*sizes)], lambda sealed: next(sealed.get))
+    records, flops = Records(), Flops(schedule="1ba", peak_flops=1e12)
+    model.get_num_samples_in_batch = lambda batch: 1  # type: ignore[assignment]
+    with pytest.warns(PerfWarning, match="flops_per_batch") as caught:
+        trainer(tmp_path, flops, logger=records).fit(model)
+    values = [value for _, value in records.of("batch_flops")]
+    assert values == [n * FLOPS_PER_SAMPLE for n in sizes[:MOST_COUNTED]]
+    assert len(ours(caught)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+def test_steps_that_take_their_batches_themselves(tmp_path: Path) -> None:
+    """With training_step(self, dataloader_iter) the strategy sees no batch: none has another's."""
+
+    class Taking(Fed):
+        def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
+            return super().training_step(batch, 0)
+
+    sizes = [1 + n % 5 for n in range(MOST_COUNTED + 20)]
+    records, flops = Records(), Flops(schedule="1ba", peak_flops=1e12)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        trainer(tmp_path, flops, logger=records).fit(Taking(rows(*sizes)))
+    values = [value for _, value in records.of("batch_flops")]
+    assert values == [n * FLOPS_PER_SAMPLE for n in sizes[: len(values)]]
+    assert 20 < len(values) <= MOST_COUNTED
+
+
+class Graph:
+    """Nodes and edges, as graph libraries hand them over."""
+
+    def __init__(self, nodes: Tensor, edges: Tensor) -> None:
+        self.nodes, self.edges = nodes, edges
+
+    def to(self, device: Any, **_: Any) -> Graph:
+        return Graph(self.nodes.to(device), self.edges.to(device))
+
+
+def test_ragged_graphs_are_predicted_to_the_digit(tmp_path: Path) -> None:
+    """Some hundred graphs of free numbers of nodes and edges: past sixteen none is counted."""
+
+    class Passing(Fed):
+        def __init__(self, graphs: list[Graph]) -> None:
+            super().__init__(graphs)
+            self.nodes, self.edges = nn.Linear(4, 8), nn.Linear(8, 8)
+
+        def training_step(self, graph: Graph, batch_idx: int) -> Tensor:
+            x, (source, target) = self.nodes(graph.nodes), graph.edges
+            messages = self.edges(x[source]).relu()
+            return torch.zeros_like(x).index_add(0, target, messages).square().mean()
+
+    draw = random.Random(0)
+    sizes = [(draw.randrange(2, 50), draw.randrange(1, 200)) for _ in range(300)]
+    graphs = [Graph(torch.randn(n, 4), torch.randint(n, (2, e))) for n, e in sizes]
+    records = reported(tmp_path, Passing(graphs))
+    # Nodes forward and by the weight; edges with the gradient of the data beside.
+    expected = [2 * (2 * n * 4 * 8 + 3 * e * 8 * 8) for n, e in sizes]
+    assert [value for _, value in records.of("batch_flops")] == expected
+    assert len(records.of("mfu")) == 300 - 16

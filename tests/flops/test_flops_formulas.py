@@ -1,0 +1,151 @@
+"""Closed formulas, to the digit of the reference; and a counter's agreement with them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import TESTS
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.flops import FlopCounter, TransformerConfig, megatron, nanogpt, palm
+
+MODELS = json.loads((TESTS / "data" / "transformer_flops.json").read_text())
+LETTERS = {
+    "L": "layers",
+    "d": "hidden",
+    "h": "heads",
+    "kv": "kv_heads",
+    "hd": "head_dim",
+    "f": "ffn",
+    "V": "vocab",
+    "T": "sequence",
+    "sw": "swiglu",
+    "rms": "rms",
+    "bias": "bias",
+    "pos": "positions",
+    "tied": "tied",
+}
+
+
+def config(name):
+    return TransformerConfig(**{LETTERS[k]: v for k, v in MODELS[name]["config"].items()})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_reference_numbers(name):
+    """All five reference models come out to the digit, in parameters and in FLOPs."""
+    model, sizes = MODELS[name], config(name)
+    assert sizes.parameters == model["params_total"]
+    assert sizes.matmul_parameters == model["params_matmul"]
+    ours = {
+        "exact_matmul_full_attn": palm(sizes),
+        "megatron_HEAD": megatron(sizes),
+        "forward_only_full_attn": palm(sizes, passes=1),
+        "hfu_full_activation_recompute": palm(sizes, passes=4),
+        "nanoGPT": nanogpt(sizes),
+        "nemo": megatron(sizes),
+    }
+    rows = model["flops_per_token_forward_backward"].items()
+    theirs = {name: next(v for row, v in rows if row.startswith(name)) for name in ours}
+    assert ours == theirs
+    assert palm(sizes) * sizes.sequence == model["exact_flops_per_sequence"]
+
+
+class Layer(nn.Module):
+    """One layer of the reference models, which works on fake tensors only for its size."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.c = c
+        self.attend = nn.Linear(c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim)
+        self.project = nn.Linear(c.heads * c.head_dim, c.hidden)
+        self.up = nn.Linear(c.hidden, c.ffn * (1 + c.swiglu))
+        self.down = nn.Linear(c.ffn, c.hidden)
+
+    def forward(self, x):
+        c = self.c
+        parts = self.attend(x).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
+        q, k, v = parts.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.project(y.transpose(1, 2).flatten(2))
+        up = self.up(x)
+        return x + self.down(F.glu(up) if c.swiglu else up.relu())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_counter_finds_the_same(name):
+    """Counted on fake tensors, the reference models cost exactly what PaLM's formula says."""
+    c = config(name)
+    with FakeTensorMode():
+        layers = nn.Sequential(*(Layer(c) for _ in range(c.layers)))
+        output = nn.Linear(c.hidden, c.vocab)
+        x = torch.empty(1, c.sequence, c.hidden, requires_grad=True)
+        with FlopCounter() as counter:
+            output(layers(x)).sum().backward()
+    assert counter.counts.model == {"float32": MODELS[name]["exact_flops_per_sequence"]}
+    assert counter.counts.untracked_names == {}
+
+
+def test_experts_cost_what_a_token_goes_through():
+    """Of many experts only the active ones cost; all of them are parameters."""
+    sizes = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 10, "sequence": 4, "bias": False}
+    dense = TransformerConfig(**sizes)
+    mixture = TransformerConfig(**sizes, experts=4, top_k=2)
+    expert, router = 2 * 8 * 32, 8 * 4
+    assert megatron(mixture) - megatron(dense) == 6 * 2 * (expert + router)
+    assert mixture.parameters - dense.parameters == 2 * (3 * expert + router)
+
+
+def test_hugging_face_llama():
+    """The names of a Hugging Face configuration are understood, and what they imply."""
+    llama = SimpleNamespace(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        head_dim=None,
+    )
+    assert TransformerConfig.from_config(llama, sequence=8192) == TransformerConfig(
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        ffn=14336,
+        vocab=128256,
+        sequence=8192,
+        swiglu=True,
+        rms=True,
+        bias=False,
+        positions=False,
+        tied=False,
+    )
+
+
+@pytest.mark.parametrize("end", ["block_size", "n_positions"])
+def test_gpt2_and_nanogpt(end):
+    """GPT-2's and nanoGPT's names give GPT-2's 124 million parameters."""
+    gpt2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, end: 1024}
+    found = TransformerConfig.from_config({**gpt2, "n_inner": None})
+    assert found.parameters == MODELS["gpt2-124M (V=50257)"]["params_total"]
+
+
+def test_a_missing_size_is_named():
+    """A configuration without a needed size is refused by the name of the size."""
+    with pytest.raises(ConfigError, match="vocab"):
+        TransformerConfig.from_config({"n_layer": 2, "n_embd": 8, "n_head": 2, "block_size": 4})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, None])
+def test_sizes_are_positive_whole_numbers(value):
+    """A size that cannot be is refused at construction."""
+    with pytest.raises(ConfigError, match="layers"):
+        TransformerConfig(layers=value, hidden=8, heads=2, vocab=10, sequence=4)

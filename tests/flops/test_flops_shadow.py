@@ -1,0 +1,450 @@
+"""Counting on a shadow: the closed formulas come out, and the module never notices."""
+
+import copy
+import random
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from helpers.small import Records
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_perf.flops import ShadowError, count_on_shadow
+
+ROWS, WIDTH = 6, 8
+PRODUCT = 2 * ROWS * WIDTH * WIDTH
+
+
+def sum_over_ranks(model, x):
+    out = model(x)
+    return (out[0] if isinstance(out, tuple) else out).sum()
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def flops(module, batch, step=sum_over_ranks):
+    return count_on_shadow(module, batch, step).model
+
+
+class GPT(nn.Module):
+    def __init__(self, width=16, heads=2, layers=2, vocab=30):
+        super().__init__()
+        self.heads, self.tokens = heads, nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([nn.Linear(width, 3 * width), nn.Linear(width, width)])
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for attend, project in self.blocks:
+            q, k, v = attend(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + project(y.transpose(1, 2).flatten(2))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+LINEAR = sum(p.numel() for n, p in GPT().named_parameters() if "weight" in n and "tokens" not in n)
+IMAGE = torch.randn(2, 8, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "expected"),
+    [
+        (MLP, torch.randn(ROWS, WIDTH), 5 * PRODUCT),
+        (lambda: nn.Conv2d(8, 12, 3, groups=4), IMAGE, 2 * 2 * 2 * 12 * 4 * 4 * 2 * 9),
+        (
+            lambda: nn.LSTM(8, 16),
+            torch.randn(5, 3, 8, requires_grad=True),
+            3 * 2 * 15 * 4 * 16 * 24,
+        ),
+        (GPT, torch.randint(30, (3, 10)), 3 * 10 * (6 * LINEAR + 12 * 2 * 16 * 10)),
+    ],
+    ids=["mlp", "grouped convolution", "lstm", "gpt"],
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_closed_formulas(make, batch, expected, compiled):
+    """A shadow finds what the formula says, whether the module is compiled or not."""
+    module = make()
+    if compiled:
+        module.compile(backend="eager")
+    assert flops(module, batch) == {"float32": expected}
+
+
+def test_autocast_is_seen():
+    """The step's own context decides the dtype of the products."""
+
+    def step(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return sum_over_ranks(model, x)
+
+    assert flops(MLP(), torch.randn(ROWS, WIDTH), step) == {"bfloat16": 5 * PRODUCT}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_adds_to_the_hardware(reentrant):
+    """What is computed again on the shadow counts for the hardware only."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def step(model, x):
+        return checkpoint(lambda y: model(y).relu(), x, use_reentrant=reentrant).sum()
+
+    counts = count_on_shadow(MLP(), x, step)
+    assert counts.model_flops == 6 * PRODUCT
+    assert counts.hardware_flops == 8 * PRODUCT
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_steps_without_gradients(context):
+    """Validation costs the forward, under either way to leave gradients out."""
+
+    def step(model, x):
+        with context():
+            return sum_over_ranks(model, x)
+
+    batch = torch.randn(ROWS, WIDTH)
+    assert flops(MLP(), batch, step) == {"float32": 2 * PRODUCT}
+    with context():
+        assert flops(MLP(), batch) == {"float32": 2 * PRODUCT}
+
+
+class Watcher:
+    """A compiler backend that knows how often it compiled, and how often that ran."""
+
+    def __init__(self):
+        self.compiled = self.ran = 0
+
+    def __call__(self, graph, _inputs):
+        self.compiled += 1
+
+        def run(*args):
+            self.ran += 1
+            return graph(*args)
+
+        return run
+
+
+def by_call(watcher, fullgraph):
+    module = MLP()
+    module.compile(backend=watcher, fullgraph=fullgraph)
+    return module
+
+
+def by_wrapper(watcher, fullgraph):
+    return torch.compile(MLP(), backend=watcher, fullgraph=fullgraph)
+
+
+def by_part(watcher, fullgraph):
+    return nn.Sequential(torch.compile(MLP(), backend=watcher, fullgraph=fullgraph), nn.ReLU())
+
+
+def by_attribute(watcher, fullgraph):
+    module = MLP()
+    module.forward = torch.compile(module.forward, backend=watcher, fullgraph=fullgraph)
+    return module
+
+
+def by_decorator(watcher, fullgraph):
+    class Decorated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = MLP()
+
+        @torch.compile(backend=watcher, fullgraph=fullgraph)
+        def forward(self, x):
+            return self.layers(x)
+
+    return Decorated()
+
+
+def by_free_function(watcher, fullgraph):
+    apply = torch.compile(lambda layers, x: layers(x), backend=watcher, fullgraph=fullgraph)
+
+    class Caller(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = MLP()
+
+        def forward(self, x):
+            return apply(self.layers, x)
+
+    return Caller()
+
+
+WAYS = [by_call, by_wrapper, by_part, by_attribute, by_decorator, by_free_function]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_code_stays_compiled(way, fullgraph):
+    """However a module was compiled, counting neither runs, nor loses, nor adds compiled code."""
+    torch._dynamo.reset()
+    watcher = Watcher()
+    module, x = way(watcher, fullgraph), torch.randn(ROWS, WIDTH)
+    assert flops(module, x) == {"float32": 5 * PRODUCT}
+    assert (watcher.compiled, watcher.ran) == (0, 0)
+    for runs in 1, 2, 3:
+        sum_over_ranks(module, x).backward()
+        assert flops(module, x) == {"float32": 5 * PRODUCT}
+        assert (watcher.compiled, watcher.ran) == (1, runs)
+
+
+def test_aot_autograd_stays_compiled():
+    """A backend that compiles the backward as well gives the same gradients after counting."""
+    torch._dynamo.reset()
+    module = MLP()
+    plain, x = copy.deepcopy(module), torch.randn(ROWS, WIDTH)
+    module.compile(backend="aot_eager", fullgraph=True)
+    flops(module, x)
+    sum_over_ranks(module, x).backward()
+    flops(module, x)
+    sum_over_ranks(plain, x).backward()
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+class Noisy(nn.Module):
+    """Draws from every generator, has buffers, and takes gradients away for good."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout())
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        torch.manual_seed(random.randrange(100) + np.random.randint(100))
+        out = self.layers(x + torch.randn_like(x))
+        torch.set_grad_enabled(False)
+        return out
+
+
+def test_nothing_changes():
+    """Parameters, gradients, buffers, attributes, generators and the grad mode stay as they are."""
+    module, x = Noisy(), torch.randn(ROWS, WIDTH)
+    with torch.enable_grad():
+        module.layers(x).sum().backward()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    gradients = [p.grad.clone() for p in module.parameters()]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    flops(module, x)
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
+    assert module.calls == 0
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    after = [p.grad for p in module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(after, gradients, strict=True))
+
+
+def test_compiled_training_is_the_same_bit_for_bit():
+    """Losses, weights and random numbers are those of a run that was not counted."""
+
+    def train(count):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
+        model.compile(backend="aot_eager")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            x = torch.randn(ROWS, WIDTH)
+            if count:
+                flops(model, x)
+            loss = sum_over_ranks(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach(), *(p.detach() for p in model.parameters()), torch.get_rng_state()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
+
+
+def test_no_weight_is_copied():
+    """A model that the memory could not hold twice is counted without a copy."""
+    with torch.device("meta"):
+        module = nn.Linear(2**20, 2**20, bias=False)
+    kept = []
+    shadow_of = lambda model, x: kept.append(model.weight) or sum_over_ranks(model, x)  # noqa: E731
+    x = torch.empty(2, 2**20, device="meta")
+    assert flops(module, x, shadow_of) == {"float32": 2 * 2 * 2 * 2**40}
+    flops(nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH), shadow_of)
+    assert kept[1].device.type == "cpu"
+    assert kept[1].untyped_storage().device.type == "meta"
+
+
+def test_tied_weights_stay_tied():
+    """One parameter in two places is one on the shadow, and views share what they are views of."""
+    module = MLP()
+    module.second.weight = module.first.weight
+    seen = []
+    flops(module, torch.randn(ROWS, WIDTH), lambda m, x: seen.append(m) or sum_over_ranks(m, x))
+    assert seen[0].second.weight is seen[0].first.weight
+    assert isinstance(seen[0].first.weight, nn.Parameter)
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class Numpy(nn.Module):
+    def forward(self, x):
+        return torch.from_numpy(x.detach().numpy())
+
+
+class Item(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum().item() > 0 else x
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(x[x[:, 0] > 0])
+
+
+class Closed(nn.Module):
+    """Calls the real layer through a function, which no copy can rebind."""
+
+    def __init__(self):
+        super().__init__()
+        layer = self.layer = nn.Linear(WIDTH, WIDTH)
+        self.call = lambda x: layer(x)
+
+    def forward(self, x):
+        return self.call(x)
+
+
+class Raising(nn.Module):
+    def forward(self, x):
+        raise ValueError("no\nway")
+
+
+class Uncopied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lines = (line for line in ())
+
+
+@pytest.mark.parametrize("make", [Branching, Numpy, Item, Routed, Closed, Raising, Uncopied])
+def test_awkward_modules_are_refused(make):
+    """What depends on values, or cannot be copied, is an error that names module and reason."""
+    module = make()
+    with pytest.raises(ShadowError, match=rf"{make.__name__} cannot be counted.*: \w+") as caught:
+        flops(module, torch.randn(ROWS, WIDTH))
+    assert "\n" not in str(caught.value)
+    assert all(p.grad is None for p in module.parameters())
+    assert torch.ones(2).sum().item() == 2
+
+
+class Lightning(L.LightningModule):
+    """Logs in every way, reads the trainer, and calls a compiled part."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.compile(MLP(), backend="eager")
+
+    def training_step(self, batch, _index):
+        loss = sum_over_ranks(self.layers, batch)
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict({"twice": 2 * loss.item()})
+        self.logger.log_metrics({"loss": loss.detach()}, self.global_step)
+        self.print(loss)
+        return loss / self.trainer.world_size
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Adversarial(L.LightningModule):
+    """Two optimizers by hand: what each step leaves out is not differentiated."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.make, self.judge = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def training_step(self, batch, _index):
+        first, second = self.optimizers()
+        first.param_groups[0]["lr"] = 0.01
+        self.toggle_optimizer(first)
+        self.manual_backward(self.judge(self.make(batch)).sum())
+        first.step()
+        self.untoggle_optimizer(first)
+        with second.toggle_model():
+            second.step(closure=lambda: self.manual_backward(self.judge(self.make(batch)).sum()))
+        second.zero_grad()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        return batch.sum()
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.SGD(p.parameters(), lr=0.1) for p in (self.make, self.judge)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(one, 1) for one in optimizers]
+
+
+class AtStart(L.Callback):
+    """Counts on a shadow when the first batch begins."""
+
+    counts = None
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if self.counts is None:
+            rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
+            self.counts = count_on_shadow(module, batch, lambda m, b: m.training_step(b, 0))
+            assert trainer.callback_metrics == {}
+            assert rates == [g["lr"] for one in trainer.optimizers for g in one.param_groups]
+            assert all(p.requires_grad and p.grad is None for p in module.parameters())
+            assert module.trainer is trainer
+
+
+@pytest.mark.parametrize(
+    ("make", "products"),
+    # Forward, data and weight for the maker's step; forward and one weight for the judge's.
+    [(Lightning, 5), (Adversarial, 2 + 2 + 2 + 1)],
+)
+def test_a_module_in_training(make, products, tmp_path):
+    """Logging, schedulers and optimizers are idle, toggling works, and training goes on as ever."""
+    counting = AtStart()
+    trainer = L.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        callbacks=[counting],
+        logger=Records(),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(make(), torch.utils.data.DataLoader(torch.randn(3 * ROWS, WIDTH), ROWS))
+    assert counting.counts.model == {"float32": products * PRODUCT}
+
+
+class Reaching(Lightning):
+    def training_step(self, batch, _index):
+        self.trainer.save_checkpoint("stolen.ckpt")
+
+
+def test_the_trainer_is_out_of_reach(tmp_path, monkeypatch):
+    """A shadow that would make the trainer do something is refused."""
+    monkeypatch.chdir(tmp_path)
+    module = Reaching()
+    module.trainer = L.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False)
+    with pytest.raises(ShadowError, match=r"trainer\.save_checkpoint is out of reach"):
+        count_on_shadow(module, torch.ones(1), lambda m, b: m.training_step(b, 0))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,174 @@
+"""FLOPs of whole trainings, in every stage and under every strategy, against sums on paper."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.small import (
+    FLOPS_PER_SAMPLE,
+    HIDDEN,
+    WIDTH,
+    Records,
+    Small,
+    TwoOptimizers,
+    launch,
+    trainer,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from lightning_perf import Flops
+from lightning_perf.run.callback import PerfCallback
+
+FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)  # of one sample, without a gradient
+
+
+def counted(folder: Path, model: Small, **options: Any) -> dict[str, float]:
+    """What Flops reports of a training."""
+    flops = Flops(peak_flops=1e9)
+    trainer(folder, flops, **options).fit(model)
+    return flops.metrics
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_other_stages_count_their_own_forward(tmp_path: Path, records: Records, stage: str) -> None:
+    """Under inference_mode a batch costs its forward, reported under the stage's name."""
+    run = trainer(tmp_path, Flops(peak_flops=1e9), logger=records, limit_val_batches=1.0)
+    getattr(run, stage)(Small())
+    assert [value for _, value in records.of(f"{stage}/batch_flops")][-1] == 4 * FORWARD
+    assert records.of(f"{stage}/mfu")
+    assert "batch_flops" not in records.keys
+
+
+def test_validation_inside_of_fit_is_counted_apart(tmp_path: Path, records: Records) -> None:
+    """Training and validation each have their own FLOPs, in one run."""
+    options: dict[str, Any] = {"limit_val_batches": 3, "val_check_interval": 8}
+    trainer(tmp_path, Flops(peak_flops=1e9), logger=records, **options).fit(Small())
+    assert {value for _, value in records.of("batch_flops")} == {4 * FLOPS_PER_SAMPLE}
+    assert {value for _, value in records.of("validate/batch_flops")} == {4 * FORWARD}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 4},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
+        {"precision": "64-true"},
+        {"gradient_clip_val": 0.5},
+        {"max_epochs": 3},
+    ],
+    ids=str,
+)
+def test_how_it_is_trained_changes_no_flops(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Accumulation, precision and clipping cost a batch what it costs without them."""
+    found = counted(tmp_path, Small(), **options)
+    assert found["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+    assert found["untracked_operations"] == 0
+
+
+def test_two_optimizers_by_hand_are_both_counted(tmp_path: Path) -> None:
+    """Two forwards and two backwards in one batch are counted as two."""
+
+    assert counted(tmp_path, TwoOptimizers())["batch_flops"] == 2 * 4 * FLOPS_PER_SAMPLE
+
+
+def test_a_gradient_penalty_is_counted(tmp_path: Path) -> None:
+    """Backward through a backward: every product that was done, and none twice."""
+
+    class Penalized(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            x = batch[0].requires_grad_()
+            (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            return slope.square().mean()
+
+    first, second = WIDTH * HIDDEN, HIDDEN
+    forward = first + second
+    # The gradient by the data multiplies with both weights. Its backward goes through these two
+    # products (not to the ones that the first one begins with), and from the hidden units, whose
+    # slope was used, on to the first layer's weight and to the data.
+    gradient = first + second
+    backward = 2 * first + second + 2 * first
+    found = counted(tmp_path, Penalized())
+    assert found["batch_flops"] == 4 * 2 * (forward + gradient + backward)
+
+
+class Dump(PerfCallback):
+    """Leaves what Flops reported, in a file a rank."""
+
+    def __init__(self, folder: Path, flops: Flops) -> None:
+        super().__init__()
+        self.folder, self.flops = folder, flops
+
+    def close(self, context: Any, reason: str) -> None:
+        path = self.folder / f"rank{context.ranks.global_rank}.json"
+        path.write_text(json.dumps(self.flops.metrics))
+
+
+class Sharded(Small):
+    """Both layers sharded over two ranks."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "done"):
+            for layer in (self.net[0], self.net[2], self.net):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            self.done = True
+
+
+class TensorParallel(Small):
+    """The hidden units split over two ranks."""
+
+    def configure_model(self) -> None:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("model", "sizes", "batches"),
+    [(Sharded, {"data_parallel_size": 2, "tensor_parallel_size": 1}, 2),
+     (TensorParallel, {"data_parallel_size": 1, "tensor_parallel_size": 2}, 1)],
+    ids=["fully_shard", "tensor parallel"],
+)  # fmt: skip
+def test_sharded_models_are_counted_by_the_work_of_each_rank(
+    tmp_path: Path, model: type[Small], sizes: dict[str, int], batches: int
+) -> None:
+    """Sharding parameters changes no FLOPs; splitting the units halves each rank's."""
+    torch.set_num_threads(1)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, warnings; warnings.simplefilter('ignore')\n"
+        "from lightning.pytorch.strategies import ModelParallelStrategy\n"
+        "from test_flops_trainings import *\n"
+        "flops = Flops(peak_flops=1e9)\n"
+        f"strategy = ModelParallelStrategy(**{sizes!r})\n"
+        f"trainer(Path({str(tmp_path)!r}), flops, Dump(Path({str(tmp_path)!r}), flops), devices=2,"
+        f" strategy=strategy).fit({model.__name__}())\n"
+    )
+    launch(script)
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert found[0]["batch_flops"] == batches * 4 * FLOPS_PER_SAMPLE
+    assert found[0]["batch_flops"] == found[1]["batch_flops"]
+
+
+def test_a_layer_norm_costs_nothing(tmp_path: Path) -> None:
+    """Only products count: elementwise work is no FLOPs by the definition, and is not untracked."""
+
+    class Normed(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.append(nn.LayerNorm(1))
+
+    found = counted(tmp_path, Normed())
+    assert found["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+    assert found["untracked_operations"] == 0

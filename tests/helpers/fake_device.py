@@ -1,0 +1,96 @@
+"""A device that works off later what it is given: what CUDA's events see of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.small import Small
+from lightning_perf.run import context, spans
+from lightning_perf.timing import cuda_events
+from lightning_perf.timing.cuda_events import DeviceBatchTimer, DeviceSegmentTimer, Events
+
+
+class Device:
+    """A queue that works off what it is given later: what events see of a GPU."""
+
+    def __init__(self) -> None:
+        self.queued = self.done = 0.0
+        self.made = 0
+        self.capturing = False
+        self.touched_while_capturing = False
+        #: Seconds of work that are done whenever somebody asks.
+        self.pace = 0.0
+
+    def event(self) -> Event:
+        self.made += 1
+        return Event(self)
+
+    def clock(self) -> DeviceSegmentTimer:
+        return DeviceSegmentTimer(self.events(cuda_events._MOST_WAITING))
+
+    def device_timer(self, most: int = 2048) -> DeviceBatchTimer:
+        return DeviceBatchTimer(self.events(most))
+
+    def events(self, most: int) -> Events[Any]:
+        return Events("a loss", most, self.event, lambda: self.capturing)
+
+    def stands_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The CPU is taken for a device with a clock of its own: this one."""
+        monkeypatch.setattr(cuda_events, "CLOCKED", {"cpu"})
+        monkeypatch.setattr(spans, "DeviceSegmentTimer", self.clock)
+        monkeypatch.setattr(context, "DeviceBatchTimer", self.device_timer)
+
+    def work(self, seconds: float) -> None:
+        """Take up work, and be done with it at once."""
+        self.queued += seconds
+        self.done = self.queued
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, 0.0
+
+    def record(self) -> None:
+        self.device.touched_while_capturing |= self.device.capturing
+        self.at = self.device.queued
+
+    def query(self) -> bool:
+        self.device.touched_while_capturing |= self.device.capturing
+        self.device.done = min(self.device.done + self.device.pace, self.device.queued)
+        return self.at <= self.device.done
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query()
+        assert end.query(), "it would raise, or wait"
+        return 1e3 * (end.at - self.at)
+
+    def synchronize(self) -> None:
+        raise AssertionError("never")
+
+
+class Unwaited(Small):
+    """On a real GPU: calls that synchronise are forbidden from the second batch to the last."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if batch_idx else "default")
+
+    def on_train_end(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def train_dataloader(self) -> Any:
+        x = torch.ones(64, 8).pin_memory()
+        return [(x[i : i + 4], x[i : i + 4, :1]) for i in range(0, 64, 4)]
+
+
+@contextmanager
+def never_waited_for() -> Iterator[None]:
+    """Whatever happens, later tests may synchronise again."""
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,311 @@
+"""Trainings that end badly, as real processes; what they left; and a server that misbehaves.
+
+A process of its own for each training would spend nine seconds on imports. So one process imports
+all that they need and forks them; each then ends as the interpreter ends any process.
+"""
+
+from __future__ import annotations
+
+import base64
+import gc
+import gzip
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import memray
+import torch
+import viztracer  # noqa: F401  (imported once for all children)
+from lightning.pytorch import Callback
+
+from helpers import TESTS
+from helpers.small import Records, Small, trainer
+from lightning_perf import Fixed, Memray, PyTorch, Schedule, Stages, VizTracer
+from lightning_perf.profilers.base import Profiler
+
+#: No training here takes more than some seconds; one that hangs is killed, and that is a failure.
+PATIENCE = 60.0
+#: The batch in which things happen, when each profiler has recorded a window and one is open.
+BATCH = 10
+#: What each leaves of a window that was closed after a batch.
+_FILES = {
+    "PyTorch": ("torch_traces/rank{}.{}.pt.trace.json.gz",),
+    "VizTracer": ("viztracer/rank{}.{}.json.gz",),
+    "Memray": ("memray/rank{}.{}.bin", "memray/rank{}.{}.txt"),
+}
+PROFILERS = tuple(_FILES)
+#: How to open the traces of each folder.
+_READMES = {
+    "torch_traces/README.md": PyTorch,
+    "viztracer/README.md": VizTracer,
+    "memray/README.md": Memray,
+}
+READMES = set(_READMES)
+
+
+def files(profiler: str, *batches: int, rank: int = 0) -> set[str]:
+    """What a profiler leaves of windows that were closed after these batches."""
+    return {name.format(rank, batch) for name in _FILES[profiler] for batch in batches}
+
+
+#: What is there by then, of three windows.
+DONE = files("PyTorch", 2) | files("VizTracer", 4) | files("Memray", 6) | READMES
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit code, negative for a signal, and what it wrote."""
+
+    code: int
+    stderr: str
+    outcome: dict[str, Any] | None
+
+    @property
+    def ended(self) -> tuple[int, Any]:
+        """What has to be the same with and without us."""
+        return self.code, self.outcome
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that is running."""
+
+    nursery: Nursery
+    pid: int
+    folder: Path
+
+    def wait(self) -> Ended:
+        code = self.nursery.ask("wait", self.pid)
+        stderr = (self.folder / "stderr").read_text()
+        assert code is not None, f"it hung\n{stderr}"
+        outcome = self.folder / "outcome.json"
+        return Ended(code, stderr, json.loads(outcome.read_text()) if outcome.exists() else None)
+
+
+class Nursery:
+    """Starts processes that have their imports behind them."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from faults import serve; serve()()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, folder: Path, job: Callable[..., None], /, *args: Any, **kwargs: Any) -> Child:
+        """Call a function of a module in a new process, whose own files go to a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return Child(self, self.ask("start", str(folder), job, args, kwargs), folder)
+
+    def run(self, folder: Path, job: Callable[..., None], /, *args: Any, **kwargs: Any) -> Ended:
+        """The same, to its end."""
+        return self.start(folder, job, *args, **kwargs).wait()
+
+    def ask(self, *question: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(base64.b64encode(pickle.dumps(question)) + b"\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=PATIENCE)
+
+
+def serve() -> Callable[[], None]:
+    """The nursery's side: returns in each child with what it has to do, and at the very end."""
+    gc.freeze()  # or the exit of each child goes through all that was imported: a second
+    children = set()
+    for line in iter(sys.stdin.buffer.readline, b""):
+        verb, *rest = pickle.loads(base64.b64decode(line))
+        if verb == "wait":
+            answer = _wait(*rest)
+            children.discard(*rest)
+        elif (answer := os.fork()) == 0:
+            return _born(*rest)
+        else:
+            children.add(answer)
+        print(json.dumps(answer), flush=True)
+    for pid in children:
+        _end(pid)
+    return lambda: None
+
+
+def _born(
+    folder: str, job: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], None]:
+    os.setsid()  # so that it can be ended with its children
+    # A test run in the background of a shell has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
+    return lambda: job(*args, **kwargs)
+
+
+def _wait(pid: int) -> int | None:
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    _end(pid)
+    return None
+
+
+def _end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+# -- trainings ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Setting:
+    """A training without our callbacks: those before ours and after ours, and all the rest."""
+
+    model: L.LightningModule = field(default_factory=Small)
+    before: list[Callback] = field(default_factory=list)
+    after: list[Callback] = field(default_factory=list)
+    logger: Any = field(default_factory=Records)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Planted(Callback):
+    """Does something in one hook, when so many steps were made."""
+
+    def __init__(self, hook: str, act: Callable[[], object], at: int = BATCH) -> None:
+        self.act, self.at = act, at
+        setattr(self, hook, self.strike)
+
+    def strike(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step == self.at:
+            self.act()
+
+
+class Acting(Small):
+    """Does something within the step of a batch."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.act = act
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == BATCH:
+            self.act()
+        return super().training_step(batch, batch_idx)
+
+
+def raises() -> None:
+    raise RuntimeError("planted")
+
+
+def profilers(open_one: str, **options: Any) -> list[Profiler]:
+    """Three that record a window each, in turn, and one of them batches 8 to 11, and 13."""
+    windows: dict[Any, Schedule] = {
+        PyTorch: Fixed(1, 1),
+        VizTracer: Fixed(3, 1),
+        Memray: Fixed(5, 1),
+    }
+    for kind in windows:
+        if kind.__name__ == open_one:
+            windows[kind] |= Fixed(8, 4) | Fixed(13, 1)
+    return [kind(schedule=when & Stages("train"), **options) for kind, when in windows.items()]
+
+
+def fit(
+    folder: Path, make: Callable[..., Setting], /, *args: Any, ours: list[Profiler], **more: Any
+) -> None:
+    """Train in this process, and leave word of how that ended."""
+    torch.manual_seed(0)
+    with told(setting := make(*args, **more)):
+        run = trainer(
+            folder,
+            *setting.before,
+            *ours,
+            *setting.after,
+            logger=setting.logger,
+            **setting.options,
+        )
+        run.fit(setting.model)
+
+
+@contextmanager
+def told(setting: Setting) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        _tell({"error": [type(error).__name__, str(error)]})
+        raise
+    weights = [p.detach().double().sum().item().hex() for p in setting.model.parameters()]
+    _tell({"weights": weights})
+
+
+def _tell(outcome: dict[str, Any]) -> None:
+    Path("outcome.json").write_text(json.dumps(outcome))
+
+
+def await_files(folder: Path, names: set[str]) -> None:
+    """Wait until files have appeared below a folder."""
+    until = time.monotonic() + PATIENCE / 2
+    while time.monotonic() < until:
+        if names <= {"/".join(path.parts[-2:]) for path in folder.rglob("*")}:
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"{names} did not appear")
+
+
+# -- what they leave ------------------------------------------------------------------------------
+
+
+def whole(folder: Path) -> set[str]:
+    """Opens every file with a final name by its own reader, and gives their names."""
+    found = {path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
+    for path in found:
+        read(path)
+    return {"/".join(path.relative_to(folder).parts[1:]) or path.name for path in found}
+
+
+def hidden(folder: Path) -> list[Path]:
+    """The files that are not finished."""
+    marks = {".run"}
+    found = (path for path in folder.rglob(".*") if path.is_file())
+    return sorted(path for path in found if path.name not in marks)
+
+
+def read(path: Path) -> None:
+    """Raises if a file cannot be opened by what it is made for, or holds nothing."""
+    if path.suffix == ".gz":
+        assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"], path
+    elif path.suffix == ".bin":
+        assert next(memray.FileReader(path).get_allocation_records()), path
+    elif path.suffix == ".html":
+        assert path.read_text().rstrip().endswith("</html>"), path
+    elif path.suffix == ".txt":
+        text = path.read_text()
+        assert text.startswith("peak memory "), path
+        assert "\nAllocated in all, freed or not\n" in text, path
+    elif path.name == "README.md":
+        opens = _READMES["/".join(path.parts[-2:])]
+        assert path.read_text() == opens.how_to_open, path
+    elif path.suffix == ".jsonl":
+        assert [json.loads(line) for line in path.read_text().splitlines()], path
+    else:
+        raise AssertionError(f"{path} is of no kind that we write")

@@ -1,0 +1,425 @@
+"""Memray: windows of batches become captures and flame graphs of host memory."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import memray
+import pytest
+import torch
+import yaml
+from helpers.small import Records, Small, left_in, ours, trainer
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+from test_cli import parse
+from test_unchanged import outcome
+from test_viztracer_profiler import Loading, Work
+from torch.utils.data import DataLoader
+
+from lightning_perf import ConfigError, Cyclic, Every, Fixed, Memray, PerfWarning, VizTracer
+
+MEGABYTES = 5_000_000
+#: Without the text beside each file, which is made in a process of its own.
+Capture = partial(Memray, summary=False)
+
+
+class Hungry(Small):
+    """Allocates some megabytes in each step of each stage, under a name to look for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.eat()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.eat()
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.eat()
+        return super().predict_step(batch, batch_idx)
+
+    def eat(self) -> int:
+        return len(bytearray(MEGABYTES))
+
+
+def files(folder: Path) -> list[str]:
+    """What lies in the folder of one run, by its path in it."""
+    folder = folder / "records-version_0" / "memray"
+    return [str(path.relative_to(folder)) for path in left_in(folder)]
+
+
+def meals(capture: Path) -> int:
+    """How often a capture saw the step's own allocation."""
+    with memray.FileReader(capture) as reader:
+        return sum(
+            record.size >= MEGABYTES and record.stack_trace()[0][0] == "eat"
+            for record in reader.get_allocation_records()
+            if record.size
+        )
+
+
+def fit(folder: Path, *profilers: Any, model: Any = None, **options: Any) -> list[str]:
+    options = {"logger": Records(), **options}
+    trainer(folder, *profilers, **options).fit(model or Hungry())
+    return files(folder)
+
+
+def test_a_compressed_capture_is_a_gzipped_one(tmp_path: Path) -> None:
+    """compress=True leaves a .bin.gz that memray reads once it is unpacked."""
+    assert fit(tmp_path, Capture(schedule="first 2ba", compress=True)) == ["rank0.2.bin.gz"]
+    packed = tmp_path / "records-version_0" / "memray" / "rank0.2.bin.gz"
+    plain = tmp_path / "plain.bin"
+    plain.write_bytes(gzip.decompress(packed.read_bytes()))
+    assert meals(plain) == 2
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_flame_graph_lies_beside_its_capture(tmp_path: Path, compress: bool) -> None:
+    """The page names the function that allocates, and loads no script from the web."""
+    profiler = Capture(schedule="first 1ba", flamegraph=True, compress=compress)
+    capture = "rank0.1.bin.gz" if compress else "rank0.1.bin"
+    assert fit(tmp_path, profiler) == [capture, "rank0.1.html"]
+    page = (tmp_path / "records-version_0" / "memray" / "rank0.1.html").read_text()
+    # Not the file's name: memray writes the command line into its pages.
+    assert '"eat"' in page
+    assert "<script src=" not in page
+    assert '<link rel="stylesheet" href="http' not in page
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_stacks_are_whole_in_each_stage(tmp_path: Path, stage: str) -> None:
+    """A stack leads from the allocation down to the script, however deep our own hook lay."""
+    second = Cyclic(wait=1, warmup=0, active=1, repeat=1)
+    batches = {"limit_val_batches": 2 if stage == "validate" else 0}
+    run = trainer(tmp_path, Capture(schedule=second), logger=Records(), **batches)
+    getattr(run, stage)(Hungry())
+    (capture,) = left_in(tmp_path / "records-version_0" / "memray")
+    with memray.FileReader(capture) as reader:
+        found = [
+            [function for function, _, _ in record.stack_trace()]
+            for record in reader.get_allocation_records()
+            if record.size >= MEGABYTES
+        ]
+    assert len(found) == 1
+    assert found[0][0] == "eat"
+    assert "test_stacks_are_whole_in_each_stage" in found[0]
+
+
+def test_capture_and_flame_graph_are_uploaded(tmp_path: Path, mlflow_database: str) -> None:
+    """Both arrive in the run's artifacts, those of the window that ends with training included."""
+    logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="crow")
+    fit(tmp_path, Capture(schedule=Fixed(14, 2), flamegraph=True), logger=logger)
+    found = MlflowClient(mlflow_database).list_artifacts(logger.run_id, "crow/memray")
+    names = sorted(Path(entry.path).name for entry in found)
+    assert names == ["README.md", "rank0.16.bin", "rank0.16.html"]
+
+
+def test_a_page_that_fails_is_told_and_its_capture_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken reporter costs the page alone, with what memray said."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    (tmp_path / "broken" / "memray").mkdir(parents=True)
+    (tmp_path / "broken" / "memray" / "__main__.py").write_text("raise SystemExit('planted')")
+    (tmp_path / "broken" / "memray" / "__init__.py").touch()
+    with pytest.warns(PerfWarning, match=r"rank0\.1\.html was not finished.*planted"):
+        found = fit(tmp_path, Capture(schedule="first 1ba", flamegraph=True))
+    assert found == ["rank0.1.bin"]
+
+
+def test_recorders_that_exclude_each_other_record_in_turn(tmp_path: Path) -> None:
+    """The window that falls into another recorder's is left out, with one warning."""
+    calls = VizTracer(schedule=Fixed(2, 4))
+    with pytest.warns(PerfWarning, match="Memray cannot record while VizTracer does") as caught:
+        found = fit(tmp_path, calls, Capture(schedule="every 4ba"))
+    assert len(ours(caught)) == 1
+    assert found == ["rank0.13.bin", "rank0.9.bin"]
+    assert len(calls.saved_traces) == 1
+
+
+def test_a_memray_of_the_user_s_own_goes_on(tmp_path: Path) -> None:
+    """While it tracks, windows are left out with one warning and leave no file."""
+    with (
+        memray.Tracker(tmp_path / "theirs.bin"),
+        pytest.warns(PerfWarning, match="while a memray that is not ours does") as caught,
+    ):
+        found = fit(tmp_path, Capture(schedule="every 3ba"))
+    assert len(ours(caught)) == 1
+    assert found == []
+    assert meals(tmp_path / "theirs.bin") == 16
+
+
+def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    """Recording changes no loss, no weight and no draw of the random generator."""
+    plain = outcome(tmp_path / "plain", logger=Records())
+    watched = outcome(tmp_path / "on", Capture(schedule="every 9ba for 2ba"), logger=Records())
+    assert files(tmp_path / "on")
+    assert plain["losses"] == watched["losses"]
+    assert torch.equal(plain["rng"], watched["rng"])
+    assert all(map(torch.equal, plain["weights"], watched["weights"]))
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("native_trace", "native_trace=True is no option of Memray: did you mean native_traces?"),
+        ("trace_python_allocator", "did you mean trace_python_allocators?"),
+        ("zzz", "zzz=True is no option of Memray; memray has file_format"),
+    ],
+)
+def test_an_unknown_option_is_told_with_the_nearest(option: str, told: str) -> None:
+    """Options of ours and of memray are suggested."""
+    with pytest.raises(ConfigError) as caught:
+        Memray(**{option: True})
+    assert told in str(caught.value)
+
+
+def test_options_reach_memray(tmp_path: Path) -> None:
+    """What memray takes besides is handed over, and told in the capture."""
+    fit(tmp_path, Capture(schedule="first 1ba", native_traces=True, trace_python_allocators=True))
+    with memray.FileReader(tmp_path / "records-version_0" / "memray" / "rank0.1.bin") as reader:
+        assert reader.metadata.has_native_traces
+        assert reader.metadata.trace_python_allocators
+
+
+COLLECTING = """
+import gc, sys, threading
+from memray import Tracker
+from lightning_perf.profilers import memray_child
+
+begun, go, gone = threading.Event(), threading.Event(), threading.Event()
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):  # lets the other thread leave its eight hundred frames
+        go.set()
+        gone.wait(10)
+
+def deep(frames):
+    if frames:
+        return deep(frames - 1)
+    begun.set()
+    go.wait()
+
+def thread():
+    deep(800)
+    gone.set()
+
+def record(name):
+    tracker = Tracker(sys.argv[1] + name)
+    memray_child.start(tracker)
+    assert gc.isenabled()
+    memray_child.stop(tracker)
+
+record("first")  # which imports what it needs
+threading.Thread(target=thread, daemon=True).start()
+begun.wait()
+gc.collect()
+Garbage()
+gc.set_threshold(600)
+record("second")
+"""
+
+
+def test_a_collection_while_memray_starts_does_not_crash(tmp_path: Path) -> None:
+    """memray walks all stacks then, and finalizers would let frames go that it has in hand."""
+    command = [sys.executable, "-c", COLLECTING, str(tmp_path / "capture")]
+    # Memory that was freed is overwritten at once: what reads it is sure to crash.
+    subprocess.run(command, env=os.environ | {"PYTHONMALLOC": "debug"}, check=True, timeout=60)
+
+
+def test_the_summary_tells_the_largest_allocators(tmp_path: Path) -> None:
+    """The text beside a capture names function, file and line, with the source itself."""
+    found = fit(tmp_path, Memray(schedule="first 3ba"))
+    assert found == ["rank0.3.bin", "rank0.3.txt"]
+    text = (tmp_path / "records-version_0" / "memray" / "rank0.3.txt").read_text()
+    peak, unfreed, everything = re.split(r"\n(?:Allocated in .*)\n-+\n", text)
+    assert re.search(
+        r"4\.8 MiB  eat  .*test_memray_profiler\.py:\d+\n +return len\(bytearray", peak
+    )
+    assert " eat " not in unfreed
+    assert re.search(r"14\.3 MiB  eat ", everything)
+
+
+def test_the_summary_is_in_the_metrics(tmp_path: Path) -> None:
+    """Each window has its bytes, at the step of its last batch, in all stages."""
+    logger = Records()
+    limits = {"limit_train_batches": 12, "limit_test_batches": 12}
+    run = trainer(tmp_path, Memray(schedule=Every("5ba", lasting="2ba")), logger=logger, **limits)
+    model = Hungry()
+    run.fit(model)
+    run.test(model, verbose=False)
+    assert [step for step, _ in logger.of("memray/peak_memory")] == [6, 11]
+    peaks = [logger.of(f"{stage}memray/peak_memory") for stage in ("", "test/")]
+    assert all(MEGABYTES < value < 2 * MEGABYTES for points in peaks for _, value in points)
+    assert [len(points) for points in peaks] == [2, 2]
+    assert all(value > 2 * MEGABYTES for _, value in logger.of("memray/total_memory"))
+    assert all(value < MEGABYTES for _, value in logger.of("memray/unfreed_memory"))
+    assert all(value > 2 for _, value in logger.of("memray/total_allocations"))
+
+
+def test_what_grows_is_in_the_metrics(tmp_path: Path) -> None:
+    """Memory that a window allocates and does not give back is its unfreed memory."""
+
+    class Leaking(Hungry):
+        def eat(self) -> int:
+            self.kept = [*getattr(self, "kept", ()), bytearray(MEGABYTES)]
+            return 0
+
+    logger = Records()
+    fit(tmp_path, Memray(schedule=Fixed(2, 3)), model=Leaking(), logger=logger)
+    ((step, grown),) = logger.of("memray/unfreed_memory")
+    assert step == 4
+    assert 3 * MEGABYTES <= grown < 4 * MEGABYTES
+
+
+def test_the_aggregated_format_has_a_summary_without_totals(tmp_path: Path) -> None:
+    """memray tells no totals of it; the rest is there."""
+    logger = Records()
+    options = {"file_format": memray.FileFormat.AGGREGATED_ALLOCATIONS}
+    fit(tmp_path, Memray(schedule="first 2ba", **options), logger=logger)
+    assert {key for key in logger.keys if "memray" in key} == {
+        "memray/peak_memory",
+        "memray/unfreed_memory",
+    }
+
+
+def test_a_summary_that_fails_costs_the_text_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be summarised is told once, and the capture stays."""
+    monkeypatch.setattr("lightning_perf.profilers.memray.run_python", _broken)
+    with pytest.warns(PerfWarning, match=r"rank0\.1\.txt was not finished.*planted"):
+        found = fit(tmp_path, Memray(schedule="first 1ba"))
+    assert found == ["rank0.1.bin"]
+
+
+def _broken(*_: str) -> str:
+    raise OSError("planted")
+
+
+def test_metrics_of_the_last_window_reach_mlflow(tmp_path: Path, mlflow_database: str) -> None:
+    """They are made after training has ended, and wait for nobody's next batch."""
+    logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="owl")
+    fit(tmp_path, Memray(schedule=Fixed(14, 2)), logger=logger)
+    metrics = MlflowClient(mlflow_database).get_run(logger.run_id).data.metrics
+    assert metrics["memray/peak_memory"] > MEGABYTES
+
+
+@pytest.mark.slow
+def test_ranks_have_keys_of_their_own(tmp_path: Path, mlflow_database: str) -> None:
+    """The lowest rank that records has the plain keys; texts bear the rank's number."""
+    logger = MLFlowLogger("memory-ranks", tracking_uri=mlflow_database, run_name="two")
+    torch.set_num_threads(1)
+    ranks: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2}
+    trainer(tmp_path, Memray(schedule="first 2ba"), logger=logger, **ranks).fit(Hungry())
+    client = MlflowClient(mlflow_database)
+    experiment = client.get_experiment_by_name("memory-ranks")
+    (run,) = client.search_runs([experiment.experiment_id])
+    for key in ("memray/peak_memory", "memray/rank1/peak_memory"):
+        assert run.data.metrics[key] > MEGABYTES
+    names = sorted(Path(a.path).name for a in client.list_artifacts(run.info.run_id, "two/memray"))
+    assert names == ["README.md", "rank0.2.bin", "rank0.2.txt", "rank1.2.bin", "rank1.2.txt"]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_data_loader_workers_are_captured_in_each_window(tmp_path: Path, context: str) -> None:
+    """Each worker leaves a capture a window, whatever its start, and trains as without us."""
+    schedule = Cyclic(wait=2, warmup=0, active=5, repeat=2)
+    profiler = Capture(schedule=schedule, follow_fork=True)
+    model = Loading(profiler, context)
+    trainer(tmp_path, profiler, logger=Records()).fit(model)
+    assert files(tmp_path) == [
+        f"rank0.{batch}{child}.bin" for batch in (14, 7) for child in ("", ".child1", ".child2")
+    ]
+    folder = tmp_path / "records-version_0" / "memray"
+    pids = set()
+    for path in folder.glob("*.child*"):
+        with memray.FileReader(path) as reader:
+            pids.add(reader.metadata.pid)
+            records = list(reader.get_allocation_records())
+        assert any(record.size > 10_000_000 for record in records)
+    assert len(pids) == 2
+
+
+def test_a_worker_that_is_born_in_a_window_is_captured(tmp_path: Path) -> None:
+    """Workers of a second epoch, whose first fetch lies in a window, have their captures too."""
+
+    class Renewed(Loading):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Work(), 4, num_workers=2, multiprocessing_context="fork")
+
+    profiler = Capture(schedule=Fixed(19, 3), follow_fork=True)
+    options = {"max_epochs": 2, "logger": Records()}
+    trainer(tmp_path, profiler, **options).fit(Renewed(profiler, "fork"))
+    folder = tmp_path / "records-version_0" / "memray"
+    assert "rank0.22.bin" in files(tmp_path)
+    captures = list(folder.glob("*.child*"))
+    assert len(captures) >= 2
+    for capture in [*captures, folder / "rank0.22.bin"]:
+        with memray.FileReader(capture) as reader:
+            assert list(reader.get_allocation_records())
+
+
+def test_windows_hold_their_own_batches_and_no_others(tmp_path: Path) -> None:
+    """Allocations of batches outside of a window are not in its file."""
+
+    class Telling(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.kept = bytearray(MEGABYTES + batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    fit(tmp_path, Capture(schedule="every 5ba for 2ba"), model=Telling())
+    for name, batches in {"rank0.7.bin": {5, 6}, "rank0.12.bin": {10, 11}}.items():
+        with memray.FileReader(tmp_path / "records-version_0" / "memray" / name) as reader:
+            sizes = {record.size for record in reader.get_allocation_records()}
+        # A bytearray asks for one byte more than it holds.
+        assert {size - MEGABYTES - 1 for size in sizes if size > MEGABYTES} == batches
+
+
+def test_settings_and_tool_options_are_written_in_yaml(tmp_path: Path) -> None:
+    """memray's own arguments stand under dict_kwargs."""
+    written = yaml.safe_load("""
+        class_path: lightning_perf.Memray
+        init_args: {schedule: every 100ba for 3ba, flamegraph: true, follow_fork: true}
+        dict_kwargs: {trace_python_allocators: true}
+    """)
+    (profiler,) = (c for c in parse(tmp_path, [written]).trainer.callbacks if isinstance(c, Memray))
+    assert profiler.schedule == Every("100ba", lasting="3ba")
+    assert (profiler.flamegraph, profiler.follow_fork, profiler.summary) == (True, True, True)
+    with pytest.warns(PerfWarning, match="after batch 100; training ended after batch 16"):
+        fit(tmp_path, profiler)
+    assert profiler._tracker_options() == {"native_traces": False, "trace_python_allocators": True}
+
+
+def test_a_missing_memray_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the package the set-up says how to install it."""
+    monkeypatch.setattr("lightning_perf.profilers.tools.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs memray.*pip install memray"):
+        fit(tmp_path, Memray())
+
+
+def test_writers_of_children_are_made_when_there_are_children(tmp_path: Path) -> None:
+    """follow_fork costs a run without child processes nothing."""
+    made = []
+
+    class Counting(Memray):
+        def _new_writer(self, *args: Any, **kwargs: Any) -> Any:
+            made.append(args[1])
+            return super()._new_writer(*args, **kwargs)
+
+    profiler = Counting(schedule="first 2ba", follow_fork=True)
+    trainer(tmp_path, profiler, logger=Records()).fit(Small())
+    assert made == ["rank{rank}.{batch}.txt", "rank{rank}.{batch}.bin"]

@@ -1,0 +1,134 @@
+"""Pages that profilers leave open without a network."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small import Records, Small, trainer
+from pages import loaded_from_elsewhere
+from torch.cuda import _memory_viz
+
+from lightning_perf import Memray, Profiler, PyTorch, VizTracer
+from lightning_perf.profilers.snapshot_page import history, segments, timeline
+
+MIB = 1 << 20
+MEMORY = {"with_stack": True, "record_shapes": True, "memory_filename": "rank{rank}.html"}
+
+
+def frame(name: str, filename: str = "train.py") -> dict[str, Any]:
+    return {"filename": filename, "line": 7, "name": name}
+
+
+def event(action: str, addr: int, size: int, *frames: dict[str, Any]) -> dict[str, Any]:
+    return {"action": action, "addr": addr, "size": size, "frames": list(frames), "stream": 0}
+
+
+def block(address: int, size: int, state: str = "active_allocated") -> dict[str, Any]:
+    frames = [frame("<odd> & name")]
+    return {"address": address, "size": size, "requested_size": size, "state": state} | {
+        "frames": frames
+    }
+
+
+#: A block of before, one of a layer's that stays, one of the loss's that was freed.
+SNAPSHOT: dict[str, Any] = {
+    "segments": [
+        {
+            "device": 0,
+            "address": 0x100,
+            "total_size": 4 * MIB,
+            "stream": 0,
+            "blocks": [
+                block(0x100, MIB),
+                block(0x100 + MIB, 2 * MIB),
+                block(0, MIB, "inactive"),
+            ],
+        }
+    ],
+    "device_traces": [
+        [
+            event("segment_alloc", 0x100, 4 * MIB),
+            event("alloc", 0x100 + MIB, 2 * MIB, frame("linear", "/x/torch/nn.py"), frame("layer")),
+            event("alloc", 0x900, 3 * MIB, frame("loss")),
+            event("oom", 0, 9 * MIB) | {"device_free": 2 * MIB},
+            event("free_completed", 0x900, 3 * MIB),
+            event("free_completed", 0x700, MIB),
+        ],
+        [],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "profiler",
+    [
+        pytest.param(lambda: PyTorch(schedule="first 2ba", **MEMORY), id="PyTorch"),
+        pytest.param(lambda: VizTracer(schedule="first 2ba", html=True), id="VizTracer"),
+        pytest.param(lambda: Memray(schedule="first 2ba", flamegraph=True), id="Memray"),
+    ],
+)
+def test_no_page_loads_anything(tmp_path: Path, profiler: Any) -> None:
+    """A browser that opens the page of a real window has nothing to fetch."""
+    made: Profiler = profiler()
+    trainer(tmp_path, made, logger=Records(), limit_train_batches=3).fit(Small())
+    (page,) = tmp_path.rglob("*.html")
+    assert "<svg" in page.read_text() or "<script" in page.read_text()
+    assert loaded_from_elsewhere(page.read_text()) == []
+
+
+def test_pytorch_s_own_page_is_one_that_loads_its_viewer() -> None:
+    """What these tests look for is found where it is known to be."""
+    plot = _memory_viz.trace_plot({"segments": [], "device_traces": []})
+    (address,) = loaded_from_elsewhere(plot)
+    assert address.startswith("https://")
+
+
+@pytest.mark.parametrize("kind", ["history", "segments"])
+def test_pages_about_a_snapshot_load_nothing(tmp_path: Path, kind: str) -> None:
+    """They are whole as the program writes them, with names of any characters in them."""
+    source, target = tmp_path / "s.pickle", tmp_path / "page.html"
+    source.write_bytes(pickle.dumps(SNAPSHOT))
+    program = [sys.executable, "-m", "lightning_perf.profilers.snapshot_page"]
+    subprocess.run([*program, kind, source, target], check=True)
+    page = target.read_text()
+    assert page.endswith("</html>\n")
+    assert loaded_from_elsewhere(page) == []
+    assert "<odd>" not in page
+
+
+def test_a_history_tells_what_filled_the_memory_at_its_peak() -> None:
+    """Blocks of before the recording count, and libraries' frames are not the line to blame."""
+    blocks = [b for b in SNAPSHOT["segments"][0]["blocks"] if b["state"] != "inactive"]
+    line, stacks = timeline(SNAPSHOT["device_traces"][0], blocks)
+    assert [sum(sizes) // MIB for sizes in line.sizes] == [2, 4, 7, 4, 3]
+    at_peak = dict(zip(line.categories, line.sizes[line.peak], strict=True))
+    assert at_peak == {
+        "train.py:7 loss": 3 * MIB,
+        "train.py:7 layer": 2 * MIB,
+        "other lines": 0,
+        "allocated before the recording": 2 * MIB,
+    }
+    assert sorted(stacks) == [
+        (["allocated before the recording"], 2 * MIB),
+        (["train.py:7 layer", "nn.py:7 linear"], 2 * MIB),
+        (["train.py:7 loss"], 3 * MIB),
+    ]
+
+
+def test_an_allocation_that_failed_is_told() -> None:
+    """The page of a run that ran out of memory says how much was asked for."""
+    page = history(SNAPSHOT)
+    assert "An allocation of 9.0 MiB failed, when the device had 2.0 MiB free" in page
+    assert "Device 1" not in page
+
+
+def test_a_snapshot_without_history_says_so() -> None:
+    """Memory that runs out without an open window has no history; its segments are there."""
+    nothing = {**SNAPSHOT, "device_traces": [[]]}
+    assert "No history was recorded" in history(nothing)
+    assert "1 segments of 4.0 MiB, of which 3.0 MiB are in use" in segments(nothing)

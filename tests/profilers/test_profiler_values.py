@@ -1,0 +1,194 @@
+"""Profilers refuse values that cannot work before training, and name them if a tool does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import memray
+import pytest
+from helpers.small import Records, Small, ours, trainer
+
+from lightning_perf import (
+    ConfigError,
+    Fixed,
+    MemorySnapshot,
+    Memray,
+    PerfWarning,
+    PyTorch,
+    SpeedMonitor,
+    Suite,
+    VizTracer,
+)
+from lightning_perf.profilers import viztracer
+from lightning_perf.profilers.tools import python_profiler
+
+
+@pytest.mark.parametrize(
+    ("profiler", "option", "value"),
+    [
+        (VizTracer, "tracer_entries", 0),
+        (VizTracer, "tracer_entries", -1),
+        (VizTracer, "tracer_entries", 2.5),
+        (VizTracer, "max_stack_depth", "x"),
+        (VizTracer, "min_duration", "x"),
+        (VizTracer, "log_gc", "no"),
+        (VizTracer, "patch", "no"),
+        (VizTracer, "html", "no"),
+        (VizTracer, "batches_per_trace", 1.5),
+        (VizTracer, "batches_per_trace", "20"),
+        (VizTracer, "batches_per_trace", 0),
+        (Memray, "memory_interval_ms", "a"),
+        (Memray, "memory_interval_ms", 0),
+        (Memray, "file_format", "aggregated"),
+        (Memray, "file_format", 1),
+        (Memray, "trace_python_allocators", "no"),
+        (Memray, "compress", "no"),
+        (Memray, "overwrite", "no"),
+        (Memray, "flamegraph", "no"),
+        (Memray, "native_traces", "no"),
+        (Memray, "follow_fork", "no"),
+        (Memray, "summary", "no"),
+        (PyTorch, "with_modules", "maybe"),
+        (PyTorch, "with_stack", "no"),
+        (PyTorch, "with_flops", "no"),
+        (PyTorch, "record_shapes", "no"),
+        (PyTorch, "profile_memory", "no"),
+        (PyTorch, "key_averages", "no"),
+        (MemorySnapshot, "max_entries", "a"),
+        (MemorySnapshot, "max_entries", 0),
+        (MemorySnapshot, "html", "no"),
+    ],
+)
+def test_a_bad_value_is_refused_at_construction(profiler: Any, option: str, value: Any) -> None:
+    """The error names the option, what it was given and what works."""
+    with pytest.raises(ConfigError, match="Try ") as caught:
+        profiler(**{option: value})
+    assert (caught.value.field, caught.value.value) == (option, value)
+
+
+def test_a_suite_of_one_callback_is_still_a_list() -> None:
+    """What was forgotten is shown."""
+    with pytest.raises(ConfigError, match=r"is no list\. Try callbacks=\[SpeedMonitor"):
+        Suite(SpeedMonitor())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["aggregated_allocations", "AGGREGATED_ALLOCATIONS", memray.FileFormat.AGGREGATED_ALLOCATIONS],
+)
+def test_the_format_of_memray_may_be_a_name(tmp_path: Path, written: Any) -> None:
+    """YAML can write it, and the capture has it."""
+    profiler = Memray(schedule="first 1ba", summary=False, file_format=written)
+    trainer(tmp_path, profiler, logger=Records()).fit(Small())
+    (capture,) = tmp_path.rglob("*.bin")
+    with memray.FileReader(capture) as reader, pytest.raises(NotImplementedError):
+        next(reader.get_allocation_records())
+
+
+@pytest.mark.parametrize("option", ["include_files", "log_func_repr"])
+def test_what_a_tool_does_not_take_is_the_user_s_and_leaves_no_hook(
+    tmp_path: Path, option: str
+) -> None:
+    """Training goes on without the profiler, which says which options the tool refused."""
+    profiler = VizTracer(schedule=Fixed(2, 2), **{option: 3})
+    with pytest.warns(PerfWarning) as caught:
+        trainer(tmp_path, profiler, logger=Records()).fit(Small())
+    (told,) = ours(caught)
+    assert option in told
+    assert "report" not in told
+    assert python_profiler() is None
+    assert threading.getprofile() is None
+
+
+def test_a_tracer_that_fails_when_it_starts_leaves_no_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, and a process that is forked later finds none."""
+    from viztracer import VizTracer as Tracer
+
+    plain = Tracer.start
+
+    def start(tracer: Any) -> None:
+        plain(tracer)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Tracer, "start", start)
+    with pytest.warns(PerfWarning, match="planted"):
+        trainer(tmp_path, VizTracer(schedule=Fixed(2, 2)), logger=Records()).fit(Small())
+    assert python_profiler() is None
+    assert threading.getprofile() is None
+    assert viztracer._recording is None
+
+
+KINDS = [PyTorch, VizTracer, Memray, MemorySnapshot]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_switch_and_number_is_checked(kind: Any) -> None:
+    """A text or a number for a switch, or a switch for a number, is refused with its name."""
+    defaults = {
+        name: each.default
+        for name, each in signature(kind).parameters.items()
+        if isinstance(each.default, int) or name == "use_gzip"
+    }
+    assert {"overwrite", "compress", "num_traces_to_keep", "batches_per_trace"} <= set(defaults)
+    for name, value in defaults.items():
+        counts = isinstance(value, int) and not isinstance(value, bool)
+        for wrong in (True, "5", 1.5, -2) if counts else ("no", 1, 0):
+            with pytest.raises(ConfigError) as caught:
+                kind(**{name: wrong})
+            assert caught.value.field == name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["output_path_prefix", "folder", "filename", "remote_file_name"])
+def test_every_name_is_checked(kind: Any, name: str) -> None:
+    """What is no text is refused as a name, and not found out in the middle of training."""
+    with pytest.raises(ConfigError) as caught:
+        kind(**{name: 3})
+    assert caught.value.field == name
+
+
+class Copying(Small):
+    """Copies its trainer's callbacks in each batch, in both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.copies += both(self.trainer.callbacks[0])
+        return super().training_step(batch, batch_idx)
+
+
+def both(profiler: Any) -> list[Any]:
+    return [copy.deepcopy(profiler), pickle.loads(pickle.dumps(profiler))]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PyTorch(schedule="every 2ba"),
+        lambda: VizTracer(schedule="every 2ba", patch=True),
+        lambda: Memray(schedule="every 2ba", follow_fork=True),
+        lambda: MemorySnapshot(schedule="every 2ba"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*no CUDA device")
+def test_copies_can_be_made_at_any_time_and_record(tmp_path: Path, make: Any) -> None:
+    """Before, within and after a fit a profiler pickles; its copies have its settings, and work."""
+    profiler, model = make(), Copying()
+    copies = both(profiler)
+    trainer(tmp_path, profiler, logger=Records(), limit_train_batches=5).fit(model)
+    copies += model.copies + both(profiler)
+    assert len(copies) == 14
+    assert all(each.settings() == profiler.settings() for each in copies)
+    assert all(each.saved_traces == [] for each in copies)
+    run = trainer(tmp_path / "copy", copies[4], logger=Records(), limit_train_batches=5)
+    run.fit(Small())
+    assert len(copies[4].saved_traces) == len(profiler.saved_traces)

@@ -1,0 +1,299 @@
+"""What all recorders do with windows, whatever they record: the base's behaviour, for each."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import memray
+import pytest
+import torch
+from helpers.small import Records, Small, left_in, ours, trainer
+
+from lightning_perf import (
+    Always,
+    ConfigError,
+    Cyclic,
+    Fixed,
+    HasTag,
+    Memray,
+    OnSignal,
+    OnSlowBatch,
+    PerfWarning,
+    Profiler,
+    PyTorch,
+    Stages,
+    Suite,
+    VizTracer,
+)
+
+MEAL = 5_123_456
+
+
+class Hungry(Small):
+    """Leaves a mark that every recorder sees: in each batch of each stage, one call of eat."""
+
+    def eat(self) -> int:
+        with torch.profiler.record_function("eat"):
+            return len(bytearray(MEAL))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.eat()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.eat()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.eat()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.eat()
+        return super().predict_step(batch, batch_idx)
+
+
+class Failing(Hungry):
+    """Fails in its fourth batch."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 3:
+            raise self.error("planted")
+        return super().training_step(batch, batch_idx)
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+
+
+def ranges(path: Path) -> int:
+    return sum(event["name"] == "eat" for event in events(path))
+
+
+def calls(path: Path) -> int:
+    return sum(event["name"].startswith("Hungry.eat") for event in events(path))
+
+
+def meals(path: Path) -> int:
+    with memray.FileReader(path) as reader:
+        return sum(
+            record.size == MEAL + 1  # a bytearray ends in a zero
+            for record in reader.get_allocation_records()
+        )
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """A profiler, and how to count the batches in one of its files."""
+
+    kind: Callable[..., Profiler]
+    folder: str
+    suffix: str
+    batches: Callable[[Path], int]
+
+    def found(self, root: Path) -> dict[str, int]:
+        """The batches of each file of the run, by its name."""
+        folder = root / "records-version_0" / self.folder
+        return {
+            str(path.relative_to(folder)).removesuffix(self.suffix): self.batches(path)
+            for path in sorted(folder.rglob(f"*{self.suffix}"))
+        }
+
+    def fit(self, root: Path, *profilers: Profiler, **options: Any) -> dict[str, int]:
+        trainer(root, *profilers, logger=Records(), **options).fit(Hungry())
+        return self.found(root)
+
+
+@pytest.fixture(
+    params=[
+        Recorder(PyTorch, "torch_traces", ".pt.trace.json.gz", ranges),
+        Recorder(VizTracer, "viztracer", ".json.gz", calls),
+        Recorder(Memray, "memray", ".bin", meals),
+    ],
+    ids=lambda recorder: recorder.kind.__name__,
+)
+def recorder(request: pytest.FixtureRequest) -> Recorder:
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "files"),
+    [
+        pytest.param(None, {}, {"rank0.5": 4}, id="default"),
+        pytest.param("every 6ba for 2ba", {}, {"rank0.8": 2, "rank0.14": 2}, id="interval"),
+        pytest.param(
+            Cyclic(wait=1, warmup=1, active=2, repeat=3),
+            {},
+            {"rank0.4": 2, "rank0.8": 2, "rank0.12": 2},
+            id="three cycles",
+        ),
+        pytest.param(
+            Cyclic(wait=0, warmup=0, active=2, repeat=0),
+            {"limit_train_batches": 6},
+            {"rank0.2": 2, "rank0.4": 2, "rank0.6": 2},
+            id="back to back",
+        ),
+        pytest.param(Fixed(15, 3), {"max_epochs": 2}, {"rank0.18": 3}, id="across epochs"),
+        pytest.param(Fixed(4, 9), {"limit_train_batches": 6}, {"rank0.6": 2}, id="stage ends"),
+        pytest.param(Fixed(4, 9), {"max_steps": 7}, {"rank0.7": 3}, id="max_steps"),
+        pytest.param(
+            Fixed(2, 4) & Stages("train"),
+            {"val_check_interval": 4, "limit_val_batches": 2, "limit_train_batches": 8},
+            {"rank0.4": 2, "rank0.6": 2},
+            id="validation within",
+        ),
+    ],
+)
+def test_windows_become_files(
+    tmp_path: Path, recorder: Recorder, schedule: Any, options: Any, files: dict[str, int]
+) -> None:
+    """Each window is one file, named by the batches done, with exactly its batches inside."""
+    assert recorder.fit(tmp_path, recorder.kind(schedule=schedule), **options) == files
+
+
+def test_long_windows_are_cut_into_files_of_bounded_size(
+    tmp_path: Path, recorder: Recorder
+) -> None:
+    """batches_per_trace bounds every file; the window goes on in the next one."""
+    profiler = recorder.kind(schedule=Always(), batches_per_trace=6)
+    assert recorder.fit(tmp_path, profiler) == {"rank0.6": 6, "rank0.12": 6, "rank0.16": 4}
+
+
+def test_one_callback_serves_all_stages(tmp_path: Path, recorder: Recorder) -> None:
+    """Fit with validation inside, test and predict write into folders that do not collide."""
+    profiler = recorder.kind(schedule="first 2ba")
+    run = trainer(tmp_path, profiler, logger=Records(), limit_val_batches=4)
+    model = Hungry()
+    run.fit(model)
+    run.test(model, verbose=False)
+    run.predict(model)
+    stages = ("", "validate/", "test/", "predict/")
+    assert recorder.found(tmp_path) == {f"{stage}rank0.2": 2 for stage in stages}
+
+
+def test_one_callback_serves_two_fits(tmp_path: Path, recorder: Recorder) -> None:
+    """A second fit of another trainer records as the first one did, into its own folder."""
+    profiler = recorder.kind(schedule="every 8ba")
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        assert recorder.fit(folder, profiler) == {"rank0.9": 1}
+        assert [stamp.batch for stamp, _ in profiler.saved_traces] == [9]
+
+
+def test_a_fit_that_goes_on_keeps_counting(tmp_path: Path, recorder: Recorder) -> None:
+    """The second fit of one trainer goes on where the first one ended."""
+    run = trainer(tmp_path, recorder.kind(schedule="every 10ba"), logger=Records())
+    model = Hungry()
+    run.fit(model)
+    run.fit_loop.max_epochs = 2
+    run.fit(model)
+    assert recorder.found(tmp_path) == {"rank0.11": 1, "rank0.21": 1, "rank0.31": 1}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_was_recorded_outlives_an_exception(
+    tmp_path: Path, recorder: Recorder, error: type[BaseException]
+) -> None:
+    """The window that is open when training fails is closed whole, and the tool is free again."""
+    run = trainer(tmp_path / "failed", recorder.kind(schedule=Always()), logger=Records())
+    with pytest.raises((error, SystemExit)):
+        run.fit(Failing(error))
+    assert recorder.found(tmp_path / "failed") == {"rank0.3": 3}
+    assert recorder.fit(tmp_path / "next", recorder.kind(schedule="every 8ba")) == {"rank0.9": 1}
+
+
+def test_two_of_one_kind_record_in_turn(tmp_path: Path, recorder: Recorder) -> None:
+    """Different windows are all recorded; where two meet, the second is left out, told once."""
+    apart = [recorder.kind(schedule=Fixed(2, 3)), recorder.kind(schedule=Fixed(8, 2), folder="b")]
+    assert recorder.fit(tmp_path / "apart", *apart) == {"rank0.5": 3}
+    assert len(apart[1].saved_traces) == 1
+    clashing = [
+        recorder.kind(schedule=Fixed(2, 9)),
+        recorder.kind(schedule="every 3ba", folder="b"),
+    ]
+    with pytest.warns(PerfWarning, match="while another .* does: give them different") as caught:
+        assert recorder.fit(tmp_path / "clashing", *clashing) == {"rank0.11": 9}
+    assert len(ours(caught)) == 1
+    assert [stamp.batch for stamp, _ in clashing[1].saved_traces] == [13, 16]
+
+
+@pytest.mark.parametrize("late_first", [False, True], ids=["in order", "the later one first"])
+def test_windows_that_follow_one_another_are_all_recorded(tmp_path: Path, late_first: bool) -> None:
+    """Whoever stands first in the list: a window that is over makes room for the next one."""
+    early, late = PyTorch(schedule="first 3ba"), VizTracer(schedule="at 3ba for 2ba")
+    profilers = [late, early] if late_first else [early, late]
+    trainer(tmp_path, *profilers, limit_train_batches=6).fit(Small())
+    assert [path.name for path in left_in(tmp_path)] == [
+        "rank0.3.pt.trace.json.gz",
+        "rank0.5.json.gz",
+    ]
+
+
+def test_validation_is_recorded_by_who_stands_first(tmp_path: Path) -> None:
+    """The training window of another profiler is over when validation inside of fit begins."""
+    inner = VizTracer(schedule=Stages("validate") & Always())
+    outer = PyTorch(schedule=Stages("train") & Always())
+    limits = {"limit_train_batches": 4, "limit_val_batches": 2, "val_check_interval": 2}
+    trainer(tmp_path, inner, outer, **limits).fit(Small())
+    traces = [f"rank0.{batch}.pt.trace.json.gz" for batch in (2, 4)]
+    calls = [f"rank0.{batch}.json.gz" for batch in (2, 4)]
+    assert [path.name for path in left_in(tmp_path)] == [*traces, *calls]
+
+
+def test_two_of_one_kind_need_names_of_their_own(tmp_path: Path, recorder: Recorder) -> None:
+    """The same folder and file name are refused in words that say what to change."""
+    twins = [recorder.kind(schedule=Fixed(2, 1)), recorder.kind(schedule=Fixed(8, 2))]
+    with pytest.raises(ConfigError, match=r"another .* of this Trainer: give .* `filename` or"):
+        recorder.fit(tmp_path, *twins)
+    with pytest.raises(ConfigError, match="another `filename`"):
+        recorder.fit(tmp_path, Suite(twins))
+    suffix = recorder.suffix.removesuffix(".gz")
+    other = recorder.kind(schedule=Fixed(8, 2), filename=f"second{{rank}}.{{batch}}{suffix}")
+    assert recorder.fit(tmp_path, twins[0], other) == {"rank0.3": 1, "second0.10": 2}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        (Fixed(100, 2), "would have begun after batch 100; training ended after batch 16"),
+        ("every 1000ba", "would have begun after batch 1000; training ended after batch 16"),
+        ("at 2ep", "would have begun after batch 32; training ended after batch 16"),
+        (Cyclic(wait=16, warmup=4, active=2), "would have begun after batch 20; training"),
+        ("every 100000sp", "would have come later; training ended after batch 16"),
+        ("every 3600sec", "would have come later; training ended after batch 16"),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_never_fired_is_told(tmp_path: Path, schedule: Any, told: str) -> None:
+    """One warning at the end of training says when the first window would have begun."""
+    with pytest.warns(PerfWarning, match="recorded nothing: no window of") as caught:
+        trainer(tmp_path, PyTorch(schedule=schedule), logger=Records()).fit(Small())
+    (message,) = ours(caught)
+    assert told in message
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("never", {}),
+        (OnSignal("SIGUSR2"), {}),
+        (OnSlowBatch(factor=1000.0), {}),
+        (HasTag("trace", "always"), {}),
+        (Stages("test") & Always(), {}),
+        ("every 1000ba", {"fast_dev_run": True}),
+        ("every 1000ba", {"limit_train_batches": 0}),
+        ("first 1ba", {}),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_waits_for_something_is_not_told(
+    tmp_path: Path, schedule: Any, options: dict[str, Any]
+) -> None:
+    """Triggers, other stages and ranks, and trials may end without a window."""
+    trainer(tmp_path, PyTorch(schedule=schedule), logger=Records(), **options).fit(Small())

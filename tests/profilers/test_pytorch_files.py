@@ -1,0 +1,346 @@
+"""PyTorch: what lies beside a trace, and who can read it."""
+
+from __future__ import annotations
+
+import cProfile
+import gzip
+import json
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from helpers.small import Records, Small, left_in, ours, trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+from test_unchanged import outcome
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_perf import ConfigError, Fixed, PerfWarning, PyTorch
+from lightning_perf.background.worker import Worker
+from lightning_perf.profilers.pytorch import torch_options
+
+MEMORY: dict[str, Any] = {
+    "memory_filename": "rank{rank}.{batch}.pt.trace.memory.html",
+    "with_stack": True,
+    "record_shapes": True,
+    "profile_memory": True,
+}
+
+
+def fit(root: Path, profiler: PyTorch, **options: Any) -> dict[str, Path]:
+    """The files of a run, by their name in its folder."""
+    trainer(root, profiler, **{"logger": Records(), **options}).fit(Small())
+    folder = root / "records-version_0" / "torch_traces"
+    return {path.name: path for path in left_in(folder)}
+
+
+# -- the memory timeline ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_memory_timeline_lies_beside_its_trace(tmp_path: Path, compress: bool) -> None:
+    """The page tells what the memory was for, and needs neither network nor script."""
+    found = fit(tmp_path, PyTorch(schedule=Fixed(2, 2), compress=compress, **MEMORY))
+    suffix = ".gz" if compress else ""
+    assert list(found) == [f"rank0.4.pt.trace.json{suffix}", "rank0.4.pt.trace.memory.html"]
+    page = found["rank0.4.pt.trace.memory.html"].read_text()
+    assert "Memory timeline of cpu" in page
+    assert "<title>Parameter</title>" in page
+    assert "<title>Gradient</title>" in page
+    assert not re.search(r"https?://|<script|<link|src=", page)
+
+
+def test_memory_timelines_go_to_mlflow_by_their_own_name(
+    tmp_path: Path, mlflow_database: str
+) -> None:
+    """The reference's default: torch_memory_traces, and no .gz, which no browser previews."""
+    logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="wren")
+    fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY), logger=logger)
+    client = MlflowClient(mlflow_database)
+    pages = client.list_artifacts(logger.run_id, "wren/torch_memory_traces")
+    names = sorted(Path(entry.path).name for entry in pages)
+    assert names == ["README.md", "rank0.1.pt.trace.memory.html"]
+    beside = client.list_artifacts(logger.run_id, "wren/torch_traces")
+    names = sorted(Path(entry.path).name for entry in beside)
+    assert names == ["README.md", "rank0.1.pt.trace.json.gz", "rank0.1.pt.trace.txt"]
+
+
+def test_a_timeline_needs_no_upload(tmp_path: Path, mlflow_database: str) -> None:
+    """memory_remote_file_name=None keeps the page here; the trace is uploaded all the same."""
+    logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="rook")
+    profiler = PyTorch(schedule="first 1ba", memory_remote_file_name=None, **MEMORY)
+    fit(tmp_path, profiler, logger=logger)
+    (sent,) = MlflowClient(mlflow_database).list_artifacts(logger.run_id, "rook")
+    assert sent.path == "rook/torch_traces"
+    assert list(tmp_path.rglob("*.memory.html"))
+
+
+def test_without_torch_s_timeline_the_page_shows_what_was_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """export_memory_timeline is deprecated: where it is gone, one warning, and totals instead."""
+    monkeypatch.delattr("torch.profiler.profiler._KinetoProfile.export_memory_timeline")
+    assert not hasattr(profile, "export_memory_timeline")
+    with pytest.warns(PerfWarning, match="does not tell what the memory was for") as caught:
+        found = fit(tmp_path, PyTorch(schedule="every 6ba", **MEMORY))
+    assert len(ours(caught)) == 1
+    pages = [path.read_text() for name, path in found.items() if name.endswith(".html")]
+    assert len(pages) == 2
+    assert all("<title>Allocated</title>" in page for page in pages)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_timeline_is_of_the_rank_s_device(tmp_path: Path) -> None:
+    """On CUDA the page is about the device that the rank trains on."""
+    found = fit(tmp_path, PyTorch(schedule=Fixed(2, 2), **MEMORY), accelerator="cuda")
+    page = found["rank0.4.pt.trace.memory.html"].read_text()
+    assert "Memory timeline of cuda:0" in page
+    assert "<title>Parameter</title>" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"memory_filename": "a.json"}, "memory_filename='a.json' does not end in .html"),
+        ({"memory_remote_file_name": "a.json"}, "memory_remote_file_name='a.json' does not end"),
+        ({"memory_filename": "{rnk}.html"}, "memory_filename='{rnk}.html' has {rnk}"),
+        ({"memory_filename": "../a.html"}, "memory_filename='../a.html' leaves its folder"),
+        (
+            {"memory_filename": "a.html", "with_stack": True},
+            "needs record_shapes=True. Try memory_filename='rank{rank}.{batch}.pt.trace.memory.html"
+            "', with_stack=True, record_shapes=True, profile_memory=True.",
+        ),
+        (
+            {"memory_filename": "a.html", "profile_memory": False},
+            "needs with_stack=True and record_shapes=True and profile_memory=True",
+        ),
+        ({"use_gzip": True, "compress": False}, "use_gzip=True contradicts compress=False"),
+        ({"activities": ["gpu"]}, "activities=['gpu'] is no list of activities out of cpu"),
+        ({"activities": "cpu"}, "Try activities=['cpu', 'cuda']"),
+        ({"activities": [3]}, "activities=[3] is no list of activities"),
+        (
+            {"experimental_config": {"profile_all_thread": True, "verbose": True}},
+            f"holds {{'profile_all_thread': True}}, which torch {torch.__version__} does not take",
+        ),
+        ({"experimental_config": {"zzz": 1}}, "Try experimental_config={'verbose': True}"),
+        ({"use_gzip": "no"}, "use_gzip='no' is neither True nor False"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(options: dict[str, Any], told: str) -> None:
+    """The message names the field, the value, what is missing and an example that works."""
+    with pytest.raises(ConfigError) as caught:
+        PyTorch(**options)
+    assert told in str(caught.value)
+
+
+# -- the table of operators ---------------------------------------------------------------------
+
+
+def test_a_table_of_operators_lies_beside_its_trace(tmp_path: Path) -> None:
+    """As text, which MLflow shows; with the calls of exactly the window's batches."""
+    found = fit(tmp_path, PyTorch(schedule=Fixed(2, 3), key_averages=True))
+    assert list(found) == ["rank0.5.pt.trace.json.gz", "rank0.5.pt.trace.txt"]
+    lines = found["rank0.5.pt.trace.txt"].read_text().splitlines()
+    assert lines[0].split("  ")[0].strip() == "name"
+    calls = {line.split()[0]: int(line.split()[1]) for line in lines[2:] if line[:6] == "aten::"}
+    assert calls["aten::mse_loss"] == 3
+    assert calls["aten::addmm"] == 6
+
+
+def test_a_table_that_fails_costs_the_table_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace is there, and one warning tells what the process said."""
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.warns(PerfWarning, match=r"rank0\.1\.pt\.trace\.txt was not finished") as caught:
+        found = fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True))
+    assert len(ours(caught)) == 1
+    assert list(found) == ["rank0.1.pt.trace.json.gz"]
+
+
+def test_what_is_made_waits_for_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one holds the sender up to the end, trace, table and page are made all the same."""
+    start = Worker._start
+    monkeypatch.setattr(
+        Worker, "_start", lambda self: self._name == "lightning_perf" or start(self)
+    )
+    monkeypatch.setattr("lightning_perf.run.context.UPLOAD_TIMEOUT", {"teardown": 0.1})
+    found = fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY))
+    suffixes = ["json.gz", "memory.html", "txt"]
+    assert list(found) == [f"rank0.1.pt.trace.{suffix}" for suffix in suffixes]
+
+
+def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    """All that can be recorded changes no loss, no weight and no draw of the generator."""
+    profiler = PyTorch(schedule="every 9ba for 2ba", key_averages=True, **MEMORY)
+    plain = outcome(tmp_path / "plain", logger=Records())
+    watched = outcome(tmp_path / "on", profiler, logger=Records())
+    assert list((tmp_path / "on").rglob("*.memory.html"))
+    assert plain["losses"] == watched["losses"]
+    assert torch.equal(plain["rng"], watched["rng"])
+    assert all(map(torch.equal, plain["weights"], watched["weights"]))
+
+
+# -- names and metadata -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "rank0.1.pt.trace.json.gz"),
+        ({"use_gzip": True}, "rank0.1.pt.trace.json.gz"),
+        ({"use_gzip": False}, "rank0.1.pt.trace.json"),
+        ({"use_gzip": True, "filename": "{batch}.pt.trace.json.gz"}, "1.pt.trace.json.gz"),
+    ],
+)
+def test_use_gzip_is_composer_s_word_for_compress(
+    tmp_path: Path, options: dict[str, Any], name: str
+) -> None:
+    """Both names of the setting mean the same, and .gz is appended once."""
+    assert list(fit(tmp_path, PyTorch(schedule="first 1ba", **options))) == [name]
+
+
+def test_no_secret_of_the_environment_enters_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands in environment variables stays out of all files."""
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "planted-password")
+    profiler = PyTorch(schedule="first 2ba", compress=False, key_averages=True, **MEMORY)
+    found = fit(tmp_path, profiler)
+    assert len(found) == 3
+    assert not [path for path in found.values() if b"planted-password" in path.read_bytes()]
+
+
+# -- TensorBoard --------------------------------------------------------------------------------
+
+#: The plugin's documented rule: a worker's name, a number for its span, and the suffix.
+PLUGIN = re.compile(r"^(?P<worker>.*?)(?P<span>\.\d+)?\.pt\.trace\.json(?:\.gz)?$")
+
+
+def test_names_are_those_that_tensorboard_looks_for(tmp_path: Path) -> None:
+    """Each rank is a worker and each window a span; other files of the folder are no traces."""
+    profiler = PyTorch(schedule="every 6ba", key_averages=True, **MEMORY)
+    matches = [PLUGIN.match(name) for name in fit(tmp_path, profiler)]
+    assert len(matches) == 6
+    found = [match.groups() for match in matches if match]
+    assert found == [("rank0", ".13"), ("rank0", ".7")]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_s_plugin_reads_the_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch_tb_profiler is installed, its own code reads the steps of a window."""
+    pytest.importorskip("torch_tb_profiler")
+    from torch_tb_profiler import consts
+    from torch_tb_profiler.profiler.data import RunProfileData
+
+    assert re.sub(r"\s|#.*", "", consts.WORKER_PATTERN.pattern) == re.sub(
+        r"\?P<\w+>", "", PLUGIN.pattern
+    )
+    ((name, path),) = fit(tmp_path, PyTorch(schedule=Fixed(2, 3))).items()
+    worker, span = consts.WORKER_PATTERN.match(name).groups()
+    read = RunProfileData.parse(worker, span, str(path), str(tmp_path / "cache"))
+    data = read[0] if isinstance(read, tuple) else read
+    assert data.steps_names == ["2", "3", "4"]
+
+
+# -- arguments of torch.profiler ----------------------------------------------------------------
+
+
+def test_yaml_can_say_what_torch_wants_as_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dict_kwargs reach torch.profiler: activities by name, experimental options as a mapping."""
+    node = {
+        "class_path": "lightning_perf.PyTorch",
+        "init_args": {"schedule": "first 1ba", "use_gzip": False},
+        "dict_kwargs": {
+            "activities": ["cpu"],
+            "experimental_config": {"verbose": True},
+        },
+    }
+    options = {"logger": False, "accelerator": "cpu", "max_steps": 2, "callbacks": [node]}
+    options |= {"default_root_dir": str(tmp_path), "enable_progress_bar": False}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"trainer": options}))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(config)])
+    cli = LightningCLI(Small, run=False, save_config_callback=None, seed_everything_default=False)
+    cli.trainer.fit(cli.model)
+    (path,) = tmp_path.rglob("rank0.1.pt.trace.json")
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_activities_may_be_names_members_or_mappings() -> None:
+    """All forms that torch takes, with names in place of members."""
+    cpu, cuda = ProfilerActivity.CPU, ProfilerActivity.CUDA
+    named = torch_options({"activities": ["cpu", cuda, {"CUDA": ["KERNEL"]}], "acc_events": None})
+    assert named == {"activities": [cpu, cuda, {cuda: ["KERNEL"]}]}
+
+
+def test_a_profiler_with_options_can_be_sent_to_another_process() -> None:
+    """Spawned ranks get the callback by pickle."""
+    options: dict[str, Any] = {"experimental_config": {"verbose": True}, "activities": ["cpu"]}
+    sent = pickle.loads(pickle.dumps(PyTorch(key_averages=True, **MEMORY, **options)))
+    assert sent.options == options
+    assert set(sent.further_files) == {"memory_timeline", "key_averages"}
+
+
+# -- other profilers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_stack", [False, True])
+def test_stacks_are_not_recorded_beside_a_python_profiler(tmp_path: Path, with_stack: bool) -> None:
+    """While cProfile runs, only windows with stacks are left out, with one warning."""
+    profiler = PyTorch(schedule="every 6ba", with_stack=with_stack)
+    watch = cProfile.Profile()
+    watch.enable()
+    try:
+        if with_stack:
+            with pytest.warns(PerfWarning, match="while a profiler of Python's calls") as caught:
+                assert fit(tmp_path, profiler) == {}
+            assert len(ours(caught)) == 1
+        else:
+            assert len(fit(tmp_path, profiler)) == 2
+    finally:
+        watch.disable()
+
+
+def test_a_torch_profiler_of_the_user_s_own_goes_on(tmp_path: Path) -> None:
+    """Windows that fall into it are left out, with one warning, and it loses nothing."""
+    with profile(activities=[ProfilerActivity.CPU]) as own:
+        with pytest.warns(PerfWarning, match="while a torch.profiler that is not ours") as caught:
+            assert fit(tmp_path, PyTorch(schedule="every 6ba")) == {}
+        torch.ones(2).sum()
+    assert len(ours(caught)) == 1
+    own.export_chrome_trace(str(tmp_path / "own.json"))
+    assert "aten::mse_loss" in (tmp_path / "own.json").read_text()
+
+
+# -- how to open --------------------------------------------------------------------------------
+
+
+def test_the_text_names_every_file_and_the_reference_s_commands(tmp_path: Path) -> None:
+    """Whoever finds the folder reads how to open each of its files."""
+    found = fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY))
+    for name in found:
+        patterns = re.findall(r"`(\*[^`]+)`", PyTorch.how_to_open)
+        assert any(name.endswith(pattern[1:]) for pattern in patterns), name
+    assert "pip install tensorboard torch_tb_profiler" in PyTorch.how_to_open
+    assert "tensorboard --logdir path/to/torch/trace_folder" in PyTorch.how_to_open
+
+
+def test_the_trace_of_a_window_with_a_page_is_whole(tmp_path: Path) -> None:
+    """The trace that the other files are made of is the one that is kept."""
+    found = fit(tmp_path, PyTorch(schedule=Fixed(2, 2), key_averages=True, **MEMORY))
+    trace = json.loads(gzip.decompress(found["rank0.4.pt.trace.json.gz"].read_bytes()))
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert names.count("aten::mse_loss") == 2
+    assert {"ProfilerStep#2", "ProfilerStep#3"} <= set(names)

@@ -1,0 +1,422 @@
+"""VizTracer: windows of batches become timelines of calls that their readers can open."""
+
+from __future__ import annotations
+
+import cProfile
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from helpers.recordings import theirs_in
+from helpers.small import Records, Small, left_in, ours, trainer
+from test_cli import parse
+from test_unchanged import outcome
+from torch.utils.data import DataLoader, Dataset
+from viztracer.vcompressor import VCompressor
+
+from lightning_perf import (
+    Always,
+    ConfigError,
+    Cyclic,
+    Every,
+    Fixed,
+    PerfWarning,
+    PyTorch,
+    VizTracer,
+)
+from lightning_perf.profilers.tools import python_profiler
+
+
+def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The events of all finished traces below a folder, by their path in it."""
+    return {
+        str(path.relative_to(folder)): json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        for path in sorted(folder.rglob("*.json.gz"))
+    }
+
+
+def calls(events: list[dict[str, Any]], name: str) -> int:
+    """How often a function of that name was called."""
+    return sum(event["name"].split(" ")[0].endswith(name) for event in events)
+
+
+class Work(Dataset[list[torch.Tensor]]):
+    """Samples that a worker must work for."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return self.work(index)
+
+    def work(self, index: int) -> list[torch.Tensor]:
+        waste = len(bytearray(10_000_000))
+        return [torch.full((8,), index / waste), torch.ones(1)]
+
+
+class Loading(Small):
+    """Twenty batches from two workers, and steps long enough for these while a window is open.
+
+    Else a window of this test would be over before a worker looks.
+    """
+
+    def __init__(self, profiler: Any, context: str) -> None:
+        super().__init__()
+        self.profiler, self.context = profiler, context
+        self.steps = 0  # in the window that is open
+        self.losses: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        options = {"multiprocessing_context": self.schedule_context, "persistent_workers": True}
+        return DataLoader(Work(), 4, num_workers=2, **options)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        windows = self.profiler._windows if self.profiler is not None else None
+        self.steps = self.steps + 1 if windows is not None and windows.open is not None else 0
+        if self.steps:
+            # Work wakes a worker, and the loader hands it to one of them a step.
+            if self.steps > 2 and batch_idx < 15:
+                self.wait_for_workers()
+            time.sleep(0.2)
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def wait_for_workers(self) -> None:
+        """A spawned one may have to import its tracer first, on a busy machine for seconds."""
+        folder = self.profiler._children._folders[-1]
+        until = time.monotonic() + 30.0
+        while len(list(folder.glob("*.on"))) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def fit(folder: Path, *profilers: Any, model: Any = None, **options: Any) -> dict[str, Any]:
+    options = {"logger": Records(), **options}
+    trainer(folder, *profilers, **options).fit(model or Small())
+    return traces(folder / "records-version_0" / "viztracer")
+
+
+def test_the_first_batch_s_fetch_is_in_its_window(tmp_path: Path) -> None:
+    """A window opens at the end of the batch before, so that waiting for data is seen."""
+    (events,) = fit(tmp_path, VizTracer(schedule=Fixed(4, 1))).values()
+    assert calls(events, "_SingleProcessDataLoaderIter._next_data") == 1
+
+
+def test_ranks_can_be_told_apart_in_a_merged_trace(tmp_path: Path) -> None:
+    """The process has the rank's name, and the same small id wherever it runs."""
+    (events,) = fit(tmp_path, VizTracer(schedule="first 1ba")).values()
+    assert {event["pid"] for event in events} == {1}
+    (name,) = (event["args"]["name"] for event in events if event["name"] == "process_name")
+    assert name == "rank 0"
+
+
+def test_a_compressed_trace_is_one_of_viztracer_s_own(tmp_path: Path) -> None:
+    """compress=True leaves a .cvf that VizTracer decompresses."""
+    assert fit(tmp_path, VizTracer(schedule="first 2ba", compress=True)) == {}
+    folder = tmp_path / "records-version_0" / "viztracer"
+    (path,) = left_in(folder)
+    assert path.name == "rank0.2.cvf"
+    events = VCompressor().decompress(str(path))["traceEvents"]
+    assert calls(events, "Small.training_step") == 2
+
+
+def test_torch_s_operators_can_be_recorded_too(tmp_path: Path) -> None:
+    """log_torch puts the operators beside the calls, whatever the file is called."""
+    profiler = VizTracer(schedule=Fixed(2, 1), log_torch=True, filename="{batch}.trace")
+    trainer(tmp_path, profiler, logger=Records()).fit(Small())
+    (path,) = left_in(tmp_path / "records-version_0" / "viztracer")
+    assert path.name == "3.trace.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert calls(events, "Small.training_step") == 1
+    assert calls(events, "aten::addmm")
+
+
+def test_operators_do_not_fit_into_viztracer_s_own_form(tmp_path: Path) -> None:
+    """The combination is refused at construction, not when the first trace is lost."""
+    with pytest.raises(ConfigError, match=r"compress=True cannot hold.*Try compress=False"):
+        VizTracer(log_torch=True, compress=True)
+
+
+def test_the_buffer_bounds_a_file(tmp_path: Path) -> None:
+    """Of more calls than tracer_entries, the last ones stay."""
+    (events,) = fit(tmp_path, VizTracer(schedule=Always(), tracer_entries=100)).values()
+    assert 90 < len(events) < 110
+
+
+def test_recorders_that_exclude_each_other_record_in_turn(tmp_path: Path) -> None:
+    """The window that falls into another recorder's is left out, with one warning."""
+    torchs = PyTorch(schedule=Fixed(2, 4))
+    with pytest.warns(PerfWarning, match="VizTracer cannot record while PyTorch does") as caught:
+        found = fit(tmp_path, torchs, VizTracer(schedule="every 4ba"))
+    assert len(ours(caught)) == 1
+    assert sorted(found) == ["rank0.13.json.gz", "rank0.9.json.gz"]
+    assert len(torchs.saved_traces) == 1
+
+
+def test_a_profiler_of_the_user_s_own_keeps_the_hook(tmp_path: Path) -> None:
+    """While cProfile runs, windows are left out with one warning, and cProfile goes on."""
+    watch = cProfile.Profile()
+    watch.enable()
+    try:
+        with pytest.warns(PerfWarning, match="while a profiler of Python's calls does") as caught:
+            found = fit(tmp_path, VizTracer(schedule="every 3ba"))
+        assert len(ours(caught)) == 1
+        assert python_profiler() is not None
+    finally:
+        watch.disable()
+    assert found == {}
+
+
+def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    """Recording changes no loss, no weight and no draw of the random generator."""
+    plain = outcome(tmp_path / "plain", logger=Records())
+    watched = outcome(tmp_path / "on", VizTracer(schedule="every 9ba for 2ba"), logger=Records())
+    assert list((tmp_path / "on").rglob("*.json.gz"))
+    assert plain["losses"] == watched["losses"]
+    assert torch.equal(plain["rng"], watched["rng"])
+    assert all(map(torch.equal, plain["weights"], watched["weights"]))
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("log_torchs", "log_torchs=True is no option of VizTracer: did you mean log_torch?"),
+        ("batch_per_trace", "did you mean batches_per_trace?"),
+        ("zzz", "zzz=True is no option of VizTracer; viztracer has exclude_files"),
+        ("register_global", "register_global=True is no option of VizTracer"),
+    ],
+)
+def test_an_unknown_option_is_told_with_the_nearest(option: str, told: str) -> None:
+    """Options of ours and of VizTracer are suggested, and what we set ourselves is refused."""
+    with pytest.raises(ConfigError) as caught:
+        VizTracer(**{option: True})
+    assert told in str(caught.value)
+
+
+def test_a_missing_viztracer_is_told_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the package the set-up says how to install it."""
+    monkeypatch.setattr("lightning_perf.profilers.tools.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs viztracer.*pip install viztracer"):
+        fit(tmp_path, VizTracer())
+
+
+def test_windows_hold_their_own_batches_and_no_others(tmp_path: Path) -> None:
+    """A call that belongs to a batch outside of the window is not in its file."""
+
+    class Telling(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            getattr(self, f"batch_{'even' if batch_idx % 2 == 0 else 'odd'}")()
+            return super().training_step(batch, batch_idx)
+
+        def batch_even(self) -> None: ...
+
+        def batch_odd(self) -> None: ...
+
+    found = fit(tmp_path, VizTracer(schedule="every 4ba for 1ba"), model=Telling())
+    assert len(found) == 3
+    for events in found.values():
+        assert (calls(events, "batch_even"), calls(events, "batch_odd")) == (1, 0)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_data_loader_workers_are_in_the_trace_of_each_window(tmp_path: Path, context: str) -> None:
+    """patch=True records workers that were there before the window, and only while it is open."""
+    start = BaseProcess.start
+    profiler = VizTracer(schedule=Cyclic(wait=2, warmup=0, active=5, repeat=2), patch=True)
+    model = Loading(profiler, context)
+    found = fit(tmp_path, profiler, model=model)
+    assert list(found) == ["rank0.14.json.gz", "rank0.7.json.gz"]
+    for events in found.values():
+        assert calls(events, "Loading.training_step") == 5
+        by = Counter(e["pid"] for e in events if e["name"].startswith("Work.work"))
+        assert set(by) == {10001, 10002}
+        # Five batches are taken out in the window, so that at most as many are asked for, besides
+        # those that were under way.
+        assert 8 <= by.total() <= 4 * (5 + 4)
+        ours = [e["ts"] for e in events if e["pid"] == 1 and "ts" in e]
+        theirs = [e["ts"] for e in events if e["pid"] > 1 and "ts" in e]
+        # In microseconds; a worker may begin as soon as it is told, before the parent does.
+        assert min(ours) - 1e5 < min(theirs) <= max(theirs) < max(ours) + 1e5
+        names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+        assert sorted(names)[0] == "rank 0"
+        assert all(re.fullmatch(r"rank 0 \w+-\d+", name) for name in sorted(names)[1:])
+    assert BaseProcess.start is start
+    assert len(model.losses) == 20
+
+
+def test_workers_do_the_same_with_and_without_us(tmp_path: Path) -> None:
+    """What workers hand over, and so what is learnt, does not change."""
+    losses = []
+    for folder, profiler in (
+        ("on", VizTracer(schedule="every 6ba for 3ba", patch=True)),
+        ("", None),
+    ):
+        model = Loading(profiler, "fork")
+        model.profilers = [profiler] if profiler is not None else []
+        torch.manual_seed(1)
+        model.net.load_state_dict(
+            {k: torch.ones_like(v) for k, v in model.net.state_dict().items()}
+        )
+        fit(tmp_path / folder, *model.profilers, model=model)
+        losses.append(model.losses)
+    assert losses[0] == losses[1]
+
+
+def test_a_process_that_is_forked_in_a_window_does_not_go_on_recording(tmp_path: Path) -> None:
+    """The tracer of the parent is no burden to the child, whatever forked it."""
+    told, tell = os.pipe()
+
+    class Forking(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            pid = os.fork()
+            if pid == 0:
+                os.write(tell, b"." if python_profiler() is None else b"!")
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return super().training_step(batch, batch_idx)
+
+    (events,) = fit(tmp_path, VizTracer(schedule="first 2ba"), model=Forking()).values()
+    assert calls(events, "Forking.training_step") == 2
+    assert os.read(told, 100) == b"." * 16
+
+
+def test_a_page_of_flame_graphs_needs_no_network(tmp_path: Path) -> None:
+    """html=True draws each thread's time by the path of calls, and loads nothing."""
+    profiler = VizTracer(schedule="first 2ba", html=True, compress=True)
+    fit(tmp_path, profiler)
+    folder = tmp_path / "records-version_0" / "viztracer"
+    assert [path.name for path in left_in(folder)] == ["rank0.2.cvf", "rank0.2.html"]
+    page = (folder / "rank0.2.html").read_text()
+    assert "rank 0, MainThread" in page
+    assert re.search(r"<title>\S*Small\.training_step \(.*? ms, ", page)
+    assert set(re.findall(r"https?://[^\"]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert "<link" not in page
+    assert "src=" not in page
+
+
+def test_settings_and_tool_options_are_written_in_yaml(tmp_path: Path) -> None:
+    """VizTracer's own arguments stand under dict_kwargs."""
+    written = yaml.safe_load("""
+        class_path: lightning_perf.VizTracer
+        init_args: {schedule: every 8ba for 2ba, patch: true, html: true}
+        dict_kwargs: {ignore_c_function: true}
+    """)
+    (profiler,) = (
+        c for c in parse(tmp_path, [written]).trainer.callbacks if isinstance(c, VizTracer)
+    )
+    assert profiler.schedule == Every("8ba", lasting="2ba")
+    assert (profiler.patch, profiler.html) == (True, True)
+    (events,) = fit(tmp_path, profiler).values()
+    assert calls(events, "Small.training_step") == 2
+    assert not calls(events, "builtins.len")
+
+
+THOUSANDS = """
+import json, os, sys
+from pathlib import Path
+from lightning_perf.profilers import viztracer
+
+def f(): pass
+
+for number in range(3000):
+    tracer = viztracer.ready_tracer(0, 100, {"log_gc": True})
+    viztracer.start(tracer)
+    f()
+    viztracer.stop(tracer, path := Path(f"{number}.json"))
+    assert any("f (" in e["name"] for e in json.loads(path.read_bytes())["traceEvents"])
+    path.unlink()
+import gc
+print("whole", len(gc.callbacks), len(os.listdir("/proc/self/fd")) < 50)
+"""
+
+
+def test_thousands_of_windows_end_well(tmp_path: Path) -> None:
+    """A process that opens 3,000 windows lives on, and each file opens."""
+    done = subprocess.run(
+        [sys.executable, "-c", THOUSANDS], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "whole 0 True\n"
+
+
+OUTLIVING = """
+import gc
+import threading
+from pathlib import Path
+from lightning_perf.profilers import viztracer
+
+ran, stop = threading.Semaphore(0), threading.Event()
+
+def work():
+    (lambda: ran.release())()
+    stop.wait()
+
+def window(start=()):
+    tracer = viztracer.ready_tracer(0, 1000, {})
+    viztracer.start(tracer)
+    for thread in start:
+        thread.start()
+        ran.acquire()
+    viztracer.stop(tracer, Path("trace.json"))
+
+threads = [threading.Thread(target=work) for _ in range(100)]
+window(threads)
+window()
+gc.collect()
+numbers = [2**29 + i for i in range(50_000)]
+stop.set()
+for thread in threads:
+    thread.join()
+print(sum(number != 2**29 + i for i, number in enumerate(numbers)), "were overwritten")
+"""
+
+
+def test_threads_may_outlive_the_windows_that_saw_them(tmp_path: Path) -> None:
+    """When such a thread ends, VizTracer writes to its tracer: it must be there still.
+
+    From Python 3.12 on it sees all threads; with a tracer for each window, which were then freed,
+    a hundred objects of the process were overwritten here.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVING], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "0 were overwritten\n"), done.stderr
+
+
+class Feeding(Small):
+    """Has two workers, whose feeding threads end after the windows that saw them."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Work(), 4, num_workers=2)
+
+
+def test_data_loader_workers_come_and_go_between_windows(tmp_path: Path) -> None:
+    """Windows of several epochs, with new workers in each, are whole, and training ends well."""
+    profiler = VizTracer(schedule="every 10ba for 2ba")
+    found = fit(tmp_path, profiler, model=Feeding(), max_epochs=3)
+    assert len(found) == 5
+    assert all(calls(events, "Small.training_step") == 2 for events in found.values())
+
+
+def test_lightning_s_own_profiler_keeps_its_windows(tmp_path: Path) -> None:
+    """With log_torch, windows that meet it are left out; without, there is nothing to share."""
+    theirs = theirs_in(tmp_path / "theirs")
+    with pytest.warns(PerfWarning, match=r"VizTracer cannot record while Trainer\(profiler=PyTo"):
+        found = fit(tmp_path, VizTracer(schedule="every 3ba", log_torch=True), profiler=theirs)
+    assert list(found) == ["rank0.10.json.gz", "rank0.13.json.gz", "rank0.16.json.gz"]
+    assert list((tmp_path / "theirs").rglob("*.pt.trace.json"))
+    found = fit(tmp_path / "plain", VizTracer(schedule="every 3ba"), profiler=theirs_in(tmp_path))
+    assert len(found) == 5

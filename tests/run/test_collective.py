@@ -1,0 +1,221 @@
+"""Reports of several ranks: real processes on gloo, of which one is late or dies."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.small import Small, ours, trainer
+
+from lightning_perf.run import collective
+from lightning_perf.run.callback import PerfCallback, Report
+from lightning_perf.run.collective import Gatherer
+from lightning_perf.run.context import RunContext
+
+LATE = 500
+RANKS: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
+
+
+class Telling(PerfCallback):
+    """Reports after every batch, and notes what has come and how much waited."""
+
+    reports = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.told: list[list[float]] = []
+        self.most = 0
+
+    @property
+    def state_key(self) -> str:
+        return self.name
+
+    def due(self, context: RunContext, at_end: bool) -> bool:
+        return not at_end
+
+    @property
+    def quiet_until(self) -> float:
+        return 0
+
+    def collect(self, context: RunContext, at_end: bool) -> Report:
+        gatherer = context.exchange._gatherer
+        self.most = max(self.most, len(gatherer._sent))
+        return Report([context.ranks.global_rank, context.counters.batch], context.stage, 0)
+
+    def publish(self, context: RunContext, report: Report, rows: Any) -> None:
+        self.told.append(rows.ravel().tolist())
+
+    def close(self, context: RunContext, reason: str) -> None:
+        context.at_end(lambda: self.dump(context))
+
+    def dump(self, context: RunContext) -> None:
+        found = {"told": self.told, "most": self.most}
+        path = Path(context.trainer.default_root_dir) / f"{self.name}.{context.ranks.global_rank}"
+        path.write_text(json.dumps(found))
+
+
+class Lagging(Small):
+    """Nothing keeps its ranks together; the second one is slow at first."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        if self.global_rank == 1 and batch_idx == 1:
+            time.sleep(3)
+
+
+def test_a_rank_that_is_late_loses_no_report(tmp_path: Path) -> None:
+    """Three callbacks report every batch; rank 0 is hundreds of batches ahead for a while."""
+    parts = [Telling(name) for name in "abc"]
+    run = trainer(
+        tmp_path, *parts, max_epochs=LATE // 16 + 1, use_distributed_sampler=False, **RANKS
+    )
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's, of steps without a loss
+        run.fit(Lagging())
+    batches = (LATE // 16 + 1) * 16
+    expected = [[0.0, batch + 1, 1.0, batch + 1] for batch in range(batches)]
+    for name in "abc":
+        for rank in (0, 1):
+            found = json.loads((tmp_path / f"{name}.{rank}").read_text())
+            assert found["told"] == expected
+            assert found["most"] <= collective._ON_THEIR_WAY
+
+
+def process(rank: int, folder: Path, work: Callable[[Gatherer, int], object]) -> None:
+    """One rank of two, which leaves what it found and which warnings of ours it had."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = work(Gatherer(SimpleNamespace(world_size=2)), rank)  # type: ignore[arg-type]
+    (folder / f"{rank}.json").write_text(json.dumps({"found": found, "warnings": ours(caught)}))
+    os._exit(0)
+
+
+def two(folder: Path, work: Callable[[Gatherer, int], object]) -> list[dict[str, Any] | None]:
+    """Let two processes work; None for one that left nothing."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=process, args=(rank, folder, work)) for rank in (0, 1)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(60)
+        assert not each.is_alive(), "it hangs"
+    paths = [folder / f"{rank}.json" for rank in (0, 1)]
+    return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+
+
+def test_a_rank_that_lags_by_hundreds_of_reports_shifts_none(tmp_path: Path) -> None:
+    """One rank has 1,500 reports waiting before the other one has sent its first."""
+
+    def work(gatherer: Gatherer, rank: int) -> object:
+        found: list[Any] = []
+        if rank == 1:
+            while not (tmp_path / "ahead").exists():
+                time.sleep(0.01)
+        for number in range(1500):
+            gatherer.gather(
+                (number % 3, number), [rank, number], lambda r: found.append(r.tolist())
+            )
+            gatherer.poll()
+        waited = len(gatherer.pending)
+        (tmp_path / "ahead").touch()
+        gatherer.finish(30)
+        return {"all": found == [[[0, n], [1, n]] for n in range(1500)], "waited": waited}
+
+    first, second = two(tmp_path, work)
+    assert first
+    assert second
+    assert first["found"]["all"]
+    assert second["found"]["all"]
+    assert first["found"]["waited"] == 1500
+    assert first["warnings"] == second["warnings"] == []
+
+
+@pytest.mark.parametrize("every", [1, 7, 40])
+def test_a_report_may_be_of_any_width(tmp_path: Path, every: int) -> None:
+    """Wide ones, on one rank or both, arrive whole and in order among narrow ones."""
+
+    def work(gatherer: Gatherer, rank: int) -> object:
+        found: list[list[int]] = []
+
+        def arrived(rows: Any) -> None:
+            found.append([*rows.shape, int((rows == rows).sum())])
+
+        for number in range(41):
+            width = 241 + 100 * number * rank if number % every == 0 else 3
+            gatherer.gather((0, number), [1.0] * width, arrived)
+            time.sleep(0.001 * rank)
+            gatherer.poll()
+        gatherer.finish(30)
+        wide = [n % every == 0 for n in range(41)]
+        expected = [
+            [2, 241 + 100 * n, 482 + 100 * n] if w else [2, 3, 6] for n, w in enumerate(wide)
+        ]
+        return found == expected
+
+    first, second = two(tmp_path, work)
+    assert first
+    assert second
+    assert (first["found"], second["found"]) == (True, True)
+    assert first["warnings"] == second["warnings"] == []
+
+
+def test_a_rank_that_dies_ends_the_reports_with_one_warning(tmp_path: Path) -> None:
+    """The other one goes on without a wait, and publishes nothing wrong."""
+
+    def work(gatherer: Gatherer, rank: int) -> object:
+        found: list[Any] = []
+        for number in range(200):
+            if rank == 1 and number == 20:
+                os._exit(1)
+            gatherer.gather((0, number), [rank, number], lambda r: found.append(r.tolist()))
+            time.sleep(0.005)
+            gatherer.poll()
+        gatherer.finish(10)
+        gatherer.close()
+        return found == [[[0, n], [1, n]] for n in range(len(found))] and len(found) <= 20
+
+    survivor, dead = two(tmp_path, work)
+    assert dead is None
+    assert survivor
+    assert survivor["found"] is True
+    (told,) = survivor["warnings"]
+    assert "another rank is gone" in told
+
+
+def test_a_rank_that_never_answers_ends_the_reports(tmp_path: Path) -> None:
+    """Its peer keeps a bounded number of reports, says so once, and does not wait for it."""
+
+    def work(gatherer: Gatherer, rank: int) -> object:
+        if rank == 1:
+            while not (tmp_path / "over").exists():
+                time.sleep(0.01)
+            return None
+        for number in range(6000):
+            gatherer.gather((0, number), [number], lambda rows: None)
+            gatherer.poll()
+        began = time.monotonic()
+        gatherer.finish(10)
+        gatherer.close()
+        (tmp_path / "over").touch()
+        return [len(gatherer.pending), time.monotonic() - began < 5]
+
+    alive, _ = two(tmp_path, work)
+    assert alive
+    assert alive["found"] == [0, True]
+    (told,) = alive["warnings"]
+    assert "another rank does not answer" in told

@@ -1,0 +1,296 @@
+"""The verbs and the driver behind them: what a callback of ours sees of a run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers.small import Records, Small, ours, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_perf import Flops, PerfWarning, SpeedMonitor, Suite
+from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.context import RunContext
+
+
+class Diary(PerfCallback):
+    """Writes down each verb, with the stage and the count of batches."""
+
+    def __init__(self, name: str = "diary") -> None:
+        super().__init__()
+        self.name = name
+        self.entries: list[tuple[str, str, int]] = []
+        self.moments: list[Any] = []
+        self.stamps: list[Any] = []
+
+    @property
+    def state_key(self) -> str:
+        return self.name
+
+    def _write(self, verb: str, context: RunContext) -> None:
+        done = context.timestamp.batch if context.stage else 0
+        self.entries.append((verb, context.stage, done))
+
+    def on_start(self, context: RunContext) -> None:
+        self._write("start", context)
+
+    def before_batch(self, context: RunContext, batch: Any) -> None:
+        self._write("before", context)
+
+    def after_batch(self, context: RunContext, batch: Any) -> None:
+        self._write("after", context)
+        self.moments.append(context.moment)
+        self.stamps.append(context.timestamp)
+
+    def on_end(self, context: RunContext) -> None:
+        self._write("end", context)
+
+    def close(self, context: RunContext, reason: str) -> None:
+        self._write(f"close:{reason}", context)
+
+
+def test_verbs_come_in_order_and_the_sanity_check_is_no_stage(tmp_path: Path) -> None:
+    """Validation inside of fit is framed within training; sanity batches are not seen."""
+    diary = Diary()
+    options: dict[str, Any] = {"limit_train_batches": 2, "limit_val_batches": 1}
+    trainer(tmp_path, diary, num_sanity_val_steps=1, **options).fit(Small())
+    assert diary.entries == [
+        ("start", "train", 0),
+        ("before", "train", 0),
+        ("after", "train", 1),
+        ("before", "train", 1),
+        ("after", "train", 2),
+        ("start", "validate", 0),
+        ("before", "validate", 0),
+        ("after", "validate", 1),
+        ("end", "validate", 1),
+        ("end", "train", 2),
+        ("close:teardown", "", 0),
+    ]
+
+
+def test_several_callbacks_see_the_same_progress(tmp_path: Path) -> None:
+    """The driver moves once a batch, however many callbacks it serves, wherever they stand."""
+    diaries = [Diary("a"), Diary("b"), Diary("c")]
+    run = trainer(tmp_path, diaries[0], L.Callback(), diaries[1], Suite([diaries[2]]), max_epochs=2)
+    run.fit(Small())
+    assert diaries[0].entries == diaries[1].entries == diaries[2].entries
+    last = diaries[0].stamps[-1]
+    assert (last.batch, last.sample, last.step, last.epoch, last.batch_in_epoch) == (
+        32, 128, 32, 1, 16,
+    )  # fmt: skip
+
+
+def test_steps_are_not_batches_under_accumulation(tmp_path: Path) -> None:
+    """Two optimizer steps in eight batches, and the fraction done follows them."""
+    diary = Diary()
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "max_steps": 4, "max_epochs": -1}
+    trainer(tmp_path, diary, **options).fit(Small())
+    assert [m.timestamp.step for m in diary.moments[:8]] == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert diary.moments[7].fraction == 0.5
+    assert diary.moments[-1].fraction == 1.0
+
+
+def test_the_upcoming_batch_belongs_to_the_next_epoch(tmp_path: Path) -> None:
+    """After the last batch of an epoch, what comes next is batch 0 of the next one."""
+    seen = []
+
+    class Upcoming(Diary):
+        def after_batch(self, context: RunContext, batch: Any) -> None:
+            stamp = context.moment.timestamp
+            seen.append((stamp.epoch, stamp.batch_in_epoch, stamp.batch))
+
+    trainer(tmp_path, Upcoming(), limit_train_batches=2, max_epochs=2).fit(Small())
+    assert seen == [(0, 1, 1), (1, 0, 2), (1, 1, 3), (2, 0, 4)]
+
+
+@pytest.mark.parametrize("verb", ["on_start", "before_batch", "after_batch", "on_end", "close"])
+def test_a_failing_callback_gets_out_of_the_way(tmp_path: Path, verb: str) -> None:
+    """One warning says which callback is off; training and the other callbacks go on."""
+
+    class Broken(Diary):
+        pass
+
+    def fail(self: Any, *args: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    setattr(Broken, verb, fail)
+    healthy, broken = Diary("healthy"), Broken("broken")
+    run = trainer(tmp_path, broken, healthy, max_epochs=2)
+    with pytest.warns(PerfWarning, match=rf"Broken is off.*{verb}.*planted") as caught:
+        run.fit(Small())
+    assert len(ours(caught)) == 1
+    assert run.global_step == 32
+    assert sum(verb == "after" for verb, *_ in healthy.entries) == 32
+
+
+def test_warnings_as_errors_do_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run under -W error outlives our warnings as well, which then are in the log."""
+
+    class Broken(Diary):
+        def after_batch(self, context: RunContext, batch: Any) -> None:
+            raise ZeroDivisionError
+
+    run = trainer(tmp_path, Broken())
+    run.fit(Small())
+    assert run.global_step == 16
+    assert "Broken is off for the rest of this run" in caplog.text
+    caplog.clear()
+
+
+def test_an_exception_closes_everything_and_goes_on(tmp_path: Path) -> None:
+    """The user sees the own exception; our callbacks were closed by then."""
+
+    class Failing(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                raise KeyError("the user's own")
+            return super().training_step(batch, batch_idx)
+
+    diary = Diary()
+    with pytest.raises(KeyError, match="the user's own"):
+        trainer(tmp_path, diary).fit(Failing())
+    assert diary.entries[-1][0] == "close:exception"
+
+
+def test_one_object_serves_fit_then_test_then_predict(tmp_path: Path) -> None:
+    """Each stage counts for itself, and a second fit goes on where the first one ended."""
+    diary = Diary()
+    run = trainer(tmp_path, diary)
+    model = Small()
+    run.fit(model)
+    run.test(model, verbose=False)
+    run.predict(model)
+    run.fit_loop.max_epochs = 2
+    run.fit(model)
+    ends = [entry for entry in diary.entries if entry[0] == "end"]
+    assert ends == [
+        ("end", "train", 16), ("end", "test", 16), ("end", "predict", 16), ("end", "train", 32),
+    ]  # fmt: skip
+
+
+def test_progress_is_believed_from_lightning_without_a_state_of_ours(tmp_path: Path) -> None:
+    """A callback added at resume counts on from the checkpoint's batches."""
+    first = trainer(tmp_path)
+    first.fit(Small())
+    first.save_checkpoint(tmp_path / "plain.ckpt")
+    diary = Diary()
+    trainer(tmp_path, diary, max_epochs=2).fit(Small(), ckpt_path=tmp_path / "plain.ckpt")
+    stamp = diary.stamps[0]
+    assert (stamp.batch, stamp.step, stamp.epoch, stamp.batch_in_epoch) == (17, 17, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fast_dev_run": True},
+        {"barebones": True, "logger": None, "log_every_n_steps": None, "enable_progress_bar": None,
+         "enable_model_summary": None, "enable_checkpointing": None},
+        {"limit_train_batches": 3},
+        {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
+        {"max_time": {"seconds": 2}, "limit_train_batches": 2},
+        {"accumulate_grad_batches": 3},
+        {"profiler": "simple"},
+    ],
+    ids=lambda o: next(iter(o)),
+)  # fmt: skip
+def test_every_way_to_train_works(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The callbacks give no warning and no error, whatever the Trainer is told."""
+    trainer(tmp_path, Suite([SpeedMonitor(window_size=2), Flops()]), **options).fit(Small())
+
+
+def test_a_suite_says_what_it_cannot_hold() -> None:
+    """Foreign callbacks and doubles are refused at construction."""
+    with pytest.raises(ValueError, match=r"callbacks=.*lightning_perf.*Try"):
+        Suite([L.Callback()])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="twice"):
+        Suite([Flops(), Flops()])
+
+
+def test_one_logger_that_fails_starves_no_other(tmp_path: Path) -> None:
+    """The failing one is named once; the healthy one has every report."""
+
+    class Failing(Records):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            raise OSError("disk full")
+
+    healthy = Records()
+    with pytest.warns(PerfWarning, match="Failing took no metrics.*disk full") as caught:
+        trainer(tmp_path, SpeedMonitor(4), logger=[Failing(), healthy]).fit(Small())
+    assert len(ours(caught)) == 1
+    assert len(healthy.of("time/train")) == 16
+
+
+def test_a_used_suite_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    """Spawning strategies pickle callbacks, before a first run and after it."""
+    suite = Suite([SpeedMonitor(4), Flops()])
+    trainer(tmp_path, suite).fit(Small())
+    again = pickle.loads(pickle.dumps(copy.deepcopy(suite)))
+    trainer(tmp_path, again).fit(Small())
+    assert again.callbacks[1].metrics["batch_flops"]
+
+
+def test_the_same_measurement_twice_is_refused(tmp_path: Path) -> None:
+    """A SpeedMonitor beside a Suite that has one would log every key twice."""
+    run = trainer(tmp_path, Suite([SpeedMonitor()]), SpeedMonitor())
+    with pytest.raises(ValueError, match=r"two of SpeedMonitor.*watches this Trainer already"):
+        run.fit(Small())
+
+
+@pytest.mark.parametrize("every", [16, 7], ids=["epoch end", "mid-epoch"])
+def test_a_resumed_epoch_is_lightning_s(tmp_path: Path, every: int) -> None:
+    """A checkpoint of an epoch's last batch resumes in the next epoch, not in a long one."""
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=every, save_top_k=-1)
+    options: dict[str, Any] = {"enable_checkpointing": True}
+    trainer(tmp_path, SpeedMonitor(), saving, **options).fit(Small())
+    diary = Diary()
+    run = trainer(tmp_path, SpeedMonitor(), diary, max_epochs=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*resuming from a checkpoint that ended")
+        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
+        run.fit(Small(), ckpt_path=tmp_path / f"step={every}.ckpt")
+    first, last = diary.stamps[0], diary.stamps[-1]
+    assert (first.batch, first.epoch, first.batch_in_epoch) == (
+        every + 1, every // 16, every % 16 + 1,
+    )  # fmt: skip
+    assert (last.batch, last.epoch, last.batch_in_epoch) == (32, 1, 16)
+    assert diary.moments[-1].fraction == 1.0
+
+
+def test_a_suite_reports_what_its_parts_report(tmp_path: Path) -> None:
+    """One callback for Lightning, all keys for the user, and the state of each part."""
+    apart, together = Records(), Records()
+    trainer(tmp_path, SpeedMonitor(4), Flops(), logger=apart).fit(Small())
+    run = trainer(tmp_path, Suite([SpeedMonitor(4), Flops()]), logger=together)
+    run.fit(Small())
+    assert apart.keys == together.keys
+    run.save_checkpoint(tmp_path / "suite.ckpt")
+    state = torch.load(tmp_path / "suite.ckpt", weights_only=True)["callbacks"]
+    assert state["lightning_perf.Suite"]["lightning_perf.Flops"]["progress"]
+
+
+def test_hooks_that_no_verb_needs_stay_the_user_s(tmp_path: Path) -> None:
+    """Lightning is spared them, unless a subclass or the object has its own, which may be super."""
+    seen: list[str] = []
+
+    class Theirs(SpeedMonitor):
+        def on_before_backward(self, *args: Any) -> None:
+            super().on_before_backward(*args)
+            seen.append("of the class")
+
+    monitor = Theirs()
+    monitor.on_after_backward = lambda *_: seen.append("of the object")  # type: ignore[method-assign]
+    run = trainer(tmp_path, monitor, limit_train_batches=2)
+    run.fit(Small())
+    run.fit(Small())  # put back after the first, or it would not know them again
+    assert seen == ["of the class", "of the object"] * 2
+    assert callable(monitor.on_before_zero_grad)
+    assert vars(copy.deepcopy(monitor)).keys() == vars(monitor).keys() - {"state_key"}

@@ -1,0 +1,162 @@
+"""Two real processes: one run, sums over ranks, and files of both."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.small import FLOPS_PER_SAMPLE, Small, launch, trainer
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+from test_pytorch_profiler import traces
+
+from lightning_perf import Flops, PyTorch, SpeedMonitor
+from lightning_perf.run.callback import PerfCallback
+
+pytestmark = pytest.mark.slow
+
+RANKS: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": True}
+
+
+class Dump(PerfCallback):
+    """Leaves what the other callbacks reported, in a file a rank."""
+
+    def __init__(self, folder: Path, watched: list[Any]) -> None:
+        super().__init__()
+        self.folder, self.watched = folder, watched
+        self.timed, self.seconds = 0, 0.0
+
+    def after_batch(self, context: Any, batch: Any) -> None:
+        if not context.meter.counted:
+            self.timed += 4
+            self.seconds += context.counters.last_seconds
+
+    def close(self, context: Any, reason: str) -> None:
+        rates = {type(c).__name__: c.metrics for c in self.watched}
+        samples = context.progress.timestamp("train").sample
+        found = {"metrics": rates, "samples": samples, "rate": self.timed / self.seconds}
+        (self.folder / f"rank{context.ranks.global_rank}.json").write_text(json.dumps(found))
+
+
+class Slow(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def test_two_ranks_write_into_one_run(tmp_path: Path, mlflow_database: str) -> None:
+    """Both ranks' traces are artifacts of one run, and samples are the sum of both."""
+    logger = MLFlowLogger("ranks", run_name="two", tracking_uri=mlflow_database)
+    # A window longer than the run is reported once, at its end, and holds all of it.
+    monitor, flops = SpeedMonitor(window_size=100), Flops(peak_flops=1e9)
+    profiler = PyTorch(schedule="first 2ba")
+    dump = Dump(tmp_path, [monitor, flops])
+    # One torch thread: a fork cannot take over the threads that an earlier test has started.
+    torch.set_num_threads(1)
+    trainer(tmp_path, monitor, flops, profiler, dump, logger=logger, **RANKS).fit(Slow())
+
+    client = MlflowClient(mlflow_database)
+    experiment = client.get_experiment_by_name("ranks")
+    (run,) = client.search_runs([experiment.experiment_id])
+    names = [a.path for a in client.list_artifacts(run.info.run_id, "two/torch_traces")]
+    expected = ["README.md", *(f"rank{rank}.2.pt.trace.json.gz" for rank in (0, 1))]
+    assert names == [f"two/torch_traces/{name}" for name in expected]
+    found = traces(tmp_path / "two")
+    assert [trace["rank"] for trace in found.values()] == [0, 1]
+    assert [trace["distributedInfo"]["rank"] for trace in found.values()] == [0, 1]
+
+    values = run.data.metrics
+    assert values["batch_flops"] == 2 * 4 * FLOPS_PER_SAMPLE
+    assert values["total_flops"] == 2e9
+    ratio = values["throughput/samples_per_sec"] / values["throughput/batches_per_sec"]
+    assert ratio == pytest.approx(8)
+    assert values["throughput/device/samples_per_sec"] * 2 == values["throughput/samples_per_sec"]
+    assert run.data.params["lightning_perf/world_size"] == "2"
+
+    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
+    assert [rank["samples"] for rank in ranks] == [32, 32]
+    own = sum(rank["rate"] for rank in ranks)
+    assert values["throughput/samples_per_sec"] == pytest.approx(own)
+
+
+def test_a_callback_that_fails_on_one_rank_hangs_nobody(tmp_path: Path) -> None:
+    """Rank 1 loses its monitor in the middle; both ranks train to the end."""
+
+    class Fragile(SpeedMonitor):
+        def after_batch(self, context: Any, batch: Any) -> None:
+            if context.ranks.global_rank == 1 and context.timestamp.batch == 4:
+                raise ZeroDivisionError("planted")
+            super().after_batch(context, batch)
+
+    class Counting(Flops):
+        told = 0
+
+        def publish(self, context: Any, report: Any, rows: Any) -> None:
+            super().publish(context, report, rows)
+            self.told += 1
+            self.metrics = {**self.metrics, "reports": self.told}
+
+    flops = Counting(schedule="2ba", peak_flops=1e9)
+    dump = Dump(tmp_path, [flops])
+    torch.set_num_threads(1)
+    run = trainer(tmp_path, Fragile(window_size=2), flops, dump, **RANKS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is in the other process that it warns
+        run.fit(Slow())
+    ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
+    assert [rank["samples"] for rank in ranks] == [32, 32]
+    # Eight batches a rank: the first, the second, fourth, sixth and eighth. The end may be late.
+    assert all(rank["metrics"]["Counting"]["reports"] >= 4 for rank in ranks)
+
+
+def test_ranks_may_see_other_shapes(tmp_path: Path, mlflow_database: str) -> None:
+    """One odd batch on one rank, counted there alone, leaves every report in step."""
+
+    class Ragged(Slow):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            odd = self.trainer.global_rank == 1 and self.trainer.global_step == 3
+            return [part[:3] for part in batch] if odd else batch
+
+    logger = MLFlowLogger("ragged", run_name="ragged", tracking_uri=mlflow_database)
+    torch.set_num_threads(1)
+    flops = Flops(schedule="2ba", peak_flops=1e9)
+    trainer(tmp_path, SpeedMonitor(window_size=3), flops, logger=logger, **RANKS).fit(Ragged())
+    client = MlflowClient(mlflow_database)
+    (run,) = client.search_runs([client.get_experiment_by_name("ragged").experiment_id])
+    steps = [point.step for point in client.get_metric_history(run.info.run_id, "mfu")]
+    assert steps == [1, 3, 5, 7]
+    # Without the odd batch, which rank 1 leaves out of its window, step 3 would be the first.
+    key = "throughput/samples_per_sec"
+    assert [p.step for p in client.get_metric_history(run.info.run_id, key)] == [4, 5, 6, 7]
+
+
+def test_a_second_run_of_the_same_processes_reports_as_well(tmp_path: Path) -> None:
+    """Fit and test in one process each have their reports, of both ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, warnings; warnings.simplefilter('ignore')\n"
+        "from small import Records\n"
+        "from test_ranks import *\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "monitor = SpeedMonitor(window_size=2)\n"
+        "records = Records()\n"
+        "run = trainer(folder, monitor, devices=2, strategy='ddp', logger=records)\n"
+        "model = Slow()\n"
+        "run.fit(model)\n"
+        "run.test(model, verbose=False)\n"
+        "if run.global_rank == 0:\n"
+        "    keys = ['throughput/samples_per_sec', 'test/throughput/samples_per_sec']\n"
+        "    found = {key: len(records.of(key)) for key in keys}\n"
+        "    (folder / 'found.json').write_text(json.dumps(found))\n"
+    )
+    launch(script)
+    found = json.loads((tmp_path / "found.json").read_text())
+    # Eight batches a rank and stage. A window of two is full from the third batch on; the end of
+    # training needs no report of its own then, the end of the test has one.
+    assert found["throughput/samples_per_sec"] == 6
+    assert found["test/throughput/samples_per_sec"] >= 6

@@ -1,0 +1,166 @@
+"""A Suite's parts hear all hooks that they would hear alone, and two of a kind are refused."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from helpers.small import Records, Small, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks.callback import Callback
+
+from lightning_perf import ConfigError, Flops, PyTorch, SpeedMonitor, Suite, Timings
+
+HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["setup", "teardown"]
+
+
+class SpanProfiler(SpeedMonitor):
+    """Overrides every hook of Lightning's, each with a call of super(), and keeps a state."""
+
+    def __init__(self) -> None:
+        super().__init__(window_size=2)
+        self.heard: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"heard": len(self.heard)}
+
+
+def _hook(name: str) -> Any:
+    def hook(self: SpanProfiler, *args: Any, **kwargs: Any) -> None:
+        self.heard.append(name)
+        if name == "on_train_epoch_end":
+            self.log("of_a_part", 1.0)  # type: ignore[attr-defined]
+        getattr(super(SpanProfiler, self), name)(*args, **kwargs)
+
+    return hook
+
+
+for _name in HOOKS:
+    setattr(SpanProfiler, _name, _hook(_name))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_part_hears_what_it_would_hear_alone(tmp_path: Path, fails: bool) -> None:
+    """Every hook, in the same order, in two runs; what it measures and its state are the same."""
+
+    class Failing(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if fails and batch_idx == 5:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    def train(callback: L.Callback) -> tuple[set[str], dict[str, Any]]:
+        records, saving = Records(), ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+        options: dict[str, Any] = {"enable_checkpointing": True, "limit_val_batches": 2}
+        run = trainer(tmp_path, callback, saving, logger=records, **options)
+        for _ in range(2):
+            try:
+                run.fit(Failing())
+            except ZeroDivisionError:
+                assert fails
+            run.fit_loop.max_epochs = 2
+        return records.keys, callback.state_dict()
+
+    alone, hosted = SpanProfiler(), SpanProfiler()
+    keys, state = train(alone)
+    keys_hosted, states = train(Suite([Timings(), hosted]))
+    assert hosted.heard == alone.heard
+    assert keys <= keys_hosted
+    assert "of_a_part" in keys or fails
+    assert states["lightning_perf.SpanProfiler"].keys() == state.keys()
+    assert states["lightning_perf.SpanProfiler"]["heard"] == state["heard"]
+    assert hosted._context is None
+
+
+def test_nothing_is_forwarded_where_nobody_listens(tmp_path: Path) -> None:
+    """A Suite of callbacks that override no hook has none put on it, before and after a run."""
+    suite, seen = Suite([SpeedMonitor(), Flops(peak_flops=1e9)]), []
+
+    class Looking(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append({name for name in HOOKS if callable(vars(suite).get(name))})
+
+    trainer(tmp_path, suite, Looking(), limit_train_batches=1).fit(Small())
+    assert seen == [set()]
+    assert not vars(suite).keys() & set(HOOKS)
+
+
+@pytest.mark.parametrize("kind", [SpeedMonitor, Flops, Timings])
+@pytest.mark.parametrize("hosted", [False, True])
+def test_two_of_a_kind_are_refused_in_our_words(
+    tmp_path: Path, kind: type[Any], hosted: bool
+) -> None:
+    """The Trainer can be made, and the run says what to do."""
+    callbacks = [Suite([kind()]), Suite([SpeedMonitor()])] if hosted else [kind(), kind()]
+    run = trainer(tmp_path, *callbacks)
+    what = "two of (Suite|SpeedMonitor)" if hosted else f"two of {kind.__name__}"
+    with pytest.raises(ConfigError, match=what):
+        run.fit(Small())
+    trainer(tmp_path, callbacks[0], limit_train_batches=1).fit(Small())
+
+
+def test_the_key_in_checkpoints_is_that_of_the_kind(tmp_path: Path) -> None:
+    """Whichever object takes part: a resume finds its state."""
+    monitor = SpeedMonitor(2)
+    run = trainer(tmp_path, monitor)
+    run.fit(Small())
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    again = SpeedMonitor(2)
+    other = trainer(tmp_path, again, max_epochs=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other.fit(Small(), ckpt_path=tmp_path / "one.ckpt")
+    assert not [w for w in caught if "add the following callbacks" in str(w.message)]
+    assert again._progress is not None
+    assert again._progress.stages["train"].batch == 32
+
+
+@pytest.mark.parametrize("logger", [False, True])
+def test_without_a_logger_one_line_says_where_the_figures_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, logger: bool
+) -> None:
+    """It names the callbacks and the folders, once, and is no warning."""
+    caplog.set_level(logging.INFO)
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).addHandler(caplog.handler)
+    traces = PyTorch(schedule="first 1ba", folder="elsewhere")
+    suite = Suite([SpeedMonitor(2), Timings()])
+    try:
+        trainer(tmp_path, suite, traces, logger=Records() if logger else False).fit(Small())
+    finally:
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).removeHandler(caplog.handler)
+            logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").removeHandler(caplog.handler)
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.NOTSET)
+    lines = {r.getMessage() for r in caplog.records if "has no logger" in r.getMessage()}
+    if logger:
+        assert not lines
+        return
+    (line,) = lines
+    assert "the last figures are in SpeedMonitor.metrics, Timings.metrics" in line
+    (run,) = tmp_path.glob("run-*")
+    assert f"files are in {run}, {tmp_path / 'elsewhere'}" in line
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_the_first_batch_of_every_stage_run_is_left_out(tmp_path: Path, window: int) -> None:
+    """In each validation, not only in the first, for SpeedMonitor as for Flops."""
+    seen: list[int] = []
+
+    class Looking(SpeedMonitor):
+        def after_batches(self, context: Any, batches: Any) -> None:
+            super().after_batches(context, batches)
+            if context.stage == "validate":
+                seen.append(int(self._windows["validate"].work().batches))
+
+    monitor = Looking(window_size=100)
+    run = trainer(tmp_path, monitor, limit_val_batches=window + 1, max_epochs=3)
+    run.fit(Small())
+    assert seen[-1] == 3 * window

@@ -1,0 +1,92 @@
+"""HasTag: a run is recorded while it bears a tag, and a silent server delays nothing."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small import Small, trainer
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+from test_pytorch_profiler import steps, traces
+from torch import Tensor
+
+from lightning_perf import HasTag, PyTorch
+from lightning_perf.background.worker import Worker
+from lightning_perf.tracking import mlflow
+from lightning_perf.tracking.mlflow import MlflowRun
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """The address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_tag_set_while_training_starts_a_recording(
+    tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tag is seen some batches after it is set, and its loss ends the window."""
+    monkeypatch.setattr(mlflow, "INTERVAL", 0.05)
+    logger = MLFlowLogger("tags", tracking_uri=mlflow_database)
+    client = MlflowClient(mlflow_database)
+
+    class Tagging(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            time.sleep(0.02)
+            if self.trainer.global_step == 10:
+                client.set_tag(logger.run_id, "profile", "now")
+            if self.trainer.global_step == 40:
+                client.delete_tag(logger.run_id, "profile")
+            return super().training_step(batch, batch_idx)
+
+    profiler = PyTorch(schedule=HasTag("profile=now"), batches_per_trace=1000)
+    trainer(tmp_path, profiler, logger=logger, max_epochs=5).fit(Tagging())
+    (trace,) = traces(tmp_path).values()
+    assert 10 < steps(trace)[0] < 40 < steps(trace)[-1] < 79
+
+
+def test_asking_returns_at_once_and_rarely_asks(silent_server: str) -> None:
+    """A thousand questions to a server that is silent are one request and take no time."""
+    worker = Worker("test")
+    reader = mlflow.TagReader(MlflowRun(silent_server, "run"), worker)
+    start = time.perf_counter()
+    assert all(reader.read() == {} for _ in range(1000))
+    assert time.perf_counter() - start < 1.0
+    assert worker.pending == 1
+
+
+def test_a_server_that_is_gone_means_no_tag(
+    tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was heard before no longer counts once nobody answers."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment(f"gone-{time.time_ns()}"))
+    client.set_tag(run.info.run_id, "profile", "now")
+    worker = Worker("test")
+    monkeypatch.setattr(mlflow, "INTERVAL", 0.0)
+    reader = mlflow.TagReader(MlflowRun(mlflow_database, run.info.run_id), worker)
+
+    def ask() -> dict[str, str]:
+        reader.read()
+        worker.drain(30.0)
+        return dict(reader._tags)
+
+    assert ask()["profile"] == "now"
+
+    def gone(*args: Any) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(mlflow, "check_reachable", gone)
+    assert ask() == {}
+
+
+def test_without_mlflow_there_are_no_tags(tmp_path: Path) -> None:
+    """The schedule is never true where no run could bear a tag."""
+    trainer(tmp_path, PyTorch(schedule=HasTag("profile"))).fit(Small())
+    assert not traces(tmp_path)

@@ -1,0 +1,160 @@
+"""GPUs by NVML: which ones, what of each, and what happens when they fail."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pytest
+from helpers.fake_nvml import FakeGpu, FakeNvml, install
+from helpers.small import ours
+
+from lightning_perf import PerfWarning
+from lightning_perf.system.gpus import gpus
+
+Patch = pytest.MonkeyPatch
+UUIDS = ["GPU-aaaaaaaa-1111", "GPU-bbbbbbbb-2222", "GPU-cccccccc-3333"]
+
+
+def keys(visible: list[str] | None = None, ranks: int = 0) -> list[str]:
+    with gpus(visible, ranks) as found:
+        return [gpu.name for gpu in found]
+
+
+def split(uuid: str, *instances: str) -> FakeGpu:
+    """A GPU in MIG mode: its instances tell their memory alone."""
+    silent = {
+        what: FakeNvml.NVMLError_NotSupported()
+        for what in ("util", "power", "temperature", "clocks", "reasons")
+    }
+    return FakeGpu(uuid, mig=[FakeGpu(each, **silent) for each in instances])
+
+
+def test_a_gpu_tells_everything_in_si_units(monkeypatch: Patch) -> None:
+    """NVML's milliwatts and megahertz become watts and hertz; reasons become percent."""
+    nvml = install(monkeypatch, FakeGpu(UUIDS[0], reasons=0x20 | 0x08))
+    with gpus() as (gpu,):
+        found = gpu(0.0)
+    assert found == {
+        "gpu_0/gpu_free_memory": 3e10,
+        "gpu_0/gpu_used_memory": 5e10,
+        "gpu_0/gpu_util": 40.0,
+        "gpu_0/gpu_power": 250.0,
+        "gpu_0/gpu_temperature": 61.0,
+        "gpu_0/gpu_sm_clock": 1.98e9,
+        "gpu_0/gpu_memory_clock": 2.619e9,
+        "gpu_0/gpu_throttled": 100.0,
+        "gpu_0/gpu_throttled_power": 0.0,
+        "gpu_0/gpu_throttled_thermal": 100.0,
+        "gpu_0/gpu_throttled_hardware": 100.0,
+    }
+    assert nvml.open == 0
+
+
+@pytest.mark.parametrize("reasons", [0, 0x1, 0x2, 0x100])
+def test_being_idle_or_set_to_a_clock_is_no_throttling(monkeypatch: Patch, reasons: int) -> None:
+    """Only what holds a working GPU back counts."""
+    install(monkeypatch, FakeGpu(UUIDS[0], reasons=reasons))
+    with gpus() as (gpu,):
+        assert gpu(0.0)["gpu_0/gpu_throttled"] == 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (None, ["gpu_0", "gpu_1", "gpu_2"]),
+        ("2,0", ["gpu_2", "gpu_0"]),
+        ("1, 1", ["gpu_1"]),
+        ("GPU-bbbb", ["gpu_1"]),
+        (f"{UUIDS[2]},{UUIDS[0]}", ["gpu_2", "gpu_0"]),
+        ("1,-1,2", ["gpu_1"]),
+        ("7", []),
+        ("", []),
+    ],
+)
+def test_masks_choose_as_cuda_does(
+    monkeypatch: Patch, mask: str | None, expected: list[str]
+) -> None:
+    """Numbers, UUIDs and their beginnings; the first name that means nothing ends the list."""
+    install(monkeypatch, *map(FakeGpu, UUIDS))
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    assert keys() == expected
+
+
+def test_the_order_of_cuda_is_not_that_of_nvml(monkeypatch: Patch) -> None:
+    """A number in the mask is CUDA's, which may put the fastest first: torch's UUIDs decide."""
+    install(monkeypatch, *map(FakeGpu, UUIDS))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert keys(visible=["cccccccc-3333"]) == ["gpu_2"]
+
+
+def test_ranks_with_masks_of_their_own_see_the_whole_node(monkeypatch: Patch) -> None:
+    """Where a launcher binds each rank to one GPU, the first rank's mask hides the others'."""
+    install(monkeypatch, *map(FakeGpu, UUIDS))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert keys(visible=["aaaaaaaa-1111"], ranks=3) == ["gpu_0", "gpu_1", "gpu_2"]
+    assert keys(visible=["aaaaaaaa-1111"], ranks=1) == ["gpu_0"]
+
+
+@pytest.mark.parametrize("mask", ["MIG-eeee", None])
+def test_an_instance_tells_its_memory_alone(
+    monkeypatch: Patch, mask: str | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Of a GPU that is split, the instance in use is measured, with what instances tell."""
+    install(monkeypatch, FakeGpu(UUIDS[0]), split(UUIDS[1], "MIG-dddd", "MIG-eeee"))
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    # torch may tell an instance's UUID or that of its GPU.
+    with gpus(visible=["bbbbbbbb-2222"]) as (gpu,):
+        key = "gpu_1_mig_1" if mask else "gpu_1_mig_0"
+        assert gpu(0.0) == {f"{key}/gpu_free_memory": 3e10, f"{key}/gpu_used_memory": 5e10}
+    assert not ours(recwarn)
+
+
+def test_no_more_gpus_than_a_report_has_room_for(monkeypatch: Patch) -> None:
+    """Past sixteen, GPUs are left out."""
+    install(monkeypatch, *(FakeGpu(f"GPU-{number}") for number in range(20)))
+    assert len(keys()) == 16
+
+
+@pytest.mark.parametrize("fault", [None, FakeNvml.NVMLError_DriverNotLoaded()])
+def test_a_machine_without_nvidia_is_no_reason_to_warn(
+    monkeypatch: Patch, fault: Exception | None
+) -> None:
+    """Neither a missing package nor a missing driver is said, unless the run is on a GPU."""
+    install(monkeypatch, fault=fault)
+    if fault is None:
+        monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
+    assert keys() == []
+    with pytest.warns(PerfWarning, match="nvidia-ml-py"):
+        assert keys(ranks=1) == []
+
+
+def test_one_reading_that_fails_is_left_out_and_said_once(monkeypatch: Patch) -> None:
+    """The other readings of that GPU go on."""
+    install(monkeypatch, FakeGpu(UUIDS[0], power=FakeNvml.NVMLError_Unknown("bus")))
+    with gpus() as (gpu,), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, second = gpu(0.0), gpu(1.0)
+    assert first == second
+    assert "gpu_0/gpu_power" not in first
+    assert "gpu_0/gpu_util" in first
+    assert ours(caught) == [
+        "lightning_perf: gpu_0 tells its power no more (NVMLError_Unknown: bus)."
+    ]
+
+
+def test_a_gpu_that_cannot_be_opened_does_not_hide_the_others(monkeypatch: Patch) -> None:
+    """One GPU that fell off the bus before the run is named, and the rest measured."""
+    nvml = install(monkeypatch, *map(FakeGpu, UUIDS))
+    handle = nvml.nvmlDeviceGetHandleByIndex
+
+    def broken(index: int) -> FakeGpu:
+        if index == 1:
+            raise nvml.NVMLError_GpuIsLost
+        return handle(index)
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", broken)
+    with pytest.warns(PerfWarning, match="GPU 1 is not measured"):
+        assert keys() == ["gpu_0", "gpu_2"]

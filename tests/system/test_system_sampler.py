@@ -1,0 +1,192 @@
+"""The sampler: one thread for all, which comes and goes with them and survives what fails."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import pytest
+from helpers.small import ours
+
+from lightning_perf.system import Sampler
+
+LONG = 60.0
+
+
+class Ticks:
+    """Counts how often it was read, and by which thread."""
+
+    name = "ticks"
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        self.reads, self.fault, self.closed = 0, fault, threading.Event()
+        self.threads: set[str] = set()
+
+    def __call__(self, now: float, /) -> Mapping[str, float]:
+        self.reads += 1
+        self.threads.add(threading.current_thread().name)
+        if self.fault is not None:
+            raise self.fault
+        return {self.name: float(self.reads)}
+
+
+def of(*sensors: Ticks) -> Callable[[set[int]], contextmanager[Sequence[Ticks]]]:
+    @contextmanager
+    def open_sensors(processes: set[int]) -> Iterator[Sequence[Ticks]]:
+        yield list(sensors)
+        for sensor in sensors:
+            sensor.closed.set()
+
+    return open_sensors
+
+
+def test_each_subscriber_has_averages_of_its_own() -> None:
+    """What one takes, the other still has; one thread reads for both, at the shorter interval."""
+    ticks = Ticks()
+    sampler = Sampler(of(ticks))
+    sampler.subscribe("often", 30.0)
+    sampler.subscribe("rarely", LONG)
+    assert sampler.interval == 30.0
+    assert sampler.refresh(10)
+    assert sampler.refresh(10)
+    assert set(sampler.take("often")) == {"ticks"}
+    assert sampler.take("often") == {}
+    assert set(sampler.take("rarely")) == {"ticks"}
+    assert sampler.latest["ticks"] == ticks.reads
+    assert ticks.threads == {"lightning_perf system"}
+    sampler.unsubscribe("often")
+    assert sampler.interval == LONG
+    assert sampler.refresh(10)
+    sampler.unsubscribe("rarely")
+    assert ticks.closed.wait(10)
+    assert not sampler.refresh(10)
+
+
+def test_it_samples_by_itself() -> None:
+    """Without being asked, at its interval."""
+    ticks = Ticks()
+    sampler = Sampler(of(ticks))
+    sampler.subscribe("me", 0.01)
+    until = time.monotonic() + 10
+    while ticks.reads < 5 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert ticks.reads >= 5
+    sampler.unsubscribe("me")
+
+
+def test_leaving_does_not_wait_for_a_sensor_that_hangs() -> None:
+    """A GPU driver that does not answer must not hold the end of a run."""
+    hang, entered = threading.Event(), threading.Event()
+
+    class Hangs(Ticks):
+        def __call__(self, now: float, /) -> Mapping[str, float]:
+            entered.set()
+            hang.wait(30)
+            return {}
+
+    sensor = Hangs()
+    sampler = Sampler(of(sensor))
+    sampler.subscribe("me", LONG)
+    assert entered.wait(10)
+    assert not sampler.refresh(0.01)
+    sampler.unsubscribe("me")
+    assert not sensor.closed.is_set()
+    hang.set()
+    assert sensor.closed.wait(10)
+
+
+def test_a_sensor_that_breaks_is_said_once_and_the_others_go_on() -> None:
+    """One warning, which names it and says why."""
+    good, bad = Ticks(), Ticks(OSError("gone"))
+    sampler = Sampler(of(bad, good))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sampler.subscribe("me", LONG)
+        assert all(sampler.refresh(10) for _ in range(3))
+    sampler.unsubscribe("me")
+    assert (bad.reads, good.reads >= 3) == (1, True)
+    assert ours(caught) == ["lightning_perf: ticks is not measured any more (OSError: gone)."]
+
+
+def test_a_warning_that_is_an_error_does_not_end_the_sampling(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With warnings as errors, which this test runs under, the thread lives on."""
+    good, bad = Ticks(), Ticks(OSError("gone"))
+    sampler = Sampler(of(bad, good))
+    sampler.subscribe("me", LONG)
+    assert sampler.refresh(10)
+    assert sampler.refresh(10)
+    sampler.unsubscribe("me")
+    assert good.closed.wait(10)
+    assert "ticks is not measured any more" in caplog.text
+    caplog.clear()
+
+
+def test_it_can_begin_again() -> None:
+    """A trainer that fits and then tests samples both times."""
+    sampler = Sampler(of(Ticks()))
+    for _ in range(2):
+        sampler.subscribe("me", LONG)
+        assert sampler.refresh(10)
+        assert sampler.refresh(10)
+        assert sampler.take("me")
+        sampler.unsubscribe("me")
+
+
+def test_a_sampler_that_nobody_holds_is_gone_and_its_thread_ends() -> None:
+    """The thread keeps nothing alive: a trainer that is dropped without teardown leaks none."""
+    ticks = Ticks()
+    sampler = Sampler(of(ticks))
+    sampler.subscribe("me", 0.05)
+    assert sampler.refresh(10)
+    ref = weakref.ref(sampler)
+    gc.disable()  # no cycle that a collector would have to find
+    try:
+        del sampler
+        assert ticks.closed.wait(10)
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_samples_for_itself() -> None:
+    """The child of a process that samples can sample, too: nothing it needs is locked or lost."""
+    sampler = Sampler()
+    sampler.subscribe("parent", 0.01)
+    assert sampler.refresh(10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Python 3.12: this process has threads
+        pid = os.fork()
+    if pid == 0:
+        mine = Sampler()
+        mine.subscribe("child", LONG)
+        sampled = mine.refresh(20) and mine.refresh(20) and "free_memory" in mine.take("child")
+        os._exit(0 if sampled and mine.processes == {os.getpid()} else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert sampler.refresh(10)
+    sampler.unsubscribe("parent")
+
+
+def test_nothing_is_measured_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning says what to install."""
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    for module in ("host", "processes"):
+        monkeypatch.delitem(sys.modules, f"lightning_perf.system.{module}", raising=False)
+    sampler = Sampler()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sampler.subscribe("me", LONG)
+        assert sampler.refresh(10)
+    assert len(ours(caught)) == 1
+    assert "Install the package psutil" in ours(caught)[0]
+    sampler.unsubscribe("me")
+    assert sampler.latest == {}

@@ -1,0 +1,243 @@
+"""Batches timed on the device: by its own clock, late, and never by the host that runs ahead."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_device import Device, Unwaited, never_waited_for
+from helpers.small import Records, Small, ours, trainer
+
+from lightning_perf import Flops, PyTorch, SpeedMonitor, Timings
+from lightning_perf.errors import PerfWarning
+from lightning_perf.run import windows
+from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceBatchTimer, Events
+
+
+def device_time(device: Device, device_timer: DeviceBatchTimer, seconds: float) -> DeviceBatchTime:
+    """A batch of so much work."""
+    device.queued += seconds
+    done = device_timer.end()
+    assert done is not None
+    return done
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def device_timer(device: Device) -> DeviceBatchTimer:
+    device_timer = device.device_timer()
+    device_timer.wanted = True
+    device_timer.enter()
+    return device_timer
+
+
+def test_a_batch_is_known_when_the_device_has_come_to_its_end(
+    device: Device, device_timer: DeviceBatchTimer
+) -> None:
+    """Nothing before, all that it took then."""
+    first, second = device_time(device, device_timer, 2.0), device_time(device, device_timer, 3.0)
+    device.done = 2.0
+    device_timer.read()
+    assert (first.known, first.seconds, second.known) == (True, 2.0, False)
+    device.done = 5.0
+    device_timer.read()
+    assert (second.known, second.seconds, second.whole) == (True, 3.0, True)
+
+
+def test_what_lies_aside_is_not_the_batch_s(device: Device, device_timer: DeviceBatchTimer) -> None:
+    """Neither a pause within nor another stage is in its seconds."""
+    device.queued += 1.0
+    device_timer.pause()
+    device.queued += 100.0
+    device_timer.resume()
+    device.queued += 2.0
+    device_timer.enter()
+    inner = device_time(device, device_timer, 50.0)
+    device.queued += 100.0  # the rest of the inner stage has no batch
+    device_timer.exit()
+    outer = device_time(device, device_timer, 4.0)
+    device.done = device.queued
+    device_timer.read()
+    assert (inner.seconds, outer.seconds) == (50.0, 7.0)
+
+
+def test_a_captured_batch_is_not_measured(device: Device, device_timer: DeviceBatchTimer) -> None:
+    """While a CUDA graph is captured no event is touched; the batches around it are not whole."""
+    found = []
+    for index in range(5):
+        device.capturing = index == 2
+        found.append(device_time(device, device_timer, 1.0))
+        device.capturing = False
+    device.done = device.queued
+    device_timer.read()
+    assert not device.touched_while_capturing
+    assert all(each.known for each in found)
+    assert [each.whole for each in found] == [True, True, False, False, True]
+
+
+def test_a_device_that_hangs_takes_no_memory(device: Device) -> None:
+    """Beyond a bound batches are not measured, and later ones are again."""
+    device_timer = device.device_timer(most=10)
+    device_timer.wanted = True
+    device_timer.enter()
+    found = [device_time(device, device_timer, 1.0) for _ in range(1000)]
+    device.done = device.queued
+    device_timer.read()
+    found += [device_time(device, device_timer, 1.0) for _ in range(3)]
+    device.done = device.queued
+    device_timer.read()
+    assert device.made == 10
+    assert sum(each.whole for each in found) == 9 + 2
+    assert {each.seconds for each in found if each.whole} == {1.0}
+
+
+def test_the_end_waits_a_bounded_time(device: Device, device_timer: DeviceBatchTimer) -> None:
+    """Until the device has come to the end, or no longer than allowed."""
+    batch = device_time(device, device_timer, 5.0)
+    began = time.monotonic()
+    device_timer.wait(0.05)
+    assert time.monotonic() - began >= 0.05
+    assert not batch.known
+    device.pace = 1.0
+    device_timer.wait(60.0)
+    assert batch.known
+
+
+class Ahead(Small):
+    """Every batch is a second of work, which the host does not wait for."""
+
+    gpu: Device
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.gpu.queued += 1.0
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.gpu.queued += 100.0
+        return super().validation_step(batch, batch_idx)
+
+
+def train(folder: Path, device: Device, *callbacks: Any, **limits: Any) -> Records:
+    records, model = Records(), Ahead()
+    model.gpu = device
+    limits = {"limit_val_batches": 2, "val_check_interval": 8, "log_every_n_steps": 4} | limits
+    trainer(folder, *callbacks, logger=records, **limits).fit(model)
+    return records
+
+
+@pytest.mark.parametrize("pace", [0.4, 1.1, 1e9])
+def test_rates_are_the_device_s(
+    pace: float, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the host runs ahead, a second a batch is one batch a second, in every report."""
+    device.pace = pace
+    device.stands_in(monkeypatch)
+    callbacks = [SpeedMonitor(window_size=4), Flops(schedule="2ba", peak_flops=1e9), Timings()]
+    found = train(tmp_path, device, *callbacks)
+    for key in ("throughput/batches_per_sec", "actual_batches_per_sec"):
+        assert {value for _, value in found.of(key)} == {1.0}
+    assert found.of("validate/throughput/batches_per_sec") or pace < 1e9
+    assert {value for _, value in found.of("validate/throughput/batches_per_sec")} <= {0.01}
+    mfu = found.of("batch_flops")[0][1] / 1e9
+    assert [value for _, value in found.of("mfu")] == pytest.approx([mfu] * len(found.of("mfu")))
+    assert found.of("mfu")
+    assert found.of("batch_flops")[0][0] == 0
+
+
+def test_reports_are_late_at_most_and_the_last_one_is_whole(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a device that comes to nothing before the end, the end tells of the whole run."""
+    device.stands_in(monkeypatch)
+    model_of_formula = Flops(schedule="2ba", peak_flops=1e9, formula=lambda batch: 1e6)
+
+    def finish(*_: Any) -> None:
+        device.pace = 1.0
+
+    monkeypatch.setattr(Ahead, "on_train_epoch_end", finish, raising=False)
+    found = train(tmp_path, device, SpeedMonitor(window_size=4), model_of_formula)
+    assert [step for step, _ in found.of("throughput/batches_per_sec")] == [15]
+    assert [step for step, _ in found.of("batch_flops")] == [0, 15]
+    assert found.of("actual_batches_per_sec") == [(15, 1.0)]
+    assert found.of("mfu_from_formula") == [(15, pytest.approx(1e-3))]
+
+
+def test_few_events_do_for_a_long_run_without_reports(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read now and then though nobody asks for a report."""
+    monkeypatch.setattr(windows, "_MOST_UNTOLD", 10)
+    device.pace = 1e9
+    device.stands_in(monkeypatch)
+    monitor = SpeedMonitor(window_size=4)
+    found = train(tmp_path, device, monitor, log_every_n_steps=10_000, max_epochs=20)
+    assert found.of("throughput/batches_per_sec") == [(319, 1.0)]
+    assert device.made < 40
+
+
+def test_a_profiler_s_work_is_not_the_batch_s(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device idles while a recording starts or stops is nobody's time."""
+    device.pace = 1e9
+    device.stands_in(monkeypatch)
+    record = PyTorch.record
+
+    def slow(*args: Any) -> Any:
+        device.queued += 1000.0
+        recorded = yield from record(*args)
+        device.queued += 1000.0
+        return recorded
+
+    monkeypatch.setattr(PyTorch, "record", slow)
+    profiler = PyTorch(schedule="every 8ba for 2ba")
+    found = train(tmp_path, device, SpeedMonitor(window_size=4), profiler)
+    assert profiler.saved_traces
+    assert {value for _, value in found.of("throughput/batches_per_sec")} == {1.0}
+
+
+def test_events_that_fail_leave_the_host_s_clock(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning says so, training goes on, and so do the reports."""
+    device.stands_in(monkeypatch)
+
+    def broken() -> Any:
+        if device.queued > 5.0:
+            raise RuntimeError("CUDA error: planted")
+        return device.event()
+
+    events = Events[Any]("by the host's clock", 100, broken, lambda: False)
+    monkeypatch.setattr(
+        "lightning_perf.run.context.DeviceBatchTimer", lambda: DeviceBatchTimer(events)
+    )
+    with pytest.warns(PerfWarning, match="CUDA events failed .*planted.*host's clock") as caught:
+        found = train(tmp_path, device, SpeedMonitor(window_size=4))
+    assert len(ours(caught)) == 1
+    assert found.of("throughput/batches_per_sec")[-1][1] > 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu_is_timed_and_never_waited_for(tmp_path: Path) -> None:
+    """The host runs ahead of long kernels, and every report has the device's rate all the same."""
+
+    class Heavy(Unwaited):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.cuda._sleep(20_000_000)  # cycles: some ten milliseconds
+            return super().training_step(batch, batch_idx)
+
+    records, speed = Records(), SpeedMonitor(window_size=4, gpu_flops_available=1e12)
+    options: dict[str, Any] = {"accelerator": "gpu", "limit_val_batches": 0, "log_every_n_steps": 2}
+    with never_waited_for():
+        trainer(tmp_path, speed, logger=records, **options).fit(Heavy())
+    rates = [value for _, value in records.of("throughput/batches_per_sec")]
+    assert rates
+    assert all(20 < rate < 200 for rate in rates)

@@ -1,0 +1,395 @@
+"""Spans cost less with us, tell where time went, and leave the user's profiler what is his."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers.small import Records, Small, TwoOptimizers, trainer
+from lightning.pytorch.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
+from lightning.pytorch.profilers import (
+    Profiler as LightningProfiler,
+)
+from test_hooks import Diary
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_perf import SpeedMonitor, Timings
+from lightning_perf.patches import ContextPatch, PatchSet
+from lightning_perf.run import compat, spans
+from lightning_perf.run.context import RunContext
+from lightning_perf.timing import clock
+from lightning_perf.timing.totals import Action, Totals
+
+
+class Profiler(Diary):
+    """Notes the trainer's profiler."""
+
+    def on_start(self, context: RunContext) -> None:
+        super().on_start(context)
+        self.seen = context.trainer.profiler
+
+
+def test_a_trainer_without_a_profiler_gets_its_own_back(tmp_path: Path) -> None:
+    """Another one stands in while we watch, and none of it is left afterwards."""
+    watching = Profiler()
+    run = trainer(tmp_path, watching)
+    own = run.profiler
+    run.fit(Small())
+    assert run.profiler is own
+    assert watching.seen is not own
+    assert isinstance(watching.seen, PassThroughProfiler)
+
+
+def test_it_comes_back_after_an_exception(tmp_path: Path) -> None:
+    """However a run ends, and with several callbacks."""
+
+    class Failing(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("planted")
+
+    run = trainer(tmp_path, Diary("a"), Diary("b"))
+    own = run.profiler
+    with pytest.raises(KeyError):
+        run.fit(Failing())
+    assert run.profiler is own
+
+
+def test_a_profiler_of_the_user_s_sees_what_it_would_have_seen(tmp_path: Path) -> None:
+    """The same spans, as often, with and without us."""
+
+    def spans(*callbacks: Any) -> dict[str, int]:
+        profiler = SimpleProfiler()
+        options: dict[str, Any] = {"limit_val_batches": 2, "enable_checkpointing": True}
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        trainer(folder, *callbacks, profiler=profiler, **options).fit(Small())
+        durations = profiler.recorded_durations.items()
+        ours = ("Diary", "lightning_perf")
+        return {name: len(times) for name, times in durations if not any(o in name for o in ours)}
+
+    watching, timings = Diary("Diary"), Timings()
+    assert spans(watching) == spans(timings) == spans()
+    assert watching.entries
+    assert timings.metrics["timings/forward"] > 0
+
+
+class Notes(LightningProfiler):
+    """A profiler of the user's own class, with its own way to make a span."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, str]] = []
+        self.note = ""
+
+    def start(self, action_name: str) -> None:
+        self.calls.append(("start", action_name))
+
+    def stop(self, action_name: str) -> None:
+        self.calls.append(("stop", action_name))
+
+    def setup(self, **kwargs: Any) -> None:
+        super().setup(**kwargs)
+        self.calls.append(("setup", kwargs["stage"]))
+
+    def describe(self) -> None:
+        self.calls.append(("describe", self.note))
+
+    def teardown(self, stage: str | None) -> None:
+        self.calls.append(("teardown", str(stage)))
+
+
+class Curious(L.Callback):
+    """Uses the trainer's profiler as user's code does."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        assert isinstance(trainer.profiler, Notes)
+        assert compat.profiler_name(trainer) == "Notes"
+        trainer.profiler.note = "seen"
+        with trainer.profiler.profile("mine") as name:
+            assert name == "mine"
+
+
+def test_a_profiler_of_any_class_is_called_as_ever(tmp_path: Path) -> None:
+    """Every call in its order, attributes and isinstance, with and without us."""
+
+    def calls(*callbacks: Any) -> list[tuple[str, str]]:
+        profiler = Notes()
+        trainer(tmp_path, *callbacks, profiler=profiler, limit_val_batches=1).fit(Small())
+        return [call for call in profiler.calls if "lightning_perf" not in call[1]]
+
+    assert calls(Timings(), Curious()) == calls(Curious())
+
+
+@pytest.mark.parametrize("kind", [AdvancedProfiler, PyTorchProfiler])
+def test_lightning_s_heavy_profilers_write_their_reports(kind: Any, tmp_path: Path) -> None:
+    """Their report has spans as without us, and we have our numbers."""
+
+    def report(folder: Path, *callbacks: Any) -> str:
+        folder.mkdir()
+        profiler = kind(dirpath=folder, filename="report")
+        trainer(tmp_path, *callbacks, profiler=profiler, limit_train_batches=6).fit(Small())
+        return "".join(path.read_text() for path in folder.glob("*.txt"))
+
+    timings = Timings()
+    plain, ours = report(tmp_path / "plain"), report(tmp_path / "ours", timings)
+    for action in ("run_training_batch", "[Strategy]", "[LightningModule]"):  # more is cut off
+        assert action in plain
+        assert action in ours
+    assert timings.metrics["timings/backward"] > 0
+
+
+@pytest.mark.parametrize("moment", ["start", "stop"])
+def test_a_profiler_that_raises_raises_as_ever(moment: str, tmp_path: Path) -> None:
+    """The user's error reaches the user, and the trainer has its profiler back."""
+
+    class Broken(SimpleProfiler):
+        def start(self, action_name: str) -> None:
+            super().start(action_name)
+            if moment == "start" and action_name.endswith("training_step"):
+                raise KeyError("planted")
+
+        def stop(self, action_name: str) -> None:
+            super().stop(action_name)
+            if moment == "stop" and action_name.endswith("backward"):
+                raise KeyError("planted")
+
+    profiler = Broken()
+    run = trainer(tmp_path, Timings(), profiler=profiler)
+    with pytest.raises(KeyError, match="planted"):
+        run.fit(Small())
+    assert run.profiler is profiler
+
+
+def test_everything_is_put_back(tmp_path: Path) -> None:
+    """After a run, and after one that failed, no object holds anything of ours."""
+
+    class Failing(Small):
+        def __init__(self, fails: bool) -> None:
+            super().__init__()
+            self.fails, self.mean = fails, MeanMetric()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            assert isinstance(vars(self.mean)["compute"], ContextPatch)
+            assert isinstance(vars(self.trainer.fit_loop)["setup_data"], ContextPatch)
+            if self.fails:
+                raise KeyError("planted")
+            return super().training_step(batch, batch_idx)
+
+    for fails in (False, True):
+        records, model = Records(), Failing(fails)
+        run = trainer(tmp_path, Timings(), SpeedMonitor(2), logger=records)
+        try:
+            run.fit(model)
+        except KeyError:
+            assert fails
+        fit = run.fit_loop
+        owners = (run.strategy, fit, fit.epoch_loop, fit.epoch_loop.val_loop, model.mean, records)
+        left = [
+            key for owner in owners for key, v in vars(owner).items() if isinstance(v, ContextPatch)
+        ]
+        assert left == []
+        assert type(run.profiler) is PassThroughProfiler
+
+
+def test_compiled_code_stays_whole(tmp_path: Path) -> None:
+    """A metric within a compiled module is not timed: a clock would break the graph."""
+
+    class Compiled(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.compile(self.net, backend="eager", fullgraph=True)
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            assert not isinstance(vars(self.mean)["compute"], ContextPatch)
+            return super().training_step(batch, batch_idx)
+
+    timings = Timings()
+    trainer(tmp_path, timings, limit_train_batches=3).fit(Compiled())
+    assert timings.metrics["timings/forward"] > 0
+
+
+def test_a_profiler_that_the_user_puts_in_while_training_stays(tmp_path: Path) -> None:
+    """It is not taken away at the end, and what follows is still counted."""
+    mine = SimpleProfiler()
+
+    class Exchanging(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            trainer.profiler = mine
+
+    timings = Timings()
+    run = trainer(tmp_path, timings, Exchanging(), limit_train_batches=4, limit_val_batches=1)
+    run.fit(Small())
+    assert run.profiler is mine
+    assert "run_training_batch" in mine.recorded_durations
+    # The next stage, validation, finds the new one.
+    assert timings.rows
+
+
+def test_metrics_are_reduced_as_ever_in_a_second_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning compares the reducing functions of two fits: ours pass for its own."""
+
+    def reducing(trainer: Any) -> Any:  # as with several ranks
+        return [compat.Unspanned(trainer.strategy, "reduce", "reduce_metrics", "Strategy.reduce")]
+
+    monkeypatch.setattr(compat, "unspanned", reducing)
+
+    class Syncing(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_epoch=True, sync_dist=True)
+            return loss
+
+    model, timings = Syncing(), Timings()
+    run = trainer(tmp_path, timings, max_epochs=1)
+    run.fit(model)
+    run.fit_loop.max_epochs = 2
+    run.fit(model)
+    assert run.current_epoch == 2
+
+
+def test_spans_of_other_threads_are_not_counted(tmp_path: Path) -> None:
+    """A thread of the user's may use the profiler; it is not in the loop's time."""
+
+    class Threaded(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            profiler = self.trainer.profiler
+
+            def work() -> None:
+                with profiler.profile("save_checkpoint"):
+                    pass
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            return super().training_step(batch, batch_idx)
+
+    timings = Timings()
+    trainer(tmp_path, timings).fit(Threaded())
+    assert timings.metrics["timings/checkpoint"] == 0
+
+
+def test_spans_without_end_take_no_memory_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """User's spans may have a new name each time: only so many are known."""
+    monkeypatch.setattr(spans, "_MOST_SPANS", 50)
+
+    class Naming(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            for number in range(20):
+                with self.trainer.profiler.profile(f"step {batch_idx} {number}"):
+                    pass
+            return super().training_step(batch, batch_idx)
+
+    class Looking(Diary):
+        known = 0
+
+        def on_end(self, context: RunContext) -> None:
+            found = context.spans._recorder
+            assert found is not None
+            self.known = len(found.cache)
+
+    looking = Looking()
+    trainer(tmp_path, Timings(), looking).fit(Naming())
+    assert 0 < looking.known <= 50
+
+
+def test_what_lightning_has_no_more_falls_to_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its private parts, in another version, runs go on and still add up."""
+    monkeypatch.setattr(compat, "unspanned", lambda trainer: iter(()))
+    monkeypatch.setattr(compat, "validation_loop", lambda trainer: None)
+    timings, records = Timings(), Records()
+    run = trainer(tmp_path, timings, logger=records, val_check_interval=4, limit_val_batches=2)
+    run.fit(Small())
+    assert timings.metrics["timings/validation"] > 0
+    assert "validate/timings/forward" in records.keys
+
+
+def test_snapshots_are_subtracted(tmp_path: Path) -> None:
+    """A diagnosis asks for totals at two times, and the difference is what lies between."""
+    found: list[Totals] = []
+
+    class Asking(Diary):
+        def prepare(self, context: RunContext) -> None:
+            context.spans.require()
+
+        def after_batch(self, context: RunContext, batch: Any) -> None:
+            found.append(context.spans.totals)
+
+        def close(self, context: RunContext, reason: str) -> None:
+            context.spans.release()
+
+    trainer(tmp_path, Asking(), limit_train_batches=4, logger=Records()).fit(TwoOptimizers())
+    between = found[3] - found[1]
+    step = Action("train", "optimizer_step", "optimizer_step")
+    backward = Action("train", "backward", "backward")
+    assert between.costs[step].calls == between.costs[backward].calls == 4
+    assert found[3].seconds - found[1].seconds == pytest.approx(between.seconds)
+    assert between.train_batch > between.costs[step].seconds > 0
+    names = {action.name for action in found[0].costs}
+    assert {"iter", "train_dataloader_next", "Asking.on_train_batch_start"} <= names
+
+
+def test_unbalanced_spans_are_unwound() -> None:
+    """A span that was left out by an exception ends with the one around it; strays are ignored."""
+    watch = clock.Clock()
+    names = ("outer", "inner", "stray")
+    outer, inner, stray = (clock.Span(watch, ("other", name), name) for name in names)
+    with outer:
+        inner.__enter__()
+    stray.__exit__()
+    assert len(watch.open) == 1
+    assert watch.running is watch.open[0].timer
+
+
+class Owner:
+    def work(self) -> str:
+        return "done"
+
+
+def test_a_timed_method_passes_for_its_original() -> None:
+    """Equal both ways, same hash and attributes; copies of its owner are not timed."""
+    owner, patches = Owner(), PatchSet()
+    original = owner.work
+    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
+    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))  # once is enough
+    patches.wrap_in_context(owner, "gone", lambda: clock.UntrackedSpan(""))
+    assert owner.work == original == owner.work
+    assert hash(owner.work) == hash(original)
+    assert owner.work.__name__ == "work"
+    for other in (copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))):
+        assert other.work.__self__ is other
+        assert other.work() == "done"
+    patches.restore()
+    assert vars(owner) == {}
+
+
+def test_what_was_wrapped_around_ours_stays() -> None:
+    """A user's patch on top of ours is not undone, and what was there before comes back."""
+    owner, patches = Owner(), PatchSet()
+    owner.work = lambda: "patched"  # type: ignore[method-assign]
+    before = owner.work
+    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
+    patches.restore()
+    assert owner.work is before
+    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
+    on_top = owner.work = lambda: "on top"  # type: ignore[method-assign]
+    patches.restore()
+    assert owner.work is on_top

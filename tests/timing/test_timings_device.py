@@ -1,0 +1,200 @@
+"""The device's own clock: events at boundaries, read late, never waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_device import Device, Unwaited, never_waited_for
+from helpers.small import Records, Small, TwoOptimizers, trainer
+
+from lightning_perf import Timings
+from lightning_perf.timing import cuda_events
+from lightning_perf.timing.cuda_events import DeviceSegmentTimer, Events
+from lightning_perf.timing.totals import Action, Cost
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+SECONDS = {
+    "dataloader_next": 0.5, "to_device": 1.0, "forward": 2.0, "backward": 4.0,
+    "optimizer_step": 0.25, "other": 0.125,
+}  # fmt: skip
+
+
+def batch(device: Device, clock: DeviceSegmentTimer) -> None:
+    """One batch's work and marks."""
+    for category, seconds in SECONDS.items():
+        device.queued += seconds
+        if category != "other":
+            clock.mark(category)
+    clock.end_batch()
+
+
+def cost(category: str, calls: int) -> tuple[Action, Cost]:
+    return Action("train", category, "device"), Cost(calls * SECONDS[category], calls)
+
+
+def test_segments_are_read_two_batches_later() -> None:
+    """Each segment is what its last event ends; nothing precedes the first event of all."""
+    device = Device()
+    clock = device.clock()
+    clock.begin("train")
+    for _ in range(3):
+        batch(device, clock)
+        device.done = device.queued
+    assert clock.costs == dict([cost(name, 1) for name in SECONDS if name != "dataloader_next"])
+    for _ in range(8):
+        batch(device, clock)
+        device.done = device.queued
+    expected = dict([cost(name, 9) for name in SECONDS])
+    expected |= dict([cost("dataloader_next", 8)])
+    assert clock.costs == expected
+
+
+def test_a_device_that_lags_is_not_waited_for_and_events_are_used_again() -> None:
+    """What is not done is asked about later; events are few however long the run."""
+    device = Device()
+    clock = device.clock()
+    clock.begin("train")
+    for _ in range(10):
+        batch(device, clock)
+    assert clock.costs == {}
+    for _ in range(1000):
+        device.done = device.queued
+        batch(device, clock)
+    assert clock.costs[Action("train", "forward", "device")].calls >= 1000
+    assert device.made < 100
+
+
+def test_a_device_that_hangs_takes_no_memory() -> None:
+    """Beyond a bound nothing is recorded, and what follows is right again."""
+    device = Device()
+    clock = device.clock()
+    clock.begin("train")
+    for _ in range(500):
+        batch(device, clock)
+    assert device.made <= cuda_events._MOST_WAITING
+    device.done = device.queued
+    for _ in range(10):
+        batch(device, clock)
+        device.done = device.queued
+    seconds, calls = clock.costs[Action("train", "backward", "device")]
+    assert seconds == 4.0 * calls
+
+
+def test_validation_between_batches_is_no_waiting_for_data() -> None:
+    """A change of stage cuts the chain of events."""
+    device = Device()
+    clock = device.clock()
+    for stage in ("train", "validate"):
+        clock.begin(stage)
+        batch(device, clock)
+        device.queued += 100.0
+    clock.begin("train")
+    for _ in range(5):
+        batch(device, clock)
+    device.done = device.queued
+    batch(device, clock)
+    seconds, calls = clock.costs[Action("train", "dataloader_next", "device")]
+    assert seconds == calls * SECONDS["dataloader_next"]
+
+
+def test_events_are_left_alone_while_a_graph_is_captured() -> None:
+    """Neither recorded nor asked about, and what lies around the capture is not counted."""
+    device = Device()
+    clock = device.clock()
+    clock.begin("train")
+    for index in range(10):
+        device.capturing = index == 4
+        batch(device, clock)
+        device.capturing = False
+        device.done = device.queued
+    assert not device.touched_while_capturing
+    assert clock.costs[Action("train", "forward", "device")] == Cost(2.0 * 7, 7)
+
+
+def test_events_that_fail_are_told_once_and_stop_nothing() -> None:
+    """A driver's error ends the device's clock, not training."""
+
+    def broken() -> Any:
+        raise RuntimeError("CUDA error: planted")
+
+    clock = DeviceSegmentTimer(Events("a loss", 256, broken, lambda: False))
+    with pytest.warns(UserWarning, match=r"CUDA events failed .*planted"):
+        clock.mark("forward")
+    clock.mark("backward")
+    clock.end_batch()
+
+
+@pytest.mark.parametrize("kind", [Small, TwoOptimizers])
+def test_a_run_s_marks_make_keys(
+    kind: type[Small], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a real training, what the device did goes by its place, manual optimization included."""
+    device = Device()
+    device.stands_in(monkeypatch)
+
+    class Working(kind):  # type: ignore[misc, valid-type]
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            device.work(1.0)
+            return batch
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            device.work(2.0)
+            loss = super().training_step(batch, batch_idx)
+            device.work(2.0)
+            return loss
+
+        def backward(self, loss: torch.Tensor, *args: Any) -> None:
+            device.work(4.0)
+            super().backward(loss, *args)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            device.work(0.5)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            device.work(8.0)
+
+    timings, records = Timings(), Records()
+    trainer(tmp_path, timings, logger=records, limit_train_batches=12).fit(Working())
+    passes = 2 if kind is TwoOptimizers else 1
+    found = {key.removeprefix("timings/"): values[-1][1] for key in records.keys
+             if (values := records.of(key))}  # fmt: skip
+    assert found["device/to_device"] == 1.0
+    assert found["device/forward"] == 4.0
+    assert found["device/backward"] == 4.0 * passes
+    assert found["device/optimizer_step"] == 0.5 * passes
+    assert found["device/other"] == 0.0
+    # The work of the hook after ours lies before the next batch's fetch.
+    assert found["exposed_input"] == 8.0
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_real_events_never_synchronise(tmp_path: Path) -> None:
+    """On a GPU, with synchronising calls forbidden from the first batch to the last."""
+    timings = Timings()
+    with never_waited_for():
+        trainer(tmp_path, timings, accelerator="gpu", limit_val_batches=0).fit(Unwaited())
+    assert timings.metrics["timings/device/forward"] > 0
+    assert timings.metrics["timings/exposed_input"] >= 0
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_device_time_is_the_device_s(tmp_path: Path) -> None:
+    """A long kernel in forward is device time of forward, though the host went on at once."""
+
+    class Heavy(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.cuda._sleep(20_000_000)  # cycles: some ten milliseconds
+            return super().training_step(batch, batch_idx)
+
+    timings = Timings()
+    trainer(tmp_path, timings, accelerator="gpu").fit(Heavy())
+    found = timings.metrics
+    assert found["timings/device/forward"] > 0.005
+    assert found["timings/device/backward"] < found["timings/device/forward"] / 2

@@ -1,0 +1,535 @@
+"""The trace writer: what becomes of a recording, whatever goes wrong on its way."""
+
+import errno
+import gzip
+import itertools
+import json
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record
+
+from lightning_perf.background.files import compress, place
+from lightning_perf.core.progress import Ranks, Timestamp
+from lightning_perf.errors import ConfigError, PerfWarning
+from lightning_perf.traces.uploads import PendingUpload, read_pending, rewrite_pending
+from lightning_perf.traces.writer import Target, check_names
+from lightning_perf.tracking.mlflow import MlflowRun
+
+
+@pytest.mark.parametrize(
+    ("stage", "path"), [("train", "rank0.5.json"), ("validate", "validate/rank0.5.json")]
+)
+def test_a_recording_is_placed_and_uploaded(make_writer, worker, tmp_path, stage, path):
+    """The file has its documented name here and there, and nothing else is left behind."""
+    server = Server()
+    written = record(make_writer(targets=[Target(server)]), stage=stage)
+    assert worker.drain(PATIENCE)
+    assert written == tmp_path / "run/traces" / path
+    assert files(tmp_path) == [f"run/traces/{path}"]
+    assert written.read_bytes() == CONTENT
+    assert server.files == {f"run/traces/{path}": CONTENT}
+
+
+def test_a_recording_is_compressed(make_writer, worker, tmp_path):
+    """With compress, .gz is appended to both names and the file unpacks to what was recorded."""
+    server = Server()
+    written = record(make_writer(targets=[Target(server)], compress=True))
+    assert worker.drain(PATIENCE)
+    assert files(tmp_path) == ["run/traces/rank0.5.json.gz"]
+    assert gzip.decompress(written.read_bytes()) == CONTENT
+    assert list(server.files) == ["run/traces/rank0.5.json.gz"]
+
+
+def test_equal_recordings_give_equal_files(make_writer, worker, monkeypatch):
+    """Compressed files hold no time and no name."""
+    monkeypatch.setattr(time, "time", itertools.count(1e9, 3600.0).__next__)
+    writer = make_writer(compress=True)
+    first, second = record(writer, batch=1), record(writer, batch=2)
+    assert worker.drain(PATIENCE)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_nothing_is_uploaded_without_a_remote_name(make_writer, worker):
+    """remote_file_name=None disables the upload."""
+    server = Server()
+    written = record(make_writer(targets=[Target(server)], remote_file_name=None))
+    assert worker.drain(PATIENCE)
+    assert written.exists()
+    assert server.attempts == 0
+
+
+def test_prepare_completes_the_file_on_the_worker(make_writer, worker):
+    """A recorder's slow export runs off the training thread, before the file is looked at."""
+    writer, threads = make_writer(), []
+    spooled = writer.spool("train")
+
+    def export():
+        threads.append(threading.current_thread().name)
+        spooled.write_bytes(CONTENT)
+
+    written = writer.write(spooled, Timestamp(), "train", export)
+    assert worker.drain(PATIENCE)
+    assert threads == ["test worker"]
+    assert written.read_bytes() == CONTENT
+
+
+def test_a_recorder_is_let_go(make_writer, worker):
+    """Neither the writer nor an idle worker keeps alive what an export held."""
+
+    class Export:
+        def __call__(self):
+            pass
+
+    export = Export()
+    alive = weakref.ref(export)
+    writer = make_writer(targets=[Target(Server())])
+    record(writer, prepare=export)
+    del export
+    assert worker.drain(PATIENCE)
+    assert writer.saved_traces
+    assert alive() is None
+
+
+def test_spools_are_new_hidden_and_named_for_the_tool(make_writer, tmp_path):
+    """Each is a path of its own beside the traces, with the suffix that the recorder writes."""
+    writers = (
+        make_writer(filename="a.{batch}.json.gz", compress=True),
+        make_writer(filename="b{batch:06d}"),
+    )
+    spools = [writer.spool(stage) for writer in writers for stage in ("train", "train", "test")]
+    assert len(set(spools)) == 6
+    assert {spool.suffix for spool in spools[:3]} == {".json"}
+    assert {spool.suffix for spool in spools[3:]} == {""}
+    assert all(spool.name.startswith(".") and not spool.exists() for spool in spools)
+    assert {spool.parent for spool in spools} == {
+        tmp_path / "run/traces",
+        tmp_path / "run/traces/test",
+    }
+
+
+def test_what_a_killed_run_left_is_not_overwritten(make_writer):
+    """A spool of an earlier process with our id is passed over."""
+    writer = make_writer()
+    before, number = writer.spool("train").stem.rsplit("-", 1)
+    leftover = writer.spool("train").with_name(f"{before}-{int(number) + 2}.json")
+    leftover.write_bytes(CONTENT)
+    assert writer.spool("train") != leftover
+
+
+def test_a_spool_that_cannot_be_made_is_told(make_writer, tmp_path):
+    """The caller hears of a folder that cannot be made."""
+    (tmp_path / "run").write_text("a file in the folder's place")
+    with pytest.raises(NotADirectoryError, match="run"):
+        make_writer().spool("train")
+    with pytest.raises(NotADirectoryError, match="run"):
+        make_writer(identity="ours").spool("train")
+
+
+# Overwriting
+
+
+def test_later_traces_are_refused(make_writer, worker):
+    """A run that starts again where another got further says which file, and what to do."""
+    record(make_writer(), batch=6)
+    assert worker.drain(PATIENCE)
+    now = {"train": Timestamp(batch=5)}
+    with pytest.raises(FileExistsError, match=r"rank0\.6\.json .*overwrite=True.*resume"):
+        make_writer().check(now)
+    with pytest.raises(FileExistsError, match=r"rank0\.6\.json"):
+        make_writer().check({"validate": Timestamp(), **now})
+    make_writer(overwrite=True).check(now)
+    make_writer(ranks=Ranks(global_rank=1, world_size=2)).check(now)
+    make_writer().check({"validate": Timestamp(batch=5)})
+
+
+def test_a_resume_into_the_same_folder_works(make_writer, worker):
+    """Traces up to the present batch, that one included, are no conflict."""
+    record(make_writer(), batch=6)
+    assert worker.drain(PATIENCE)
+    make_writer().check({"train": Timestamp(batch=6)})
+
+
+def test_a_resume_from_an_older_checkpoint_goes_on_beside_the_later_traces(make_writer, worker):
+    """One warning names the first of the later files, and no file is replaced."""
+    first = after(worker, record(make_writer(), batch=6, content=b"first"))
+    record(make_writer(), batch=7, stage="validate")
+    assert worker.drain(PATIENCE)
+    writer = make_writer()
+    with pytest.warns(PerfWarning, match=r"rank0\.6\.json was written after") as caught:
+        writer.check({"train": Timestamp(batch=4), "validate": Timestamp()}, resumes=True)
+    assert len(caught) == 1
+    second = after(worker, record(writer, batch=6, content=b"second"))
+    assert second.name == "rank0-2.6.json"
+    assert (first.read_bytes(), second.read_bytes()) == (b"first", b"second")
+
+
+def test_a_name_that_is_taken_gets_a_number(make_writer, worker, tmp_path):
+    """Without overwrite no trace replaces another one, neither here nor on the server."""
+    server = Server()
+    record(make_writer(filename="last.pt.json"), content=b"an earlier run's")
+    assert worker.drain(PATIENCE)
+    writer = make_writer(
+        filename="last.pt.json",
+        remote_file_name="traces/last.pt.json",
+        targets=[Target(server)],
+        num_traces_to_keep=0,
+    )
+    record(writer, content=b"first")
+    record(writer, content=b"second")
+    assert worker.drain(PATIENCE)
+    assert server.files == {"traces/last-2.pt.json": b"first", "traces/last-3.pt.json": b"second"}
+    assert (tmp_path / "run/traces/last.pt.json").read_bytes() == b"an earlier run's"
+
+
+def test_overwrite_replaces(make_writer, worker, tmp_path):
+    """With overwrite a trace of the same name takes the other's place, also in saved_traces."""
+    writer = make_writer(filename="last.json", overwrite=True, num_traces_to_keep=1)
+    record(writer, batch=1, content=b"first")
+    written = record(writer, batch=2, content=b"second")
+    assert worker.drain(PATIENCE)
+    assert files(tmp_path) == ["run/traces/last.json"]
+    assert written.read_bytes() == b"second"
+    assert writer.saved_traces == [(Timestamp(batch=2), [written])]
+
+
+# Uploading
+
+
+def test_a_failed_upload_is_retried(make_writer, worker, tmp_path):
+    """A server that comes back gets the file, and nobody is bothered."""
+    server = Server(failures=3)
+    record(make_writer(targets=[Target(server)]))
+    assert worker.drain(PATIENCE)
+    assert server.attempts == 4
+    assert list(server.files) == ["run/traces/rank0.5.json"]
+    assert read_pending(tmp_path) == []
+
+
+def test_an_upload_that_fails_for_good_is_listed(make_writer, worker, tmp_path):
+    """The file stays, is named once in a warning, and can be sent later; secrets stay out."""
+    server = Server(99, "PUT https://me:hunter2@host/bucket?X-Signature=hunter2 failed")
+    run = MlflowRun("https://me:hunter2@host/mlflow", "abc")
+    writer = make_writer(targets=[Target(server, run.as_dict())], num_traces_to_keep=0)
+    with pytest.warns(PerfWarning) as warned:
+        written = after(worker, record(writer))
+    assert server.attempts == 4
+    assert [str(written) in str(warning.message) for warning in warned] == [True]
+    assert read_pending(tmp_path) == [
+        PendingUpload(
+            path=str(written),
+            remote="run/traces/rank0.5.json",
+            run_name="run",
+            error="ConnectionError: PUT https://host/bucket failed",
+            target={"tracking_uri": "https://host/mlflow", "run_id": "abc"},
+        )
+    ]
+    assert written.read_bytes() == CONTENT
+    (line,) = (tmp_path / "pending_uploads.jsonl").read_text().splitlines()
+    assert json.loads(line)["path"] == str(written)
+    assert "hunter2" not in line
+    assert "hunter2" not in str(warned[0].message)
+
+
+def test_each_target_gets_what_it_has_not_got(make_writer, worker, tmp_path):
+    """Of two servers, one that took the file is not asked again, and only the other is listed."""
+    one, other = Server(), Server(failures=2)
+    targets = [Target(one, {"run_id": "one"}), Target(other, {"run_id": "other"})]
+    writer = make_writer(targets=targets)
+    after(worker, record(writer, 1))
+    assert (one.attempts, other.attempts) == (1, 3)
+    assert one.files == other.files
+    other.failures = 99
+    with pytest.warns(PerfWarning, match=r"rank0\.2\.json"):
+        after(worker, record(writer, 2))
+    assert [entry.target for entry in read_pending(tmp_path)] == [{"run_id": "other"}]
+    assert one.attempts == 2
+
+
+def test_a_trace_that_waits_at_the_end_is_listed_for_each_target(make_writer, worker, tmp_path):
+    """Whatever the first attempt reached is left out."""
+    targets = [Target(Server(99 * (name != "b")), {"run_id": name}) for name in "abc"]
+    writer = make_writer(targets=targets, backoff=(3600.0,))
+    record(writer)
+    worker.call(lambda: None, PATIENCE)
+    with pytest.warns(PerfWarning, match="the run ended first"):
+        writer.close()
+    assert [entry.target["run_id"] for entry in read_pending(tmp_path)] == ["a", "c"]
+
+
+def test_an_upload_that_cannot_be_listed_is_still_told(make_writer, worker, tmp_path):
+    """Where the list cannot be written, the warning names the file and says so."""
+    (tmp_path / "pending_uploads.jsonl").mkdir()
+    with pytest.warns(PerfWarning, match=r"rank0\.5\.json; they could not be listed .*Error"):
+        after(worker, record(make_writer(targets=[Target(Server(99))], backoff=())))
+
+
+def test_the_last_attempt_is_made_at_the_end(make_writer, worker):
+    """Closing the worker cuts the backoff short."""
+    server = Server(failures=1)
+    record(make_writer(targets=[Target(server)], backoff=(3600.0,)))
+    assert worker.call(lambda: server.attempts, PATIENCE) == 1
+    assert worker.close(PATIENCE)
+    assert list(server.files) == ["run/traces/rank0.5.json"]
+
+
+def test_a_hanging_server_loses_nothing(make_writer, worker, tmp_path):
+    """What waits behind an upload that hangs is placed at the end, and all of it is listed."""
+    reached, gate = threading.Event(), threading.Event()
+
+    def hang(path, remote):
+        reached.set()
+        gate.wait(PATIENCE)
+
+    writer = make_writer(targets=[Target(hang)], compress=True)
+    spooled = writer.spool("train")
+    first = record(writer, batch=1)
+    assert reached.wait(PATIENCE)
+    second = writer.write(
+        spooled, Timestamp(batch=2), "train", lambda: spooled.write_bytes(CONTENT)
+    )
+    assert not worker.close(0.01)
+    with pytest.warns(PerfWarning, match="not uploaded"):
+        writer.close()
+    assert {entry.path for entry in read_pending(tmp_path)} == {str(first), str(second)}
+    assert gzip.decompress(second.read_bytes()) == CONTENT
+    gate.set()
+    assert worker.drain(PATIENCE)
+    assert len(read_pending(tmp_path)) == 2
+
+
+def test_closing_when_all_is_done_does_nothing(make_writer, worker, tmp_path):
+    """A writer whose work was done closes without a word, as often as one likes."""
+    writer = make_writer(targets=[Target(Server())])
+    record(writer)
+    assert worker.close(PATIENCE)
+    writer.close()
+    writer.close()
+    assert files(tmp_path) == ["run/traces/rank0.5.json"]
+
+
+def test_a_worker_that_takes_nothing_loses_nothing(make_writer, worker, tmp_path):
+    """The file is then placed at once, and its upload is left to later, with a warning."""
+    assert worker.close(PATIENCE)
+    server = Server()
+    with pytest.warns(PerfWarning, match="took no more jobs.*rank0.5.json"):
+        written = record(make_writer(targets=[Target(server)]))
+    assert written.read_bytes() == CONTENT
+    assert server.attempts == 0
+    assert [entry.path for entry in read_pending(tmp_path)] == [str(written)]
+
+
+def test_without_uploads_a_worker_that_takes_nothing_is_no_matter(make_writer, worker, tmp_path):
+    """A file that is not to be uploaded is placed, and older ones pruned, on the spot."""
+    assert worker.close(PATIENCE)
+    writer = make_writer(num_traces_to_keep=1)
+    for batch in (1, 2):
+        record(writer, batch)
+    assert files(tmp_path) == ["run/traces/rank0.2.json"]
+
+
+def test_the_caller_is_told_what_could_not_be_written_at_once(make_writer, worker):
+    """If the worker takes nothing and the file cannot be placed either, there is no path."""
+    assert worker.close(PATIENCE)
+    with pytest.warns(PerfWarning, match="left nothing"):
+        assert record(make_writer(), content=b"") is None
+
+
+# What fails before
+
+
+@pytest.mark.parametrize("content", [b"", None])
+def test_a_recorder_that_left_nothing_is_told(make_writer, worker, tmp_path, content):
+    """A missing or an empty file is one warning; nothing is uploaded or left behind."""
+    server = Server()
+    writer = make_writer(targets=[Target(server)])
+    spooled = writer.spool("train")
+    if content is not None:
+        spooled.write_bytes(content)
+    with pytest.warns(PerfWarning, match=r"left nothing for .*rank0\.5\.json") as warned:
+        after(worker, writer.write(spooled, Timestamp(batch=5), "train"))
+    assert len(warned) == 1
+    assert files(tmp_path) == []
+    assert server.attempts == 0
+    assert writer.saved_traces == []
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_file_that_cannot_be_placed_is_kept(make_writer, worker, tmp_path, compress):
+    """One warning says where the recording is, and training goes on."""
+    server = Server()
+    writer = make_writer(
+        targets=[Target(server)], compress=compress, filename="{stage}/{batch}.json"
+    )
+    (tmp_path / "run/traces").mkdir(parents=True)
+    (tmp_path / "run/traces/train").write_text("a file in the folder's place")
+    with pytest.warns(PerfWarning, match=r"was not finished.*Error.*see .*\.spool-rank0") as warned:
+        after(worker, record(writer))
+    assert len(warned) == 1
+    (spooled,) = (tmp_path / "run/traces").glob(".*")
+    assert spooled.read_bytes() == CONTENT
+    assert server.attempts == 0
+
+
+def test_an_export_that_fails_is_told(make_writer, worker, tmp_path):
+    """What prepare raises becomes a warning, also when it runs on the calling thread."""
+    writer = make_writer()
+
+    def export():
+        raise RuntimeError("no events")
+
+    with pytest.warns(PerfWarning, match="RuntimeError: no events"):
+        assert after(worker, record(writer, prepare=export)) is not None
+    assert worker.close(PATIENCE)
+    assert record(writer, prepare=export) is None
+    with pytest.warns(PerfWarning, match="1 more traces were not finished"):
+        writer.close()
+    assert writer.saved_traces == []
+
+
+# Keeping and pruning
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(-1, [1, 2, 3]), (5, [1, 2, 3]), (2, [2, 3]), (1, [3]), (0, [])]
+)
+def test_the_latest_files_are_kept(make_writer, worker, tmp_path, keep, left):
+    """Uploaded files are removed, oldest first, until so many remain; the server has them all."""
+    server = Server()
+    writer = make_writer(targets=[Target(server)], num_traces_to_keep=keep)
+    paths = {batch: record(writer, batch) for batch in (1, 2, 3)}
+    assert worker.drain(PATIENCE)
+    assert files(tmp_path) == [f"run/traces/rank0.{batch}.json" for batch in left]
+    assert writer.saved_traces == [(Timestamp(batch=batch), [paths[batch]]) for batch in left]
+    assert len(server.files) == 3
+
+
+def test_only_uploaded_files_are_removed(make_writer, worker, tmp_path):
+    """A file whose upload failed for good outlives the newer ones that arrived."""
+    writer = make_writer(targets=[Target(Server(failures=1))], num_traces_to_keep=0, backoff=())
+    with pytest.warns(PerfWarning, match="not uploaded"):
+        after(worker, [record(writer, 1), record(writer, 2)])
+    assert files(tmp_path) == ["pending_uploads.jsonl", "run/traces/rank0.1.json"]
+
+
+def test_a_file_between_two_attempts_is_not_removed(make_writer, worker, tmp_path):
+    """Pruning after a newer file leaves one that still waits for its retry."""
+    server = Server(failures=1)
+    writer = make_writer(targets=[Target(server)], num_traces_to_keep=1, backoff=(3600.0,))
+    record(writer, 1)
+    record(writer, 2)
+    assert worker.call(lambda: files(tmp_path), PATIENCE) == [
+        "run/traces/rank0.1.json",
+        "run/traces/rank0.2.json",
+    ]
+    assert worker.close(PATIENCE)
+    assert len(server.files) == 2
+    assert files(tmp_path) == ["run/traces/rank0.2.json"]
+
+
+@pytest.mark.parametrize("changes", [{"remote_file_name": None, "targets": [Target(Server())]}, {}])
+def test_the_only_copy_is_never_removed(make_writer, worker, tmp_path, changes):
+    """Where nothing is uploaded, num_traces_to_keep=0 still leaves the latest file."""
+    writer = make_writer(num_traces_to_keep=0, **changes)
+    record(writer, 1)
+    record(writer, 2)
+    assert worker.drain(PATIENCE)
+    assert files(tmp_path) == ["run/traces/rank0.2.json"]
+    assert writer.saved_traces == []
+
+
+def test_saved_traces_are_listed_by_global_rank(make_writer, worker):
+    """This rank's path stands in its place, with None for the ranks that have their own lists."""
+    writer = make_writer(ranks=Ranks(global_rank=2, world_size=4))
+    written = record(writer, 7)
+    assert worker.drain(PATIENCE)
+    assert writer.saved_traces == [(Timestamp(batch=7), [None, None, written, None])]
+
+
+@pytest.mark.parametrize("value", [-2, 1.5, "3", None, True])
+def test_num_traces_to_keep_is_checked(make_writer, value):
+    """Anything but -1 and numbers of files is refused, with or before the writer."""
+    with pytest.raises(ConfigError, match="num_traces_to_keep"):
+        make_writer(num_traces_to_keep=value)
+    with pytest.raises(ConfigError, match="num_traces_to_keep"):
+        check_names("traces", "{batch}.json", None, value)
+
+
+@pytest.mark.parametrize("field", ["folder", "filename", "remote_file_name"])
+def test_format_strings_are_checked(make_writer, field):
+    """A bad format string is refused at construction, even if nothing would be uploaded."""
+    with pytest.raises(ConfigError, match=f"{field}='{{nonsense}}'"):
+        make_writer(**{field: "{nonsense}"})
+
+
+# Files that appear whole, and the list of pending uploads
+
+
+def test_a_file_is_copied_across_file_systems(tmp_path, monkeypatch):
+    """Where a rename cannot reach, the file is copied beside its target first, and then moved."""
+    source, target = tmp_path / "source", tmp_path / "new/target"
+    source.write_bytes(CONTENT)
+    rename = os.replace
+
+    def other_device(old, new):
+        if Path(old) == source:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "replace", other_device)
+    place(source, target)
+    assert files(tmp_path) == ["new/target"]
+    assert target.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("move", [compress, place])
+def test_a_move_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch, move):
+    """An error on the way, such as a full disk, leaves no half file and keeps the source."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(CONTENT)
+    target.write_bytes(b"old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        move(source, target)
+    assert files(tmp_path) == ["source", "target"]
+    assert (source.read_bytes(), target.read_bytes()) == (CONTENT, b"old")
+
+
+def test_a_place_that_is_taken_by_a_folder_is_an_error(tmp_path):
+    """Only a rename across file systems is turned into a copy; the source is kept."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "source").write_bytes(CONTENT)
+    with pytest.raises(IsADirectoryError):
+        place(tmp_path / "source", tmp_path / "target")
+    assert (tmp_path / "source").read_bytes() == CONTENT
+
+
+def test_the_list_of_pending_uploads_is_rewritten_whole(tmp_path):
+    """What is written is what is read, and an empty list leaves no file."""
+    entries = [PendingUpload(f"/{n}", "é", "run", "why", {"run_id": "x"}) for n in range(3)]
+    rewrite_pending(tmp_path, entries)
+    assert read_pending(tmp_path) == entries
+    rewrite_pending(tmp_path, entries[1:])
+    assert read_pending(tmp_path) == entries[1:]
+    rewrite_pending(tmp_path, [])
+    assert files(tmp_path) == []
+    assert read_pending(tmp_path) == []
+
+
+@pytest.mark.parametrize("line", ['{"path": "/a", "rem', '{"path": "/a"}', "[]", "7"])
+def test_a_line_cut_short_hides_no_other(tmp_path, line):
+    """A damaged line is told by its number, and the others are read."""
+    entry = PendingUpload("/0", "0", "run", "why")
+    rewrite_pending(tmp_path, [entry])
+    with (tmp_path / "pending_uploads.jsonl").open("a") as file:
+        file.write(line)
+    with pytest.warns(PerfWarning, match="line 2"):
+        assert read_pending(tmp_path) == [entry]

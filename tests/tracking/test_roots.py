@@ -1,0 +1,188 @@
+"""Where a run's files lie: fast development runs, nameless runs, and remote roots."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from helpers.small import Small, left_in, ours, trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_perf import PerfWarning, PyTorch, Timings
+from lightning_perf.traces import read_pending
+
+# Matplotlib's own; `pytest.warns` hands it on.
+pytestmark = pytest.mark.filterwarnings("ignore:Passing individual properties")
+
+
+class Named(CSVLogger):
+    """A logger of any name and version."""
+
+    def __init__(self, folder: Path, name: Any, version: Any) -> None:
+        super().__init__(folder)
+        self.told = name, version
+
+    @property
+    def name(self) -> str:
+        return str(self.told[0])
+
+    @property
+    def version(self) -> Any:
+        return self.told[1]
+
+    def save(self) -> None:
+        """Nothing, so that it may be made again."""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The system's folder for temporary files, empty."""
+    folder = tmp_path / "system"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def fit(root: Any, *more: Any, **options: Any) -> PyTorch:
+    profiler = PyTorch(schedule="first 1ba", **options.pop("profiler", {}))
+    options = {"log_every_n_steps": 4, "limit_train_batches": 4, **options}
+    trainer(root, profiler, Timings(), *more, **options).fit(Small())
+    return profiler
+
+
+def stored(under: str) -> list[str]:
+    """Names of the files in memory:// below a folder."""
+    found = fsspec.filesystem("memory").find(f"/{under}")
+    return sorted(name.removeprefix(f"/{under}/") for name in found)
+
+
+# Fast development runs
+
+
+def test_a_fast_development_run_leaves_nothing_and_may_be_repeated(
+    tmp_path: Path, in_tmp: Path, temporary: Path
+) -> None:
+    """Twice in one folder: no error, no file, in whatever folder."""
+    for _ in range(2):
+        fit(tmp_path / "runs", fast_dev_run=True, logger=True)
+    assert left_in(tmp_path) == left_in(in_tmp) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_fast_development_run_keeps_what_a_folder_was_given_for(
+    tmp_path: Path, temporary: Path
+) -> None:
+    """With `output_path_prefix` traces stay, and two runs do not share a folder."""
+    for _ in range(2):
+        fit(
+            tmp_path,
+            fast_dev_run=2,
+            logger=True,
+            profiler={"output_path_prefix": str(tmp_path / "given")},
+        )
+    found = [path.relative_to(tmp_path).parts for path in left_in(tmp_path / "given")]
+    traces = [parts for parts in found if parts[2:] == ("torch_traces", "rank0.1.pt.trace.json.gz")]
+    assert len({parts[1] for parts in traces}) == len(traces) == 2
+    assert all(parts[1].startswith("run-") for parts in traces)
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "folder"),
+    [("", "", "run-*"), ("", 3, "version_3"), ("", "v", "v"), ("exp", "", "run-*")],
+)
+def test_a_run_is_named_by_what_its_logger_tells(
+    tmp_path: Path, name: str, version: Any, folder: str
+) -> None:
+    """A logger without a name lends its version; one without a version cannot tell runs apart."""
+
+    fit(tmp_path, logger=Named(tmp_path / "csv", name, version))
+    assert list(tmp_path.glob(f"{folder}/torch_traces/rank0.1.pt.trace.json.gz"))
+    assert not (tmp_path / "-").exists()
+
+
+# Remote roots
+
+
+def test_files_go_to_a_remote_root(tmp_path: Path, in_tmp: Path, temporary: Path) -> None:
+    """Traces, pages and texts are in the store under a name of the run's own, and not here."""
+    fit("memory://roots/a", logger=CSVLogger("memory://roots/a", version=0))
+    names = stored("roots/a")
+    (run,) = {name.split("/")[0] for name in names} - {"lightning_logs"}
+    assert run.startswith("lightning_logs-version_0-")
+    for name in ("torch_traces/rank0.1.pt.trace.json.gz", "torch_traces/README.md",
+                 "timings/table.md", "timings/timings.html"):  # fmt: skip
+        assert f"{run}/{name}" in names
+    assert left_in(in_tmp) == left_in(tmp_path) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_remote_root_loses_nothing_to_a_second_run(tmp_path: Path) -> None:
+    """A restart into the same run gets numbers; with `overwrite` it replaces."""
+    for overwrite in (False, False, True):
+        fit(
+            "memory://roots/b",
+            logger=Named(tmp_path, "runs", 0),
+            profiler={"overwrite": overwrite},
+        )
+    names = [name.split("/", 1)[1] for name in stored("roots/b")]
+    assert [name for name in names if "README" not in name and "traces/" in name] == [
+        "torch_traces/rank0-2.1.pt.trace.json.gz",
+        "torch_traces/rank0.1.pt.trace.json.gz",
+    ]
+    assert names.count("torch_traces/README.md") == 1
+
+
+def test_what_a_remote_root_does_not_take_stays(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is listed, and a later upload brings it to its place."""
+    from lightning_perf.cli import main
+    from lightning_perf.traces import uploads
+
+    memory = type(fsspec.filesystem("memory"))
+    put = memory.put_file
+    monkeypatch.setattr(uploads.Delivery, "__init__", _hasty(uploads.Delivery.__init__))
+
+    def gone(*args: Any, **options: Any) -> None:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(memory, "put_file", gone)
+    with pytest.warns(PerfWarning, match="not uploaded") as caught:
+        fit("memory://roots/c", logger=False)
+    assert len(ours(caught)) == 2  # the first one, and how many came again
+    (root,) = temporary.iterdir()
+    listed = read_pending(root)
+    assert {Path(entry.path).is_file() for entry in listed} == {True}
+    monkeypatch.setattr(memory, "put_file", put)
+    with pytest.raises(SystemExit) as ended:
+        main(["upload", str(root)])
+    assert ended.value.code == 0
+    names = [name.split("/", 1)[1] for name in stored("roots/c")]
+    assert {"torch_traces/rank0.1.pt.trace.json.gz", "timings/table.md"} <= set(names)
+
+
+def _hasty(original: Any) -> Any:
+    """Without seconds between attempts."""
+
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args[:-1], (0.0,))
+
+    return init
+
+
+def test_a_store_that_cannot_be_used_is_told_in_one_line(in_tmp: Path) -> None:
+    """The warning names the URL, the reason and the folder that files go to instead."""
+    with pytest.warns(PerfWarning, match=r"nowhere://x has the protocol .* files are written to"):
+        fit("nowhere://x", logger=False, enable_checkpointing=False)
+    assert list(in_tmp.glob("run-*/torch_traces/rank0.1.pt.trace.json.gz"))
+
+
+def test_the_url_of_a_local_folder_is_that_folder(tmp_path: Path, in_tmp: Path) -> None:
+    """file:// makes no folder of that name."""
+    fit(f"file://{tmp_path}/local", logger=False)
+    assert list((tmp_path / "local").glob("run-*/torch_traces/rank0.1.pt.trace.json.gz"))
+    assert left_in(in_tmp) == []

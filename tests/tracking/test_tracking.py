@@ -1,0 +1,172 @@
+"""MLflow: a real server is written to, and one that is gone costs training nothing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import free_port
+from helpers.small import Records, Small, trainer
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from mlflow import MlflowClient
+
+from lightning_perf import Flops, PyTorch, SpeedMonitor
+from lightning_perf.background.worker import Worker
+from lightning_perf.tracking import metrics
+from lightning_perf.tracking.mlflow import MlflowRun, run_target
+
+
+def watched(folder: Path, logger: Any, **options: Any) -> Any:
+    run = trainer(
+        folder,
+        SpeedMonitor(window_size=4),
+        Flops(),
+        PyTorch(schedule="first 2ba"),
+        logger=logger,
+        **options,
+    )
+    run.fit(Small())
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["mlflow_server", "mlflow_database"])
+def test_a_run_is_read_back_from_mlflow(
+    tmp_path: Path, address: str, request: pytest.FixtureRequest
+) -> None:
+    """Metrics with their steps, the set-up as params, and the trace as an artifact."""
+    uri = request.getfixturevalue(address)
+    logger = MLFlowLogger("perf", run_name="a run/with a slash", tracking_uri=uri)
+    watched(tmp_path, logger)
+    client = MlflowClient(uri)
+    run = client.get_run(logger.run_id)
+    assert {"mfu", "batch_flops", "throughput/device/mfu", "time/total"} <= set(run.data.metrics)
+    assert [m.step for m in client.get_metric_history(logger.run_id, "mfu")] == [4, 9, 14]
+    assert run.data.params["lightning_perf/SpeedMonitor/window_size"] == "4"
+    assert run.data.params["lightning_perf/world_size"] == "1"
+    path = client.download_artifacts(
+        logger.run_id, "a run_with a slash/torch_traces/rank0.2.pt.trace.json.gz", str(tmp_path)
+    )
+    assert json.loads(gzip.decompress(Path(path).read_bytes()))["rank"] == 0
+
+
+@pytest.mark.slow
+def test_other_loggers_get_the_same_metrics(tmp_path: Path, mlflow_database: str) -> None:
+    """Each logger of the trainer is written to, at the same steps."""
+    records, csv = Records(), CSVLogger(tmp_path)
+    mlflow = MLFlowLogger("perf", tracking_uri=mlflow_database, prefix="left")
+    watched(tmp_path, [records, csv, mlflow])
+    stored = MlflowClient(mlflow_database).get_run(mlflow.run_id).data.metrics
+    assert {f"left-{key}" for key in records.keys} <= set(stored)
+    table = (Path(csv.log_dir) / "metrics.csv").read_text()
+    assert all(key in table.splitlines()[0] for key in records.keys)
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away_costs_one_warning_and_no_time(
+    tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing at the address any more, training is as fast, and the trace stays here."""
+    logger = MLFlowLogger("perf", tracking_uri=mlflow_database)
+    assert logger.run_id
+    monkeypatch.setattr(logger, "_tracking_uri", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(logger, "finalize", lambda status: None)
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = watched(tmp_path, logger)
+    assert run.global_step == 16
+    assert time.monotonic() - start < 30
+    told = [str(w.message) for w in caught if "lightning_perf" in str(w.message)]
+    assert sum("metrics wait" in text for text in told) == 1
+    assert sum("did not reach MLflow" in text for text in told) == 1
+    assert list(tmp_path.rglob("rank0.2.pt.trace.json.gz"))
+
+
+def test_metrics_wait_for_the_server_and_arrive(tmp_path: Path, mlflow_database: str) -> None:
+    """What a server did not take is sent once it does, in order, nothing twice."""
+    client = MlflowClient(mlflow_database)
+    experiment = client.create_experiment(f"retry-{time.time_ns()}")
+    run = MlflowRun(mlflow_database, client.create_run(experiment).info.run_id)
+    worker = Worker("test")
+    sink = metrics.MlflowMetrics(run, worker)
+    failures = 2
+
+    class Flaky(MlflowClient):
+        def log_batch(self, *args: Any, **kwargs: Any) -> None:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise ConnectionError("not now")
+            super().log_batch(*args, **kwargs)
+
+    sink._client = Flaky(mlflow_database)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(5):
+            sink.log({"x/y": float(step)}, step)
+            time.sleep(0.02)
+        deadline = time.monotonic() + 20
+        while worker.pending and time.monotonic() < deadline:
+            time.sleep(0.05)
+    worker.close(5)
+    history = client.get_metric_history(run.run_id, "x/y")
+    assert [(m.step, m.value) for m in history] == [(s, float(s)) for s in range(5)]
+
+
+@pytest.mark.slow
+def test_reports_share_calls(
+    tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports at every batch take few calls, whose time is training's, and all arrive."""
+    calls, send = [], MlflowClient.log_batch
+
+    def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **options: Any) -> None:
+        if metrics:
+            calls.append(len(metrics))
+        send(self, run_id, metrics, **options)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    # Lightning's own metrics aside: they go through another method.
+    logger = MLFlowLogger("shared", tracking_uri=mlflow_database)
+    run = trainer(tmp_path, Flops(schedule="1ba", peak_flops=1e9), logger=logger, max_epochs=12)
+    run.fit(Small())
+    client = MlflowClient(mlflow_database)
+    steps = [m.step for m in client.get_metric_history(logger.run_id, "batch_flops")]
+    assert steps == list(range(192))
+    # Hundreds of reports within a second or two: the first at once, the last at the end.
+    assert 2 <= len(calls) <= 12
+    assert sum(calls) > 1500
+
+
+@pytest.mark.parametrize(
+    ("key", "clean"),
+    [
+        ("throughput/device/mfu", "throughput/device/mfu"),
+        ("//a//b", "a/b"),
+        ("f(x)@1", "f_x_1"),
+        ("k" * 300, "k" * 250),
+    ],
+)
+def test_keys_are_made_such_that_mlflow_takes_them(key: str, clean: str) -> None:
+    """One refused key would lose every metric that is sent with it."""
+    assert metrics.clean_key(key) == clean
+
+
+def test_a_file_may_have_another_name_there(tmp_path: Path, mlflow_database: str) -> None:
+    """The remote name decides on folder and file name alike."""
+    client = MlflowClient(mlflow_database)
+    experiment = client.create_experiment(f"files-{time.time_ns()}")
+    run = MlflowRun(mlflow_database, client.create_run(experiment).info.run_id)
+    local = tmp_path / "here.txt"
+    local.write_text("content")
+    target = run_target(run)
+    target.send(local, "far/away/there.txt")
+    target.send(local, "here.txt")
+    assert [a.path for a in client.list_artifacts(run.run_id, "far/away")] == ["far/away/there.txt"]
+    assert "here.txt" in [a.path for a in client.list_artifacts(run.run_id)]
