@@ -1,0 +1,39 @@
+"""pytorch-forecasting: batches are nested dicts and tuples with None inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+from comparison import compare
+from torch import nn
+
+forecasting = pytest.importorskip("pytorch_forecasting")
+
+
+def test_a_temporal_fusion_transformer_trains_as_without_us(tmp_path: Path) -> None:
+    """Recurrence and attention in one: same weights, and the FLOPs of its LSTMs besides torch's."""
+    import pandas as pd
+
+    steps = np.tile(np.arange(60), 3)
+    frame = pd.DataFrame(
+        {"step": steps, "series": np.repeat(["a", "b", "c"], 60), "value": np.sin(steps / 5.0)}
+    )
+
+    def train(**options: Any) -> nn.Module:
+        data = forecasting.TimeSeriesDataSet(
+            frame, time_idx="step", target="value", group_ids=["series"],
+            max_encoder_length=12, max_prediction_length=4, time_varying_unknown_reals=["value"],
+        )  # fmt: skip
+        model = forecasting.TemporalFusionTransformer.from_dataset(
+            data, hidden_size=8, lstm_layers=1, hidden_continuous_size=8, log_interval=-1
+        )
+        trainer = L.Trainer(max_steps=8, enable_checkpointing=False, **options)
+        trainer.fit(model, data.to_dataloader(train=True, batch_size=16, num_workers=0))
+        return model
+
+    ours, torchs = compare(train, tmp_path)
+    print(ours, torchs)
