@@ -66,7 +66,9 @@ def logged(folder: Path) -> dict[str, float]:
     """The last value of each metric that a CSVLogger wrote below a folder."""
     (file,) = folder.rglob("metrics.csv")
     with file.open() as lines:
-        return {key: float(text) for row in csv.DictReader(lines) for key, text in row.items() if text}
+        return {
+            key: float(text) for row in csv.DictReader(lines) for key, text in row.items() if text
+        }
 
 
 def recorded(folder: Path) -> set[str]:

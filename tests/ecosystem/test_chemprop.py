@@ -11,7 +11,16 @@ from comparison import compare
 from torch import nn
 
 chemprop = pytest.importorskip("chemprop")
-MOLECULES = ["CCO", "c1ccccc1", "CC(=O)O", "CCN(CC)CC", "C1CCCCC1O", "CC(C)Cc1ccccc1", "O=C=O", "CN"]
+MOLECULES = [
+    "CCO",
+    "c1ccccc1",
+    "CC(=O)O",
+    "CCN(CC)CC",
+    "C1CCCCC1O",
+    "CC(C)Cc1ccccc1",
+    "O=C=O",
+    "CN",
+]
 
 
 def test_message_passing_trains_as_without_us(tmp_path: Path) -> None:
@@ -20,15 +29,17 @@ def test_message_passing_trains_as_without_us(tmp_path: Path) -> None:
 
     def train(**options: Any) -> nn.Module:
         points = [
-            data.MoleculeDatapoint.from_smi(text, [float(len(text))]) for text in MOLECULES * 4
+            data.MoleculeDatapoint.from_smi(text, [float(len(text))]) for text in MOLECULES * 8
         ]
         loader = data.build_dataloader(
             data.MoleculeDataset(points), batch_size=4, num_workers=0, seed=7
         )
         model = chemprop.models.MPNN(
-            parts.BondMessagePassing(d_h=32), parts.MeanAggregation(), parts.RegressionFFN(input_dim=32)
+            parts.BondMessagePassing(d_h=32),
+            parts.MeanAggregation(),
+            parts.RegressionFFN(input_dim=32),
         )
-        L.Trainer(max_steps=8, enable_checkpointing=False, **options).fit(model, loader)
+        L.Trainer(max_steps=40, enable_checkpointing=False, **options).fit(model, loader)
         return model
 
     ours, torchs = compare(train, tmp_path)
