@@ -54,9 +54,9 @@ class _Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # A test that failed in its setup or teardown stays failed.
-        if report.when == "call" or report.outcome != "passed":
-            if self.ends.get(report.nodeid) != "failed":
-                self.ends[report.nodeid] = report.outcome
+        failed_before = self.ends.get(report.nodeid) == "failed"
+        if not failed_before and (report.when == "call" or report.outcome != "passed"):
+            self.ends[report.nodeid] = report.outcome
 
     def pytest_sessionfinish(self) -> None:
         self.file.write_text(json.dumps(self.ends))
