@@ -42,7 +42,7 @@ def _lowest(requirements: list[str]) -> list[str]:
     return [
         f"{name}=={spec.version}"
         for name, spec in bounds
-        # Of an older torch pip has no CPU build.
+        # PyPI has an older torch for CUDA only.
         if spec.operator == ">=" and name != "torch"
     ]
 
@@ -91,7 +91,7 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def newest(session: nox.Session) -> None:
-    """Run the tests with the newest releases (but torch: newer ones have no CPU build)."""
+    """Run the tests with the newest releases (of torch, PyPI has newer ones for CUDA only)."""
     _run_tests(session, *UPGRADE)
 
 
@@ -114,6 +114,6 @@ def lightning_suite(session: nox.Session) -> None:
     LIGHTNING_SOURCE names a checkout of Lightning at the release that is to be installed.
     """
     source = Path(os.environ["LIGHTNING_SOURCE"]).resolve()
-    _install(session, "tests", "lightning_suite")
+    _install(session, "tests", "lightning-suite")
     script = ("tests/ecosystem/lightning_suite.py", str(source))
     session.run("python", *script, *session.posargs, env=TEST_ENV)
