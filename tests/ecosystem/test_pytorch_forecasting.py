@@ -29,7 +29,8 @@ def test_a_temporal_fusion_transformer_trains_as_without_us(tmp_path: Path) -> N
     def train(**options: Any) -> nn.Module:
         data = forecasting.TimeSeriesDataSet(
             frame, time_idx="step", target="value", group_ids=["series"],
-            max_encoder_length=PAST, max_prediction_length=FUTURE, time_varying_unknown_reals=["value"],
+            max_encoder_length=PAST, max_prediction_length=FUTURE,
+            time_varying_unknown_reals=["value"],
         )  # fmt: skip
         model = forecasting.TemporalFusionTransformer.from_dataset(
             data, hidden_size=HIDDEN, lstm_layers=1, hidden_continuous_size=HIDDEN, log_interval=-1
