@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import nox
+from packaging.requirements import Requirement
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 # Pins torch to a build that pip takes without several GB of CUDA.
 CONSTRAINTS = ("-c", "tests/constraints.txt")
 # Compiling all of torch takes a minute; of most modules, nothing is needed.
 QUICKLY = ("--no-compile",)
+UPGRADE = ("--upgrade", "--upgrade-strategy", "eager")
+TEST_ENV = {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+PYTHONS = nox.project.python_versions(PYPROJECT)
 
 nox.needs_version = ">=2024.10.9"
 # uv does not look where a machine keeps a CPU build of torch.
@@ -20,6 +27,24 @@ nox.options.sessions = ["tests", "lint", "types"]
 def _install(session: nox.Session, *groups: str, options: tuple[str, ...] = ()) -> None:
     wanted = (".", *nox.project.dependency_groups(PYPROJECT, *groups))
     session.install(*CONSTRAINTS, *options, *wanted)
+
+
+def _run_tests(session: nox.Session, *options: str) -> None:
+    """Run the tests against the built wheel."""
+    _install(session, "tests", options=options)
+    session.run("pytest", *(session.posargs or ("-n", "2")), env=TEST_ENV)
+
+
+def _lowest(requirements: list[str]) -> list[str]:
+    """Constraints that hold all requirements but torch at their lower bounds."""
+    parsed = [Requirement(each) for each in requirements]
+    bounds = [(each.name, spec) for each in parsed for spec in each.specifier]
+    return [
+        f"{name}=={spec.version}"
+        for name, spec in bounds
+        # PyPI has an older torch for CUDA only.
+        if spec.operator == ">=" and name != "torch"
+    ]
 
 
 @nox.session
@@ -35,10 +60,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests against the built wheel (what they cover: ``-- -n 2 --cov``)."""
-    _install(session, "tests")
-    env = {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    options = session.posargs or ("-n", "2")
-    session.run("pytest", *options, env=env)
+    _run_tests(session)
 
 
 @nox.session
@@ -54,3 +76,44 @@ def types(session: nox.Session) -> None:
     """Check the types with mypy, strictly."""
     _install(session, "types", options=QUICKLY)
     session.run("mypy")
+
+
+# Before a release.
+
+
+@nox.session(python=PYTHONS[0], default=False)
+def minimums(session: nox.Session) -> None:
+    """Run the tests with the lowest versions that pyproject.toml allows, on the oldest Python."""
+    lowest = Path(session.create_tmp(), "minimums.txt")
+    lowest.write_text("\n".join(_lowest(PYPROJECT["project"]["dependencies"])))
+    _run_tests(session, "-c", str(lowest))
+
+
+@nox.session(default=False)
+def newest(session: nox.Session) -> None:
+    """Run the tests with the newest releases (of torch, PyPI has newer ones for CUDA only)."""
+    _run_tests(session, *UPGRADE)
+
+
+# Named apart from `tests`, which has to run where there is one Python.
+for _python in PYTHONS:
+    nox.session(_run_tests, name=f"tests-{_python}", python=_python, default=False)
+
+
+@nox.session(default=False)
+def ecosystem(session: nox.Session) -> None:
+    """Train real packages with and without us: same weights, true FLOPs (``-- -k darts``)."""
+    _install(session, "tests", "ecosystem", options=UPGRADE)
+    session.run("pytest", "tests/ecosystem", *session.posargs, env=TEST_ENV)
+
+
+@nox.session(default=False)
+def lightning_suite(session: nox.Session) -> None:
+    """Run Lightning's own tests with our callbacks in every Trainer (``-- trainer callbacks``).
+
+    LIGHTNING_SOURCE names a checkout of Lightning at the release that is to be installed.
+    """
+    source = Path(os.environ["LIGHTNING_SOURCE"]).resolve()
+    _install(session, "tests", "lightning-suite")
+    script = ("tests/ecosystem/lightning_suite.py", str(source))
+    session.run("python", *script, *session.posargs, env=TEST_ENV)

@@ -16,6 +16,9 @@ import pytest
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
+#: What other sessions of nox run, with packages of their own.
+collect_ignore = ["ecosystem"]
+
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -134,7 +134,9 @@ def test_is_written_in_yaml(schedule):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--schedule", type=Schedule | str | None)
     config = parser.parse_object({"schedule": written(schedule)})
-    assert parser.instantiate(config).schedule == schedule
+    # The name until jsonargparse 4.48, and since.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    assert instantiate(config).schedule == schedule
 
 
 @pytest.mark.parametrize(

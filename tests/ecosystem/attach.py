@@ -1,0 +1,62 @@
+"""A pytest plugin: with ``--attach`` every Trainer that a test makes has our callbacks.
+
+``--outcomes FILE`` writes how each test ended, to compare a run with one without us.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--attach", action="store_true", help="give every Trainer our callbacks")
+    parser.addoption("--outcomes", type=Path, help="a JSON file of how each test ended")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--attach"):
+        _attach()
+    # Workers of xdist report to the process that started them.
+    if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Outcomes(config.getoption("--outcomes").resolve()))
+
+
+def _suite() -> Suite:
+    # With a peak given, no test waits until that of this machine is measured.
+    peak = 1e12
+    speed = SpeedMonitor(window_size=2, gpu_flops_available=peak)
+    return Suite([speed, Flops("1ba", peak_flops=peak), Timings(), SystemMetrics()])
+
+
+def _attach() -> None:
+    make = pl.Trainer.__init__
+
+    @wraps(make)
+    def make_with_us(self: pl.Trainer, *args: Any, callbacks: Any = None, **options: Any) -> None:
+        theirs = [callbacks] if isinstance(callbacks, pl.Callback) else callbacks or []
+        make(self, *args, callbacks=[*theirs, _suite()], **options)
+
+    pl.Trainer.__init__ = make_with_us
+
+
+class _Outcomes:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.ends: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # A test that failed in its setup or teardown stays failed.
+        failed_before = self.ends.get(report.nodeid) == "failed"
+        if not failed_before and (report.when == "call" or report.outcome != "passed"):
+            self.ends[report.nodeid] = report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        self.file.write_text(json.dumps(self.ends))

@@ -1,0 +1,64 @@
+"""transformers: a language model with random weights, in a module of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from comparison import compare
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+transformers = pytest.importorskip("transformers")
+VOCABULARY, LENGTH, BATCH, LAYERS, WIDTH = 128, 32, 4, 2, 32
+
+
+class Finetuned(L.LightningModule):
+    """A model of transformers, on batches as its collators make them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": LENGTH,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_language_models_train_as_without_us(tmp_path: Path, kind: str, attention: str) -> None:
+    """Same weights; torch's FLOPs, and what its counter leaves out of SDPA on a CPU."""
+    tokens = torch.randint(
+        VOCABULARY, (8 * BATCH, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def train(**options: Any) -> nn.Module:
+        auto = (
+            transformers.AutoModelForMaskedLM
+            if kind == "bert"
+            else transformers.AutoModelForCausalLM
+        )
+        config = transformers.AutoConfig.for_model(kind, **SIZES)
+        module = Finetuned(auto.from_config(config, attn_implementation=attention))
+        trainer = L.Trainer(max_steps=8, enable_checkpointing=False, **options)
+        trainer.fit(module, DataLoader(rows, batch_size=BATCH, shuffle=True))
+        return module
+
+    ours, torchs = compare(train, tmp_path)
+    # The one without dropout has a kernel of its own: two products forward and four backward.
+    fused = kind == "llama" and attention == "sdpa"
+    assert ours - torchs == (LAYERS * 6 * 2 * BATCH * LENGTH**2 * WIDTH if fused else 0)
