@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_perf.core.progress import Timestamp as Timestamp
     from lightning_perf.core.time import Time as Time
     from lightning_perf.core.time import TimeUnit as TimeUnit
+    from lightning_perf.core.window import Window as Window
     from lightning_perf.errors import ConfigError as ConfigError
     from lightning_perf.errors import PerfWarning as PerfWarning
     from lightning_perf.errors import RecorderBusy as RecorderBusy
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_perf.profilers.memray import Memray as Memray
     from lightning_perf.profilers.pytorch import PyTorch as PyTorch
     from lightning_perf.profilers.viztracer import VizTracer as VizTracer
+    from lightning_perf.run.window_callback import WindowCallback as WindowCallback
     from lightning_perf.schedule import All as All
     from lightning_perf.schedule import Always as Always
     from lightning_perf.schedule import AnyOf as AnyOf
@@ -51,12 +53,14 @@ _HOMES = {
     "callbacks.suite": ["Suite"],
     "callbacks.system_metrics": ["SystemMetrics"],
     "callbacks.timings": ["Timings"],
+    "core.window": ["Window"],
     "errors": ["ConfigError", "PerfWarning", "RecorderBusy"],
     "profilers.memory_snapshot": ["MemorySnapshot"],
     "profilers.memray": ["Memray"],
     "profilers.base": ["Profiler"],
     "profilers.pytorch": ["PyTorch"],
     "profilers.viztracer": ["VizTracer"],
+    "run.window_callback": ["WindowCallback"],
     "schedule": [
         "All", "Always", "AnyOf", "At", "Cyclic", "Elapsed", "Every", "Fixed", "GlobalRank",
         "HasTag", "LocalRank", "Never", "Not", "OnSignal", "OnSlowBatch", "Schedule", "Stages",

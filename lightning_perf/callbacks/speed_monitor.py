@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_perf.core.metrics import SECONDS_PER_UNIT, RollingWindow, Work, elapsed, throughput
-from lightning_perf.core.reduce import Rows, min_over_ranks, sum_of_rates
+from lightning_perf.core.metrics import SECONDS_PER_UNIT, elapsed, throughput
 from lightning_perf.core.remaining import RemainingTime
+from lightning_perf.core.window import Window
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak
-from lightning_perf.run.callback import PerfCallback, Report
+from lightning_perf.run.window_callback import WindowCallback
 
 if TYPE_CHECKING:
-    from lightning_perf.run.callback import BatchRecord
+    from lightning_perf.run.batches import BatchRecord
     from lightning_perf.run.context import RunContext
 
 
-class SpeedMonitor(PerfCallback):
+class SpeedMonitor(WindowCallback):
     """Logs throughput and utilization, with the keys of Composer's SpeedMonitor.
 
     ``throughput/{batches,samples,tokens,flops}_per_sec`` over all ranks, the same under
@@ -56,8 +56,6 @@ class SpeedMonitor(PerfCallback):
         >>> trainer = L.Trainer(callbacks=[SpeedMonitor(window_size=10)], logger=False)
     """
 
-    reports = True
-
     def __init__(
         self,
         window_size: int = 100,
@@ -88,19 +86,28 @@ class SpeedMonitor(PerfCallback):
         if get_num_tokens_in_batch is not None:
             self.get_num_tokens_in_batch = get_num_tokens_in_batch
         self.num_samples = num_samples
-        #: What was reported last, by key.
-        self.metrics: dict[str, float] = {}
-        self._windows: dict[str, RollingWindow] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._remaining: RemainingTime | None = None
 
     @override
     def prepare(self, context: RunContext) -> None:
-        self._windows, self._told = {}, set()
+        self._reported, self._remaining = set(), None
         context.meter.require(self.gpu_flops_available, "gpu_flops_available")
+        rolling = context.batches.rolling(self.window_size)
+        self._prefix = f"rolling_{self.window_size}"
+        context.windows.offer(self._prefix, lambda: rolling)
+        self.columns = (
+            f"{self._prefix}/*",
+            "batch/seconds",
+            "progress/total_seconds",
+            "progress/validation_seconds",
+        )
+        context.batches.listeners.append(self._watch_pace)
+        super().prepare(context)
 
     @override
     def on_start(self, context: RunContext) -> None:
+        super().on_start(context)
         progress = context.progress
         if context.stage == "train":
             validations, start = progress.stages["validate"].epoch, context.timestamp
@@ -109,59 +116,37 @@ class SpeedMonitor(PerfCallback):
             batch = progress.stages["train"].batch
             self._remaining.validation_begins(batch, progress.validation_seconds)
 
-    @override
-    def after_batches(self, context: RunContext, batches: Sequence[BatchRecord]) -> None:
-        window = self._windows.get(context.stage)
-        if window is None:
-            window = self._windows[context.stage] = RollingWindow(self.window_size)
-        remaining = self._remaining if context.stage == "train" else None
-        for seconds, samples, tokens, work, slowed, first in batches:
-            if slowed or first:
-                continue
-            flops, ideal = (None, 0.0) if work is None else (work.total, work.ideal_seconds)
-            window.add(seconds, samples, tokens, flops, ideal)
-            if remaining is not None:
-                remaining.add(seconds)
+    def _watch_pace(self, stage: str, records: Sequence[BatchRecord]) -> None:
+        if stage == "train" and self._remaining is not None:
+            for seconds, _, _, _, slowed, first in records:
+                if not (slowed or first):
+                    self._remaining.add(seconds)
 
     @override
-    def due(self, context: RunContext, at_end: bool) -> bool:
-        return at_end or context.report_due
+    def on_window(self, window: Window) -> Mapping[str, float] | None:
+        prefix, stage = f"{self._prefix}/", window.stage
+        batches = window.least(f"{prefix}batch/count")
+        full = batches >= self.window_size
+        if window.at_end:
+            if not batches or (stage == "train" and stage in self._reported):
+                return None
+            full = True
+        found = self._times(window)
+        if full:
+            self._reported.add(stage)
+            found |= throughput(window, prefix)
+            if self._context is not None:
+                self._context.meter.peaks.warn_if_above_peak(found.get("throughput/device/mfu", 0))
+        return found
 
-    @override
-    def collect(self, context: RunContext, at_end: bool) -> Report:
-        window = self._windows.get(context.stage)
-        work = window.work() if window is not None else Work()
-        return Report(work, context.stage, context.step, at_end, self._times(context, at_end))
-
-    @override
-    def publish(self, context: RunContext, report: Report, rows: Rows) -> None:
-        stage = report.stage
-        found = dict(report.own)
-        least = Work(*min_over_ranks(rows))
-        if self._worth_telling(report, least):
-            self._told.add(stage)
-            found |= throughput(Work(*sum_of_rates(rows)), least, len(rows))
-            context.meter.peaks.warn_if_above_peak(found.get("throughput/device/mfu", 0.0))
-        elif report.at_end:
-            return
-        prefix = "" if stage == "train" else f"{stage}/"
-        self.metrics = {prefix + key: value for key, value in found.items()}
-        context.log(self.metrics, report.step)
-
-    def _worth_telling(self, report: Report, least: Work) -> bool:
-        """Whether the windows are full on all ranks, or will not be any more."""
-        if report.at_end:
-            done = report.stage == "train" and "train" in self._told
-            return not done and least.batches > 0
-        return least.batches >= self.window_size
-
-    def _times(self, context: RunContext, at_end: bool) -> dict[str, float]:
-        each, spent = SECONDS_PER_UNIT[self.time_unit], context.counters.total_wct
-        if context.stage != "train":
+    def _times(self, window: Window) -> dict[str, float]:
+        each, spent = SECONDS_PER_UNIT[self.time_unit], window.own("progress/total_seconds")
+        if window.stage != "train":
             return {"time/total": spent / each}
-        validation = context.progress.validation_seconds
-        times = elapsed(spent, validation, self.time_unit)
-        left = None
-        if self._remaining is not None and not at_end:
-            left = self._remaining.seconds(context.timestamp, validation)
-        return times if left is None else times | {"time/remaining_estimate": left / each}
+        validation = window.own("progress/validation_seconds")
+        found = elapsed(spent, validation, self.time_unit)
+        if self._remaining is not None and not window.at_end:
+            left = self._remaining.seconds(window.last, validation)
+            if left is not None:
+                found["time/remaining_estimate"] = left / each
+        return found

@@ -97,14 +97,10 @@ class Suite(PerfCallback):
             part.detach()
 
     @override
-    def _give_up(self, verb: str, error: Exception) -> None:
-        super()._give_up(verb, error)
+    def disable(self, method: str, error: Exception) -> None:
+        super().disable(method, error)
         for part in self.parts:
-            part._given_up = True
-
-    def _each(self, verb: str, *args: Any, reraise: bool = False) -> None:
-        for part in self.callbacks:
-            part.call(verb, *args, reraise=reraise)
+            part._disabled = True
 
     @override
     def prepare(self, context: RunContext) -> None:
@@ -114,15 +110,18 @@ class Suite(PerfCallback):
 
     @override
     def on_start(self, context: RunContext) -> None:
-        self._each("on_start", context, reraise=not context.nested)
+        for part in self.callbacks:
+            part.call(part.on_start, context, reraise=not context.nested)
 
     @override
     def on_end(self, context: RunContext) -> None:
-        self._each("on_end", context)
+        for part in self.callbacks:
+            part.call(part.on_end, context)
 
     @override
     def close(self, context: RunContext, reason: str) -> None:
-        self._each("close", context, reason)
+        for part in self.callbacks:
+            part.call(part.close, context, reason)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each part by its key."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-from math import ceil, isfinite, nan
+from collections.abc import Mapping, Sequence
+from math import ceil, isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
 from typing_extensions import override
 
-from lightning_perf.core.reduce import Rows
 from lightning_perf.core.time import Time, TimeUnit
-from lightning_perf.errors import ConfigError, describe, warn
-from lightning_perf.run.callback import PerfCallback, Report
-from lightning_perf.run.hardware import CUDA_MEMORY, cuda_memory, gigabytes
-from lightning_perf.system import pack, unpack
+from lightning_perf.core.window import Window
+from lightning_perf.errors import ConfigError
+from lightning_perf.run.hardware import HOST_MEMORY
+from lightning_perf.run.window_callback import WindowCallback
+from lightning_perf.system import gpu_key
 
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
-    from lightning_perf.system import Sampler
 
 _SHORTEST = 0.1
 #: Parts of a second, which a `Time` does not have: how many make one.
@@ -32,13 +31,8 @@ _PATIENCE = 0.5
 #: and for the loggers, whose number of metrics it is.
 _AT_ONCE = 8
 
-# What a rank sends: its node, its process, its memory, and, where it samples, the node's figures.
-_HOST_MEMORY = ("rss", "peak_rss")
-_MEMORY = (*_HOST_MEMORY, *CUDA_MEMORY)
-_FIGURES = 2 + len(_MEMORY)
 
-
-class SystemMetrics(PerfCallback):
+class SystemMetrics(WindowCallback):
     """Logs what each node and its GPUs do, averaged since the last report.
 
     ``system/node_{n}/...`` has Determined's metrics of a machine, and more of CPU, swap and the
@@ -69,92 +63,90 @@ class SystemMetrics(PerfCallback):
         >>> trainer = L.Trainer(callbacks=[SystemMetrics(interval="5s")], logger=False)
     """
 
-    reports = True
+    columns = ("system/*", "memory/*")
+    prefixes_stage = False
 
     def __init__(self, interval: float | str = "1s") -> None:
         super().__init__()
         self.interval = interval
         self._seconds = _seconds(interval)
-        #: What was reported last, by key; on rank 0.
-        self.metrics: dict[str, float] = {}
-        self._told = False
-        self._step = -1
-        self._allocator = True
+        self._sampled = False
+        self._memory_step = -1
         self._reports, self._turns = 0, 1
+        # By rank, the totals of its node at the last report that had it.
+        self._before: dict[int, Sequence[float]] = {}
 
     @override
     def prepare(self, context: RunContext) -> None:
-        self._step, self._allocator, self._reports = -1, True, 0
+        self._memory_step, self._reports, self._before = -1, 0, {}
         nodes = context.ranks.world_size // max(context.ranks.local_world_size, 1)
         self._turns = ceil(nodes / _AT_ONCE) or 1
         if context.sampler is not None:
             context.sampler.subscribe(self.state_key, self._seconds)
+        super().prepare(context)
 
     @override
     def close(self, context: RunContext, reason: str) -> None:
+        super().close(context, reason)
         if context.sampler is not None:
             context.sampler.unsubscribe(self.state_key)
 
     @override
     def on_start(self, context: RunContext) -> None:
+        super().on_start(context)
         if not context.nested:
-            self._told = False
+            self._sampled = False
 
     @override
-    def due(self, context: RunContext, at_end: bool) -> bool:
-        return not context.nested and (at_end or context.report_due)
+    def window_due(self, context: RunContext, at_end: bool) -> bool:
+        if context.nested:
+            return False
+        if at_end and not self._sampled and context.sampler is not None:
+            context.sampler.refresh(_PATIENCE)
+        return super().window_due(context, at_end)
 
     @override
-    def collect(self, context: RunContext, at_end: bool) -> Report:
-        turn = at_end or self._reports % self._turns == context.ranks.node_rank % self._turns
-        sampler = context.sampler if turn else None
-        figures = self._take(sampler, at_end) if sampler is not None else {}
+    def on_window(self, window: Window) -> Mapping[str, float]:
+        nodes = window["memory/node_rank"].astype(int).tolist()
+        pids = window["memory/pid"].astype(int).tolist()
+        if self._context is not None and self._context.sampler is not None:
+            here = nodes[window.rank]
+            found = {pid for pid, node in zip(pids, nodes, strict=True) if node == here}
+            self._context.sampler.processes.update(found)
+        if window.rank != 0:
+            return {}
+        # The end of a stage right after a report has the same memory at the same step.
+        metrics = _memory(window) if window.step != self._memory_step else {}
+        self._memory_step = window.step if "memory/rss" in metrics else -1
+        for rank, node in enumerate(nodes):
+            if window.at_end or self._reports % self._turns == node % self._turns:
+                means = self._means(window, rank)
+                self._sampled = self._sampled or bool(means)
+                metrics |= {f"system/node_{node}/{name}": mean for name, mean in means.items()}
         self._reports += 1
-        memory = self._memory(context)
-        held = (memory.get(name, nan) for name in _MEMORY)
-        values = [context.ranks.node_rank, os.getpid(), *held, *pack(figures)]
-        again = context.step == self._step
-        # A report before the first sample has not told all of it.
-        self._step = context.step if "rss" in memory else -1
-        return Report(values, context.stage, context.step, at_end, {"again": again})
+        return metrics
 
-    @override
-    def publish(self, context: RunContext, report: Report, rows: Rows) -> None:
-        if context.sampler is not None:
-            here = context.ranks.node_rank
-            context.sampler.processes.update(int(pid) for pid in rows[rows[:, 0] == here, 1])
-        if context.ranks.global_rank != 0:
-            return
-        # An end right after a report has the same memory at the same step.
-        found = {} if report.own["again"] else _over_ranks(rows[:, 2:_FIGURES])
-        figures = rows[:, _FIGURES:]
-        for row in rows[np.isfinite(figures).any(1)].tolist() if figures.size else ():
-            node = f"system/node_{row[0]:.0f}"
-            found |= {f"{node}/{name}": value for name, value in unpack(row[_FIGURES:]).items()}
-        if found:
-            self.metrics = found
-            context.log(found, report.step)
-
-    def _take(self, sampler: Sampler, at_end: bool) -> dict[str, float]:
-        if at_end and not self._told:
-            sampler.refresh(_PATIENCE)
-        figures = sampler.take(self.state_key)
-        self._told = self._told or bool(figures)
-        return figures
-
-    def _memory(self, context: RunContext) -> dict[str, float]:
-        """What this rank's allocator holds and, where it samples, the processes of its node."""
-        latest = context.sampler.latest if context.sampler is not None else {}
-        found = {name: latest.get(f"process_{name}") for name in _HOST_MEMORY}
-        host = {name: gigabytes(each) for name, each in found.items() if each is not None}
-        try:
-            return host | (
-                cuda_memory(context.trainer.strategy.root_device) if self._allocator else {}
-            )
-        except RuntimeError as error:  # an allocator of the user's that keeps no statistics
-            self._allocator = False
-            warn(f"CUDA's allocator is not measured ({describe(error)}).")
-            return host
+    def _means(self, window: Window, rank: int) -> dict[str, float]:
+        """Means over time of one rank's sensors, since the last report that had them."""
+        now = window.totals[rank]
+        before = self._before.get(rank)
+        self._before[rank] = now
+        found: dict[str, float] = {}
+        columns = window.columns
+        for column, position in columns.items():
+            weight = columns.get(f"{column}/seconds")
+            if weight is None:
+                continue
+            seconds, value = now[weight], now[position]
+            if before is not None:
+                seconds, value = seconds - before[weight], value - before[position]
+            if seconds > 0:
+                name = column.removeprefix("system/")
+                slot, slash, figure = name.partition("/")
+                if slash:
+                    name = f"{gpu_key(now[columns[f'system/{slot}']])}/{figure}"
+                found[name] = float(value / seconds)
+        return found
 
 
 def _seconds(interval: object) -> float:
@@ -183,15 +175,16 @@ def _clock_time(interval: str, example: str) -> float:
     return time.value
 
 
-def _over_ranks(ranks: Rows) -> dict[str, float]:
-    """Rank 0's memory, and the largest of what several ranks know of themselves."""
-    own = dict(zip(_MEMORY, ranks[0].tolist(), strict=True))
-    found = {f"memory/{name}": value for name, value in own.items() if isfinite(value)}
-    if len(ranks) > 1:
-        most = dict(zip(_MEMORY, np.fmax.reduce(ranks).tolist(), strict=True))
-        found |= {
-            f"memory/max_over_ranks/{name}": value
-            for name, value in most.items()
-            if isfinite(own[name]) and name not in _HOST_MEMORY
-        }
+def _memory(window: Window) -> dict[str, float]:
+    """Rank 0's memory, and with several ranks the most that any allocator holds."""
+    found = {}
+    for column in window.columns:
+        group, _, name = column.partition("/")
+        if group != "memory" or name in ("node_rank", "pid"):
+            continue
+        own = window.own(column)
+        if isfinite(own):
+            found[column] = own
+            if window.world_size > 1 and name not in HOST_MEMORY:
+                found[f"memory/max_over_ranks/{name}"] = float(np.nanmax(window[column]))
     return found

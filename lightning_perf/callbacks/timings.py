@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +11,11 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from lightning_perf.charts import stacked_html, stacked_png
-from lightning_perf.core.reduce import Rows, over_ranks
+from lightning_perf.core.window import Window
 from lightning_perf.errors import describe, warn
 from lightning_perf.run import artifacts
-from lightning_perf.run.callback import PerfCallback, Report
-from lightning_perf.run.windows import ReportTrigger
-from lightning_perf.schedule import Schedule, as_schedule
+from lightning_perf.run.window_callback import WindowCallback
+from lightning_perf.schedule import Schedule
 from lightning_perf.timing.totals import CATEGORIES, History, Share, Totals, as_markdown, folded
 
 if TYPE_CHECKING:
@@ -26,33 +23,13 @@ if TYPE_CHECKING:
 
 _RUN_FOLDER = "{run_name}"
 _FOLDER = f"{_RUN_FOLDER}/timings"
+#: Seconds that the files of a run wait for its last window.
+_LAST_WINDOW_TIMEOUT = 10.0
+#: Categories whose actions the table names.
 _TABLED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
-#: What the device's own clock tells apart; it has no waiting for data but for the last.
-_DEVICE = {
-    "to_device": "device/to_device",
-    "forward": "device/forward",
-    "backward": "device/backward",
-    "optimizer_step": "device/optimizer_step",
-    "other": "device/other",
-    "dataloader_next": "exposed_input",
-}
-#: What a rank sends, in this order, in seconds a batch; then the number of batches.
-_SENT = (*CATEGORIES, "train_batch", *_DEVICE.values())
 
 
-@dataclass(slots=True)
-class _Window:
-    """What has come since a report."""
-
-    since: Totals
-    batch: int
-    #: Where the report before began, for what comes after the last batch.
-    before: _Window | None = None
-    #: Whether what has come since was logged already.
-    logged: bool = False
-
-
-class Timings(PerfCallback):
+class Timings(WindowCallback):
     """Logs where every second goes, in seconds a batch, with the keys of Determined's timings.
 
     ``timings/{dataloader_next,to_device,forward,backward,optimizer_step,step_lr_schedulers,
@@ -86,107 +63,72 @@ class Timings(PerfCallback):
         >>> trainer = L.Trainer(callbacks=[Timings(schedule="every 100ba")], logger=False)
     """
 
-    reports = True
+    columns = ("timings/*", "progress/batches")
 
     def __init__(self, schedule: Schedule | str | None = None) -> None:
-        super().__init__()
-        self.schedule = None if schedule is None else as_schedule(schedule)
-        self._trigger = None if self.schedule is None else ReportTrigger(self.schedule)
-        #: What was reported last, by key; at the end of a run with what came after it.
-        self.metrics: dict[str, float] = {}
-        #: What callbacks, loggers and checkpoints cost, once the run is over.
+        super().__init__(schedule)
+        #: What callbacks, loggers and checkpoints cost; complete when the run has ended.
         self.table: list[Share] = []
-        self._listens = False
-        self._windows: dict[str, _Window] = {}
         self._history = History()
         self._stage = ""
-        self._began = _Window(Totals({}), 0)
+        self._started = (Totals({}), 0)
+        self._active = False
 
     @property
     def rows(self) -> Sequence[tuple[int, Mapping[str, float]]]:
-        """Of each report its step and the seconds a batch by category, for charts.
+        """Step and seconds per batch by category of each report, for charts.
 
         Of the stage that the run is about; neighbours are merged where there are many.
         """
         return self._history.rows
 
-    @property
-    @override
-    def quiet_until(self) -> float:
-        return math.inf if self._trigger is None else self._trigger.quiet_until
-
     @override
     def prepare(self, context: RunContext) -> None:
-        self._windows, self._history, self.table, self._stage = {}, History(), [], ""
-        if self._trigger is not None:
-            self._trigger.setup(context)
-        context.spans.require()
-        self._listens = True
+        self._history, self.table, self._stage = History(), [], ""
+        super().prepare(context)
+        self._active = True
 
     @override
     def on_start(self, context: RunContext) -> None:
-        totals = context.spans.totals
+        super().on_start(context)
         if not self._stage:
-            self._stage, self._began = context.stage, _Window(totals, context.counters.batch)
-        self._windows[context.stage] = _Window(totals, context.counters.batch)
-        if self._trigger is not None and not context.nested:
-            self._trigger.start(context)
+            self._stage = context.stage
+            self._started = context.spans.totals, context.counters.batch
 
     @override
-    def due(self, context: RunContext, at_end: bool) -> bool:
-        if at_end or context.nested:
-            return at_end
-        return context.report_due if self._trigger is None else self._trigger.due(context)
-
-    @override
-    def collect(self, context: RunContext, at_end: bool) -> Report:
-        now, stage = context.spans.totals, context.stage
-        window, batch = self._windows[stage], context.counters.batch
-        again = batch == window.batch and window.before is not None
-        if again and window.before is not None:
-            window = window.before
-        batches = batch - window.batch
-        wanted = at_end or self._trigger is None or self._trigger.consume_request()
-        own = {"wanted": wanted, "again": again, "logged": again and window.logged}
-        values = _per_batch(now - window.since, stage, batches) if batches else ()
-        before = _Window(window.since, window.batch, logged=wanted or window.logged)
-        self._windows[stage] = _Window(now, batch, before)
-        return Report(values, stage, context.step, at_end, own)
-
-    @override
-    def publish(self, context: RunContext, report: Report, rows: Rows) -> None:
-        found = over_ranks(_SENT, rows)
-        if report.stage == self._stage:
+    def on_window(self, window: Window) -> Mapping[str, float] | None:
+        if not window.batches:
+            self._add_tail(window)
+            return None
+        found = seconds_per_batch(window)
+        if window.stage == self._stage:
             seconds = {key: found[key] for key in CATEGORIES}
-            if report.own["again"]:
-                self._history.extend(seconds)
-            else:
-                batches = float(rows[context.ranks.global_rank, len(_SENT)])
-                self._history.add(report.step, batches, seconds)
-        wanted, logged = report.own["wanted"], report.own["logged"]
-        if wanted:
-            prefix = "timings/" if report.stage == "train" else f"{report.stage}/timings/"
-            self.metrics = {prefix + key: value for key, value in found.items()}
-            # What came after a report does not replace its point: the step would show it twice.
-            if not logged:
-                context.log(self.metrics, report.step)
+            self._history.add(window.step, window.own("progress/batches"), seconds)
+        return {f"timings/{key}": value for key, value in found.items()}
+
+    def _add_tail(self, window: Window) -> None:
+        """Add what came after the last report's last batch, which belongs to no later batch."""
+        last = self._history.last
+        if last is None or window.stage != self._stage:
+            return
+        each = {key: window.mean(f"timings/{key}") / last.batches for key in CATEGORIES}
+        seconds = {key: last.seconds[key] / last.batches + each[key] for key in CATEGORIES}
+        self._history.extend(seconds)
+        prefix = "" if window.stage == "train" else f"{window.stage}/"
+        self.metrics |= {f"{prefix}timings/{key}": value for key, value in seconds.items()}
 
     @override
     def close(self, context: RunContext, reason: str) -> None:
-        if self._trigger is not None:
-            self._trigger.close()
-        if not self._listens:
+        super().close(context, reason)
+        if not self._active or not self._stage or reason == "failure":
             return
-        self._listens = False
-        run = context.spans.totals - self._began.since
-        context.spans.release()
-        if not self._stage or reason == "failure":
-            return
-        self.table = run.table(_TABLED)
-        batches = context.progress.timestamp(self._stage).batch - self._began.batch
+        self._active = False
+        since, batch = self._started
+        self.table = (context.spans.totals - since).table(_TABLED)
+        batches = context.progress.timestamp(self._stage).batch - batch
         if batches and context.ranks.global_rank == 0:
             if reason != "exception":
-                context.exchange.finish()  # the last report is to be in the files
+                context.windows.finish(_LAST_WINDOW_TIMEOUT)
             self._leave_files(context, batches)
 
     def _leave_files(self, context: RunContext, batches: int) -> None:
@@ -224,13 +166,35 @@ def _write(text: str, path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _per_batch(spent: Totals, stage: str, batches: int) -> list[float]:
-    """What one rank sends."""
-    values = [seconds / batches for seconds in spent.by_category(stage).values()]
-    values.append(spent.train_batch / batches if stage == "train" else math.nan)
-    device = {a.category: cost for a, cost in spent.device.items() if a.stage == stage}
-    ended = device["other"].calls if "other" in device else 0
-    for name in _DEVICE:
-        known = ended and name in device
-        values.append(device[name].seconds / ended if known else math.nan)
-    return [*values, float(batches)]
+def seconds_per_batch(window: Window) -> dict[str, float]:
+    """Mean seconds per batch by category, and with several ranks how these differ.
+
+    Args:
+        window: Holds the columns ``timings/...`` and ``progress/batches``.
+
+    Returns:
+        ``NAME`` and, with several ranks, ``NAME/min``, ``/median``, ``/max`` and
+        ``/slowest_rank``; without what some rank does not know.
+    """
+    found: dict[str, float] = {}
+    for column in window.columns:
+        name = column.removeprefix("timings/")
+        if name in ("progress/batches", "device/batches"):
+            continue
+        if name == "train_batch" and window.stage != "train":
+            continue
+        per = "progress/batches"
+        if name.startswith("device/") or name == "exposed_input":
+            per = "timings/device/batches"
+            if window.least(per) <= 0 or window.least(column) <= 0:
+                continue  # the device was not measured, or this was not
+        found[name] = window.rate(column, per) / window.world_size
+        if window.world_size > 1:
+            spread = window.spread(column, per)
+            found |= {
+                f"{name}/min": spread.min,
+                f"{name}/median": spread.median,
+                f"{name}/max": spread.max,
+                f"{name}/slowest_rank": float(spread.worst_rank),
+            }
+    return found

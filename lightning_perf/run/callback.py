@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import math
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 
@@ -16,140 +14,17 @@ from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_crede
 from lightning_perf.run.context import RunContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.core.reduce import Rows
-    from lightning_perf.run.flop_meter import BatchCost
     from lightning_perf.run.stages import Progress
-
-    #: What came of one batch: seconds, samples and tokens (None where they cannot be told), FLOPs
-    #: (None where they are not known), whether it took longer because these were counted, and
-    #: whether it was the first of its stage. A plain tuple, since one is made of every batch.
-    BatchRecord = tuple[float, int | None, int | None, BatchCost | None, bool, bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What one rank has to say at one time."""
-
-    #: Sent to the other ranks.
-    values: Sequence[float]
-    stage: str
-    #: The loggers'.
-    step: int
-    #: Kept here.
-    at_end: bool = False
-    own: Mapping[str, float] = field(default_factory=dict)
-
-
-class Part(Protocol):
-    """One callback that reports, as ``PerfCallback`` documents."""
-
-    state_key: str
-    reports: bool
-
-    @property
-    def quiet_until(self) -> float:
-        """The batch of the stage before which it is due only where Lightning logs."""
-        ...
-
-    def overrides(self, verb: str) -> bool:
-        """Whether it has anything to do at a verb of every batch."""
-        ...
-
-    def due(self, context: RunContext, at_end: bool) -> bool:
-        """Whether there is something to report now, on all ranks alike."""
-        ...
-
-    def call(self, verb: str, *args: Any) -> Any:
-        """Call a verb so that no failure reaches training."""
-        ...
-
-
-class Member(Protocol):
-    """What the driver knows of the callbacks that it drives."""
-
-    @property
-    def parts(self) -> list[Any]:
-        """The callbacks that it is, or hosts."""
-        ...
-
-    @property
-    def state_key(self) -> str:
-        """What tells it from others of the Trainer."""
-        ...
-
-    def leave(self, reason: str) -> None:
-        """End its part in the run; harmless once it is over."""
-        ...
-
-
-class Verbs:
-    """The few verbs into which Lightning's hooks are folded; none of them has to be written.
-
-    ``prepare`` acquires what a run needs and may refuse a setting; ``on_start`` and ``on_end``
-    frame a stage, ``before_batch`` and ``after_batch`` a batch; ``after_batches`` tells of many at
-    a time; ``due``, ``collect`` and ``publish`` make a report; ``close`` lets everything go.
-    """
-
-    @property
-    def quiet_until(self) -> float:
-        """The batch of the stage before which it is due only where Lightning logs."""
-        return math.inf
-
-    def prepare(self, context: RunContext) -> None:
-        """The run is set up, on all ranks: check settings against it."""
-
-    def on_start(self, context: RunContext) -> None:
-        """``driver.stage`` begins."""
-
-    def before_batch(self, context: RunContext, batch: Any) -> None:
-        """A batch has arrived on the device."""
-
-    def after_batch(self, context: RunContext, batch: Any) -> None:
-        """A batch has been worked on; ``driver.moment`` is past it."""
-
-    def after_batches(self, context: RunContext, batches: Sequence[BatchRecord]) -> None:
-        """What came of the batches since the last call, before each report at the latest.
-
-        For what need not be known at once: it takes a fraction of the time of ``after_batch``.
-        """
-
-    def on_end(self, context: RunContext) -> None:
-        """``driver.stage`` ends as it should."""
-
-    def due(self, context: RunContext, at_end: bool) -> bool:
-        """Whether there is something to report now, on all ranks alike.
-
-        Asked after every batch and at a stage's end, on every rank, even where this callback has
-        given up: it must follow from what all ranks share, and not fail. Before ``quiet_until``
-        only where Lightning logs (``driver.report_due``) and at the end.
-        """
-        return False
-
-    def collect(self, context: RunContext, at_end: bool) -> Report | None:
-        """This rank's numbers for a report that is due."""
-        raise NotImplementedError
-
-    def publish(self, context: RunContext, report: Report, rows: Rows) -> None:
-        """Log a report, from one row of numbers a rank: some batches later, with several ranks."""
-
-    def close(self, context: RunContext, reason: str) -> None:
-        """Let go of everything; called once or more.
-
-        Args:
-            context: The run's.
-            reason: ``"teardown"``, ``"exception"`` or ``"failure"`` (of this callback).
-        """
-
 
 _WORDS = dict(zip(STAGES, ("train", "validation", "test", "predict"), strict=True))
 
 
 def _install_stage_hooks(callback: type[PerfCallback]) -> None:
-    """Give a class the hooks of all stages, which call a few methods of its own."""
+    """Add Lightning's hooks of all stages to a class; they call the lifecycle methods."""
     for stage, word in _WORDS.items():
         hooks = {
             "start": _start(stage, word),
@@ -177,7 +52,7 @@ def _end(stage: str) -> Callable[..., None]:
     return end
 
 
-# Each call of Python's takes a microsecond of every batch, so these two make few.
+# These two run once per batch: they make few calls.
 
 
 def _batch_start(stage: str) -> Callable[..., None]:
@@ -188,7 +63,7 @@ def _batch_start(stage: str) -> Callable[..., None]:
         if context is None or context.stage != stage:
             return
         for part in self._before_batch_parts:
-            part.call("before_batch", context, batch)
+            part.call(part.before_batch, context, batch)
 
     return batch_start
 
@@ -209,52 +84,52 @@ def _batch_end(stage: str) -> Callable[..., None]:
             try:
                 context.end_batch(batch)
             except Exception as error:
-                self._all_give_up("end_batch", error)
+                self._disable_all("end_batch", error)
         for part in self._after_batch_parts:
-            if not part._given_up:
+            if not part._disabled:
                 try:
                     part.after_batch(context, batch)
                 except Exception as error:
-                    part._give_up("after_batch", error)
-        if context.exchange.asked and context.members[-1] is self:
-            self._drive("report", False)
+                    part.disable("after_batch", error)
+        if context.report_possible and context.members[-1] is self:
+            self._run_shared(context.report, False)
 
     return batch_end
 
 
-#: Errors of set-up that the user can mend: these stop the run before it starts.
+#: Set-up errors that the user can fix: these stop the run before it starts.
 _FOR_THE_USER = (ConfigError, RecorderBusy, FileExistsError)
-#: Lightning's hooks of every batch that no verb needs.
+#: Lightning's per-batch hooks that no lifecycle method needs.
 _UNUSED = (
     "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
 )
-#: What Lightning puts on each callback of a run: methods of the module, which has the Trainer.
+#: Methods of the module, which holds the Trainer, that Lightning attaches to each callback.
 _ATTACHED = ("log", "log_dict")
 
 
-class PerfCallback(Verbs, Callback):
-    """The base of our callbacks: override the verbs, never Lightning's hooks.
+class PerfCallback(Callback):
+    """The base of our callbacks: override the lifecycle methods, which are alike in all stages.
 
-    The sanity check of validation is no stage. A verb that raises switches this callback off,
-    with one warning, and training goes on.
+    ``prepare`` acquires what a run needs and may refuse an argument; ``on_start`` and ``on_end``
+    frame a stage, ``before_batch`` and ``after_batch`` a batch; ``close`` releases everything.
+    Sanity-check validation is ignored. If a method raises, this callback is disabled for the rest
+    of the run with one warning, and training continues.
     """
 
-    #: Whether ``due`` is asked.
-    reports = False
     #: Whether checkpoints carry the run's progress in this callback's state.
     keeps_progress = True
 
     def __init__(self) -> None:
         self._context: RunContext | None = None
         self._progress: Progress | None = None
-        self._given_up = False
-        #: Whether a Suite hosts this, which hears Lightning in its place.
+        self._disabled = False
+        #: Whether a Suite hosts this callback and receives Lightning's hooks in its place.
         self._hosted = False
         self._settled = False
-        # Those of its parts that have something to do before and after each batch.
+        # Parts that override `before_batch` and `after_batch`.
         self._before_batch_parts: list[PerfCallback] = []
         self._after_batch_parts: list[PerfCallback] = []
         self._skipped_hooks: list[str] = []
@@ -276,57 +151,87 @@ class PerfCallback(Verbs, Callback):
 
     @property
     def parts(self) -> list[PerfCallback]:
-        """The callbacks that this is, or hosts."""
+        """This callback, or those that it hosts."""
         return [self]
 
-    # -- dispatch ---------------------------------------------------------------------------------
+    # -- lifecycle: override what you need ----------------------------------------------------
 
-    def call(self, verb: str, *args: Any, reraise: bool = False) -> Any:
-        """Call a verb so that no failure of ours reaches training.
+    def prepare(self, context: RunContext) -> None:
+        """The run is set up, on all ranks: check arguments against it and acquire resources."""
+
+    def on_start(self, context: RunContext) -> None:
+        """A stage starts: ``context.stage``."""
+
+    def before_batch(self, context: RunContext, batch: Any) -> None:
+        """A batch is on the device."""
+
+    def after_batch(self, context: RunContext, batch: Any) -> None:
+        """A batch has ended; ``context.moment`` is after it."""
+
+    def on_end(self, context: RunContext) -> None:
+        """The stage ended without an exception."""
+
+    def close(self, context: RunContext, reason: str) -> None:
+        """Release everything; may be called more than once.
 
         Args:
-            verb: The method's name.
+            context: The run's.
+            reason: ``"teardown"``, ``"exception"`` or ``"failure"`` (of this callback).
+        """
+
+    # -- dispatch -----------------------------------------------------------------------------
+
+    def call(self, method: Callable[..., Any], *args: Any, reraise: bool = False) -> Any:
+        """Call a method of this callback so that its failure does not reach training.
+
+        Args:
+            method: A bound method.
             *args: Its arguments.
-            reraise: Whether errors that the user can mend are raised all the same.
+            reraise: Raise errors that the user can fix instead of disabling the callback.
 
         Returns:
-            What it returns; None if it failed, or this callback has given up.
+            What it returns; None if it failed or this callback is disabled.
         """
-        if self._given_up:
+        if self._disabled:
             return None
         try:
-            return getattr(self, verb)(*args)
+            return method(*args)
         except Exception as error:
             if reraise and isinstance(error, _FOR_THE_USER):
                 raise
-            self._give_up(verb, error)
+            self.disable(method.__name__, error)
             return None
 
-    def _give_up(self, verb: str, error: Exception) -> None:
-        self._given_up = True
+    def disable(self, method: str, error: Exception) -> None:
+        """Take no further part in this run.
+
+        Args:
+            method: The name of the method that failed.
+            error: What it raised.
+        """
+        self._disabled = True
+        ours = "" if isinstance(error, OSError | ConfigError) else " Please report this."
         # Warnings that the user turned into errors must not stop training either.
-        theirs = isinstance(error, OSError | ConfigError)
-        ours = "" if theirs else " Please report this."
         with suppress(Exception):
             warn(
-                f"{type(self).__name__} is off for the rest of this run: {verb} failed "
-                f"({type(error).__name__}: {error}). Training goes on.{ours}"
+                f"{type(self).__name__} is off for the rest of this run: {method} failed "
+                f"({type(error).__name__}: {error}). Training continues.{ours}"
             )
         with suppress(Exception):
-            if self._context is not None and verb != "close":
+            if self._context is not None and method != "close":
                 self.close(self._context, "failure")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Join the trainer's driver."""
+        """Join the trainer's run context."""
         if self._hosted:
             return
         if self._context is not None:
             if self._context.trainer is trainer:
-                self._context.abandon()  # nobody told of the end of its last run
+                self._context.abandon()  # its last run ended without a hook
             else:
                 warn(
-                    f"this {type(self).__name__} leaves the Trainer that it watched for another "
-                    "one: give each Trainer a callback of its own."
+                    f"this {type(self).__name__} was attached to another Trainer, which it leaves: "
+                    "give each Trainer its own callback."
                 )
             self.leave("teardown")
         self.settle_key()
@@ -336,31 +241,31 @@ class PerfCallback(Verbs, Callback):
         context.describe(self.settings())
 
     def settle_key(self) -> None:
-        """Take the key of this kind, under which checkpoints have its state."""
+        """Use the key of this kind of callback, under which checkpoints keep its state."""
         self._settled = True
         vars(self).pop("state_key", None)
 
     def attach(self, context: RunContext) -> None:
-        """Get ready for a run; errors that the user can mend are raised."""
-        self._context, self._progress, self._given_up = context, context.progress, False
-        self.call("prepare", context, reraise=True)
+        """Prepare for a run; errors that the user can fix are raised."""
+        self._context, self._progress, self._disabled = context, context.progress, False
+        self.call(self.prepare, context, reraise=True)
 
-    def overrides(self, verb: str) -> bool:
-        """Whether it has anything to do at a verb of every batch."""
-        return getattr(type(self), verb) is not getattr(Verbs, verb)
+    def overrides(self, method: str) -> bool:
+        """Whether this callback has work in a per-batch method, ``before_batch`` or ``after_batch``."""
+        return getattr(type(self), method) is not getattr(PerfCallback, method)
 
     def detach(self) -> None:
-        """Know the run no more, nor the module that Lightning made it log by."""
+        """Detach from the run, and from the module that Lightning attached for logging."""
         self._context, self._hosted = None, False
         for name in (*self._skipped_hooks, *_ATTACHED):
             vars(self).pop(name, None)
         self._skipped_hooks.clear()
 
     def _skip_hooks(self, *hooks: str) -> None:
-        """Have Lightning pass over hooks: it does so with what is not callable.
+        """Disable unused Lightning hooks on this instance: Lightning skips what is not callable.
 
-        On the object, so that a subclass may have them and call super(). That is most of what a
-        callback costs a batch.
+        On the instance, so that a subclass may define them and call super(). Unused hooks are most
+        of what a callback costs per batch.
         """
         for hook in hooks:
             if getattr(getattr(self, hook), "__func__", None) is getattr(PerfCallback, hook):
@@ -368,7 +273,7 @@ class PerfCallback(Verbs, Callback):
                 self._skipped_hooks.append(hook)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A run is a process's own: spawned processes and copies join theirs.
+        # A run belongs to one process: spawned processes and copies join their own.
         left_out = {*self._skipped_hooks, *_ATTACHED, "state_key"}
         own = {name: value for name, value in vars(self).items() if name not in left_out}
         none = {"_context": None, "_progress": None, "_hosted": False, "_settled": False}
@@ -381,35 +286,35 @@ class PerfCallback(Verbs, Callback):
         }
 
     def settings(self) -> dict[str, object]:
-        """The arguments that this was made with, for the run's params."""
+        """The constructor's arguments, for the run's params."""
         name = type(self).__name__
         arguments = list(inspect.signature(type(self).__init__).parameters)[1:]
         given = {key: getattr(self, key) for key in arguments if hasattr(self, key)}
         return {f"{name}/{key}": _readable(value) for key, value in given.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's progress, for callbacks that measure; plain values only."""
+        """The run's progress, as plain values."""
         if not self.keeps_progress or self._progress is None:
             return {}
         return {"progress": self._progress.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the progress of the run that is resumed."""
+        """Restore the progress of the run that is resumed."""
         if self._context is not None and "progress" in state_dict:
             self._context.resume(state_dict["progress"])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave it."""
+        """Leave the run."""
         self.leave("teardown")
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave it; the user's exception goes on."""
+        """Leave the run; the user's exception propagates."""
         self.leave("exception")
 
     def leave(self, reason: str) -> None:
-        """Close, and leave the trainer's driver; harmless without one.
+        """Close, and leave the run context, if there is one.
 
         Args:
             reason: As for ``close``.
@@ -418,14 +323,14 @@ class PerfCallback(Verbs, Callback):
         if self._hosted:
             return
         if context is None:
-            self.detach()  # it has not got so far, but Lightning has put its methods here
+            self.detach()  # set-up did not get here, but Lightning has attached its methods
             return
-        self.call("close", context, reason)
+        self.call(self.close, context, reason)
         self.detach()
         try:
             context.leave(self, reason)
         except Exception as error:
-            self._give_up("leave", error)
+            self.disable("leave", error)
 
     def _begin(self, stage: str, word: str) -> None:
         context = self._context
@@ -433,44 +338,43 @@ class PerfCallback(Verbs, Callback):
             return
         leads, last = context.members[0] is self, context.members[-1] is self
         if leads:
-            self._drive("enter", stage)
+            self._run_shared(context.enter, stage)
         self._before_batch_parts = [part for part in self.parts if part.overrides("before_batch")]
         self._after_batch_parts = [part for part in self.parts if part.overrides("after_batch")]
         if not self._before_batch_parts:
             self._skip_hooks(f"on_{word}_batch_start")
         if not (self._after_batch_parts or leads or last):
             self._skip_hooks(f"on_{word}_batch_end")
-        # Before the first batch a user can still be told; within training no more.
-        self.call("on_start", context, reraise=not context.nested)
+        # Before training starts an error may still stop it; validation inside of fit comes later.
+        self.call(self.on_start, context, reraise=not context.nested)
 
     def _end(self, stage: str) -> None:
         context = self._context
         if context is None or context.stage != stage or self._hosted:
             return
-        self.call("on_end", context)
+        self.call(self.on_end, context)
         if context.members[-1] is self:
-            self._drive("report", True)
-            self._drive("exit")
+            self._run_shared(context.report, True)
+            self._run_shared(context.exit)
 
-    def _drive(self, verb: str, *args: Any) -> None:
-        """Move the shared driver on."""
+    def _run_shared(self, step: Callable[..., None], *args: Any) -> None:
+        """Advance the run's context, for all callbacks."""
         try:
-            getattr(self._context, verb)(*args)
+            step(*args)
         except Exception as error:
-            self._all_give_up(verb, error)
+            self._disable_all(step.__name__, error)
 
-    def _all_give_up(self, verb: str, error: Exception) -> None:
-        """What all share has failed: none of us can go on."""
-        assert self._context is not None  # the hooks look first
+    def _disable_all(self, step: str, error: Exception) -> None:
+        assert self._context is not None  # the hooks check
         for member in list(self._context.members):
-            if isinstance(member, PerfCallback) and not member._given_up:
-                member._give_up(verb, error)
+            if not member._disabled:
+                member.disable(step, error)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the epoch."""
+        """Advance the epoch."""
         context = self._context
         if context is not None and context.stage == "train" and context.members[0] is self:
-            self._drive("end_epoch")
+            self._run_shared(context.end_epoch)
 
 
 def _readable(value: object) -> object:

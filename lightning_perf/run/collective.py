@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
-    from lightning_perf.core.reduce import Rows
+    from lightning_perf.core.window import Rows, Table
 
 #: Numbers a rank sends at once: all messages have this size. What a report has more than that
 #: follows in a second message.
@@ -47,7 +47,7 @@ class _Report:
     values: Sequence[float]
     then: Callable[[Rows], None]
     #: What came of it, one row a rank; the second part is there if it did not fit into one message.
-    parts: list[Rows] = field(default_factory=list)
+    parts: list[Table] = field(default_factory=list)
     complete: bool = False
     #: The number of its message among all that were sent.
     number: int = 0
@@ -103,7 +103,7 @@ class Gatherer:
         """
         if self._world_size == 1:
             if values:
-                then(np.array([values], dtype=np.float64))
+                then([values])
             return
         if self._lost:
             return
@@ -174,12 +174,12 @@ class Gatherer:
             work = dist.all_gather(list(table), row, group=self._group, async_op=True)
             self._sent.append(_Message(report, work, table))
 
-    def _gather_now(self, row: torch.Tensor) -> Rows:
+    def _gather_now(self, row: torch.Tensor) -> Table:
         gathered = self._trainer.strategy.all_gather(row)
-        found: Rows = gathered.reshape(self._world_size, -1).cpu().numpy()
+        found: Table = gathered.reshape(self._world_size, -1).cpu().numpy()
         return found
 
-    def _receive(self, report: _Report, rows: Rows) -> None:
+    def _receive(self, report: _Report, rows: Table) -> None:
         if report.parts:
             report.parts.append(rows)
             report.complete = True

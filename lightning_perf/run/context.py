@@ -23,13 +23,15 @@ from lightning_perf.errors import ConfigError, WarningDigest
 from lightning_perf.flops import device_name
 from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run import compat
+from lightning_perf.run.batches import BatchTotals, ProgressSignal
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import node_sampler
-from lightning_perf.run.spans import Spans
+from lightning_perf.run.hardware import MemorySignal, NodeSignal, node_sampler
+from lightning_perf.run.spans import Spans, SpanSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
-from lightning_perf.run.windows import ReportDispatcher
+from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
+from lightning_perf.system import MOST_GPUS
 from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.core.progress import Timestamp
-    from lightning_perf.run.callback import Member
+    from lightning_perf.run.callback import PerfCallback
+    from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
     from lightning_perf.traces.writer import Target
 
@@ -134,7 +137,7 @@ class RunContext:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
-        self.members: list[Member] = []
+        self.members: list[PerfCallback] = []
         # All that ever were, by their parts.
         self._joined: list[Any] = []
         self.ranks = ranks_of(trainer)
@@ -150,8 +153,10 @@ class RunContext:
         self.stages = StageStack(
             self.progress, self.ranks, self.reporting.run_name, self._device_timer
         )
-        self.exchange = ReportDispatcher(trainer, self._device_timer)
         self.spans = Spans(trainer, module)
+        self.batches = BatchTotals(self._device_timer)
+        self.windows = Windows(trainer)
+        self._offer_signals()
         self._loop: compat.TrainingLoop  # each stage's: modules may settle how late
         self._log_every = 0
         #: The stage that is running, in Lightning's words; empty between stages.
@@ -161,6 +166,8 @@ class RunContext:
         self.counters = Counters()
         #: Whether the last batch is one at which Lightning logs, the same on every rank.
         self.report_due = False
+        #: Whether a report may be due after the last batch.
+        self.report_possible = False
         #: The loggers' step for what is reported now.
         self.step = 0
         self._on_close: list[Callable[[], None]] = []
@@ -176,10 +183,48 @@ class RunContext:
         atexit.unregister(_leave_at_exit)
         atexit.register(_leave_at_exit)
 
+    def _offer_signals(self) -> None:
+        """What windows may hold; each signal starts when a callback subscribes to it."""
+        node = partial(NodeSignal, slots=MOST_GPUS if self._on_gpu else 0)
+        offers: dict[str, Callable[[], Signal]] = {
+            "batch": self._start_batches,
+            "flops": self._start_flops,
+            "progress": lambda: ProgressSignal(self.progress),
+            "timings": self._start_spans,
+            "system": lambda: node(self._start_sampler()),
+            "memory": lambda: MemorySignal(
+                self.trainer.strategy.root_device, self._start_sampler(), self.ranks.node_rank
+            ),
+        }
+        for prefix, source in offers.items():
+            self.windows.offer(prefix, source)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.trainer.strategy.root_device.type == "cuda"
+
+    def _start_batches(self) -> BatchTotals:
+        self.batches.start()
+        return self.batches
+
+    def _start_flops(self) -> BatchTotals:
+        self.meter.require(None, "peak_flops")
+        return self._start_batches()
+
+    def _start_spans(self) -> SpanSignal:
+        self.spans.require()
+        return SpanSignal(self.spans)
+
+    def _start_sampler(self) -> Sampler | None:
+        if self.sampler is not None and not self.sampler.subscribed:
+            self.sampler.subscribe("windows", 1.0)
+            self.on_close(partial(self.sampler.unsubscribe, "windows"))
+        return self.sampler
+
     # -- who takes part ---------------------------------------------------------------------
 
     @classmethod
-    def join(cls, trainer: Trainer, module: LightningModule, member: Member) -> RunContext:
+    def join(cls, trainer: Trainer, module: LightningModule, member: PerfCallback) -> RunContext:
         """The trainer's driver, made for the first member that asks.
 
         Raises:
@@ -204,7 +249,7 @@ class RunContext:
         context._joined += member.parts
         return context
 
-    def leave(self, member: Member, reason: str) -> None:
+    def leave(self, member: PerfCallback, reason: str) -> None:
         """Let a member go; the last one closes what is shared."""
         if member in self.members:
             self.members.remove(member)
@@ -214,7 +259,7 @@ class RunContext:
         self._patches.restore()
         self.meter.close()
         self.spans.restore()
-        self.exchange.close(0 if reason == "exception" else GATHER_TIMEOUT)
+        self.windows.close(0 if reason == "exception" else GATHER_TIMEOUT)
         self.reporting.flush()
         self.reporting.finish(self.file_worker, FILE_TIMEOUT[reason])
         self.reporting.close(UPLOAD_TIMEOUT[reason])
@@ -280,7 +325,6 @@ class RunContext:
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
-        self.exchange.tell(self)
         self.spans.enter(stage)
         owners = owners_of(self.trainer, self.module, self.parts)
         if self._counter is None:
@@ -294,14 +338,14 @@ class RunContext:
             peak = self.meter.peaks.setup() if self.meter.wanted else {}
             self.describe(setup_of(self.trainer) | peak)
         self._log_every = compat.log_every_n_steps(self.trainer)
-        self.exchange.enter(self.parts)
         self.stages.enter(stage, limits)
-        self._look()
+        self._select_stage()
+        self.windows.enter(self)
 
-    def _look(self) -> None:
+    def _select_stage(self) -> None:
         """Another stage is the present one."""
         self.stage = self.stages.stage
-        self.exchange.wake()
+        self.windows.resume()
         if self.stage:
             self.counters = self.stages.counters
 
@@ -325,9 +369,13 @@ class RunContext:
             if not self.nested:
                 self.step = self._loop.step + batches
         seconds = self.counters.last_seconds
-        record = (seconds, samples, tokens, meter.work, meter.counted, batches == 1)
-        device_time = None if self._device_timer is None else self._device_timer.end()
-        self.exchange.end_batch(self, record, device_time)
+        if self.batches.wanted:
+            record = (seconds, samples, tokens, meter.work, meter.counted, batches == 1)
+            device_time = None if self._device_timer is None else self._device_timer.end()
+            self.batches.end_batch(self.stage, record, device_time)
+        elif self._device_timer is not None:
+            self._device_timer.end()
+        self.report_possible = self.windows.end_batch(self)
         if self.spans.clocked:
             self.spans.end_batch()
 
@@ -339,8 +387,8 @@ class RunContext:
             _log.warning("lightning_perf: no formula tells the FLOPs of %s: not counted.", names)
 
     def report(self, at_end: bool) -> None:
-        """All members have seen the batch, or the end of the stage: exchange what is due."""
-        self.exchange.report(self, at_end)
+        """Deliver the windows that are due; all members have handled the batch or stage end."""
+        self.windows.report(self, at_end)
 
     def end_epoch(self) -> None:
         """An epoch of training is over."""
@@ -349,9 +397,9 @@ class RunContext:
 
     def exit(self) -> None:
         """The present stage is over."""
-        self.exchange.exit(self)
+        self.batches.end_stage(self.stage)
         self.stages.exit()
-        self._look()
+        self._select_stage()
         self.spans.enter(self.stage)
         self.meter.resume(self.stage)
 

@@ -1,15 +1,20 @@
-"""What torch knows of a run's hardware: which GPUs it sees, and what its allocator holds."""
+"""Signals of the hardware: the node's sensors, and the memory of each rank."""
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from math import nan
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_perf.system import Sampler, node_sensors
+from lightning_perf.errors import describe, warn
+from lightning_perf.system import GPU, HOST, Sampler, gpu_number, node_sensors
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from lightning.pytorch import Trainer
 
     from lightning_perf.core.progress import Ranks
@@ -25,8 +30,11 @@ _MEMORY = {
         "reserved": "reserved_bytes",
     }.items()
 }
-#: All names of what `cuda_memory` tells.
+#: All names that `cuda_memory` returns.
 CUDA_MEMORY = (*_MEMORY, "alloc_retries")
+#: Of the processes of a node.
+HOST_MEMORY = ("rss", "peak_rss")
+_NOTHING = (0.0, 0.0)
 
 
 def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
@@ -83,3 +91,70 @@ def gigabytes(number: float) -> float:
         12.346
     """
     return float(f"{number / 1e9:.5g}")
+
+
+class NodeSignal:
+    """The node's sensors as columns: value x seconds, and the seconds beside it.
+
+    Each GPU has a slot, in the order in which they are first sampled; ``system/gpu_slot_0`` is the
+    number of the GPU in it. Ranks that do not sample have zeros.
+
+    Args:
+        sampler: The node's, on the rank that samples.
+        slots: How many GPUs there may be, the same on every rank.
+    """
+
+    def __init__(self, sampler: Sampler | None, slots: int) -> None:
+        self._sampler, self._slots = sampler, slots
+        self._numbers: dict[str, int] = {}
+        host = [f"system/{name}" for name in HOST]
+        gpus = [f"system/gpu_slot_{slot}" for slot in range(slots)]
+        values = [*host, *(f"{gpu}/{name}" for gpu in gpus for name in GPU)]
+        self.columns = (*gpus, *values, *(f"{name}/seconds" for name in values))
+        self.gauges = frozenset(gpus)
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """The sums since sampling began, whatever the stage."""
+        if self._sampler is None:
+            return [0.0] * len(self.columns)
+        sums = self._sampler.totals()
+        for name in sorted(sums):
+            gpu, slash, _ = name.partition("/")
+            if slash and gpu not in self._numbers and len(self._numbers) < self._slots:
+                self._numbers[gpu] = len(self._numbers)
+        gpus = [*self._numbers, *[""] * (self._slots - len(self._numbers))]
+        pairs = [sums.get(name, _NOTHING) for name in HOST]
+        pairs += [sums.get(f"{gpu}/{name}", _NOTHING) for gpu in gpus for name in GPU]
+        numbers = [gpu_number(gpu) if gpu else -1.0 for gpu in gpus]
+        return [*numbers, *(total for total, _ in pairs), *(seconds for _, seconds in pairs)]
+
+
+class MemorySignal:
+    """Memory of this rank's allocator and of its node's processes, in gigabytes.
+
+    Args:
+        device: The rank's.
+        sampler: The node's, on the rank that samples.
+        node_rank: The node's number.
+    """
+
+    def __init__(self, device: torch.device, sampler: Sampler | None, node_rank: int) -> None:
+        self._device, self._sampler, self._node = device, sampler, node_rank
+        self._cuda = CUDA_MEMORY if device.type == "cuda" else ()
+        self._measured = True
+        names = [f"memory/{name}" for name in (*HOST_MEMORY, *self._cuda)]
+        self.columns = ("memory/node_rank", "memory/pid", *names)
+        self.gauges = frozenset(self.columns)
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """The present values; NaN where one is unknown."""
+        latest = self._sampler.latest if self._sampler is not None else {}
+        host = [gigabytes(latest.get(f"process_{name}", nan)) for name in HOST_MEMORY]
+        held: Mapping[str, float] = {}
+        if self._cuda and self._measured:
+            try:
+                held = cuda_memory(self._device)
+            except RuntimeError as error:  # an allocator of the user's without statistics
+                self._measured = False
+                warn(f"CUDA's allocator is not measured ({describe(error)}).")
+        return [self._node, os.getpid(), *host, *(held.get(name, nan) for name in self._cuda)]

@@ -25,10 +25,10 @@ from lightning_perf.timing.clock import (
     UntrackedSpan,
 )
 from lightning_perf.timing.cuda_events import DeviceSegmentTimer, clocked
-from lightning_perf.timing.totals import Totals
+from lightning_perf.timing.totals import CATEGORIES, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
@@ -42,6 +42,15 @@ _MOST_SPANS = 4096
 _LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint")
 #: After which of their spans the device has come to the end of what a category names.
 _DEVICE = ("dataloader_next", "to_device", "forward", "backward", "optimizer_step")
+#: The columns of what the device's own clock measures, by category.
+DEVICE_COLUMNS = {
+    "to_device": "device/to_device",
+    "forward": "device/forward",
+    "backward": "device/backward",
+    "optimizer_step": "device/optimizer_step",
+    "other": "device/other",
+    "dataloader_next": "exposed_input",
+}
 #: Spans within others that have a mark already, and those before there is a batch.
 _UNMARKED = {
     "on_before_batch_transfer",
@@ -255,3 +264,33 @@ class Spans:
     def _uninstall(self) -> None:
         if getattr(self._trainer, "profiler", None) is self._installed:
             self._trainer.profiler = self._profiler  # type: ignore[attr-defined]
+
+
+class SpanSignal:
+    """Seconds by category as columns.
+
+    Training's columns hold all of the run, validation inside of it as one category.
+
+    Args:
+        spans: Measures them.
+    """
+
+    gauges: frozenset[str] = frozenset()
+
+    def __init__(self, spans: Spans) -> None:
+        self._spans = spans
+        device = (*DEVICE_COLUMNS.values(), "device/batches") if spans.clocked else ()
+        self._device = bool(device)
+        self.columns = tuple(f"timings/{name}" for name in (*CATEGORIES, "train_batch", *device))
+        self._main = ""
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """Seconds of each category; the run's first stage includes those within it."""
+        self._main = self._main or stage
+        costs = self._spans.totals
+        values = [*costs.by_category(stage, own=stage != self._main).values(), costs.train_batch]
+        if self._device:
+            spent = {a.category: cost for a, cost in costs.device.items() if a.stage == stage}
+            values += [spent[name].seconds if name in spent else 0.0 for name in DEVICE_COLUMNS]
+            values.append(spent["other"].calls if "other" in spent else 0)
+        return values

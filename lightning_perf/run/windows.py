@@ -1,194 +1,362 @@
-"""Delivers batch records to callbacks and gathers their reports across ranks."""
+"""Windows: what all ranks measured between two reports, gathered once and handed to callbacks."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import filter as matching
 from functools import partial
-from math import inf
-from typing import TYPE_CHECKING
+from math import inf, nan
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
+from lightning_perf.core.window import Rows, Window
+from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run.collective import Gatherer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from lightning.pytorch import Trainer
 
-    from lightning_perf.core.reduce import Rows
-    from lightning_perf.run.callback import BatchRecord, Part, Report
+    from lightning_perf.core.progress import Timestamp
     from lightning_perf.run.context import RunContext
+    from lightning_perf.run.window_callback import WindowCallback
     from lightning_perf.schedule import Schedule
-    from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceBatchTimer
+
+
+class Signal(Protocol):
+    """Something measured on each rank, as named columns of running totals.
+
+    ``totals`` is called on the training thread, once per report. It must be cheap and change
+    nothing.
+    """
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The same names, in the same order, on every rank."""
+        ...
+
+    @property
+    def gauges(self) -> frozenset[str]:
+        """Columns that are not running totals: a window holds their value at its end."""
+        ...
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """The value of each column for a stage, since the run began."""
+        ...
 
 
 class ReportTrigger:
-    """Asks a schedule after each batch.
+    """Decides after each batch whether a callback reports.
 
-    Ranks may disagree about a schedule that looks at clocks or at themselves, so with such a one
-    they meet at Lightning's own cadence, and each keeps whether it wanted to.
+    Ranks may disagree about a schedule that depends on clocks or on the rank. With such a
+    schedule all ranks meet when Lightning logs, and each remembers whether it wanted to report.
 
     Args:
-        schedule: When to report.
+        schedule: When to report; None for every ``Trainer(log_every_n_steps)``.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule | None) -> None:
         self._schedule = schedule
         self._shared = True
         self._wanted = False
-        #: Batches before this one need not be asked about.
+        #: Batches before this one need no check, but where Lightning logs.
         self.quiet_until: float = 0
 
     def setup(self, context: RunContext) -> None:
-        """Begin to watch a run.
+        """Start to follow a run.
 
         Raises:
-            ConfigError: The schedule cannot work in it.
+            ConfigError: The schedule cannot work in this run.
         """
-        self._shared = self._schedule.shared or context.ranks.world_size == 1
         self._wanted, self.quiet_until = False, 0
+        if self._schedule is None:
+            self.quiet_until = inf
+            return
+        self._shared = self._schedule.shared or context.ranks.world_size == 1
         self._schedule.validate(context.limits)
         self._schedule.setup(context.schedule_context)
 
     def start(self, context: RunContext) -> None:
         """A stage begins."""
-        self.quiet_until = 0
-        self._schedule.observe(context.moment)
+        if self._schedule is not None:
+            self.quiet_until = 0
+            self._schedule.observe(context.moment)
 
     def due(self, context: RunContext) -> bool:
-        """Whether ranks meet now, on all of them alike; asked once a batch."""
-        now = context.counters.batch >= self.quiet_until and self._now(context)
+        """Whether the ranks meet now, the same on all of them; called at most once per batch."""
+        if self._schedule is None:
+            self._wanted = context.report_due
+            return self._wanted
+        now = context.counters.batch >= self.quiet_until and self._now(self._schedule, context)
         if self._shared:
             self._wanted = now
             return now
         self._wanted |= now
         return context.report_due
 
+    def request(self) -> None:
+        """Ask for a report now, beside the schedule."""
+        self._wanted = True
+
     def consume_request(self) -> bool:
-        """Whether this rank wanted to report since it was last asked."""
+        """Whether this rank wanted a report since the last call."""
         wanted, self._wanted = self._wanted, False
         return wanted
 
     def close(self) -> None:
-        """Watch no more; once or more often."""
-        self._schedule.close()
+        """Stop following the run; may be called more than once."""
+        if self._schedule is not None:
+            self._schedule.close()
 
-    def _now(self, context: RunContext) -> bool:
-        self._schedule.observe(context.moment)
-        if self._schedule(context.moment):
+    def _now(self, schedule: Schedule, context: RunContext) -> bool:
+        schedule.observe(context.moment)
+        if schedule(context.moment):
             return True
-        if not self._schedule.watches:
-            self.quiet_until = self._schedule.quiet_until(context.moment)
+        if not schedule.watches:
+            self.quiet_until = schedule.quiet_until(context.moment)
         return False
 
 
-#: Batches at most whose figures are kept until they are told.
-_MOST_UNTOLD = 1000
-#: Seconds that the end of a run waits for the device to come to it.
-_PATIENCE = 10.0
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """When and where the totals of a report were taken."""
+
+    context: RunContext
+    stage: str
+    step: int
+    stamp: Timestamp
+    at_end: bool
 
 
-class ReportDispatcher:
-    """Tells of batches many at a time, and brings reports to all ranks.
+class _Subscription:
+    """One callback's columns, and where its last window of each stage ended.
+
+    Args:
+        callback: Receives the windows.
+        signals: Where the columns come from.
+        names: The columns.
+    """
+
+    def __init__(
+        self, callback: WindowCallback, signals: Sequence[Signal], names: Sequence[str]
+    ) -> None:
+        self.callback, self.signals, self.names = callback, signals, names
+        self._columns = {name: number for number, name in enumerate(names)}
+        gauges = frozenset[str]().union(*(signal.gauges for signal in signals))
+        self._sums = [name not in gauges for name in names]
+        self._stamps: dict[str, Timestamp] = {}
+        self._totals: dict[str, Rows] = {}
+
+    def enter(self, stage: str, stamp: Timestamp) -> None:
+        """The first window of a stage begins here."""
+        self._stamps.setdefault(stage, stamp)
+
+    def receive(
+        self, snapshot: _Snapshot, positions: Sequence[int], rows: Rows, rank: int
+    ) -> Mapping[str, float]:
+        """The metrics that the callback makes of its window.
+
+        Args:
+            snapshot: The window's end.
+            positions: Where its columns are in the rows.
+            rows: The totals of each rank.
+            rank: This process's.
+        """
+        stage = snapshot.stage
+        totals = _columns(rows, positions)
+        differences = _differences(totals, self._totals.get(stage), self._sums)
+        first, self._stamps[stage] = self._stamps[stage], snapshot.stamp
+        self._totals[stage] = totals
+        window = Window(
+            stage, snapshot.step, first, snapshot.stamp, snapshot.at_end, rank,
+            self._columns, differences, totals,
+        )  # fmt: skip
+        return self.callback.call(self.callback.receive, window) or {}
+
+
+class _End(NamedTuple):
+    """A window that a report ends."""
+
+    subscription: _Subscription
+    #: Whether this rank asked for it.
+    wanted: bool
+    #: Where its columns are in the rows.
+    positions: Sequence[int]
+
+
+def _columns(rows: Rows, positions: Sequence[int]) -> Rows:
+    # One rank is the usual case, and numpy would take longer than the rest of a report.
+    if len(rows) == 1:
+        row = rows[0]
+        return [[row[position] for position in positions]]
+    return np.asarray(rows)[:, positions]
+
+
+def _differences(now: Rows, before: Rows | None, sums: Sequence[bool]) -> Rows:
+    if before is None:
+        return now
+    if len(now) == 1:
+        pairs = zip(now[0], before[0], sums, strict=True)
+        return [[late - early if is_sum else late for late, early, is_sum in pairs]]
+    return np.where(sums, np.subtract(now, before), now)
+
+
+def _unknown_column(name: str, known: Iterable[str]) -> ConfigError:
+    near = get_close_matches(name, list(known), n=1)
+    return ConfigError("columns", name, "matches no column", repr(near[0] if near else "batch/*"))
+
+
+class Windows:
+    """Takes one snapshot per report, gathers it once, and hands each due callback its window.
 
     Args:
         trainer: Whose ranks take part. With several, all must construct this together.
-        device_timer: Knows how long batches took on the device, where it has a clock of its own.
     """
 
-    def __init__(self, trainer: Trainer, device_timer: DeviceBatchTimer | None) -> None:
-        self._device_timer = device_timer
+    def __init__(self, trainer: Trainer) -> None:
         self._gatherer = Gatherer(trainer)
-        # Those that report, in the same order on all ranks; and the batch before which they are
-        # due only where Lightning logs.
-        self._reporters: list[Part] = []
+        self._rank = trainer.global_rank
+        self._sources: dict[str, Callable[[], Signal]] = {}
+        self._signals: dict[str, Signal] = {}
+        # What signals had when a stage was first entered: columns count from there.
+        self._origins: dict[tuple[int, str], Sequence[float]] = {}
+        self._failed: set[int] = set()
+        self._subscriptions: list[_Subscription] = []
         self._quiet_until: float = 0
-        #: Whether somebody may be due after the last batch.
-        self.asked = False
-        self._batches: list[BatchRecord] = []
-        # Those that the device may not have come to, by their stage.
-        self._after_batch_parts: defaultdict[str, deque[tuple[BatchRecord, DeviceBatchTime]]] = (
-            defaultdict(deque)
-        )
-        self._takers: list[Part] = []
 
-    def enter(self, parts: Sequence[Part]) -> None:
-        """A stage begins.
+    # -- set-up -------------------------------------------------------------------------------
+
+    def offer(self, prefix: str, source: Callable[[], Signal]) -> None:
+        """Offer a signal, which starts when a callback subscribes to one of its columns.
 
         Args:
-            parts: All callbacks.
+            prefix: The first part of the columns' names, such as ``"timings"``.
+            source: Starts the signal.
         """
-        self._reporters = [part for part in parts if part.reports]
-        self._takers = [part for part in parts if part.overrides("after_batches")]
-        if self._device_timer is not None:
-            self._device_timer.wanted = bool(self._takers)
+        self._sources[prefix] = source
 
-    def wake(self) -> None:
+    def subscribe(self, callback: WindowCallback, columns: Iterable[str]) -> None:
+        """Deliver windows of some columns to a callback from now on.
+
+        Args:
+            callback: Receives them in ``on_window``.
+            columns: Names, or patterns such as ``"timings/*"``.
+
+        Raises:
+            ConfigError: No signal has such a column.
+        """
+        names, signals = dict[str, None](), dict[int, Signal]()
+        for pattern in columns:
+            signal = self._signal(pattern)
+            found = matching(signal.columns, pattern)
+            if not found:
+                raise _unknown_column(pattern, signal.columns)
+            names |= dict.fromkeys(found)
+            signals[id(signal)] = signal
+        self._subscriptions.append(_Subscription(callback, list(signals.values()), list(names)))
+
+    def _signal(self, column: str) -> Signal:
+        prefix = column.partition("/")[0]
+        if prefix not in self._signals:
+            if prefix not in self._sources:
+                raise _unknown_column(column, [f"{each}/*" for each in self._sources])
+            self._signals[prefix] = self._sources[prefix]()
+        return self._signals[prefix]
+
+    # -- stages and batches -------------------------------------------------------------------
+
+    def enter(self, context: RunContext) -> None:
+        """A stage begins."""
+        self._quiet_until = 0
+        stage = context.stage
+        for subscription in self._subscriptions:
+            subscription.enter(stage, context.timestamp)
+            for signal in subscription.signals:
+                key = id(signal), stage
+                if key not in self._origins:
+                    self._origins[key] = [
+                        0.0 if name in signal.gauges else value
+                        for name, value in zip(
+                            signal.columns, self._totals(signal, stage), strict=True
+                        )
+                    ]
+
+    def resume(self) -> None:
         """Another stage is the present one."""
         self._quiet_until = 0
 
-    def end_batch(
-        self, context: RunContext, batch: BatchRecord, device_time: DeviceBatchTime | None
-    ) -> None:
-        """A batch is over.
+    def end_batch(self, context: RunContext) -> bool:
+        """Deliver what has arrived; returns whether a report may be due after this batch."""
+        if self._gatherer.pending:
+            self._gatherer.poll()
+        return context.report_due or context.counters.batch >= self._quiet_until
+
+    def report(self, context: RunContext, at_end: bool) -> None:
+        """Gather a snapshot for the callbacks that are due.
+
+        What is due follows from what all ranks share, so every rank sends the same messages.
 
         Args:
             context: The run's.
-            batch: What came of it.
-            device_time: The device's time of it; None where that is the host's.
+            at_end: Whether the stage ends.
         """
-        if self._takers:
-            untold = (
-                self._batches if device_time is None else self._after_batch_parts[context.stage]
-            )
-            if len(untold) >= _MOST_UNTOLD:
-                self.tell(context)
-            if device_time is None:
-                self._batches.append(batch)
-            else:
-                self._after_batch_parts[context.stage].append((batch, device_time))
-        self.asked = context.report_due or context.counters.batch >= self._quiet_until
-        if self._gatherer.pending:
-            self._gatherer.poll()
+        subscriptions = self._subscriptions
+        due = [each for each in subscriptions if each.callback.window_due(context, at_end)]
+        self._quiet_until = min(
+            (each.callback.trigger.quiet_until for each in subscriptions), default=inf
+        )
+        if not due:
+            return
+        if at_end and not context.nested:
+            context.batches.wait()
+        stage = context.stage
+        context.batches.fold(stage)
+        signals = {id(signal): signal for each in due for signal in each.signals}
+        columns: list[str] = []
+        values: list[float] = []
+        for signal in signals.values():
+            columns += signal.columns
+            origin, now = self._origins[id(signal), stage], self._totals(signal, stage)
+            values += [value - first for value, first in zip(now, origin, strict=True)]
+        positions = {name: number for number, name in enumerate(columns)}
+        ends = [
+            _End(each, at_end or each.callback.trigger.consume_request(),
+                 [positions[name] for name in each.names])
+            for each in due
+        ]  # fmt: skip
+        snapshot = _Snapshot(context, stage, context.step, context.timestamp, at_end)
+        tag = (sum(1 << subscriptions.index(each) for each in due), context.counters.batch)
+        self._gatherer.gather(tag, values, partial(self._deliver, snapshot, ends))
 
-    def tell(self, context: RunContext) -> None:
-        """Tell of the batches that have not been told yet, as far as the device has come."""
-        if self._device_timer is not None:
-            self._device_timer.read()
-            self._batches += _known(
-                self._after_batch_parts[context.stage], self._device_timer.failed
-            )
-        batches, self._batches = self._batches, []
-        for part in self._takers if batches else ():
-            part.call("after_batches", context, batches)
+    def _totals(self, signal: Signal, stage: str) -> Sequence[float]:
+        if id(signal) not in self._failed:
+            try:
+                return signal.totals(stage)
+            except Exception as error:
+                self._failed.add(id(signal))
+                name = signal.columns[0].partition("/")[0]
+                warn(f"{name} is no longer measured ({describe(error)}). Training continues.")
+        return [nan] * len(signal.columns)
 
-    def report(self, context: RunContext, at_end: bool) -> None:
-        """All members have seen the batch, or the end of the stage: exchange what is due.
+    def _deliver(self, snapshot: _Snapshot, ends: Sequence[_End], rows: Rows) -> None:
+        """Hand out windows; with several ranks some batches after the snapshot."""
+        found: dict[str, float] = {}
+        for end in ends:
+            if end.wanted:
+                found |= end.subscription.receive(snapshot, end.positions, rows, self._rank)
+        if found:
+            snapshot.context.log(found, snapshot.step)
 
-        Whether something is due follows from what all ranks share, and a rank that has nothing to
-        say sends an empty message: else the messages of one callback would be taken for another's.
+    def finish(self, timeout: float) -> None:
+        """Wait a bounded time for windows that are on their way; none is gathered afterwards.
+
+        Args:
+            timeout: Seconds at most.
         """
-        if at_end and self._device_timer is not None and not context.nested:
-            self._device_timer.wait(_PATIENCE)
-        quiet = not (at_end or context.report_due)
-        for number, part in enumerate(self._reporters):
-            if quiet and context.counters.batch < part.quiet_until:
-                continue
-            if not part.due(context, at_end):
-                continue
-            self.tell(context)
-            mine: Report | None = part.call("collect", context, at_end)
-            tag, values = (number, context.counters.batch), mine.values if mine else ()
-            self._gatherer.gather(tag, values, partial(_publish, context, part, mine))
-        self._quiet_until = min((part.quiet_until for part in self._reporters), default=inf)
-
-    def exit(self, context: RunContext) -> None:
-        """The present stage is over: what the device has not come to by now is left out."""
-        self.tell(context)
-        self._after_batch_parts.pop(context.stage, None)
-
-    def finish(self) -> None:
-        """Wait a bounded time for the reports that are on their way."""
-        self._gatherer.finish(_PATIENCE)
+        self._gatherer.finish(timeout)
 
     def close(self, timeout: float) -> None:
         """End.
@@ -199,27 +367,3 @@ class ReportDispatcher:
         if timeout:
             self._gatherer.finish(timeout)
         self._gatherer.close()
-
-
-def _known(late: deque[tuple[BatchRecord, DeviceBatchTime]], failed: bool) -> Iterator[BatchRecord]:
-    """The batches whose time is known, or does not matter, up to the first one of another kind."""
-    while late:
-        (host, samples, tokens, work, slowed, first), device_time = late[0]
-        if not (device_time.known or slowed or first or failed):
-            return
-        late.popleft()
-        # Where the device's time is not known, nobody is to take the host's.
-        slowed = slowed or not (failed or (device_time.known and device_time.whole))
-        yield (
-            (device_time.seconds if device_time.known else host),
-            samples,
-            tokens,
-            work,
-            slowed,
-            first,
-        )
-
-
-def _publish(context: RunContext, part: Part, mine: Report | None, rows: Rows) -> None:
-    if mine is not None:
-        part.call("publish", context, mine, rows)

@@ -1,7 +1,7 @@
 """What the hardware of a node does, read beside the training: no torch, no Lightning."""
 
-from lightning_perf.system.figures import GPU, HOST, MOST_GPUS, pack, unpack
+from lightning_perf.system.figures import GPU, HOST, MOST_GPUS, gpu_key, gpu_number
 from lightning_perf.system.sampler import Sampler
 from lightning_perf.system.sensors import node_sensors
 
-__all__ = ["GPU", "HOST", "MOST_GPUS", "Sampler", "node_sensors", "pack", "unpack"]
+__all__ = ["GPU", "HOST", "MOST_GPUS", "Sampler", "gpu_key", "gpu_number", "node_sensors"]

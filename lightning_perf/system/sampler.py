@@ -1,4 +1,4 @@
-"""Samples a node's hardware on a thread and averages between reports."""
+"""Samples a node's hardware on a thread."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ class Rates(Generic[Device]):
         return rates
 
 
-class Averages:
-    """Means over time of what was sampled since they were last taken; safe between two threads.
+class TimeWeighted:
+    """Sums over time of what was sampled; safe between two threads.
 
     Example:
-        >>> averages = Averages()
-        >>> averages.add({"load": 10.0}, seconds=3.0)
-        >>> averages.add({"load": 50.0}, seconds=1.0)
-        >>> averages.take(), averages.take()
-        ({'load': 20.0}, {})
+        >>> sums = TimeWeighted()
+        >>> sums.add({"load": 10.0}, seconds=3.0)
+        >>> sums.add({"load": 50.0}, seconds=1.0)
+        >>> sums.totals()
+        {'load': (80.0, 4.0)}
     """
 
     def __init__(self) -> None:
@@ -80,17 +80,16 @@ class Averages:
         self._totals: dict[str, tuple[float, float]] = {}
 
     def add(self, figures: Mapping[str, float], seconds: float) -> None:
-        """Count in what held for some seconds."""
+        """Add values that held for some seconds."""
         with self._lock:
             for name, value in figures.items():
                 total, time = self._totals.get(name, (0.0, 0.0))
                 self._totals[name] = total + value * seconds, time + seconds
 
-    def take(self) -> dict[str, float]:
-        """The means, and begin anew."""
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """By name, the sum of value x seconds, and the seconds."""
         with self._lock:
-            totals, self._totals = self._totals, {}
-        return {name: total / time for name, (total, time) in totals.items() if time > 0}
+            return dict(self._totals)
 
 
 #: What the thread is told: to sample now and set the event, or to end.
@@ -98,53 +97,60 @@ Mailbox = SimpleQueue[Event | None]
 
 
 class Sampler:
-    """Samples while somebody subscribes, each with averages of their own.
+    """Samples the node's sensors on a thread while somebody subscribes.
 
     Args:
-        open_sensors: Gives the sensors, in the thread that reads them.
+        open_sensors: Returns the sensors, in the thread that reads them.
 
     Example:
         >>> sampler = Sampler()
         >>> sampler.subscribe("me", interval=1.0)
         >>> sampler.refresh(timeout=60), sampler.refresh(timeout=60)
         (True, True)
-        >>> sampler.take("me")["free_memory"] > 0
+        >>> total, seconds = sampler.totals()["free_memory"]
+        >>> total / seconds > 0
         True
         >>> sampler.unsubscribe("me")
     """
 
     def __init__(self, open_sensors: OpenSensors = node_sensors) -> None:
         self._open_sensors = open_sensors
-        self._subscribers: dict[str, tuple[float, Averages]] = {}
+        self._intervals: dict[str, float] = {}
+        self._sums = TimeWeighted()
         self._mailbox: Mailbox | None = None
         #: This job's processes on this node, as far as they are known.
         self.processes = {os.getpid()}
-        #: What was read last, by name.
+        #: The latest value by name.
         self.latest: dict[str, float] = {}
 
     def subscribe(self, name: str, interval: float) -> None:
-        """Have averages kept under a name.
+        """Sample at least this often; the first subscriber starts the thread.
 
         Args:
             name: The subscriber's.
-            interval: Seconds between samples; the shortest of all subscribers' holds.
+            interval: Seconds between samples; the shortest of all subscribers' is used.
         """
-        self._subscribers = {**self._subscribers, name: (interval, Averages())}
+        self._intervals = {**self._intervals, name: interval}
         if self._mailbox is None:
             self._mailbox = SimpleQueue()
             arguments = (weakref.ref(self), self._mailbox, self._open_sensors, self.processes)
             Thread(target=_run, args=arguments, name="lightning_perf system", daemon=True).start()
 
     def unsubscribe(self, name: str) -> None:
-        """Leave; without subscribers the thread ends, and is not waited for."""
-        self._subscribers = {key: each for key, each in self._subscribers.items() if key != name}
-        if not self._subscribers and self._mailbox is not None:
+        """End a subscription; without any, the thread ends, and is not waited for."""
+        self._intervals = {key: each for key, each in self._intervals.items() if key != name}
+        if not self._intervals and self._mailbox is not None:
             self._mailbox.put(None)
             self._mailbox = None
 
-    def take(self, name: str) -> dict[str, float]:
-        """A subscriber's averages since they were last taken; empty if nothing was sampled."""
-        return self._subscribers[name][1].take()
+    @property
+    def subscribed(self) -> bool:
+        """Whether the thread runs."""
+        return self._mailbox is not None
+
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """By name, the sum of value x seconds since sampling began, and the seconds."""
+        return self._sums.totals()
 
     def refresh(self, timeout: float) -> bool:
         """Have a sample taken now.
@@ -164,18 +170,17 @@ class Sampler:
     @property
     def interval(self) -> float:
         """Seconds between samples."""
-        return min((interval for interval, _ in self._subscribers.values()), default=1.0)
+        return min(self._intervals.values(), default=1.0)
 
     def receive(self, figures: Mapping[str, float], seconds: float) -> None:
-        """Take in what a sensor told; called by the thread.
+        """Record what a sensor measured; called by the thread.
 
         Args:
             figures: By name.
             seconds: How long they held.
         """
         self.latest.update(figures)
-        for _, averages in self._subscribers.values():
-            averages.add(figures, seconds)
+        self._sums.add(figures, seconds)
 
 
 def _run(

@@ -92,15 +92,18 @@ class Totals:
         """The wall time: all costs together."""
         return sum(cost.seconds for cost in self.costs.values())
 
-    def by_category(self, stage: str) -> dict[str, float]:
+    def by_category(self, stage: str, *, own: bool = False) -> dict[str, float]:
         """Seconds of each of ``CATEGORIES``, which add up to ``seconds``.
 
         Args:
-            stage: Whose view. To training, validation inside of it is one thing, of which only
-                the checkpoints are told apart.
+            stage: Whose view. In training's, validation inside of it is one category, apart from
+                its checkpoints.
+            own: Leave out what belongs to other stages.
         """
         found = dict.fromkeys(CATEGORIES, 0.0)
         for action, cost in self.costs.items():
+            if own and action.stage != stage:
+                continue
             within = stage == "train" and action.stage == "validate"
             validation = within and action.category != "checkpoint"
             found["validation" if validation else action.category] += cost.seconds

@@ -1,0 +1,155 @@
+"""What all ranks measured between two reports, in named columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_perf.core.progress import Timestamp
+
+#: One row per rank, one number per column.
+Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+#: The same; a single row is a plain list, since numpy would take longer than the rest of a report.
+Rows = Sequence[Sequence[float]] | Table
+#: One number per rank.
+PerRank = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+class Spread(NamedTuple):
+    """How a column differs between ranks."""
+
+    min: float
+    median: float
+    max: float
+    #: The rank of the largest value.
+    worst_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The values of all ranks over a stretch of one stage.
+
+    A column is the difference of two running totals, or a gauge: its value at the window's end.
+
+    Example:
+        >>> from lightning_perf.core.progress import Timestamp
+        >>> window = Window(
+        ...     "train", 9, Timestamp(batch=5), Timestamp(batch=10), False, 0,
+        ...     {"batch/seconds": 0, "batch/samples": 1}, [[2.0, 64.0], [1.0, 96.0]],
+        ...     [[4.0, 128.0], [3.0, 192.0]],
+        ... )
+        >>> window.batches, window.total("batch/samples"), window.mean("batch/seconds")
+        (5, 160.0, 1.5)
+        >>> window.rate("batch/samples")
+        128.0
+        >>> window.spread("batch/seconds")
+        Spread(min=1.0, median=1.5, max=2.0, worst_rank=0)
+    """
+
+    #: In Lightning's words: ``train``, ``validate``, ``test`` or ``predict``.
+    stage: str
+    #: The step at which loggers write it.
+    step: int
+    #: Where the stage stood on this rank when the window began and when it ended.
+    first: Timestamp
+    last: Timestamp
+    #: Whether the stage ended with it.
+    at_end: bool
+    #: This process's rank.
+    rank: int
+    #: The position of each column by its name.
+    columns: Mapping[str, int]
+    #: One row per rank.
+    rows: Rows
+    #: The same since the run began.
+    totals: Rows
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    @property
+    def batches(self) -> int:
+        """Batches of this rank, those included that no rate is based on."""
+        return self.last.batch - self.first.batch
+
+    def __getitem__(self, name: str) -> PerRank:
+        """One value per rank.
+
+        Raises:
+            KeyError: The window has no such column; the message names the nearest.
+        """
+        return np.array([row[self._index(name)] for row in self.rows], dtype=np.float64)
+
+    def own(self, name: str) -> float:
+        """This rank's value."""
+        return float(self.rows[self.rank if len(self.rows) > 1 else 0][self._index(name)])
+
+    def since_start(self, name: str) -> float:
+        """This rank's total since the run began."""
+        return float(self.totals[self.rank if len(self.rows) > 1 else 0][self._index(name)])
+
+    def total(self, name: str) -> float:
+        """The sum over ranks."""
+        if len(self.rows) == 1:
+            return float(self.rows[0][self._index(name)])
+        return float(self[name].sum())
+
+    def mean(self, name: str) -> float:
+        """The mean over ranks."""
+        return self.total(name) / len(self.rows)
+
+    def least(self, name: str) -> float:
+        """The smallest value of any rank."""
+        if len(self.rows) == 1:
+            return float(self.rows[0][self._index(name)])
+        return float(self[name].min())
+
+    def rate(self, name: str, per: str = "batch/seconds") -> float:
+        """The sum over ranks of each rank's value per one of another column's.
+
+        Ranks end their windows at slightly different times, so each is divided by its own.
+
+        Args:
+            name: The column.
+            per: What it is divided by; a rank where that is not above 0 adds nothing.
+        """
+        if len(self.rows) == 1:
+            divisor = self.rows[0][self._index(per)]
+            return float(self.rows[0][self._index(name)] / divisor) if divisor > 0 else 0.0
+        values, divisors = self[name], self[per]
+        known = divisors > 0
+        return float((values[known] / divisors[known]).sum())
+
+    def spread(self, name: str, per: str | None = None) -> Spread:
+        """How the ranks differ.
+
+        Args:
+            name: The column.
+            per: A column that it is divided by, such as the number of batches.
+        """
+        values = self[name] if per is None else self[name] / self[per]
+        ordered = np.sort(values)
+        middle = len(ordered) // 2
+        median = (ordered[middle] + ordered[-1 - middle]) / 2
+        return Spread(float(ordered[0]), float(median), float(ordered[-1]), int(values.argmax()))
+
+    def worst_rank(self, name: str) -> int:
+        """The rank of the largest value."""
+        return int(self[name].argmax())
+
+    def _index(self, name: str) -> int:
+        try:
+            return self.columns[name]
+        except KeyError:
+            near = get_close_matches(name, self.columns, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise KeyError(f"the window has no column {name!r}{hint}") from None

@@ -1,0 +1,242 @@
+"""Running totals of batches: time, samples, tokens and FLOPs of each stage on this rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from lightning_perf.run.flop_meter import BatchCost
+    from lightning_perf.run.stages import Progress
+    from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceBatchTimer
+
+    #: Seconds, samples and tokens of one batch (None where they could not be counted), its FLOPs
+    #: (None where they are unknown), whether counting them slowed it down, and whether it was the
+    #: first of its stage. A plain tuple, since one is made per batch.
+    BatchRecord = tuple[float, int | None, int | None, BatchCost | None, bool, bool]
+
+#: Records kept at most until they are folded.
+_MOST_RECORDS = 1000
+#: Seconds that the end of a run waits for the device to finish its last batches.
+_DEVICE_TIMEOUT = 10.0
+
+#: Running totals of batches whose time counts: neither the first of a stage nor slowed by counting.
+TIMED = (
+    "batch/seconds",
+    "batch/count",
+    "batch/samples",
+    "batch/tokens",
+    "flops/model",
+    "flops/ideal_seconds",
+    "flops/hardware_ideal_seconds",
+    "flops/seconds",
+    "flops/batches",
+    "batch/uncounted_samples",
+    "batch/uncounted_tokens",
+    "flops/uncounted_batches",
+)
+#: Of the last batch with known FLOPs, whatever its time.
+LAST = ("flops/batch", "flops/peak", "flops/tracked_operations", "flops/untracked_operations")
+
+
+class _Stage:
+    """The totals of one stage, and the records that are not in them yet."""
+
+    __slots__ = ("edges", "known", "last_cost", "late", "records", "totals")
+
+    def __init__(self, size: int) -> None:
+        self.totals: tuple[float, ...] = (0.0,) * len(TIMED)
+        #: Batches with known FLOPs, and the cost of the last one.
+        self.known = 0
+        self.last_cost: BatchCost | None = None
+        #: Totals after each of the latest batches: a rolling window is the difference of two.
+        self.edges: deque[tuple[float, ...]] = deque([self.totals], maxlen=size + 1)
+        self.records: list[BatchRecord] = []
+        #: Records that wait for their device times.
+        self.late: deque[tuple[BatchRecord, DeviceBatchTime]] = deque()
+
+
+class BatchTotals:
+    """The signal of batches: collects one record per batch and folds them at reports.
+
+    Args:
+        timer: Times batches on the device, where it has a clock of its own.
+    """
+
+    columns = (*TIMED, "flops/known_batches", *LAST)
+    gauges = frozenset(LAST)
+
+    def __init__(self, timer: DeviceBatchTimer | None = None) -> None:
+        self._timer = timer
+        self._rolling = 0
+        self._stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
+        #: Receives the records of a stage when they are folded.
+        self.listeners: list[Callable[[str, Sequence[BatchRecord]], None]] = []
+        #: Whether anybody reads the totals.
+        self.wanted = False
+
+    def start(self) -> None:
+        """Collect from now on."""
+        self.wanted = True
+        if self._timer is not None:
+            self._timer.wanted = True
+
+    def rolling(self, size: int) -> RollingBatches:
+        """The signal of the last ``size`` batches; to be requested before training starts."""
+        self._rolling = max(self._rolling, size)
+        return RollingBatches(self, size)
+
+    def end_batch(self, stage: str, record: BatchRecord, timed: DeviceBatchTime | None) -> None:
+        """Keep the record of a batch.
+
+        Args:
+            stage: The stage.
+            record: Its figures, by the host's clock.
+            timed: Its time on the device; None where the host's clock is right.
+        """
+        found = self._stages[stage]
+        if timed is None:
+            found.records.append(record)
+            if len(found.records) >= _MOST_RECORDS:
+                self.fold(stage)
+            return
+        found.late.append((record, timed))
+        if len(found.late) >= _MOST_RECORDS:
+            self.fold(stage)
+
+    def fold(self, stage: str) -> None:
+        """Bring the totals up to date, as far as the device is known to have come."""
+        found = self._stages[stage]
+        if self._timer is not None:
+            self._timer.read()
+            found.records += _resolved(found.late, self._timer.failed)
+        if not found.records:
+            return
+        records, found.records = found.records, []
+        for listener in self.listeners:
+            listener(stage, records)
+        _add(found, records)
+
+    def end_stage(self, stage: str) -> None:
+        """Drop batches of a stage that the device has not finished by its end."""
+        self.fold(stage)
+        self._stages[stage].late.clear()
+
+    def wait(self) -> None:
+        """Wait a bounded time for the device to finish the last batches."""
+        if self._timer is not None:
+            self._timer.wait(_DEVICE_TIMEOUT)
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """The totals of a stage since the run began."""
+        found = self._stages[stage]
+        cost = found.last_cost
+        if cost is None:
+            return (*found.totals, 0, 0.0, 0.0, 0.0, 0.0)
+        peak = cost.peak if cost.ideal_seconds else 0.0
+        operations = cost.tracked_operations, cost.untracked_operations
+        return (*found.totals, found.known, cost.total, peak, *operations)
+
+    def last_batches(self, stage: str, size: int) -> tuple[float, ...]:
+        """The sums of ``TIMED`` over the last batches of a stage, ``size`` at most."""
+        edges = self._stages[stage].edges
+        first = next(islice(edges, max(len(edges) - 1 - size, 0), None))
+        return tuple([last - early for last, early in zip(edges[-1], first, strict=True)])
+
+
+class RollingBatches:
+    """The signal of the last batches of a stage: each rank takes the differences before it sends.
+
+    Args:
+        batches: The totals.
+        size: Batches that a window holds at most.
+    """
+
+    def __init__(self, batches: BatchTotals, size: int) -> None:
+        self._batches, self._size = batches, size
+        self.columns = tuple(f"rolling_{size}/{name}" for name in TIMED)
+        self.gauges = frozenset(self.columns)
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """The sums over the last batches."""
+        return self._batches.last_batches(stage, self._size)
+
+
+def _add(stage: _Stage, records: Sequence[BatchRecord]) -> None:
+    (
+        seconds, count, samples, tokens, model, ideal, hardware_ideal, known_seconds, known,
+        no_samples, no_tokens, no_flops,
+    ) = stage.totals  # fmt: skip
+    edges = stage.edges
+    for spent, batch_samples, batch_tokens, cost, slowed, first in records:
+        if cost is not None:
+            stage.known += 1
+            stage.last_cost = cost
+        if slowed or first:
+            continue
+        seconds += spent
+        count += 1
+        if batch_samples is None:
+            no_samples += 1
+        else:
+            samples += batch_samples
+        if batch_tokens is None:
+            no_tokens += 1
+        else:
+            tokens += batch_tokens
+        if cost is None:
+            no_flops += 1
+        else:
+            model += cost.total
+            ideal += cost.ideal_seconds
+            hardware_ideal += cost.hardware_ideal_seconds
+            known_seconds += spent
+            known += 1
+        edges.append((
+            seconds, count, samples, tokens, model, ideal, hardware_ideal, known_seconds, known,
+            no_samples, no_tokens, no_flops,
+        ))  # fmt: skip
+    stage.totals = edges[-1]
+
+
+def _resolved(
+    late: deque[tuple[BatchRecord, DeviceBatchTime]], failed: bool
+) -> Iterator[BatchRecord]:
+    """The batches whose device time is known or does not matter, up to the first other one."""
+    while late:
+        (host, samples, tokens, cost, slowed, first), timed = late[0]
+        if not (timed.known or slowed or first or failed):
+            return
+        late.popleft()
+        # Where the device's time is unknown, the host's must not replace it.
+        slowed = slowed or not (failed or (timed.known and timed.whole))
+        yield (timed.seconds if timed.known else host), samples, tokens, cost, slowed, first
+
+
+class ProgressSignal:
+    """The signal of progress: all batches and seconds of a stage, whether timed or not.
+
+    Args:
+        progress: Counts them, also across resume.
+    """
+
+    columns = (
+        "progress/batches",
+        "progress/seconds",
+        "progress/total_seconds",
+        "progress/validation_seconds",
+    )
+    #: These two include the run that was resumed.
+    gauges = frozenset(columns[2:])
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """Batches and seconds of a stage, and seconds of all validation inside of fit."""
+        counters = self._progress.stages[stage]
+        seconds = counters.total_wct
+        return counters.batch, seconds, seconds, self._progress.validation_seconds
