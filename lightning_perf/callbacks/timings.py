@@ -70,6 +70,8 @@ class Timings(WindowCallback):
         #: What callbacks, loggers and checkpoints cost; complete when the run has ended.
         self.table: list[Share] = []
         self._history = History()
+        # The metrics of the last window of the stage that the run is about.
+        self._last: dict[str, float] = {}
         self._stage = ""
         self._started = (Totals({}), 0)
         self._active = False
@@ -104,6 +106,7 @@ class Timings(WindowCallback):
         if window.stage == self._stage:
             seconds = {key: found[key] for key in CATEGORIES}
             self._history.add(window.step, window.own("progress/batches"), seconds)
+            self._last = found
         return {f"timings/{key}": value for key, value in found.items()}
 
     def _add_tail(self, window: Window) -> None:
@@ -115,7 +118,8 @@ class Timings(WindowCallback):
         seconds = {key: last.seconds[key] / last.batches + each[key] for key in CATEGORIES}
         self._history.extend(seconds)
         prefix = "" if window.stage == "train" else f"{window.stage}/"
-        self.metrics |= {f"{prefix}timings/{key}": value for key, value in seconds.items()}
+        found = self._last | seconds
+        self.metrics = {f"{prefix}timings/{key}": value for key, value in found.items()}
 
     @override
     def close(self, context: RunContext, reason: str) -> None:

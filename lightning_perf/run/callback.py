@@ -251,7 +251,7 @@ class PerfCallback(Callback):
         self.call(self.prepare, context, reraise=True)
 
     def overrides(self, method: str) -> bool:
-        """Whether this callback has work in a per-batch method, ``before_batch`` or ``after_batch``."""
+        """Whether this class overrides ``before_batch`` or ``after_batch``."""
         return getattr(type(self), method) is not getattr(PerfCallback, method)
 
     def detach(self) -> None:

@@ -36,10 +36,8 @@ class WindowCallback(PerfCallback):
         ...     columns = ("timings/forward", "batch/seconds")
         ...
         ...     def on_window(self, window):
-        ...         seconds = window.total("batch/seconds")
-        ...         return {"forward_share": window.total("timings/forward") / seconds} if seconds else {}
-        >>> ForwardShare(schedule="every 50ba").schedule
-        Every('50ba')
+        ...         return {"forward_share": window.rate("timings/forward") / window.world_size}
+        >>> callback = ForwardShare(schedule="every 50ba")
     """
 
     #: Names of columns, or patterns such as ``"timings/*"``.

@@ -6,15 +6,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from torch import Tensor
 
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor
-from lightning_perf.core.metrics import RollingWindow, Work, throughput
-from lightning_perf.core.reduce import min_over_ranks, sum_of_rates
+from lightning_perf.run.batches import BatchTotals
+from lightning_perf.run.flop_meter import BatchCost
 
 KEYS = (
     {
@@ -172,24 +171,22 @@ def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field
         SpeedMonitor(**options)
 
 
-def test_ranks_are_summed() -> None:
-    """Global samples per second are the sum of the ranks', batches are their mean."""
-    ranks = np.array([Work(2.0, 10, 80, 0, 4e9, 0.5), Work(2.0, 10, 40, 0, 2e9, 0.25)])
-    found = throughput(Work(*sum_of_rates(ranks)), Work(*min_over_ranks(ranks)), 2)
-    assert found["throughput/samples_per_sec"] == 60
-    assert found["throughput/batches_per_sec"] == 5
-    assert found["throughput/device/samples_per_sec"] == 30
-    assert found["throughput/device/flops_per_sec"] == 1.5e9
-    assert found["throughput/device/mfu"] == (0.25 + 0.125) / 2
-    assert "throughput/tokens_per_sec" not in found
-
-
-def test_a_window_forgets_all_but_its_latest_batches() -> None:
-    """The totals are those of the last batches, however many came before."""
-    window = RollingWindow(2)
-    for seconds in (5.0, 1.0, 2.0):
-        window.add(seconds, 4, 0, 8, 0.0)
-    assert window.work() == Work(3.0, 2, 8, 0, 16, 0.0)
+def test_a_rolling_window_keeps_only_its_latest_batches() -> None:
+    """Its sums are those of the last batches that are timed, however many came before."""
+    batches = BatchTotals()
+    rolling = batches.rolling(2)
+    cost = BatchCost(total=8.0)
+    for seconds, slowed, first in [(9, False, True), (5, False, False), (1, False, False),
+                                   (7, True, False), (2, False, False)]:  # fmt: skip
+        batches.end_batch("train", (seconds, 4, 0, cost, slowed, first), None)
+    batches.fold("train")
+    found = dict(zip(rolling.columns, rolling.totals("train"), strict=True))
+    assert found["rolling_2/batch/seconds"] == 3.0
+    assert found["rolling_2/batch/count"] == 2
+    assert found["rolling_2/batch/samples"] == 8
+    assert found["rolling_2/flops/model"] == 16
+    whole = dict(zip(batches.columns, batches.totals("train"), strict=True))
+    assert (whole["batch/count"], whole["flops/known_batches"]) == (3, 5)
 
 
 def test_the_module_s_own_flops_win(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -22,11 +22,12 @@ from conftest import free_port
 from helpers import TESTS
 from helpers.fake_nvml import FakeGpu, FakeNvml, install
 from helpers.small import Records, Small, ours, trainer
+from helpers.windows import window_of
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, SystemMetrics
-from lightning_perf.callbacks.system_metrics import _over_ranks
+from lightning_perf.callbacks.system_metrics import _memory
 from lightning_perf.core.progress import Ranks
 from lightning_perf.run import hardware
 from lightning_perf.run.callback import PerfCallback
@@ -254,52 +255,68 @@ def test_on_cuda_the_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_allocator_without_statistics_costs_its_own_figures_alone(
-    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch's pluggable allocator refuses to tell: said once, and the rest goes on."""
+    """torch's pluggable allocator keeps no statistics: one warning, and the rest is measured."""
 
     def refuse(device: torch.device) -> dict[str, float]:
         raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
 
-    monkeypatch.setattr("lightning_perf.callbacks.system_metrics.cuda_memory", refuse)
+    monkeypatch.setattr(hardware, "cuda_memory", refuse)
+    signal = hardware.MemorySignal(torch.device("cuda", 0), None, 3)
     with pytest.warns(PerfWarning) as caught:
-        trainer(tmp_path, SystemMetrics(), logger=records).fit(Small())
+        first, second = signal.totals("train"), signal.totals("train")
     assert len(ours(caught)) == 1
     assert "allocator is not measured" in ours(caught)[0]
-    assert records.of("memory/rss")
+    assert len(first) == len(second) == len(signal.columns)
+    assert first[0] == 3
+
+
+ALLOCATOR = [f"memory/{name}" for name in ("rss", "peak_rss", *hardware.CUDA_MEMORY)]
 
 
 def test_memory_of_several_ranks_is_rank_0s_and_the_largest() -> None:
     """The rank that runs out first need not be rank 0; host memory is a node's, not a rank's."""
     one, other = [float(n) for n in range(11)], [nan, nan, *(float(20 - n) for n in range(2, 11))]
-    found = _over_ranks(np.array([one, other, [nan] * 11]))
+    found = _memory(
+        window_of(
+            dict(zip(ALLOCATOR, map(list, zip(one, other, [nan] * 11, strict=True)), strict=True))
+        )
+    )
     assert found["memory/current_allocated_mem"] == 2.0
     assert found["memory/max_over_ranks/current_allocated_mem"] == 18.0
     assert found["memory/alloc_retries"] == 10.0
     assert found["memory/rss"] == 0.0
     assert not [key for key in found if "max_over_ranks" in key and "rss" in key]
-    assert not [key for key in _over_ranks(np.array([one])) if "max_over_ranks" in key]
+    alone = _memory(window_of({name: [value] for name, value in zip(ALLOCATOR, one, strict=True)}))
+    assert not [key for key in alone if "max_over_ranks" in key]
 
 
-def test_many_nodes_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_nodes_take_turns() -> None:
     """Of a hundred nodes some report at a time, each over the time since its own last report."""
-    many = Ranks(node_rank=30, world_size=800, local_world_size=8)
-    taken: list[tuple[int, bool]] = []
     metrics = SystemMetrics("1h")
-    context = SimpleNamespace(
-        ranks=many,
-        sampler=SimpleNamespace(subscribe=lambda *_: None, take=lambda _: {"free_memory": 1.0}),
-        step=0,
-        stage="train",
-        trainer=SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu"))),
-    )
-    context.sampler.latest = {}
-    metrics.prepare(context)
+    metrics._turns = 13
+    nodes = [float(rank // 8) for rank in range(800)]
+    samples = [rank % 8 == 0 for rank in range(800)]
+    seen: dict[int, list[float]] = {}
     for number in range(40):
-        report = metrics.collect(context, at_end=False)
-        taken.append((number, len(report.values) > 13))
-    assert [number for number, took in taken if took] == [4, 17, 30]
-    assert len(metrics.collect(context, at_end=True).values) > 13
+        spent = [float(number + 1) if each else 0.0 for each in samples]
+        columns = {
+            "memory/node_rank": nodes,
+            "memory/pid": nodes,
+            "system/free_memory": [each * (number + 1) / 2 for each in spent],
+            "system/free_memory/seconds": spent,
+        }
+        window = window_of(columns)
+        window = replace(window, step=number, totals=window.rows)
+        for key, value in metrics.on_window(window).items():
+            node = int(key.split("/")[1].removeprefix("node_"))
+            seen.setdefault(node, []).append(value)
+    # The sum of s (s + 1) / 2 ... : each report averages over what came since the one before.
+    assert len(seen) == 100
+    assert {len(values) for values in seen.values()} <= {3, 4}
+    means = [(4 + 1) / 2, ((18 * 18 - 5 * 5) / 2 + 0.5 * 0) / 13, (31 * 31 - 18 * 18) / 2 / 13]
+    assert seen[30][1:3] == pytest.approx(means[1:])
 
 
 @pytest.mark.gpu
@@ -367,7 +384,7 @@ def test_each_node_reports_under_its_number(tmp_path: Path) -> None:
     script.write_text(
         "import json, os, sys\n"
         "import lightning as L\n"
-        "from small import Records, trainer\n"
+        "from helpers.small import Records, trainer\n"
         "from test_system_metrics import Slow\n"
         "from lightning_perf import SystemMetrics\n"
         "metrics, records = SystemMetrics(), Records()\n"

@@ -7,16 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.small import Records, Small, trainer
+from helpers.windows import window_of
 from test_ranks import RANKS
 from test_timings import Stopped
 
 from lightning_perf import Timings
-from lightning_perf.callbacks import timings as module
-from lightning_perf.core.reduce import over_ranks
+from lightning_perf.callbacks.timings import seconds_per_batch
 from lightning_perf.timing.totals import CATEGORIES
 
 pytestmark = pytest.mark.slow
@@ -44,20 +43,22 @@ class Told(Stopped):
         self.folder = folder
         self.names: list[str] = []
 
-    def collect(self, context: Any, at_end: bool) -> Any:
-        self.names = [action.name for action in context.spans.totals.costs]
-        return super().collect(context, at_end)
+    def attach(self, context: Any) -> None:
+        super().attach(context)
+        self.spans = context.spans
 
-    def publish(self, context: Any, report: Any, rows: Any) -> None:
-        super().publish(context, report, rows)
+    def receive(self, window: Any) -> Any:
+        reported = super().receive(window)
         found = {
             "metrics": self.metrics,
-            "own": rows[context.ranks.global_rank].tolist(),
+            "own": [window.own(f"timings/{name}") / window.batches for name in CATEGORIES],
+            "batches": window.batches,
             "wall": self.wall,
             "rows": self.rows,
-            "names": self.names,
+            "names": [action.name for action in self.spans.totals.costs],
         }
-        (self.folder / f"rank{context.ranks.global_rank}.json").write_text(json.dumps(found))
+        (self.folder / f"rank{window.rank}.json").write_text(json.dumps(found))
+        return reported
 
 
 def test_two_ranks_tell_who_is_slow_and_where(tmp_path: Path) -> None:
@@ -68,10 +69,9 @@ def test_two_ranks_tell_who_is_slow_and_where(tmp_path: Path) -> None:
     trainer(tmp_path, Told(tmp_path), **options).fit(Unequal())
     ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
     for rank in ranks:
-        *parts, batches = rank["own"]
-        assert batches == 8
+        assert rank["batches"] == 8
         least, most = rank["wall"]
-        assert least <= batches * sum(parts[: len(CATEGORIES)]) <= most
+        assert least <= 8 * sum(rank["own"]) <= most
         assert "Trainer.broadcast_sigterm" in rank["names"]
     assert ranks[0]["metrics"] == ranks[1]["metrics"]
     found = ranks[0]["metrics"]
@@ -102,11 +102,10 @@ def test_the_last_report_of_two_ranks_is_in_the_files(tmp_path: Path) -> None:
 
 def test_a_thousand_ranks_are_one_short_sum() -> None:
     """What a thousand ranks send gives the same keys as two, and the slowest is found."""
-    names = module._SENT
-    width = len(names) + 1
-    rows = np.repeat(np.arange(1000.0)[:, None], width, axis=1)
-    rows[137, 3] = 5000.0
-    found = over_ranks(names, rows)
+    ranks = [float(rank) for rank in range(1000)]
+    columns = {f"timings/{name}": list(ranks) for name in CATEGORIES}
+    columns["timings/backward"][137] = 5000.0
+    found = seconds_per_batch(window_of(columns | {"progress/batches": [1.0] * 1000}))
     assert found["dataloader_next"] == found["dataloader_next/median"] == 499.5
     assert found["backward/slowest_rank"] == 137
     assert found["forward/slowest_rank"] == 999

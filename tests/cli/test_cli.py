@@ -104,7 +104,7 @@ def test_schedules_are_written_in_yaml(tmp_path: Path, written: Any, expected: A
 
 def test_a_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
     """--print_config writes all settings, and what it writes builds the same callbacks."""
-    script = "from lightning.pytorch.cli import LightningCLI; from small import Small; "
+    script = "from lightning.pytorch.cli import LightningCLI; from helpers.small import Small; "
     script += "LightningCLI(Small, run=False, save_config_callback=None)"
     node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": "first 2ba"}}
     suite = {
@@ -295,7 +295,7 @@ def test_the_last_line_of_a_failed_cli_is_our_message(
     """What LightningCLI shows of a bad setting ends with our message, alone and whole."""
     config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    script = "from lightning.pytorch.cli import LightningCLI; from small import Small; "
+    script = "from lightning.pytorch.cli import LightningCLI; from helpers.small import Small; "
     script += "LightningCLI(Small, run=False, save_config_callback=None)"
     done = subprocess.run(
         [sys.executable, "-c", script, "--config", str(tmp_path / "config.yaml")],

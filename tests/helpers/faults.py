@@ -100,7 +100,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from faults import serve; serve()()"],
+            [sys.executable, "-c", "from helpers.faults import serve; serve()()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},

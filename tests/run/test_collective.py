@@ -17,19 +17,20 @@ import torch
 import torch.distributed as dist
 from helpers.small import Small, ours, trainer
 
+from lightning_perf import Window
 from lightning_perf.run import collective
-from lightning_perf.run.callback import PerfCallback, Report
 from lightning_perf.run.collective import Gatherer
 from lightning_perf.run.context import RunContext
+from lightning_perf.run.window_callback import WindowCallback
 
 LATE = 500
 RANKS: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
 
 
-class Telling(PerfCallback):
-    """Reports after every batch, and notes what has come and how much waited."""
+class Telling(WindowCallback):
+    """Reports after every batch, and records what arrived and how much was under way."""
 
-    reports = True
+    columns = ("progress/batches", "memory/pid")
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -41,23 +42,20 @@ class Telling(PerfCallback):
     def state_key(self) -> str:
         return self.name
 
-    def due(self, context: RunContext, at_end: bool) -> bool:
+    def window_due(self, context: RunContext, at_end: bool) -> bool:
+        self.most = max(self.most, len(context.windows._gatherer._sent))
+        self.trigger.quiet_until = 0
+        self.trigger.request()
         return not at_end
 
-    @property
-    def quiet_until(self) -> float:
-        return 0
-
-    def collect(self, context: RunContext, at_end: bool) -> Report:
-        gatherer = context.exchange._gatherer
-        self.most = max(self.most, len(gatherer._sent))
-        return Report([context.ranks.global_rank, context.counters.batch], context.stage, 0)
-
-    def publish(self, context: RunContext, report: Report, rows: Any) -> None:
-        self.told.append(rows.ravel().tolist())
+    def on_window(self, window: Window) -> dict[str, float]:
+        pids = window["memory/pid"].tolist()
+        self.told.append([window.last.batch, *window["progress/batches"], len(set(pids))])
+        return {}
 
     def close(self, context: RunContext, reason: str) -> None:
-        context.at_end(lambda: self.dump(context))
+        super().close(context, reason)
+        context.on_close(lambda: self.dump(context))
 
     def dump(self, context: RunContext) -> None:
         found = {"told": self.told, "most": self.most}
@@ -86,7 +84,7 @@ def test_a_rank_that_is_late_loses_no_report(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # Lightning's, of steps without a loss
         run.fit(Lagging())
     batches = (LATE // 16 + 1) * 16
-    expected = [[0.0, batch + 1, 1.0, batch + 1] for batch in range(batches)]
+    expected = [[batch + 1, 1.0, 1.0, 2] for batch in range(batches)]
     for name in "abc":
         for rank in (0, 1):
             found = json.loads((tmp_path / f"{name}.{rank}").read_text())

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
 from helpers.small import Small, trainer
+from helpers.windows import window_of
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_perf
@@ -57,6 +58,7 @@ ARGUMENTS: dict[str, Callable[[], Any] | None] = {
     "Time": lambda: Time(10, TimeUnit.BATCH),
     "TimeUnit": lambda: TimeUnit.BATCH,
     "Timings": lambda: Timings(schedule="1ba"),
+    "Window": lambda: window_of({"batch/seconds": [1.0]}),
 }
 NAMES = [name for name in lightning_perf.__all__ if ARGUMENTS.get(name, name) is not None]
 MEASURING = ["Flops", "SpeedMonitor", "Suite", "SystemMetrics", "Timings"]

@@ -120,6 +120,7 @@ def test_a_failing_callback_gets_out_of_the_way(tmp_path: Path, verb: str) -> No
     def fail(self: Any, *args: Any) -> None:
         raise ZeroDivisionError("planted")
 
+    fail.__name__ = verb
     setattr(Broken, verb, fail)
     healthy, broken = Diary("healthy"), Broken("broken")
     run = trainer(tmp_path, broken, healthy, max_epochs=2)

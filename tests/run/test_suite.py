@@ -155,10 +155,10 @@ def test_the_first_batch_of_every_stage_run_is_left_out(tmp_path: Path, window: 
     seen: list[int] = []
 
     class Looking(SpeedMonitor):
-        def after_batches(self, context: Any, batches: Any) -> None:
-            super().after_batches(context, batches)
-            if context.stage == "validate":
-                seen.append(int(self._windows["validate"].work().batches))
+        def on_window(self, window: Any) -> Any:
+            if window.stage == "validate":
+                seen.append(int(window.total("rolling_100/batch/count")))
+            return super().on_window(window)
 
     monitor = Looking(window_size=100)
     run = trainer(tmp_path, monitor, limit_val_batches=window + 1, max_epochs=3)

@@ -47,8 +47,8 @@ def of(*sensors: Ticks) -> Callable[[set[int]], contextmanager[Sequence[Ticks]]]
     return open_sensors
 
 
-def test_each_subscriber_has_averages_of_its_own() -> None:
-    """What one takes, the other still has; one thread reads for both, at the shorter interval."""
+def test_one_thread_reads_for_all_subscribers() -> None:
+    """It samples at the shortest interval, and the totals are everybody's."""
     ticks = Ticks()
     sampler = Sampler(of(ticks))
     sampler.subscribe("often", 30.0)
@@ -56,9 +56,7 @@ def test_each_subscriber_has_averages_of_its_own() -> None:
     assert sampler.interval == 30.0
     assert sampler.refresh(10)
     assert sampler.refresh(10)
-    assert set(sampler.take("often")) == {"ticks"}
-    assert sampler.take("often") == {}
-    assert set(sampler.take("rarely")) == {"ticks"}
+    assert set(sampler.totals()) == {"ticks"}
     assert sampler.latest["ticks"] == ticks.reads
     assert ticks.threads == {"lightning_perf system"}
     sampler.unsubscribe("often")
@@ -137,7 +135,7 @@ def test_it_can_begin_again() -> None:
         sampler.subscribe("me", LONG)
         assert sampler.refresh(10)
         assert sampler.refresh(10)
-        assert sampler.take("me")
+        assert sampler.totals()
         sampler.unsubscribe("me")
 
 
@@ -169,7 +167,7 @@ def test_a_forked_process_samples_for_itself() -> None:
     if pid == 0:
         mine = Sampler()
         mine.subscribe("child", LONG)
-        sampled = mine.refresh(20) and mine.refresh(20) and "free_memory" in mine.take("child")
+        sampled = mine.refresh(20) and mine.refresh(20) and "free_memory" in mine.totals()
         os._exit(0 if sampled and mine.processes == {os.getpid()} else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert sampler.refresh(10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_perf.run.collective import WIDTH
-from lightning_perf.system import GPU, HOST, MOST_GPUS, pack, unpack
+from lightning_perf.system import gpu_key, gpu_number
 from lightning_perf.system.cgroup import Cgroup
 from lightning_perf.system.host import Cpu, Disks, Memory, Network, physical
-from lightning_perf.system.sampler import Averages, Rates
+from lightning_perf.system.sampler import Rates, TimeWeighted
 
 Patch = pytest.MonkeyPatch
 GB = 10**9
@@ -50,29 +48,20 @@ def test_devices_come_and_go_without_a_spike() -> None:
     assert rates({}, 4.0) == {}
 
 
-def test_averages_weigh_by_time_and_keep_no_point_twice() -> None:
-    """A long interval counts for more than a short one; what was taken is gone."""
-    averages = Averages()
-    averages.add({"util": 100.0, "first": 1.0}, 0.0)
-    assert averages.take() == {}
-    averages.add({"util": 100.0}, 9.0)
-    averages.add({"util": 0.0, "late": 5.0}, 1.0)
-    assert averages.take() == {"util": 90.0, "late": 5.0}
-    assert averages.take() == {}
+def test_totals_weigh_by_time() -> None:
+    """A long interval counts for more than a short one; a first reading has held for no time."""
+    sums = TimeWeighted()
+    sums.add({"util": 100.0, "first": 1.0}, 0.0)
+    assert sums.totals() == {"util": (0.0, 0.0), "first": (0.0, 0.0)}
+    sums.add({"util": 100.0}, 9.0)
+    sums.add({"util": 0.0, "late": 5.0}, 1.0)
+    assert sums.totals() == {"util": (900.0, 10.0), "first": (0.0, 0.0), "late": (5.0, 1.0)}
 
 
-def test_the_largest_node_fits_into_one_message() -> None:
-    """All figures of a node with sixteen GPUs, beside a rank's own, and back again."""
-    figures = {name: float(number) for number, name in enumerate(HOST)}
-    for index in range(MOST_GPUS - 1):
-        figures |= {f"gpu_{index}/{name}": index + 0.5 for name in GPU}
-    figures |= {f"gpu_90_mig_6/{name}": 1.5 for name in GPU}
-    row = pack(figures)
-    assert len(row) + 2 + 11 <= WIDTH
-    assert unpack(row) == figures
-    # A node with more GPUs makes all rows longer.
-    assert unpack([*row, *[nan] * (1 + len(GPU))]) == figures
-    assert pack({}) == []
+@pytest.mark.parametrize("name", ["gpu_0", "gpu_15", "gpu_90_mig_6", "gpu_3_mig_0"])
+def test_a_gpu_has_a_number(name: str) -> None:
+    """Its key survives as one number, as ranks send it to each other."""
+    assert gpu_key(gpu_number(name)) == name
 
 
 # -- disks and networks ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from helpers.small import Records, Small, ours, trainer
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor, Timings
 from lightning_perf.errors import PerfWarning
-from lightning_perf.run import windows
+from lightning_perf.run import batches
 from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceBatchTimer, Events
 
 
@@ -173,7 +173,7 @@ def test_few_events_do_for_a_long_run_without_reports(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read now and then though nobody asks for a report."""
-    monkeypatch.setattr(windows, "_MOST_UNTOLD", 10)
+    monkeypatch.setattr(batches, "_MOST_RECORDS", 10)
     device.pace = 1e9
     device.stands_in(monkeypatch)
     monitor = SpeedMonitor(window_size=4)
