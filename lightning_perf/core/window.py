@@ -32,7 +32,7 @@ class Spread(NamedTuple):
     worst_rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Window:
     """The values of all ranks over a stretch of one stage.
 

@@ -31,7 +31,7 @@ from lightning_perf.run.spans import Spans, SpanSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
-from lightning_perf.system import MOST_GPUS
+from lightning_perf.system import MOST_GPUS, has_gpus
 from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
 
 if TYPE_CHECKING:
@@ -185,23 +185,18 @@ class RunContext:
 
     def _offer_signals(self) -> None:
         """What windows may hold; each signal starts when a callback subscribes to it."""
-        node = partial(NodeSignal, slots=MOST_GPUS if self._on_gpu else 0)
         offers: dict[str, Callable[[], Signal]] = {
             "batch": self._start_batches,
             "flops": self._start_flops,
             "progress": lambda: ProgressSignal(self.progress),
             "timings": self._start_spans,
-            "system": lambda: node(self._start_sampler()),
+            "system": self._start_node,
             "memory": lambda: MemorySignal(
                 self.trainer.strategy.root_device, self._start_sampler(), self.ranks.node_rank
             ),
         }
         for prefix, source in offers.items():
             self.windows.offer(prefix, source)
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.trainer.strategy.root_device.type == "cuda"
 
     def _start_batches(self) -> BatchTotals:
         self.batches.start()
@@ -214,6 +209,11 @@ class RunContext:
     def _start_spans(self) -> SpanSignal:
         self.spans.require()
         return SpanSignal(self.spans)
+
+    def _start_node(self) -> NodeSignal:
+        # Nodes may differ, and all ranks must have the same columns.
+        gpus = self.ranks.world_size > 1 or has_gpus()
+        return NodeSignal(self._start_sampler(), MOST_GPUS if gpus else 0)
 
     def _start_sampler(self) -> Sampler | None:
         if self.sampler is not None and not self.sampler.subscribed:

@@ -33,10 +33,11 @@ class WindowCallback(PerfCallback):
     Example:
         >>> import lightning_perf as lp
         >>> class ForwardShare(lp.WindowCallback):
-        ...     columns = ("timings/forward", "batch/seconds")
+        ...     columns = ("timings/forward", "progress/seconds")
         ...
         ...     def on_window(self, window):
-        ...         return {"forward_share": window.rate("timings/forward") / window.world_size}
+        ...         forward, seconds = window.total("timings/forward"), window.total("progress/seconds")
+        ...         return {"forward_share": forward / seconds} if seconds else {}
         >>> callback = ForwardShare(schedule="every 50ba")
     """
 

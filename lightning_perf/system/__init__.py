@@ -1,7 +1,17 @@
 """What the hardware of a node does, read beside the training: no torch, no Lightning."""
 
 from lightning_perf.system.figures import GPU, HOST, MOST_GPUS, gpu_key, gpu_number
+from lightning_perf.system.gpus import has_gpus
 from lightning_perf.system.sampler import Sampler
 from lightning_perf.system.sensors import node_sensors
 
-__all__ = ["GPU", "HOST", "MOST_GPUS", "Sampler", "gpu_key", "gpu_number", "node_sensors"]
+__all__ = [
+    "GPU",
+    "HOST",
+    "MOST_GPUS",
+    "Sampler",
+    "gpu_key",
+    "gpu_number",
+    "has_gpus",
+    "node_sensors",
+]

@@ -126,6 +126,19 @@ def gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[list[
             nvml.nvmlShutdown()
 
 
+def has_gpus() -> bool:
+    """Whether this node has a GPU that NVML can read."""
+    try:
+        nvml = import_module("pynvml")
+    except ImportError:
+        return False
+    if not _initialized(nvml):
+        return False
+    with suppress(nvml.NVMLError):
+        nvml.nvmlShutdown()
+    return True
+
+
 def _initialized(nvml: Any) -> bool:
     try:
         nvml.nvmlInit()

@@ -385,7 +385,7 @@ def test_each_node_reports_under_its_number(tmp_path: Path) -> None:
         "import json, os, sys\n"
         "import lightning as L\n"
         "from helpers.small import Records, trainer\n"
-        "from test_system_metrics import Slow\n"
+        "from callbacks.test_system_metrics import Slow\n"
         "from lightning_perf import SystemMetrics\n"
         "metrics, records = SystemMetrics(), Records()\n"
         "options = dict(strategy='ddp', num_nodes=2, log_every_n_steps=99, logger=records)\n"

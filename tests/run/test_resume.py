@@ -47,7 +47,7 @@ class Model(Small):
 
 class Log(PerfCallback):
     def prepare(self, driver):
-        for schedule in SCHEDULES: schedule.setup(driver.context)
+        for schedule in SCHEDULES: schedule.setup(driver.schedule_context)
     def after_batch(self, driver, batch):
         for schedule in SCHEDULES: schedule.observe(driver.moment)
         stamp = driver.moment.timestamp.state_dict()
