@@ -1,7 +1,6 @@
-"""Pictures of where the time of a run went.
+"""Charts of where the time of a run went.
 
-Only matplotlib and jinja2 are needed here, and imported when a picture is drawn: no trainer, no
-tracking server and no torch is known.
+matplotlib and jinja2 are imported when a chart is drawn. No torch, no Lightning.
 """
 
 from lightning_perf.charts.page import stacked_html
