@@ -155,7 +155,7 @@ class StandardLibrary(LightningDataModule):
 
 
 def _source(size: int) -> bytearray:
-    """Return the first bytes of the modules of the standard library, in the order of their names."""
+    """Return the first bytes of the standard library, its modules sorted by name."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
