@@ -1,6 +1,7 @@
-"""Charts of where the time of a run went.
+"""Pictures of where the time of a run went.
 
-matplotlib and jinja2 are imported when a chart is drawn. No torch, no Lightning.
+Only matplotlib and jinja2 are needed here, and imported when a picture is drawn: no trainer, no
+tracking server and no torch is known.
 """
 
 from lightning_perf.charts.page import stacked_html

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
-#: Argument of ``pip install``, where it differs from the module's name.
+#: What installs a package, where that is not its own name.
 _INSTALLS = {
     "jsonargparse": '"jsonargparse[signatures]"',
     "pynvml": "nvidia-ml-py",
@@ -17,7 +17,7 @@ _INSTALLS = {
 
 
 def _commands() -> dict[str, ModuleType]:
-    # Imported here, since packages that they import may be missing.
+    # Within: what they import may be missing.
     from lightning_perf.cli import capture, devices, measure, report, upload
 
     return {

@@ -1,4 +1,7 @@
-"""How much work a model does, and how much a device could do. torch, but no Lightning."""
+"""How much work a model does, and how much a device could do.
+
+Only torch is needed here: no trainer and no tracking server is known.
+"""
 
 from lightning_perf.flops.counter import Counts, FlopCounter
 from lightning_perf.flops.devices import DevicePeaks, lookup, peak_flops, table

@@ -1,4 +1,4 @@
-"""When to act: schedules, their operators and their strings. Standard library only."""
+"""When: predicates over moments of training, their algebra and their strings."""
 
 from lightning_perf.schedule.base import FOREVER, Context, Schedule
 from lightning_perf.schedule.combine import All, AnyOf, Not

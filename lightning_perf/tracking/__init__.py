@@ -1,1 +1,1 @@
-"""The only package that talks to MLflow, other loggers and remote stores."""
+"""The only rooms that talk to MLflow and to other loggers."""
