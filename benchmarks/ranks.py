@@ -3,8 +3,8 @@
     python benchmarks/ranks.py
 
 A small training runs with the always-on callbacks. Each report gets simulated values of the other
-ranks, eight per node. The benchmark measures the work of rank 0, which logs, from its own values to
-the finished metrics. The network is not included.
+ranks. The benchmark measures the work of rank 0, which logs, from its own values to the finished
+metrics. The network is not included.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ CALLBACKS = (SpeedMonitor, Flops, Timings, SystemMetrics)
 
 
 class Simulated(Gatherer):
-    """Simulates the values of other ranks, and measures the time to process them."""
+    """Brings each rank numbers like this one's, and measures what is done with them."""
 
     ranks = 1
-    #: Milliseconds of each report, by the number of its callback.
+    #: Of each report, by the number of its callback.
     milliseconds: ClassVar[defaultdict[int, list[float]]] = defaultdict(list)
 
     def __init__(self, trainer: L.Trainer) -> None:
@@ -52,19 +52,19 @@ class Simulated(Gatherer):
     def gather(
         self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]
     ) -> None:
-        """Measure the exchange without the copies that a network would make."""
+        """Measure the exchange, less what the network would do."""
         self._copying, began = 0.0, time.perf_counter()
         super().gather(tag, values, then)
         spent = time.perf_counter() - began - self._copying
         self.milliseconds[tag[0]].append(1e3 * spent)
 
     def all_gather(self, message: Tensor) -> Tensor:
-        """One row per rank, as a strategy would return them."""
+        """One row a rank, as a strategy would bring them."""
         began = time.perf_counter()
         table = message.repeat(self.ranks, 1)
         head, numbers = table[:, :3], table[:, 3:]
         if CALLBACKS[int(head[0, 0])] is SystemMetrics:
-            # The first rank of a node has the node's values when it is the node's turn to report.
+            # The first rank of a node has its figures, where it is the node's turn.
             numbers[:, 0] = torch.arange(self.ranks) // LOCAL
             figures = numbers[:, system_metrics._FIGURES :].clone()
             numbers[:, system_metrics._FIGURES :] = nan
@@ -101,11 +101,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     windows.Gatherer = Simulated  # type: ignore[misc]
-    table = Table(
-        "ranks",
-        *(each.__name__ for each in CALLBACKS),
-        title="ms per report: median (10 % to 90 %)",
-    )
+    table = Table("ranks", *(each.__name__ for each in CALLBACKS), title="ms a report, 10 to 90 %")
     with tempfile.TemporaryDirectory() as folder:
         for ranks in track(WORLDS, "training", transient=True):
             cells = []
