@@ -1,1 +1,1 @@
-"""Worker thread, atomic files and bounded waits. No torch, no Lightning."""
+"""Worker threads, files that appear whole, and bounded waits: no torch, no Lightning."""
