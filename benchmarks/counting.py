@@ -1,9 +1,9 @@
-"""What tools count for the same batch, against closed formulas, and what counting costs a step.
+"""Compares the FLOP counts of several tools with closed formulas, and what counting costs per step.
 
     python benchmarks/counting.py
 
-Every number of docs/mfu.md comes from here. fkat is in the table if it can be imported; its wheel
-is enough: pip download fkat==0.1.2 --no-deps, unpacked on PYTHONPATH.
+Every number in docs/mfu.md comes from here. fkat is included if it can be imported. Its wheel is
+enough: pip download fkat==0.1.2 --no-deps, unpacked on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ REPEATS = 60
 
 @dataclass
 class Case:
-    """A model, a batch of it, and what a step of it costs by hand."""
+    """A model, a batch, and the FLOPs of one step, computed by hand."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Tensor]
     loss: Callable[[nn.Module, Tensor], Tensor]
     #: FLOPs of forward and backward.
     exact: int
-    #: Tokens, or None where a batch has none.
+    #: Tokens per batch; None for batches without tokens.
     tokens: int | None = None
-    #: FLOPs by Composer's convention, if it has a formula for such a model.
+    #: FLOPs by Composer's convention; None where it has no formula.
     composer: int | None = None
 
 
@@ -66,7 +66,7 @@ class Convolutions(nn.Module):
 
 
 def gpt(layers: int, width: int, heads: int, batch: int, context: int) -> Case:
-    """The demo's GPT in some size."""
+    """The demo's GPT with the given sizes."""
     tokens = batch * context
     sizes = TransformerConfig(
         layers=layers, hidden=width, heads=heads, vocab=VOCABULARY, sequence=context
@@ -82,13 +82,13 @@ def gpt(layers: int, width: int, heads: int, batch: int, context: int) -> Case:
         loss,
         tokens * palm(sizes),
         tokens,
-        # llm-foundry's flops_per_batch: all parameters, and attention in full.
+        # llm-foundry's flops_per_batch: all parameters, plus attention in full.
         tokens * (6 * parameters + 12 * layers * width * context),
     )
 
 
 def convolutions() -> Case:
-    """Grouped convolutions over images of 32 x 32; the first layer makes no gradient of them."""
+    """Grouped convolutions over images of 32 x 32; the first layer computes no input gradient."""
     pixels = 16 * 32 * 32
     first, depthwise, grouped = 32 * 3 * 9, 32 * 9, 64 * 8 * 9
     products = pixels * (2 * first + 3 * depthwise + 3 * grouped) + 3 * 16 * 64 * 10
@@ -98,7 +98,7 @@ def convolutions() -> Case:
 
 
 def lstm() -> Case:
-    """Two layers over a sequence whose gradient is asked for."""
+    """Two layers over a sequence that requires a gradient."""
     matrices = 4 * 128 * (64 + 128) + 4 * 128 * (128 + 128)
     return Case(
         lambda: nn.LSTM(64, 128, 2),
@@ -109,7 +109,7 @@ def lstm() -> Case:
 
 
 def mlp() -> Case:
-    """As small as a model gets."""
+    """A minimal model."""
     return Case(
         lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)),
         lambda: torch.ones(16, 32),
@@ -127,14 +127,14 @@ TIMED = {"tiny MLP": mlp(), "0.9M GPT": gpt(layers=4, width=128, heads=4, batch=
 
 
 def ours(case: Case) -> int:
-    """Counted as it trains."""
+    """Counted during training."""
     with FlopCounter() as counter:
         case.loss(case.make(), case.batch()).backward()
     return counter.counts.model_flops
 
 
 def on_shadow(case: Case) -> int:
-    """Counted as for a compiled module."""
+    """Counted on a shadow, as for a compiled module."""
     return count_on_shadow(case.make(), case.batch(), case.loss).model_flops
 
 
@@ -146,13 +146,13 @@ def pytorch(case: Case) -> int:
 
 
 def lightning(case: Case) -> int:
-    """Lightning's measure_flops, which its ThroughputMonitor's documentation uses."""
+    """Lightning's measure_flops, as in the documentation of its ThroughputMonitor."""
     model, batch = case.make(), case.batch()
     return measure_flops(model, lambda: case.loss(model, batch), lambda loss: loss)
 
 
 def lightning_on_meta(case: Case) -> int:
-    """The same on the meta device, which its documentation recommends."""
+    """The same on the meta device, as its documentation recommends."""
     with torch.device("meta"):
         return lightning(case)
 
@@ -168,7 +168,7 @@ def fkat(case: Case) -> int:
 
 
 def six_n(case: Case) -> int | None:
-    """Six FLOPs for each parameter and token."""
+    """Six FLOPs per parameter and token."""
     parameters = sum(p.numel() for p in case.make().parameters())
     return 6 * parameters * case.tokens if case.tokens else None
 
@@ -180,13 +180,13 @@ TOOLS: dict[str, Callable[[Case], int | None]] = {
     "Lightning measure_flops": lightning,
     "Lightning measure_flops on meta": lightning_on_meta,
     "fkat 0.1.2": fkat,
-    "6 N tokens": six_n,
+    "6 N per token": six_n,
     "Composer (llm-foundry's formula)": lambda case: case.composer,
 }
 
 
 def difference(tool: Callable[[Case], int | None], case: Case) -> str:
-    """What a tool says, in percent of what is right."""
+    """The relative error of a tool, in percent."""
     try:
         found = tool(case)
     except Exception as error:
@@ -197,8 +197,8 @@ def difference(tool: Callable[[Case], int | None], case: Case) -> str:
 
 
 def compared() -> Table:
-    """The first table: right or wrong."""
-    table = Table("tool", *CASES, title="FLOPs of one batch against the closed formula")
+    """The first table: counts compared with the closed formula."""
+    table = Table("tool", *CASES, title="FLOPs of one batch, compared with the closed formula")
     table.add_row("closed formula", *(f"{case.exact:,}" for case in CASES.values()))
     for name, tool in TOOLS.items():
         table.add_row(name, *(difference(tool, case) for case in CASES.values()))
@@ -206,7 +206,7 @@ def compared() -> Table:
 
 
 def seconds(case: Case, model: nn.Module, batch: Tensor, way: str) -> float:
-    """One step under one way to count."""
+    """The duration of one step with one way to count."""
     start = time.perf_counter()
     if way == "Lightning measure_flops":
         measure_flops(model, lambda: case.loss(model, batch), lambda loss: loss)
@@ -229,12 +229,13 @@ WAYS = (
 
 
 def costs() -> Table:
-    """The second table: a counted step by an uncounted one right before it.
+    """The second table: the ratio of a counted step to the uncounted step right before it.
 
-    On one thread: on a busy machine threads wait for each other, for longer than a small step.
+    It uses one thread, because on a busy machine waiting for other threads takes longer than a
+    small step.
     """
     torch.set_num_threads(1)
-    table = Table("tool", *TIMED, title="one counted step / one step: median (10 % to 90 %)")
+    table = Table("tool", *TIMED, title="counted step / plain step: median (10 % to 90 %)")
     ratios: dict[str, dict[str, list[float]]] = {way: {name: [] for name in TIMED} for way in WAYS}
     for name, case in TIMED.items():
         model, batch = case.make(), case.batch()

@@ -1,12 +1,13 @@
-"""What each callback adds to a step, beside Lightning's own callbacks, in one paired run.
+"""Measures what each callback adds to a step, compared with Lightning's own callbacks.
 
     python benchmarks/overhead.py [rounds]
 
-A tiny model, so that what is added shows. All rows take turns in every round, in an order of its
-own. Machines of our size slow down by half for seconds at a time, so a row's figure is that of its
-fast steps, the 3rd percentile over all rounds; what is added is set beside no callback at all and
-Lightning's ThroughputMonitor. The spread is of 500 choices of the rounds (bootstrap). What a
-callback does once in fifty steps only, such as reporting, is not in it.
+The model is tiny, so that the overhead is visible. Each round runs all rows once, in random order.
+Small machines slow down by half for seconds at a time, so each row is represented by its fast
+steps: the 3rd percentile over all rounds. The overhead is relative to a training without callbacks,
+and is compared with that of Lightning's ThroughputMonitor. The ranges come from 500 bootstrap
+samples of the rounds. Work that a callback does only once in fifty steps, such as reporting, is not
+included.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite, SystemMetrics, T
 
 
 def always_on() -> list[L.Callback]:
-    """What may stay on a Trainer for good."""
+    """The callbacks that can stay on a Trainer permanently."""
     return [Suite([SpeedMonitor(), Flops(schedule="every 50ba"), Timings(), SystemMetrics()])]
 
 
 STEPS, WARM = 400, 50
-#: The percentile of a row's steps that stands for it.
+#: The percentile of a row's steps that represents it.
 FAST = 3
 REFERENCE = "Lightning's ThroughputMonitor"
 SIMPLE = 'Trainer(profiler="simple")'
@@ -50,7 +51,7 @@ ROWS: dict[str, Callable[[], list[L.Callback]]] = {
     "an empty callback": lambda: [L.Callback()],
     REFERENCE: lambda: [ThroughputMonitor(batch_size_fn=lambda batch: batch[0].shape[0])],
     "Lightning's DeviceStatsMonitor": lambda: [DeviceStatsMonitor(cpu_stats=False)],
-    "DeviceStatsMonitor of the CPU": lambda: [DeviceStatsMonitor(cpu_stats=True)],
+    "DeviceStatsMonitor(cpu_stats=True)": lambda: [DeviceStatsMonitor(cpu_stats=True)],
     "SpeedMonitor": lambda: [SpeedMonitor()],
     "Flops": lambda: [Flops()],
     "SystemMetrics": lambda: [SystemMetrics()],
@@ -66,7 +67,7 @@ ROWS: dict[str, Callable[[], list[L.Callback]]] = {
 
 
 class Tiny(L.LightningModule):
-    """One small layer; notes when each step begins."""
+    """One small layer; records when each step begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Tiny(L.LightningModule):
         self.began: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """A step of no weight."""
+        """A minimal step."""
         self.began.append(time.perf_counter())
         return self.layer(batch[0]).mean()
 
@@ -105,7 +106,7 @@ def steps(row: str, folder: str) -> list[float]:
 
 
 def added(times: np.ndarray) -> np.ndarray:
-    """What each row adds to a step, from its steps of some rounds (rows, rounds, steps)."""
+    """The overhead of each row per step, from an array of rows, rounds and steps."""
     fast = np.percentile(times, FAST, axis=(1, 2))
     return fast - fast[list(ROWS).index("nothing")]
 
@@ -123,7 +124,9 @@ def main(rounds: int) -> None:
                 times[row, turn] = steps(rows[row], folder)
     again = np.random.default_rng(0).integers(rounds, size=(500, rounds))
     spread = np.array([added(times[:, chosen]) for chosen in again])
-    table = Table("callback", "step us", "added us", "10 % to 90 %", "x TM", "10 % to 90 %")
+    table = Table(
+        "callback", "us per step", "added us", "10 % to 90 %", "ratio to TM", "10 % to 90 %"
+    )
     for row, mine in enumerate(added(times)):
         ratios = spread[:, row] / spread[:, reference]
         table.add_row(

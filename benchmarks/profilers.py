@@ -1,13 +1,13 @@
-"""What profilers cost: while they wait, while they record, and while a server hangs.
+"""Measures the overhead of profilers: waiting, recording, and while a tracking server hangs.
 
     python benchmarks/profilers.py [rounds]
 
-Each row runs in a process of its own, since some recorders never let go of theirs. In there the
-row and what it is compared with take turns; a figure is the median over the rounds of a difference
-or ratio of steps, with the 10 % and 90 % quantiles. Waiting and recording are judged by fast steps
-(of a training the 3rd and the 25th percentile), since machines of our size slow down by half for
-seconds at a time. fkat's profilers are measured where
-fkat can be imported (it never waits: it records from its construction on).
+Each row runs in its own process, because some tools never release theirs. There, trainings with and
+without the profiler alternate. A figure is the median over the rounds of the difference or ratio of
+steps, with the 10 % and 90 % quantiles. Waiting and recording are measured by fast steps (the 3rd
+and the 25th percentile of a training), because small machines slow down by half for seconds at a
+time. fkat's profilers are included if fkat can be imported. They record from construction on, also
+with the schedule Never.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_perf import Memray, PyTorch, SpeedMonitor, VizTracer
 
 STEPS, WARM = 300, 60
-#: Steps of a recorded training, which is larger: a recording of nothing but overhead says little.
+#: Steps of a recorded training. Its model is larger, since recording an empty step says little.
 RECORDED, RECORDED_WARM = 24, 4
 
 Options = dict[str, Any]
 
 
 class Tiny(L.LightningModule):
-    """Notes when each step begins; of no weight, or of some milliseconds."""
+    """Records when each step begins; a step takes almost no time, or some milliseconds."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -84,13 +84,13 @@ def steps_of(width: int, steps: int, warm: int, options: Options) -> list[float]
             enable_model_summary=False,
             **defaults | options,
         )
-        # Lightning's PyTorchProfiler raises at teardown where it has recorded nothing.
+        # Lightning's PyTorchProfiler raises at teardown if it has recorded nothing.
         with contextlib.suppress(AssertionError):
             trainer.fit(model, data)
     return [1e6 * (b - a) for a, b in pairwise(model.began[warm:])]
 
 
-# -- while they wait ------------------------------------------------------------------------------
+# -- waiting -------------------------------------------------------------------------------------
 
 
 def _lightning_profiler() -> Options:
@@ -126,7 +126,7 @@ IDLE: dict[str, Callable[[], Options]] = {
 
 
 def idle(name: str, rounds: int) -> list[float]:
-    """Microseconds that a waiting profiler adds to a step."""
+    """Microseconds that a profiler adds to a step while it waits for a window."""
     added = []
     for _ in range(rounds):
         bare = float(np.percentile(steps_of(16, STEPS, WARM, {}), 3))
@@ -135,11 +135,11 @@ def idle(name: str, rounds: int) -> list[float]:
     return added
 
 
-# -- while they record ----------------------------------------------------------------------------
+# -- recording -----------------------------------------------------------------------------------
 
 
 class _Bare(L.Callback):
-    """Records a whole training as a user would without us."""
+    """Records a whole training with the tool alone, without lightning_perf."""
 
     def __init__(
         self, start: Callable[[], tuple[Callable[[], object], Callable[[], object]]]
@@ -151,7 +151,7 @@ class _Bare(L.Callback):
         self._tick, self._stop = self._start()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Tell it of the batch."""
+        """Notify the tool of the batch."""
         self._tick()
 
     def on_train_end(self, *_: Any) -> None:
@@ -189,7 +189,7 @@ OPEN: dict[str, tuple[Callable[..., L.Callback], Callable[[], Any]]] = {
 
 
 def recording(name: str, rounds: int) -> list[list[float]]:
-    """A step under our profiler, and under the bare tool, by a step without either."""
+    """The ratio to a plain step, for our profiler and for the bare tool."""
     ours, bare = OPEN[name]
     ratios: list[list[float]] = [[], []]
     for _ in range(rounds):
@@ -204,23 +204,23 @@ def _recorded(callbacks: list[L.Callback]) -> float:
     return float(np.percentile(times, 25))
 
 
-# -- while a server hangs -------------------------------------------------------------------------
+# -- a server that hangs -------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def hanging_server() -> Iterator[str]:
-    """The address of a server that takes connections and never answers."""
+    """Yield the address of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def hanging(rounds: int) -> list[list[float]]:
-    """A step while uploads hang by a step without MLflow: the typical one, and the mean."""
+    """The ratio of a step while uploads hang to a step without MLflow: median and mean."""
     ratios: list[list[float]] = [[], []]
     for _ in range(rounds):
         without = steps_of(512, 150, 20, {"callbacks": _busy()})
         with hanging_server() as address:
-            # A logger of another run: what hangs is our side, not Lightning's constructor.
+            # The logger of an existing run: our uploads hang, not Lightning's constructor.
             logger = MLFlowLogger(run_id="0" * 32, tracking_uri=address)
             logger._initialized = True
             logger.finalize = lambda status: None  # type: ignore[method-assign]
@@ -243,22 +243,22 @@ def main(rounds: int) -> None:
     console = Console()
     peers = find_spec("fkat") is not None
     names = [name for name in IDLE if peers or not name.startswith("fkat")]
-    table = Table("waiting", "added us a step", "10 % to 90 %")
+    table = Table("waiting", "added us per step", "10 % to 90 %")
     for name in track(names, "waiting", transient=True):
-        table.add_row(name, *_told(_child("idle", name, rounds), "{:+.1f}"))
+        table.add_row(name, *_formatted(_child("idle", name, rounds), "{:+.1f}"))
     console.print(table)
-    table = Table("recording", "x a bare step", "10 % to 90 %", "the bare tool", "10 % to 90 %")
+    table = Table("recording", "ratio to a plain step", "10 % to 90 %", "bare tool", "10 % to 90 %")
     for name in track(OPEN, "recording", transient=True):
         ours, bare = _child("recording", name, rounds) or ([], [])
-        table.add_row(name, *_told(ours, "{:.2f}"), *_told(bare, "{:.2f}"))
+        table.add_row(name, *_formatted(ours, "{:.2f}"), *_formatted(bare, "{:.2f}"))
     console.print(table)
-    table = Table("a hanging server", "x a step without MLflow", "10 % to 90 %")
+    table = Table("server hangs", "ratio to a step without MLflow", "10 % to 90 %")
     for name, ratios in zip(("typical", "mean"), _child("hanging", "", rounds), strict=False):
-        table.add_row(name, *_told(ratios, "{:.2f}"))
+        table.add_row(name, *_formatted(ratios, "{:.2f}"))
     console.print(table)
 
 
-def _told(figures: list[float], form: str) -> tuple[str, str]:
+def _formatted(figures: list[float], form: str) -> tuple[str, str]:
     if len(figures) < 2:
         return "failed", ""
     low, *_, high = statistics.quantiles(figures, n=10)
@@ -283,7 +283,7 @@ def _measure(what: str, name: str, rounds: int, answer: str) -> None:
     torch.set_num_threads(1)
     measures = {"idle": idle, "recording": recording, "hanging": lambda _, rounds: hanging(rounds)}
     Path(answer).write_text(json.dumps(measures[what](name, rounds)))
-    os._exit(0)  # what some recorders do at exit is no part of this
+    os._exit(0)  # skips what some tools do at exit
 
 
 if __name__ == "__main__":

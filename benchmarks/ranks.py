@@ -1,10 +1,10 @@
-"""What a rank does for one report of many ranks, in milliseconds: simulated in one process.
+"""Measures the work of one rank for a report of many ranks, simulated in one process.
 
     python benchmarks/ranks.py
 
-A small training runs with the always-on callbacks, which believe that their numbers came from that
-many ranks, eight a node. Measured is the work of rank 0, the one that logs, from its own numbers to
-the metrics that are handed over; the network is not in it.
+A small training runs with the always-on callbacks. Each report gets simulated values of the other
+ranks. The benchmark measures the work of rank 0, which logs, from its own values to the finished
+metrics. The network is not included.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a schedule costs a batch: one decision, in microseconds, beside a bare function call.
+"""Measures one decision of each schedule in microseconds, compared with a plain function call.
 
     python benchmarks/schedules.py
 
-The repeats are interleaved, so that a noisy machine disturbs all rows alike.
+Repeats are interleaved, so that noise of the machine affects all rows alike.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ NOW = Moment(
 
 
 def bare(moment: Moment) -> None:
-    """What any decision costs at least."""
+    """The lower bound: an empty function."""
 
 
-#: The budget in microseconds beside each decision; None where the design names none.
+#: Each decision and its budget in microseconds; None for those without a budget.
 ROWS: dict[str, tuple[Callable[[Moment], object], float | None]] = {
-    "a function that does nothing": (bare, None),
+    "an empty function": (bare, None),
     'Every("100ba")': (Every("100ba").window, 2.0),
     'Every("2048sp")': (Every("2048sp").window, 2.0),
     'Every("30sec")': (Every("30sec").window, 2.0),
     'Every("0.1dur")': (Every("0.1dur").window, 2.0),
     "Cyclic()": (Cyclic(repeat=0).window, 2.0),
-    "three combined": ((Every("100ba") & GlobalRank([0]) & Stages("train")).window, 5.0),
-    "three combined, or": ((Every("100ba") | Every("2048sp") | Every("0.1dur")).window, 5.0),
+    "three combined with &": ((Every("100ba") & GlobalRank([0]) & Stages("train")).window, 5.0),
+    "three combined with |": ((Every("100ba") | Every("2048sp") | Every("0.1dur")).window, 5.0),
     "OnSlowBatch().observe": (OnSlowBatch().observe, None),
     "Moment.ahead(1)": (lambda moment: moment.ahead(1), None),
 }
@@ -52,16 +52,16 @@ ROWS: dict[str, tuple[Callable[[Moment], object], float | None]] = {
 def main() -> None:
     """Measure and print."""
     times: dict[str, list[float]] = {name: [] for name in ROWS}
-    for _ in track(range(REPEATS), "deciding", transient=True):
+    for _ in track(range(REPEATS), "measuring", transient=True):
         for name, (decide, _budget) in ROWS.items():
             seconds = timeit.timeit(lambda decide=decide: decide(NOW), number=CALLS)
             times[name].append(1e6 * seconds / CALLS)
     table = Table("decision", "median us", "10 % to 90 %", "budget us", title="one decision")
     for name, (_decide, budget) in ROWS.items():
         low, *_, high = statistics.quantiles(times[name], n=10)
-        told = "" if budget is None else f"{budget:.0f}"
+        shown = "" if budget is None else f"{budget:.0f}"
         table.add_row(
-            name, f"{statistics.median(times[name]):.2f}", f"{low:.2f} to {high:.2f}", told
+            name, f"{statistics.median(times[name]):.2f}", f"{low:.2f} to {high:.2f}", shown
         )
     Console().print(table)
 

@@ -1,6 +1,6 @@
-"""Train a small GPT on the source of Python's standard library, and see what it costs.
+"""Train a small GPT on the source code of Python's standard library, and measure its speed.
 
-The set-up is all in ``configs/demo.yaml``::
+All settings, callbacks included, are in ``configs/demo.yaml``::
 
     python examples/train_gpt.py fit --config configs/demo.yaml
 """
@@ -54,7 +54,7 @@ class GPT(LightningModule):
         width: Size of the residual stream.
         heads: Attention heads.
         context: The longest sequence, in bytes.
-        learning_rate: Of AdamW.
+        learning_rate: The learning rate of AdamW.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class GPT(LightningModule):
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The cross-entropy of the next byte, in nats."""
+        """Return the cross-entropy of the next byte, in nats."""
         loss = self._loss(batch)
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """The same on text that is not trained on."""
+        """Log the same loss on held-out text."""
         self.log("validate/loss", self._loss(batch), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW at a constant rate."""
+        """Return AdamW with a constant learning rate."""
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
     def get_num_tokens_in_batch(self, batch: tuple[Tensor, Tensor]) -> int:
-        """What one batch counts as: this is all that lightning_perf asks of a module."""
+        """Count the tokens of a batch: the only method that is here for lightning_perf."""
         return batch[0].numel()
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -104,8 +104,8 @@ class GPT(LightningModule):
         return F.cross_entropy(self(text).flatten(0, 1), following.flatten())
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text and the same pieces one byte on."""
+class Pieces(Dataset[tuple[Tensor, Tensor]]):
+    """Pieces of a text, each with the same piece shifted by one byte."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.text, self.context = text, context
@@ -120,13 +120,13 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class StandardLibrary(LightningDataModule):
-    """The source of Python's standard library: a text that every machine has.
+    """The source code of Python's standard library: a text that is on every machine.
 
     Args:
         context: Bytes in a sequence.
         batch_size: Sequences in a batch.
-        megabytes: How much of the text is read.
-        num_workers: Processes that load it.
+        megabytes: Megabytes of text to read.
+        num_workers: Data loader workers.
     """
 
     def __init__(
@@ -137,25 +137,25 @@ class StandardLibrary(LightningDataModule):
         self.megabytes, self.num_workers = megabytes, num_workers
 
     def setup(self, stage: str) -> None:
-        """Read the text and put a tenth of it by for validation."""
+        """Read the text and hold out a tenth of it for validation."""
         text = torch.frombuffer(_source(int(self.megabytes * 1e6)), dtype=torch.uint8)
         held_out = len(text) // 10
-        self.train = Windows(text[:-held_out], self.context)
-        self.validation = Windows(text[-held_out:], self.context)
+        self.train = Pieces(text[:-held_out], self.context)
+        self.validation = Pieces(text[-held_out:], self.context)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Shuffled windows."""
+        """Return shuffled pieces."""
         return DataLoader(
             self.train, self.batch_size, shuffle=True, num_workers=self.num_workers, drop_last=True
         )
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Windows in order."""
+        """Return pieces in order."""
         return DataLoader(self.validation, self.batch_size, num_workers=self.num_workers)
 
 
 def _source(size: int) -> bytearray:
-    """The first bytes of the modules of the standard library, in the order of their names."""
+    """Return the first bytes of the standard library, its modules sorted by name."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
@@ -165,5 +165,5 @@ def _source(size: int) -> bytearray:
 
 
 if __name__ == "__main__":
-    # Lightning saves the config into the logger's folder, and MLflow's logger has none.
+    # Lightning saves the config into the logger's folder, but MLFlowLogger has none.
     LightningCLI(GPT, StandardLibrary, save_config_callback=None)

@@ -1,7 +1,6 @@
-"""How fast a PyTorch Lightning training runs against what the hardware can do, and why not faster.
+"""PyTorch Lightning callbacks that show how fast training runs, and record why it is not faster.
 
-The names below are resolved when they are first used: importing this package imports neither
-torch nor mlflow.
+Names are resolved at first use: importing this package imports neither torch nor MLflow.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Callbacks that watch a whole run."""
+"""Callbacks that watch a whole run and log metrics."""

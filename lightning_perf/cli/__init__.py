@@ -1,4 +1,4 @@
-"""The ``lightning-perf`` command, one module a subcommand."""
+"""The command ``lightning-perf``, one module per subcommand."""
 
 from __future__ import annotations
 

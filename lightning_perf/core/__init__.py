@@ -1,1 +1,1 @@
-"""Values and arithmetic: time, progress, batches, throughput. Standard library and numpy only."""
+"""Values and arithmetic: time, progress, windows, throughput. Standard library and numpy only."""

@@ -1,1 +1,1 @@
-"""Callbacks that record a window of batches into one file."""
+"""Callbacks that record a window of batches into a file."""

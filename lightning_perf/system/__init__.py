@@ -1,4 +1,4 @@
-"""What the hardware of a node does, read beside the training: no torch, no Lightning."""
+"""What the hardware of a node does, sampled by a thread. No torch, no Lightning."""
 
 from lightning_perf.system.figures import GPU, HOST, MOST_GPUS, gpu_key, gpu_number
 from lightning_perf.system.gpus import has_gpus

@@ -1,1 +1,1 @@
-"""Exclusive times of the host and times of the device: no Lightning."""
+"""Exclusive times on the host and times on the device. No Lightning."""

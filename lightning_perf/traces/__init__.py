@@ -1,4 +1,4 @@
-"""The trace writer: name -> compress -> place -> upload -> prune, on the standard library only."""
+"""The trace writer: name, compress, place, upload and prune files. No torch, no Lightning."""
 
 from lightning_perf.traces.names import file_format, folder_format, remote_format
 from lightning_perf.traces.uploads import PendingUpload, read_pending, rewrite_pending, split_url
