@@ -36,8 +36,8 @@ class WindowCallback(PerfCallback):
         ...     columns = ("timings/forward", "progress/seconds")
         ...
         ...     def on_window(self, window):
-        ...         forward, seconds = window.total("timings/forward"), window.total("progress/seconds")
-        ...         return {"forward_share": forward / seconds} if seconds else {}
+        ...         seconds = window.total("progress/seconds") or 1.0
+        ...         return {"forward_share": window.total("timings/forward") / seconds}
         >>> callback = ForwardShare(schedule="every 50ba")
     """
 

@@ -177,6 +177,16 @@ class _Subscription:
         return self.callback.call(self.callback.receive, window) or {}
 
 
+class _Layout(NamedTuple):
+    """What is sent when certain callbacks are due."""
+
+    #: The same on all ranks for the same callbacks.
+    number: int
+    signals: Sequence[Signal]
+    #: For each callback, where its columns are in what is sent.
+    positions: Sequence[Sequence[int]]
+
+
 class _End(NamedTuple):
     """A window that a report ends."""
 
@@ -221,8 +231,10 @@ class Windows:
         self._rank = trainer.global_rank
         self._sources: dict[str, Callable[[], Signal]] = {}
         self._signals: dict[str, Signal] = {}
-        # What signals had when a stage was first entered: columns count from there.
+        # By signal and stage: where its columns count from, and its totals at the last report.
         self._origins: dict[tuple[int, str], Sequence[float]] = {}
+        self._reported: dict[tuple[int, str], Sequence[float]] = {}
+        self._layouts: dict[tuple[int, ...], _Layout] = {}
         self._failed: set[int] = set()
         self._subscriptions: list[_Subscription] = []
         self._quiet_until: float = 0
@@ -274,15 +286,18 @@ class Windows:
         stage = context.stage
         for subscription in self._subscriptions:
             subscription.enter(stage, context.timestamp)
-            for signal in subscription.signals:
-                key = id(signal), stage
-                if key not in self._origins:
-                    self._origins[key] = [
-                        0.0 if name in signal.gauges else value
-                        for name, value in zip(
-                            signal.columns, self._totals(signal, stage), strict=True
-                        )
-                    ]
+        signals = {id(each): each for sub in self._subscriptions for each in sub.signals}
+        for signal in signals.values():
+            self._start(signal, stage)
+
+    def _start(self, signal: Signal, stage: str) -> None:
+        """Columns count from here, without what passed since the last report of the stage."""
+        key, now = (id(signal), stage), self._totals(signal, stage)
+        origin, reported = self._origins.get(key, now), self._reported.get(key, now)
+        self._origins[key] = [
+            0.0 if name in signal.gauges else first + value - last
+            for name, first, value, last in zip(signal.columns, origin, now, reported, strict=True)
+        ]
 
     def resume(self) -> None:
         """Another stage is the present one."""
@@ -314,22 +329,32 @@ class Windows:
             context.batches.wait()
         stage = context.stage
         context.batches.fold(stage)
-        signals = {id(signal): signal for each in due for signal in each.signals}
-        columns: list[str] = []
+        layout = self._layout(due)
         values: list[float] = []
-        for signal in signals.values():
-            columns += signal.columns
-            origin, now = self._origins[id(signal), stage], self._totals(signal, stage)
-            values += [value - first for value, first in zip(now, origin, strict=True)]
-        positions = {name: number for number, name in enumerate(columns)}
+        for signal in layout.signals:
+            key = id(signal), stage
+            now = self._reported[key] = self._totals(signal, stage)
+            values += [value - first for value, first in zip(now, self._origins[key], strict=True)]
         ends = [
-            _End(each, at_end or each.callback.trigger.consume_request(),
-                 [positions[name] for name in each.names])
-            for each in due
-        ]  # fmt: skip
+            _End(each, at_end or each.callback.trigger.consume_request(), positions)
+            for each, positions in zip(due, layout.positions, strict=True)
+        ]
         snapshot = _Snapshot(context, stage, context.step, context.timestamp, at_end)
-        tag = (sum(1 << subscriptions.index(each) for each in due), context.counters.batch)
+        tag = (layout.number, context.counters.batch)
         self._gatherer.gather(tag, values, partial(self._deliver, snapshot, ends))
+
+    def _layout(self, due: Sequence[_Subscription]) -> _Layout:
+        key = tuple(map(id, due))
+        if key not in self._layouts:
+            signals = {id(signal): signal for each in due for signal in each.signals}
+            columns = [name for signal in signals.values() for name in signal.columns]
+            positions = {name: number for number, name in enumerate(columns)}
+            self._layouts[key] = _Layout(
+                sum(1 << self._subscriptions.index(each) for each in due),
+                list(signals.values()),
+                [[positions[name] for name in each.names] for each in due],
+            )
+        return self._layouts[key]
 
     def _totals(self, signal: Signal, stage: str) -> Sequence[float]:
         if id(signal) not in self._failed:
