@@ -1,4 +1,4 @@
-"""A few numbers of every rank, brought to every rank without making training wait."""
+"""Gathers numbers of all ranks on all ranks, without making training wait."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
     from lightning_perf.core.window import Rows, Table
 
-#: Numbers a rank sends at once: all messages have this size. What a report has more than that
-#: follows in a second message.
+#: Numbers per message: all messages have this size. The rest of a longer report follows in a
+#: second message.
 WIDTH = 240
 _HEADER = 3
-#: Messages that a rank has on their way; further ones wait here, without a table of all ranks.
+#: Messages under way per rank; further ones are queued here, without a table of all ranks.
 _ON_THEIR_WAY = 8
-#: Messages that may wait for other ranks: more than that, and one is gone.
+#: Messages queued at most: with more than that, another rank is gone.
 _MOST_WAITING = 4096
 _TIMEOUT = timedelta(minutes=30)
-#: The tag of a message that only makes room.
+#: The tag of a message without content, which only advances the count.
 _NOTHING = (-1, -1)
 
 
-# Groups of runs that are over. Another rank may still read from one at its run's end; by the time
-# that all ranks make a new group, none does.
+# Groups of finished runs. Another rank may still read from one at its run's end, but no longer
+# when all ranks make a new group.
 _retired: list[Any] = []
 
 
@@ -64,17 +64,17 @@ class _Message:
 class Gatherer:
     """Gathers over a gloo group of its own, so that the accelerator is never synchronised.
 
-    A report is sent at one batch and read at a later one, when it has come. Messages are paired
+    A report is sent at one batch and read at a later one, when it has arrived. Messages are paired
     by their order, so every rank sends the same ones, however far it is behind: none is ever
-    skipped. With ``_ON_THEIR_WAY`` of them under way the next ones wait in this process, so when a
-    rank sends message n it knows all of message n - ``_ON_THEIR_WAY``: if that announced more
-    numbers than it held on any rank, message n brings the rest of them, on all ranks alike.
+    skipped. With ``_ON_THEIR_WAY`` messages under way, further ones are queued in this process. So
+    a rank that sends message n has received message n - ``_ON_THEIR_WAY``: if that one announced
+    more numbers than it held on any rank, message n carries the rest, on all ranks alike.
 
-    Where a rank is gone, or the ranks send different reports, one warning says so, and nothing is
-    gathered any more.
+    If a rank is gone, or the ranks send different reports, there is one warning, and nothing more
+    is gathered.
 
     Args:
-        trainer: Whose ranks take part. With several, all must construct this together.
+        trainer: The run's; all ranks construct this together.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -93,11 +93,11 @@ class Gatherer:
     def gather(
         self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]
     ) -> None:
-        """Send this rank's numbers; ``then`` receives one row a rank, now or at a later batch.
+        """Send this rank's numbers; ``then`` receives one row per rank, now or at a later batch.
 
         Args:
             tag: What and when: the same on every rank.
-            values: As many as there are.
+            values: Any number of them.
             then: Called on the training thread with the rows in rank order, unless some rank sent
                 no numbers at all.
         """
@@ -122,11 +122,11 @@ class Gatherer:
         self._send()
 
     def poll(self) -> bool:
-        """Hand over what has come, in the order in which it was sent: whether that is all."""
+        """Deliver what has arrived, in the order of sending; returns whether that is everything."""
         while self._sent and self._sent[0].work.is_completed():
             message = self._sent.popleft()
             try:
-                message.work.wait()  # it has ended: this tells how
+                message.work.wait()  # completed: raises if it failed
             except RuntimeError as error:
                 self._give_up(f"another rank is gone ({describe(error)})")
                 return True
@@ -137,7 +137,7 @@ class Gatherer:
         return not (self.pending or self._sent)
 
     def finish(self, timeout: float) -> None:
-        """Wait a bounded time for what is still on its way; nothing is gathered after this.
+        """Wait a bounded time for what is under way; nothing is gathered afterwards.
 
         Args:
             timeout: Seconds at most.
@@ -148,14 +148,14 @@ class Gatherer:
         wait_until(self.poll, timeout)
 
     def close(self) -> None:
-        """Let the group go, unless something never came: that would have to be waited for."""
+        """Retire the group, unless a message is missing: destroying it would wait for that."""
         if self._group is not None and not self._sent and not self._lost:
             _retired.append(self._group)
         self._forget()
         self._group = None
 
     def _send(self) -> None:
-        """Send what is next, the same on all ranks, as far as there is room."""
+        """Send the next messages, the same on all ranks, while there is room."""
         while len(self._sent) < _ON_THEIR_WAY and not self._lost:
             if self._long and self._long[0].number + _ON_THEIR_WAY == self._count:
                 report = self._long.popleft()
@@ -204,7 +204,7 @@ class Gatherer:
     def _give_up(self, why: str) -> None:
         self._lost = True
         self._forget()
-        warn(f"{why}: there are no more reports of several ranks in this run. Training goes on.")
+        warn(f"{why}: there are no more reports of several ranks in this run. Training continues.")
 
     def _forget(self) -> None:
         for each in (self.pending, self._waiting, self._sent, self._long):
@@ -212,13 +212,13 @@ class Gatherer:
 
 
 def _first(report: _Report) -> torch.Tensor:
-    """What a report's first message holds: its tag, how many numbers it has, and these."""
+    """A report's first message: its tag, the number of values, and the values."""
     row = [*report.tag, len(report.values), *report.values[:WIDTH]]
     return _padded(row, _HEADER + WIDTH)
 
 
 def _rest(report: _Report) -> torch.Tensor:
-    """What its second message holds, on the ranks that have more numbers and on those without."""
+    """A report's second message, sent by all ranks: the rest of the values, if any."""
     longest = int(report.parts[0][:, 2].max())
     return _padded(report.values[WIDTH:], longest - WIDTH)
 
@@ -230,7 +230,7 @@ def _padded(values: Sequence[float], width: int) -> torch.Tensor:
 
 
 def _ignore(rows: Rows) -> None:
-    """Nobody waits for a message that only makes room."""
+    """The message has no content."""
 
 
 def _initialized() -> bool:

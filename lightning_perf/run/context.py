@@ -59,11 +59,11 @@ def ranks_of(trainer: Trainer) -> Ranks:
 
 
 def limits_of(trainer: Trainer, owners: Iterable[object] = ()) -> Limits:
-    """What ends the training.
+    """The limits of the training.
 
     Args:
         trainer: The run's.
-        owners: Where ``num_samples``, the samples of an epoch on all ranks, is looked for.
+        owners: Objects that may define ``num_samples``, the samples of an epoch on all ranks.
     """
     given = (getattr(owner, "num_samples", None) for owner in owners)
     samples = next((value for value in given if isinstance(value, int) and value > 0), None)
@@ -77,26 +77,26 @@ def limits_of(trainer: Trainer, owners: Iterable[object] = ()) -> Limits:
     )
 
 
-#: How often a cluster has started this job again, as SLURM and torchrun say.
+#: Restart counters of SLURM and torchrun.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def resumes(trainer: Trainer) -> bool:
-    """Whether the run continues an earlier one, of which files may lie ahead.
+    """Whether the run continues an earlier one, which may have written later files.
 
-    A job that was preempted before its first checkpoint starts anew, and is the same run still.
+    A job that was preempted before its first checkpoint starts over, and is still the same run.
     """
     counts = (os.environ.get(name, "") for name in _RESTARTS)
     return trainer.ckpt_path is not None or any(count not in ("", "0") for count in counts)
 
 
 def owners_of(trainer: Trainer, module: LightningModule, members: Iterable[object]) -> list[object]:
-    """Whose counters count, the first that has one: module, datamodule, our callbacks."""
+    """Objects that may count samples and tokens, by precedence: module, datamodule, callbacks."""
     return [module, getattr(trainer, "datamodule", None), *members]
 
 
 def setup_of(trainer: Trainer) -> dict[str, object]:
-    """What was trained on, for the run's params."""
+    """Device, precision and strategy, for the run's params."""
     return {
         "version": _version(),
         "device": device_name(trainer.strategy.root_device),
@@ -119,32 +119,31 @@ def _positive(value: float | None) -> int | None:
 
 _log = logging.getLogger("lightning_perf")
 
-#: Seconds that the end of a run waits for other ranks' last numbers, and for uploads: what is not
-#: sent by then is listed for ``lightning-perf upload``.
+#: Seconds that the end of a run waits for the last report of other ranks, and for uploads: what is
+#: not sent by then is listed for ``lightning-perf upload``.
 GATHER_TIMEOUT = 10.0
 UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
-#: Seconds that it waits for files that are made of recordings.
+#: Seconds that it waits for files that are being made of recordings.
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
 
 
 class RunContext:
-    """Counts progress, meters FLOPs, and owns the thread and the ways out.
+    """Owns what the callbacks of one Trainer share: progress, FLOPs, windows, workers, loggers.
 
-    The first member of a trainer feeds it, the last one to leave closes it. Constructing it takes
-    all ranks together. Only its trainer's callbacks keep it alive: a run of which no end is heard
-    goes with them.
+    The first callback drives it, the last one to leave closes it. All ranks construct it together.
+    Only the callbacks keep it alive, so a run whose end was never announced is freed with them.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self.members: list[PerfCallback] = []
-        # All that ever were, by their parts.
+        # All callbacks that ever joined.
         self._joined: list[Any] = []
         self.ranks = ranks_of(trainer)
         self.limits = limits_of(trainer)
-        #: Sends, and asks servers; and who makes files meanwhile.
+        #: One thread talks to servers, the other makes files.
         self.worker, self.file_worker = Worker("lightning_perf"), Worker("lightning_perf maker")
-        #: What writers of files have to say.
+        #: Collects the warnings of trace writers.
         self.warnings_digest = WarningDigest()
         self.reporting = Reporting(trainer, self.worker)
         self.meter = FlopMeter(trainer, module)
@@ -157,29 +156,28 @@ class RunContext:
         self.batches = BatchTotals(self._device_timer)
         self.windows = Windows(trainer)
         self._offer_signals()
-        self._loop: compat.TrainingLoop  # each stage's: modules may settle how late
+        self._loop: compat.TrainingLoop  # read anew in each stage: modules may change it late
         self._log_every = 0
         #: The stage that is running, in Lightning's words; empty between stages.
         self.stage = ""
-        #: What was counted of the present stage, and of its last batch: ``last_samples``, ...
-        #: Kept at hand, since it is asked for at every batch.
+        #: Counts of the present stage; kept here, since it is read at every batch.
         self.counters = Counters()
         #: Whether the last batch is one at which Lightning logs, the same on every rank.
         self.report_due = False
         #: Whether a report may be due after the last batch.
         self.report_possible = False
-        #: The loggers' step for what is reported now.
+        #: The step at which loggers write what is reported now.
         self.step = 0
         self._on_close: list[Callable[[], None]] = []
         self._counter: BatchCounter | None = None
         self._resumed = self._warned_untracked = False
         self._pid = os.getpid()
-        # Lightning's tuners exchange the callbacks: no hook of ours hears of an error within.
+        # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
         self._patches = PatchSet()
         ending = partial(_Ending, context=weakref.ref(self))
         self._patches.wrap(trainer.strategy, "on_exception", ending)
         weakref.finalize(self, _end_threads, self.worker, self.file_worker).atexit = False
-        # Again for each run, so that it comes before what was registered since the last one.
+        # Registered again for each run, to run before handlers registered since the last one.
         atexit.unregister(_leave_at_exit)
         atexit.register(_leave_at_exit)
 
@@ -225,14 +223,14 @@ class RunContext:
 
     @classmethod
     def join(cls, trainer: Trainer, module: LightningModule, member: PerfCallback) -> RunContext:
-        """The trainer's driver, made for the first member that asks.
+        """The trainer's context, made for the first callback that joins.
 
         Raises:
             ConfigError: Another callback of the kind has joined.
         """
         context = _CONTEXTS.get(id(trainer))
         if context is not None and context._counter is not None:
-            context.abandon()  # an earlier run of which no end was heard
+            context.abandon()  # an earlier run whose end was not announced
             context = None
         if context is None:
             context = _CONTEXTS[id(trainer)] = cls(trainer, module)
@@ -241,16 +239,13 @@ class RunContext:
             if each.state_key in keys and each.keeps_progress:
                 kind = type(each).__name__
                 named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-                problem = (
-                    f"has two of {kind}: one watches this Trainer already, alone or in a Suite"
-                )
-                raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
+                problem = f"has two of {kind}: one is attached already, alone or in a Suite"raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
         context.members.append(member)
         context._joined += member.parts
         return context
 
     def leave(self, member: PerfCallback, reason: str) -> None:
-        """Let a member go; the last one closes what is shared."""
+        """Remove a callback; the last one closes what is shared."""
         if member in self.members:
             self.members.remove(member)
         if self.members or _CONTEXTS.get(id(self.trainer)) is not self:
@@ -272,7 +267,7 @@ class RunContext:
                 self._tell_where()
 
     def _tell_where(self) -> None:
-        """Say where the numbers are, since there is no logger to look into."""
+        """Log where the metrics and files are, since there is no logger."""
         named = [f"{type(p).__name__}.metrics" for p in self._joined if getattr(p, "metrics", None)]
         run = Path(self.trainer.default_root_dir, self.run_name)
         saved = [
@@ -289,7 +284,7 @@ class RunContext:
             rank_zero_info(f"lightning_perf: this Trainer has no logger: {'; '.join(places)}.")
 
     def abandon(self) -> None:
-        """Let all members go: the run has ended, and they did not hear of it."""
+        """Remove all callbacks: the run has ended without their hooks being called."""
         if self._pid == os.getpid():
             for member in list(self.members):
                 member.leave("exception")
@@ -321,7 +316,7 @@ class RunContext:
         """All callbacks on this trainer, those in suites included."""
         return [part for member in self.members for part in member.parts]
 
-    # -- what the first member tells --------------------------------------------------------------
+    # -- driven by the first callback ---------------------------------------------------------
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
@@ -350,7 +345,7 @@ class RunContext:
             self.counters = self.stages.counters
 
     def end_batch(self, batch: Any) -> None:
-        """A batch has been worked on."""
+        """A batch has ended."""
         assert self._counter is not None  # made by enter()
         samples, tokens = self._counter.count(batch)
         meter, every = self.meter, self._log_every
@@ -384,7 +379,9 @@ class RunContext:
         names = ", ".join(sorted(self.meter.untracked))
         self.describe({"untracked_operations": names})
         if self.ranks.global_rank == 0:
-            _log.warning("lightning_perf: no formula tells the FLOPs of %s: not counted.", names)
+            _log.warning(
+                "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", names
+            )
 
     def report(self, at_end: bool) -> None:
         """Deliver the windows that are due; all members have handled the batch or stage end."""
@@ -403,64 +400,64 @@ class RunContext:
         self.spans.enter(self.stage)
         self.meter.resume(self.stage)
 
-    # -- what members may ask for -------------------------------------------------------------
+    # -- for callbacks ------------------------------------------------------------------------
 
     @property
     def run_name(self) -> str:
-        """The name that files and reports of this run bear, the same on every rank."""
+        """The run's name in files and reports, the same on every rank."""
         return self.reporting.run_name
 
     def targets(self, remote_file_name: str | None) -> Sequence[Target]:
-        """Where files of a remote name go: to the store of a URL, else to all MLflow runs."""
+        """Where files with a remote name are sent: the store of a URL, else all MLflow runs."""
         return self.reporting.targets(remote_file_name)
 
     @property
     def identity(self) -> str:
-        """What tells this run from others of its name, the same on every rank."""
+        """Distinguishes this run from others of the same name, the same on every rank."""
         return self.reporting.identity
 
     def on_close(self, finish: Callable[[], None]) -> None:
-        """Call something when the worker has stopped, at the very end of the run."""
+        """Call a function at the end of the run, after the workers have stopped."""
         self._on_close.append(finish)
 
     @property
     def schedule_context(self) -> Context:
-        """What schedules may ask of the run."""
+        """What schedules may read of the run."""
         return Context(self.ranks, self.limits, self.reporting.tags.read)
 
     def exclude_from_batch_time(self) -> AbstractContextManager[None]:
-        """Leave what happens within out of the batch's seconds: it is ours, not training."""
+        """A context whose time, which is ours, is left out of the batch's seconds."""
         return self.stages.exclude_from_batch_time()
 
     @cached_property
     def sampler(self) -> Sampler | None:
-        """What samples this node's hardware, on the first of its ranks; None on the others."""
+        """The sampler of this node's hardware, on its first rank; None on the others."""
         return node_sampler(self.trainer, self.ranks)
 
     def describe(self, settings: Mapping[str, object]) -> None:
-        """The set-up of the run, or of one member, as params of the run."""
+        """Log settings of the run or of a callback as params."""
         self.reporting.log_params({f"lightning_perf/{k}": v for k, v in settings.items()})
 
     def resume(self, progress: dict[str, Any]) -> None:
-        """Take up the progress of the training that is resumed."""
+        """Restore the progress of the training that is resumed."""
         if self.trainer.state.fn == "fit":
             self.progress.load_state_dict(progress)
             self._resumed = True
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Metrics to every logger of the trainer, from rank 0."""
+        """Log metrics to every logger of the trainer, from rank 0."""
         self.reporting.log(metrics, step)
 
     def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:
-        """This rank's own metrics, under keys of its own; on the worker thread."""
+        """Log this rank's metrics, under its own keys, from the worker thread."""
         self.reporting.log_from_worker(metrics, step)
 
     def deliver(self) -> None:
-        """Hand metrics from the worker thread to loggers that live on this one."""
+        """Pass metrics of the worker thread to loggers that need the calling thread."""
         self.reporting.deliver()
 
     def _catch_up(self) -> None:
-        """Believe Lightning where it knows better: the epoch always, the rest without our state."""
+        """Reconcile with Lightning after a resume: its epoch always, its counts if we have none."""
         counters, trainer = self.progress.stages["train"], self.trainer
         total, in_epoch = compat.batches_seen(trainer)
         ours = self._resumed or (counters.batch > 0 and trainer.ckpt_path is None)
@@ -481,7 +478,7 @@ class RunContext:
 
 
 class _Ending(MethodPatch):
-    """Ends a run before the strategy hears of an exception."""
+    """Ends a run before the strategy handles an exception."""
 
     def __init__(self, original: Callable[..., Any], context: weakref.ref[RunContext]) -> None:
         super().__init__(original)
@@ -497,18 +494,18 @@ class _Ending(MethodPatch):
 
 
 def _end_threads(*workers: Worker) -> None:
-    """The driver is gone without an end: its threads end after what they were given."""
+    """The context was freed without a close: its threads end after their present jobs."""
     for worker in workers:
         worker.close(0.0)
 
 
 def _leave_at_exit() -> None:
-    """Leave runs whose end nobody told: another callback's ``on_exception`` raised first."""
+    """End runs whose end was not announced: another callback's ``on_exception`` raised first."""
     for context in list(_CONTEXTS.values()):
         context.abandon()
 
 
-# By the trainer's id, which is its own as long as the driver lives.
+# By the trainer's id, which is unique while the context lives.
 _CONTEXTS: WeakValueDictionary[int, RunContext] = WeakValueDictionary()
-# A trainer's progress outlives its drivers, which live for one fit or test each.
+# A trainer's progress outlives its contexts, which live for one fit or test each.
 _PROGRESS: WeakKeyDictionary[Trainer, Progress] = WeakKeyDictionary()

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     Key = str | tuple[str, str]
 
 
-#: Spans that are told apart at most: the user's own may have any names.
+#: Spans recorded separately at most: the user's own may have any number of names.
 _MOST_SPANS = 4096
 _LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint")
-#: After which of their spans the device has come to the end of what a category names.
+#: Categories of which the device's own time is measured, at the end of their spans.
 _DEVICE = ("dataloader_next", "to_device", "forward", "backward", "optimizer_step")
-#: The columns of what the device's own clock measures, by category.
+#: The columns of the device's own time, by category.
 DEVICE_COLUMNS = {
     "to_device": "device/to_device",
     "forward": "device/forward",
@@ -51,7 +51,7 @@ DEVICE_COLUMNS = {
     "other": "device/other",
     "dataloader_next": "exposed_input",
 }
-#: Spans within others that have a mark already, and those before there is a batch.
+#: Spans without a mark: they lie within others that have one, or before the first batch.
 _UNMARKED = {
     "on_before_batch_transfer",
     "transfer_batch_to_device",
@@ -63,35 +63,35 @@ _MOVE = ("from_device", "predictions")
 
 
 class SpanRecorder:
-    """Hears the trainer's spans, times what has none, and knows where every second went."""
+    """Records the trainer's spans, patches what has none, and keeps exclusive times."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        # A logger or a metric that we time may outlive them.
+        # Weak: a patched logger or metric may outlive the module.
         self._trainer: Trainer = weakref.proxy(trainer)
         self._module: LightningModule = weakref.proxy(module)  # type: ignore[assignment]
         self._clock = Clock()
         self._nested = False
-        #: The device's own clock, where it has one.
+        #: Times on the device, where it has a clock of its own.
         self.device = DeviceSegmentTimer() if clocked(trainer.strategy.root_device) else None
-        #: Our spans by their keys, made as they are asked for.
+        #: Our spans by their keys, made on first use.
         self.cache = SpanCache(self._span)
         self._patches = PatchSet()
         self._wrap()
 
     @property
     def totals(self) -> Totals:
-        """Where the time went since this was made, up to now."""
+        """Exclusive times since this was constructed."""
         device = self.device.costs if self.device is not None else {}
         return Totals(self._clock.costs, self._clock.whole, device)
 
     def enter(self, stage: str) -> None:
-        """A stage begins; empty: the last one is over."""
+        """A stage begins; empty: the last one has ended."""
         if not self._nested:
             self._wrap()  # loggers and metrics may be new
             self._begin(stage)
 
     def close(self) -> None:
-        """Time nothing any more; spans that somebody still holds do no harm."""
+        """Stop recording; spans that are still held do nothing."""
         self._clock.thread = None
         self._patches.restore()
 
@@ -102,7 +102,7 @@ class SpanRecorder:
 
     @contextmanager
     def _inside(self, stage: str) -> Iterator[None]:
-        """Another stage lies within the present one."""
+        """A stage nested in the present one."""
         if self._trainer.sanity_checking or self._nested:
             yield
             return
@@ -118,7 +118,7 @@ class SpanRecorder:
         name = key if isinstance(key, str) else key[1]
         try:
             what = classify(key, self._trainer) if isinstance(key, str) else key
-        except Exception:  # a callback of the user's that cannot be asked: Lightning will tell
+        except Exception:  # a user's callback that raises: Lightning will raise it
             what = None
         if what is None:
             return NOTHING if name.startswith("[") else UntrackedSpan(name)
@@ -129,13 +129,13 @@ class SpanRecorder:
         if label == "save_checkpoint":
             return SaveSpan(clock, what, name)
         if label == "run_training_epoch":
-            # The loader's iterator is made first of all.
+            # The epoch begins by making the loader's iterator.
             return SpanWithCallbacks(clock, what, name, entered=partial(clock.run, *_ITER))
         if label == "on_predict_batch_end":
-            # Predictions are brought to the host next.
+            # Predictions are moved to the host next.
             return SpanWithCallbacks(clock, what, name, left=partial(clock.run, *_MOVE))
         if self.device is not None and category in _DEVICE and label not in _UNMARKED:
-            # Where backward is called within the step, what was before it is forward.
+            # Where backward is called within the step, what preceded it is forward.
             entered = partial(self.device.mark, "forward") if category == "backward" else None
             return SpanWithCallbacks(
                 clock, what, name, entered, partial(self.device.mark, category)
@@ -143,7 +143,7 @@ class SpanRecorder:
         return Span(clock, what, name)
 
     def _wrap(self) -> None:
-        """Time what Lightning shows in no span."""
+        """Patch methods of Lightning that have no span."""
         trainer, module = self._trainer, self._module
         for owner, method, category, name in compat.unspanned(trainer):
             self._time(owner, method, category, name)
@@ -157,7 +157,7 @@ class SpanRecorder:
             self._time(strategy, "reduce", "reduce_metrics", f"{type(strategy).__name__}.reduce")
         if not module.automatic_optimization:
             self._time(strategy, "backward", "backward", "backward")
-        # Within compiled code our clock would break the graph.
+        # In compiled code our clock would break the graph.
         metrics = [] if is_compiled(module) else module.modules()
         for metric in metrics:
             if isinstance(metric, Metric):
@@ -171,7 +171,7 @@ class SpanRecorder:
 
 
 class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
-    """Spans by their keys: looking one up costs no call of ours but for the first time.
+    """Spans by their keys: only the first look-up of a key calls our code.
 
     Args:
         make: Makes the span of a key.
@@ -189,7 +189,7 @@ class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
 
 
 class Spans:
-    """Owns what stands in for the trainer's profiler, as long as the driver lives.
+    """Replaces the trainer's profiler while the run's context lives.
 
     Where nobody needs timings and the trainer has no profiler, spans cost less than without us.
 
@@ -210,11 +210,11 @@ class Spans:
 
     @property
     def totals(self) -> Totals:
-        """Where the time went since timings were first asked for, up to now."""
+        """Exclusive times since timings were first required."""
         return self._recorder.totals if self._recorder is not None else Totals({})
 
     def require(self) -> None:
-        """Ask for timings; to be released as often."""
+        """Record times from now on; to be paired with ``release``."""
         self._users += 1
         if self._recorder is None:
             self._uninstall()
@@ -223,7 +223,7 @@ class Spans:
             self._listen(self._recorder)
 
     def release(self) -> None:
-        """Need timings no more."""
+        """End one ``require``; the last one restores the profiler."""
         self._users -= 1
         if self._users == 0:
             self.restore()
@@ -234,15 +234,15 @@ class Spans:
         if self._recorder is not None:
             self._recorder.enter(stage)
             if getattr(self._trainer, "profiler", None) is not self._installed:
-                self._listen(self._recorder)  # the user exchanged it
+                self._listen(self._recorder)  # the user replaced it
 
     def end_batch(self) -> None:
-        """A batch has been worked on."""
+        """A batch has ended."""
         if self._recorder is not None and self._recorder.device is not None:
             self._recorder.device.end_batch()
 
     def restore(self) -> None:
-        """Put everything back; what was exchanged meanwhile stays."""
+        """Restore the profiler, unless the user replaced it meanwhile."""
         self._uninstall()
         if self._recorder is not None:
             self._recorder.close()
