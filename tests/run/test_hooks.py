@@ -242,7 +242,7 @@ def test_a_used_suite_can_be_copied_and_pickled(tmp_path: Path) -> None:
 def test_the_same_measurement_twice_is_refused(tmp_path: Path) -> None:
     """A SpeedMonitor beside a Suite that has one would log every key twice."""
     run = trainer(tmp_path, Suite([SpeedMonitor()]), SpeedMonitor())
-    with pytest.raises(ValueError, match=r"two of SpeedMonitor.*watches this Trainer already"):
+    with pytest.raises(ValueError, match=r"two of SpeedMonitor.*attached already"):
         run.fit(Small())
 
 
