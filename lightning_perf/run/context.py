@@ -240,6 +240,7 @@ class RunContext:
                 kind = type(each).__name__
                 named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
                 problem = f"has two of {kind}: one is attached already, alone or in a Suite"
+                raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
         context.members.append(member)
         context._joined += member.parts
         return context
