@@ -23,29 +23,35 @@ if TYPE_CHECKING:
 class Flops(WindowCallback):
     """Counts the FLOPs of the real batches and logs the utilization of the hardware.
 
-    Keys: ``mfu`` and ``hfu`` (fractions of the peak, over the time since the last report, waiting
-    for data included; counted, warm-up and validation batches left out), ``batch_flops`` (model
-    FLOPs of one batch over all ranks, forward and backward, 2 a multiply-add, attention in full),
-    ``actual_batches_per_sec``, ``max_batches_per_sec``, ``total_flops`` (peak FLOP/s of all
-    devices), ``tflops_per_device``, ``tracked_operations`` and ``untracked_operations`` (operator
-    calls a batch), and with a formula ``batch_flops_from_formula`` and ``mfu_from_formula``. Other
-    stages than training have theirs, of their own batches, under the stage's name
+    Keys:
+
+    - ``mfu``, ``hfu``: model and hardware FLOPs utilization since the last report, as fractions of
+      the peak. They include waiting for data and exclude validation, the first batch of a stage,
+      and batches that were slowed down by counting;
+    - ``batch_flops``: model FLOPs of one batch over all ranks: forward and backward, 2 per
+      multiply-add, attention in full;
+    - ``actual_batches_per_sec``, ``max_batches_per_sec``: measured, and what the peak would allow;
+    - ``total_flops``: peak FLOP/s of all devices; ``tflops_per_device``: TFLOP/s that one reaches;
+    - ``tracked_operations``, ``untracked_operations``: operator calls per batch;
+    - with a formula, ``batch_flops_from_formula`` and ``mfu_from_formula``.
+
+    Stages other than training report their own batches with their name in front
     (``validate/mfu``).
 
-    FLOPs come from the module's ``flops_per_batch`` if it has one, else from counting each new
-    shape of batch once; that happens at the first batch whatever the schedule says.
+    FLOPs are the module's ``flops_per_batch`` if it has one. Otherwise each new shape of batch is
+    counted once, at the first batch whatever the schedule says.
 
     Args:
-        schedule: When to report.
+        schedule: When to report; by default every 5 batches.
         peak_flops: FLOP/s of one device, ``"measure"`` to time a matrix product, or None to look
             the device up.
-        formula: Set beside the counted FLOPs: a function of the batch that returns this rank's, the
-            name of a formula (``"palm"``, ``"megatron"``, ``"nanogpt"``) for a transformer whose
-            sizes the module's ``config`` or hyperparameters give, or a mapping with its ``kind``
-            and its ``config``.
+        formula: FLOPs to report beside the counted ones: a function of the batch that returns this
+            rank's; the name of a formula (``"palm"``, ``"megatron"``, ``"nanogpt"``) for a
+            transformer whose sizes are in the module's ``config`` or hyperparameters; or a mapping
+            with ``kind`` and ``config``.
 
     Raises:
-        ConfigError: A peak that is not positive, a schedule that is none.
+        ConfigError: An argument is not valid; the message shows one that is.
 
     Example:
         >>> import lightning as L

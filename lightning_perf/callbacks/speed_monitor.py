@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_perf.checks import whole
 from lightning_perf.core.metrics import SECONDS_PER_UNIT, elapsed, throughput
 from lightning_perf.core.remaining import RemainingTime
 from lightning_perf.core.window import Window
@@ -22,33 +23,38 @@ if TYPE_CHECKING:
 class SpeedMonitor(WindowCallback):
     """Logs throughput and utilization, with the keys of Composer's SpeedMonitor.
 
-    ``throughput/{batches,samples,tokens,flops}_per_sec`` over all ranks, the same under
-    ``throughput/device/`` for one device on average, ``throughput/device/mfu`` (a fraction), and
-    ``time/{train,val,total}``. Other stages than training have theirs under the stage's name
-    (``validate/throughput/...``). ``time/remaining_estimate`` tells, from the second batch on, how
-    long training will go on until the first of its limits (``max_steps``, ``max_epochs``,
-    ``max_time``), validation included once it was seen. Samples and tokens are inferred from the
-    batch, or counted by ``get_num_samples_in_batch`` and ``get_num_tokens_in_batch`` of the module
-    or the datamodule.
-    FLOPs are the module's ``flops_per_batch`` (this rank's, a number or a callable that takes the
-    batch), or else counted; no code is needed for MFU.
+    Keys:
 
-    A window holds the most recent batches, waiting for data included, validation left out; the
-    first batch of a stage and batches slowed down by being counted are left out too. It is
+    - ``throughput/{batches,samples,tokens,flops}_per_sec``: all ranks together;
+    - ``throughput/device/...``: the same for one device on average, and ``throughput/device/mfu``,
+      a fraction of the peak;
+    - ``time/{train,val,total}``: elapsed time;
+    - ``time/remaining_estimate``: time until ``max_steps``, ``max_epochs`` or ``max_time``,
+      whichever comes first, validation included once it was seen.
+
+    Stages other than training put their name in front (``validate/throughput/...``).
+
+    Samples and tokens are inferred from the batch, or counted by ``get_num_samples_in_batch`` and
+    ``get_num_tokens_in_batch`` of the module or the datamodule. FLOPs are the module's
+    ``flops_per_batch`` (of this rank: a number, or a callable that takes the batch); without it
+    they are counted, so MFU needs no code.
+
+    The window holds the last ``window_size`` batches. It includes waiting for data and excludes
+    validation, the first batch of a stage, and batches that were slowed down by counting. It is
     reported every ``Trainer(log_every_n_steps)`` once it is full, and at the end of a stage that
     was too short to fill it.
 
     Args:
         window_size: Batches that the rolling averages cover.
-        gpu_flops_available: Peak FLOP/s of one device; by default found out.
-        time_unit: Of ``time/...``: ``seconds``, ``minutes``, ``hours`` or ``days``.
-        get_num_samples_in_batch: Counts the samples of a batch, where neither the module nor the
-            datamodule does.
+        gpu_flops_available: Peak FLOP/s of one device; by default looked up or measured.
+        time_unit: Unit of ``time/...``: ``seconds``, ``minutes``, ``hours`` or ``days``.
+        get_num_samples_in_batch: Returns the samples of a batch, if neither the module nor the
+            datamodule defines it.
         get_num_tokens_in_batch: The same for tokens.
-        num_samples: Samples of an epoch over all ranks, where the data has no length.
+        num_samples: Samples per epoch over all ranks, where the data has no length.
 
     Raises:
-        ConfigError: A size below one, an unknown unit, a peak that is not positive.
+        ConfigError: An argument is not valid; the message shows one that is.
 
     Example:
         >>> import lightning as L
@@ -66,25 +72,25 @@ class SpeedMonitor(WindowCallback):
         num_samples: int | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1:
-            problem = "is not a number of batches"
-            raise ConfigError("window_size", window_size, problem, "100")
-        if time_unit not in SECONDS_PER_UNIT:
-            problem = f"is none of {', '.join(SECONDS_PER_UNIT)}"
+        self.window_size = whole("window_size", window_size, 1, "100")
+        if not isinstance(time_unit, str) or time_unit not in SECONDS_PER_UNIT:
+            problem = f"is not one of {', '.join(SECONDS_PER_UNIT)}"
             raise ConfigError("time_unit", time_unit, problem, "'hours'")
-        if num_samples is not None and num_samples < 1:
-            problem = "is no number of samples"
-            raise ConfigError("num_samples", num_samples, problem, "1281167")
+        if num_samples is not None:
+            whole("num_samples", num_samples, 1, "1281167")
+        counters = {
+            "get_num_samples_in_batch": get_num_samples_in_batch,
+            "get_num_tokens_in_batch": get_num_tokens_in_batch,
+        }
+        for name, counter in counters.items():
+            if counter is not None and not callable(counter):
+                raise ConfigError(name, counter, "is not a function of the batch", "my_counter")
         if gpu_flops_available is not None:
             check_peak(gpu_flops_available, "gpu_flops_available")
-        self.window_size = window_size
         self.gpu_flops_available = gpu_flops_available
         self.time_unit = time_unit
         # Set only where given: a subclass may define them as methods.
-        if get_num_samples_in_batch is not None:
-            self.get_num_samples_in_batch = get_num_samples_in_batch
-        if get_num_tokens_in_batch is not None:
-            self.get_num_tokens_in_batch = get_num_tokens_in_batch
+        vars(self).update({name: each for name, each in counters.items() if each is not None})
         self.num_samples = num_samples
         self._reported: set[str] = set()
         self._remaining: RemainingTime | None = None

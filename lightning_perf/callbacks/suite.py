@@ -1,4 +1,4 @@
-"""Several of our callbacks for the price of one."""
+"""Runs several of our callbacks as one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name == "
 
 
 class Suite(PerfCallback):
-    """Hosts several callbacks of ours in one: Lightning charges each callback some time a step.
+    """Runs several of our callbacks as one, which lowers the overhead per step.
 
-    Hooks of Lightning's that a hosted callback overrides are called as well, after the Suite's own
+    Lightning hooks that a hosted callback overrides are called too, after the Suite's own
     (``teardown`` and ``on_exception`` before it).
 
     Args:
@@ -44,7 +44,7 @@ class Suite(PerfCallback):
         super().__init__()
         example = "[SpeedMonitor(), Flops()]"
         if not isinstance(callbacks, list | tuple):
-            raise ConfigError("callbacks", callbacks, "is no list", example)
+            raise ConfigError("callbacks", callbacks, "is not a list", example)
         for part in callbacks:
             if not isinstance(part, PerfCallback):
                 problem = "may hold only callbacks of lightning_perf; give others to the Trainer"
@@ -73,7 +73,7 @@ class Suite(PerfCallback):
                 part.setup(trainer, pl_module, stage)
 
     def _forward(self, hook: str, theirs: list[Callable[..., object]]) -> None:
-        """Have Lightning call a hook of some parts, for this run."""
+        """Forward a Lightning hook to the parts that override it, for this run."""
         own = getattr(type(self), hook).__get__(self)
         ends = hook in ("teardown", "on_exception")
         setattr(self, hook, partial(_call, [*theirs, own] if ends else [own, *theirs]))
@@ -128,14 +128,14 @@ class Suite(PerfCallback):
         return {part.state_key: part.state_dict() for part in self.callbacks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand each part its own."""
+        """Pass each part its own state."""
         for part in self.callbacks:
             if part.state_key in state_dict:
                 part.load_state_dict(state_dict[part.state_key])
 
 
 def _overrides(part: PerfCallback, hook: str) -> bool:
-    """Whether a hook is not the one that all callbacks of ours have."""
+    """Whether a callback overrides a hook of our base class."""
     own = getattr(part, hook)
     return callable(own) and getattr(own, "__func__", None) is not getattr(PerfCallback, hook)
 

@@ -21,41 +21,41 @@ if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
 _SHORTEST = 0.1
-#: Parts of a second, which a `Time` does not have: how many make one.
+#: Fractions of a second, which `Time` does not have, and how many make one.
 _FINE = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|sec)", re.ASCII | re.IGNORECASE)
 _PER_SECOND = {"ms": 1000, "s": 1, "sec": 1}
 #: Seconds that the end of a short run waits for a sample.
 _PATIENCE = 0.5
 
-#: Nodes that report at one time: more of them take turns, so that a report stays small for rank 0
-#: and for the loggers, whose number of metrics it is.
+#: Nodes per report: more of them take turns, which bounds the number of metrics per report.
 _AT_ONCE = 8
 
 
 class SystemMetrics(WindowCallback):
     """Logs what each node and its GPUs do, averaged since the last report.
 
-    ``system/node_{n}/...`` has Determined's metrics of a machine, and more of CPU, swap and the
-    training's own processes; ``system/node_{n}/gpu_{i}/...`` use, memory, power, temperature,
-    clocks and throttling of each GPU that the training sees, under nvidia-smi's number. Units are
-    bytes, bytes a second, percent, watts, degrees Celsius and hertz; ``docs/system_metrics.md``
-    has them all. One thread of one process a node samples, without touching CUDA. A sensor that
-    fails is left out, with one warning.
+    - ``system/node_{n}/...``: Determined's metrics of a machine, and more about CPU, swap and the
+      training's own processes;
+    - ``system/node_{n}/gpu_{i}/...``: utilization, memory, power, temperature, clocks and
+      throttling of each GPU, by nvidia-smi's number;
+    - ``memory/...``: what CUDA's allocator holds on rank 0, in gigabytes, under Composer's names
+      (with several ranks also the largest of all, ``memory/max_over_ranks/...``), and
+      ``memory/rss`` and ``memory/peak_rss`` of the training's processes on rank 0's node.
 
-    ``memory/...`` has, in gigabytes, what CUDA's allocator holds on rank 0, as Composer names it
-    (with several ranks also the largest of all, ``memory/max_over_ranks/...``), and ``memory/rss``
-    and ``memory/peak_rss`` of the training's processes on rank 0's node.
+    Units are bytes, bytes per second, percent, watts, degrees Celsius and hertz;
+    ``docs/system_metrics.md`` lists them. One thread of one process per node samples, without
+    using CUDA. A sensor that fails is left out, with one warning.
 
-    It reports every ``Trainer(log_every_n_steps)``, in all stages under the same keys; what was
-    not sampled since the last report is left out, and a run too short to be sampled reports at
-    its end. More than eight nodes take turns.
+    Reports are due every ``Trainer(log_every_n_steps)``, in all stages under the same keys. What
+    was not sampled since the last report is left out; a run too short to be sampled reports at its
+    end. More than eight nodes take turns.
 
     Args:
         interval: Time between samples: seconds, or a string such as ``"10s"``, ``"1m"``,
             ``"0.5s"`` or ``"500ms"``.
 
     Raises:
-        ConfigError: An interval that is no time, or below 0.1 s.
+        ConfigError: The interval is not a time, or below 0.1 s.
 
     Example:
         >>> import lightning as L
@@ -158,7 +158,7 @@ def _seconds(interval: object) -> float:
         else:
             seconds = _clock_time(interval, example)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not isfinite(seconds):
-        raise ConfigError("interval", interval, "is no number of seconds", example)
+        raise ConfigError("interval", interval, "is not a number of seconds", example)
     if seconds < _SHORTEST:
         problem = f"is too short to measure anything: at least {_SHORTEST} s"
         raise ConfigError("interval", interval, problem, example)
@@ -169,9 +169,9 @@ def _clock_time(interval: str, example: str) -> float:
     try:
         time = Time.from_timestring(interval)
     except (ValueError, TypeError):
-        raise ConfigError("interval", interval, "is no time", example) from None
+        raise ConfigError("interval", interval, "is not a time", example) from None
     if time.unit is not TimeUnit.SECOND:
-        raise ConfigError("interval", interval, "is no time of a clock", example)
+        raise ConfigError("interval", interval, "is not a wall-clock time", example)
     return time.value
 
 

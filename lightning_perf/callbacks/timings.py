@@ -30,32 +30,30 @@ _TABLED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 
 
 class Timings(WindowCallback):
-    """Logs where every second goes, in seconds a batch, with the keys of Determined's timings.
+    """Logs where every second goes, in seconds per batch, with the keys of Determined's timings.
 
     ``timings/{dataloader_next,to_device,forward,backward,optimizer_step,step_lr_schedulers,
-    from_device,reduce_metrics,callbacks,logging,checkpoint,validation,other}`` are exclusive: they
-    add up to the wall time of a batch. ``timings/train_batch`` stands beside them: forward,
-    backward and optimizer step together with what lies within. Each is the mean over the batches
-    since the last report; what comes after the last report of a run is in its files, not in a
-    second point of the same step. Other stages than training have theirs under the stage's name
-    (``validate/timings/forward``).
+    from_device,reduce_metrics,callbacks,logging,checkpoint,validation,other}`` are exclusive times:
+    they add up to the wall time of a batch. ``timings/train_batch`` is the inclusive time of
+    forward, backward and optimizer step. Each is the mean over the batches since the last report.
+    Time after the last report of a run is in its files, not in a second point of the same step.
+    Stages other than training put their name in front (``validate/timings/forward``).
 
-    With several ranks they are means over ranks, and ``timings/NAME/{min,median,max}`` and
-    ``timings/NAME/slowest_rank`` stand beside them. On a GPU, ``timings/device/...`` is the
-    device's own time from CUDA events, and ``timings/exposed_input`` how long the device had
-    nothing to do because the next batch was not there; nothing is synchronised for that.
+    With several ranks the values are means over ranks, with ``timings/NAME/{min,median,max}`` and
+    ``timings/NAME/slowest_rank`` beside them. On a GPU, ``timings/device/...`` is the device's own
+    time from CUDA events, and ``timings/exposed_input`` is how long the device waited for the next
+    batch. The device is never synchronized for that.
 
-    At the end of a run, ``table`` names callbacks, loggers and checkpoints by what they cost. It is
-    written to ``{run_name}/timings`` as ``table.md`` and ``table.json``, beside a chart of where
-    the time went over the steps as ``timings.png`` and ``timings.html``, and uploaded to MLflow.
-    ``{run_name}/summary.json`` has the seconds of the whole run and of the last report, each with
-    the steps that it covers, for ``lightning-perf report``.
+    At the end of a run, ``table`` lists callbacks, loggers and checkpoints by cost. It is written
+    to ``{run_name}/timings`` as ``table.md`` and ``table.json``, with a chart of the time per step
+    as ``timings.png`` and ``timings.html``, and uploaded to MLflow. ``{run_name}/summary.json`` has
+    the seconds of the whole run and of the last report, each with the steps that it covers.
 
     Args:
         schedule: When to report; by default every ``Trainer(log_every_n_steps)``.
 
     Raises:
-        ConfigError: A schedule that is none.
+        ConfigError: The schedule is not valid.
 
     Example:
         >>> import lightning as L

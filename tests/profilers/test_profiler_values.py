@@ -73,7 +73,7 @@ def test_a_bad_value_is_refused_at_construction(profiler: Any, option: str, valu
 
 def test_a_suite_of_one_callback_is_still_a_list() -> None:
     """What was forgotten is shown."""
-    with pytest.raises(ConfigError, match=r"is no list\. Try callbacks=\[SpeedMonitor"):
+    with pytest.raises(ConfigError, match=r"is not a list\. Try callbacks=\[SpeedMonitor"):
         Suite(SpeedMonitor())  # type: ignore[arg-type]
 
 
