@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers import TESTS
+from helpers.configuration import parse
 from helpers.small import Records, Small, trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import MLFlowLogger
@@ -34,18 +35,6 @@ from lightning_perf import (
 from lightning_perf.cli import main
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-
-
-def parse(tmp_path: Path, callbacks: Any) -> LightningCLI:
-    """Build what a configuration describes, without training."""
-    config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train.py", "--config", str(path)])
-        return LightningCLI(
-            Small, run=False, save_config_callback=None, seed_everything_default=False
-        )
 
 
 def ours(cli: LightningCLI) -> list[Any]:
@@ -104,7 +93,7 @@ def test_schedules_are_written_in_yaml(tmp_path: Path, written: Any, expected: A
 
 def test_a_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
     """--print_config writes all settings, and what it writes builds the same callbacks."""
-    script = "from lightning.pytorch.cli import LightningCLI; from small import Small; "
+    script = "from lightning.pytorch.cli import LightningCLI; from helpers.small import Small; "
     script += "LightningCLI(Small, run=False, save_config_callback=None)"
     node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": "first 2ba"}}
     suite = {
@@ -295,7 +284,7 @@ def test_the_last_line_of_a_failed_cli_is_our_message(
     """What LightningCLI shows of a bad setting ends with our message, alone and whole."""
     config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    script = "from lightning.pytorch.cli import LightningCLI; from small import Small; "
+    script = "from lightning.pytorch.cli import LightningCLI; from helpers.small import Small; "
     script += "LightningCLI(Small, run=False, save_config_callback=None)"
     done = subprocess.run(
         [sys.executable, "-c", script, "--config", str(tmp_path / "config.yaml")],

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import free_port
 from helpers.faults import DONE, Nursery, Planted, Setting, files, fit, profilers, whole
+from helpers.servers import free_port
 from helpers.small import Records
 from lightning.pytorch.loggers import MLFlowLogger
 

@@ -28,7 +28,6 @@ import torch
 import viztracer  # noqa: F401  (imported once for all children)
 from lightning.pytorch import Callback
 
-from helpers import TESTS
 from helpers.small import Records, Small, trainer
 from lightning_perf import Fixed, Memray, PyTorch, Schedule, Stages, VizTracer
 from lightning_perf.profilers.base import Profiler
@@ -100,10 +99,10 @@ class Nursery:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from faults import serve; serve()()"],
+            [sys.executable, "-c", "from helpers.faults import serve; serve()()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
 
     def start(self, folder: Path, job: Callable[..., None], /, *args: Any, **kwargs: Any) -> Child:

@@ -15,12 +15,12 @@ import memray
 import pytest
 import torch
 import yaml
+from helpers.configuration import parse
+from helpers.data_workers import Loading, Work
+from helpers.outcome import outcome
 from helpers.small import Records, Small, left_in, ours, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
-from test_cli import parse
-from test_unchanged import outcome
-from test_viztracer_profiler import Loading, Work
 from torch.utils.data import DataLoader
 
 from lightning_perf import ConfigError, Cyclic, Every, Fixed, Memray, PerfWarning, VizTracer
