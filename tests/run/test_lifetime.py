@@ -15,10 +15,10 @@ import lightning as L
 import pytest
 from helpers.small import Records, Small, trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning_perf.trainer import context as module
 from torchmetrics import MeanMetric
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor, Suite, SystemMetrics, Timings
+from lightning_perf.run import context as module
 
 HOOKS = [
     "setup", "on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_epoch_start",

@@ -46,13 +46,13 @@ class Model(Small):
     def get_num_tokens_in_batch(self, batch): return batch[0].numel()
 
 class Log(PerfCallback):
-    def prepare(self, driver):
-        for schedule in SCHEDULES: schedule.setup(driver.context)
-    def after_batch(self, driver, batch):
-        for schedule in SCHEDULES: schedule.observe(driver.moment)
-        stamp = driver.moment.timestamp.state_dict()
+    def prepare(self, context):
+        for schedule in SCHEDULES: schedule.setup(context.schedule_context)
+    def after_batch(self, context, batch):
+        for schedule in SCHEDULES: schedule.observe(context.moment)
+        stamp = context.moment.timestamp.state_dict()
         counts = {k: v for k, v in stamp.items() if not k.endswith("_wct")}
-        decisions = [schedule(driver.moment) for schedule in SCHEDULES]
+        decisions = [schedule(context.moment) for schedule in SCHEDULES]
         with open(folder / "log.jsonl", "a") as file:
             file.write(json.dumps([counts, decisions]) + "\\n")
         if stamp["batch"] == killed_at:

@@ -63,7 +63,7 @@ def test_patches_unwind_in_any_order(steps: list[str]) -> None:  # noqa: C901
         others = calls.copy()
         verb, _, number = step.partition(" ")
         if verb == "put":
-            patches[int(number)].time(owner, "work", partial(counted, int(number)))
+            patches[int(number)].wrap_in_context(owner, "work", partial(counted, int(number)))
         elif verb == "restore":
             patches[int(number)].restore()
         else:
