@@ -76,7 +76,7 @@ def test_a_device_that_hangs_takes_no_memory() -> None:
     clock.begin("train")
     for _ in range(500):
         batch(device, clock)
-    assert device.made <= cuda_events._MOST_WAITING
+    assert device.made <= cuda_events._MOST_SEGMENTS_WAITING
     device.done = device.queued
     for _ in range(10):
         batch(device, clock)
