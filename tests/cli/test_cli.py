@@ -100,7 +100,6 @@ def run_cli(*args: str) -> None:
     LightningCLI(Small, run=False, save_config_callback=None)
 
 
-@pytest.mark.slow
 def test_a_printed_configuration_reads_back_the_same(nursery: Nursery, tmp_path: Path) -> None:
     """--print_config writes all settings, and what it writes builds the same callbacks."""
     node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": "first 2ba"}}
@@ -270,7 +269,6 @@ def test_records_stand_in_for_a_logger() -> None:
 EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("callbacks", "last"),
     [
@@ -304,7 +302,6 @@ def catch_ours_and_raise() -> None:
     raise ValueError("mine")
 
 
-@pytest.mark.slow
 def test_an_error_of_others_stays_as_it_is(nursery: Nursery, tmp_path: Path) -> None:
     """A ConfigError that was caught leaves no line below a later error that is not about it."""
     ended = nursery.run(tmp_path, catch_ours_and_raise)

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.small import Small, ours, trainer
+from helpers.small import RANKS, Small, ours, trainer
 
 from lightning_perf.run import collective
 from lightning_perf.run.callback import PerfCallback, Report
 from lightning_perf.run.collective import Gatherer
 from lightning_perf.run.context import RunContext
 
+pytestmark = pytest.mark.slow
+
 LATE = 500
-RANKS: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
 
 
 class Telling(PerfCallback):
@@ -78,9 +79,8 @@ class Lagging(Small):
 def test_a_rank_that_is_late_loses_no_report(tmp_path: Path) -> None:
     """Three callbacks report every batch; rank 0 is hundreds of batches ahead for a while."""
     parts = [Telling(name) for name in "abc"]
-    run = trainer(
-        tmp_path, *parts, max_epochs=LATE // 16 + 1, use_distributed_sampler=False, **RANKS
-    )
+    options = {**RANKS, "use_distributed_sampler": False, "max_epochs": LATE // 16 + 1}
+    run = trainer(tmp_path, *parts, **options)
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's, of steps without a loss
