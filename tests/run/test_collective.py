@@ -58,7 +58,7 @@ class Telling(PerfCallback):
         self.told.append(rows.ravel().tolist())
 
     def close(self, context: RunContext, reason: str) -> None:
-        context.at_end(lambda: self.dump(context))
+        context.on_close(lambda: self.dump(context))
 
     def dump(self, context: RunContext) -> None:
         found = {"told": self.told, "most": self.most}
