@@ -1,69 +1,40 @@
-"""What all tests share: a small training, and a real MLflow server."""
+"""Fixtures of all tests: a folder for each, loggers, workers, and a real MLflow server."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.servers import free_port, start_mlflow, stop_mlflow
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
-#: What other sessions of nox run, with packages of their own.
+#: Other sessions of nox run these, with more packages installed.
 collect_ignore = ["ecosystem"]
+
+
+#: Fixtures that start a server or processes.
+SLOW_FIXTURES = {"mlflow_server", "nursery"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that use slow fixtures."""
+    for item in items:
+        if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory of the test's own, so that no test writes into the checkout."""
+    """A working directory for each test, so that no test writes into the checkout."""
     folder = tmp_path_factory.mktemp("cwd")
     monkeypatch.chdir(folder)
     return folder
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def start_mlflow(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    """A real MLflow server on the loopback, with sqlite behind it; waits until it answers."""
-    command = [
-        sys.executable, "-m", "mlflow", "server",
-        "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-        "--backend-store-uri", f"sqlite:///{folder}/server.db",
-        "--artifacts-destination", str(folder / "artifacts"),
-    ]  # fmt: skip
-    # What it would start for jobs that nobody gives it takes longer than the server itself.
-    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
-                connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-                if b"200" in connection.recv(64):
-                    return server
-        except OSError:
-            time.sleep(0.2)
-    stop_mlflow(server)
-    raise RuntimeError((folder / "server.log").read_text())
-
-
-def stop_mlflow(server: subprocess.Popen[bytes]) -> None:
-    """End the server and the processes that it started."""
-    os.killpg(server.pid, 9)
-    server.wait()
 
 
 @pytest.fixture(scope="session")
@@ -77,14 +48,14 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tracking address without a server; its tables are made once."""
+    """A tracking address that needs no server; its tables are created once per session."""
     folder = tmp_path_factory.mktemp("mlflow-sqlite")
     return f"sqlite:///{folder}/mlflow.db"
 
 
 @pytest.fixture
 def worker() -> Iterator[Any]:
-    """A worker in which no job may raise."""
+    """A worker whose jobs must not raise."""
     from lightning_perf.background.worker import Worker
 
     errors: list[Any] = []
@@ -96,7 +67,7 @@ def worker() -> Iterator[Any]:
 
 @pytest.fixture
 def make_writer(tmp_path: Path, worker: Any) -> Any:
-    """A trace writer with the documents' names; arguments by keyword change what they name."""
+    """Makes trace writers with the design's default names; keywords replace arguments."""
     from lightning_perf.core.progress import Ranks
     from lightning_perf.traces import TraceWriter
 
@@ -119,15 +90,15 @@ def make_writer(tmp_path: Path, worker: Any) -> Any:
 
 @pytest.fixture
 def records() -> Any:
-    """A Lightning logger that keeps what it is given."""
+    """A Lightning logger that records all metrics."""
     from helpers.small import Records
 
     return Records()
 
 
 @pytest.fixture(autouse=True)
-def _no_warning_unheard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Our warnings never raise: one that a test does not expect is an error here."""
+def _no_unexpected_warning(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail a test whose training logs a warning of ours: such warnings never raise there."""
     yield
     records = caplog.get_records("call")
     assert not [r.getMessage() for r in records if r.name == "lightning_perf.warnings"]
@@ -135,14 +106,14 @@ def _no_warning_unheard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_lightning() -> None:
-    """Lightning's notices would bury what a failing test has to say."""
+    """Keep Lightning's notices out of the output of failing tests."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Any]:
-    """Starts processes that have their imports behind them."""
+    """Starts processes that need not import anything: forks of one that has."""
     from helpers.faults import Nursery
 
     nursery = Nursery()

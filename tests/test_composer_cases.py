@@ -18,10 +18,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from helpers.fake_allocator import OutOfMemory, seeming_device
+from helpers.fake_allocator import fit as fit_with_snapshots
 from helpers.fake_nvml import FakeGpu, install
 from helpers.small import Records, Small, left_in, trainer
-from test_memory_snapshot import OutOfMemory, seeming_device
-from test_memory_snapshot import fit as fit_with_snapshots
 
 from lightning_perf import (
     ConfigError,

@@ -50,6 +50,7 @@ def test_counted_flops_are_those_of_the_formula(
     )
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path: Path, example: ModuleType) -> None:
     """The loss of the demo's data falls well below that of guessing bytes."""
     model = example.GPT(layers=1, width=64, heads=2, context=32, learning_rate=3e-3)

@@ -75,7 +75,7 @@ def test_libraries_stay_in_their_layers(module: Path) -> None:
         assert packages is None or package(module) in packages, f"{module} must not import {name}"
 
 
-def test_every_room_has_a_layer() -> None:
+def test_every_package_has_a_layer() -> None:
     """A new package is placed by a decision, not by accident."""
     for module in MODULES:
         layer(package(module))

@@ -47,6 +47,7 @@ def test_importing_the_package_imports_neither_torch_nor_mlflow() -> None:
     assert not {"torch", "mlflow", "lightning", "numpy", "rich"} & set(loaded)
 
 
+@pytest.mark.slow
 def test_it_trains_where_only_torch_and_lightning_are(tmp_path: Path) -> None:
     """Without MLflow and the recorders' tools, all names import and training runs."""
     code = """

@@ -62,10 +62,11 @@ def read_run(run_id: str | None, tracking_uri: str, keys: Sequence[str] = ()) ->
     Raises:
         LookupError: There is no such run, or nothing that could tell.
     """
+    # Before the address is checked: where the package is missing, no address helps.
+    from mlflow import MlflowClient
+
     _check_address(tracking_uri)
     try:
-        from mlflow import MlflowClient
-
         client = MlflowClient(tracking_uri)
         run = client.get_run(run_id or _latest(client))
         files = artifacts_of(client, run.info.run_id)

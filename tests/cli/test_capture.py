@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from helpers import TESTS
 from helpers.small import Records, Small, trainer
-from test_pytorch_profiler import steps, traces
+from helpers.torch_traces import steps, traces
 from torch import Tensor
 
 from lightning_perf import OnSlowBatch, PyTorch

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from helpers import TESTS
+from helpers.configuration import parse
+from helpers.faults import Nursery
 from helpers.small import Records, Small, trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import MLFlowLogger
@@ -21,6 +23,7 @@ import lightning_perf.cli
 from lightning_perf import (
     All,
     AnyOf,
+    ConfigError,
     Cyclic,
     Every,
     Fixed,
@@ -34,18 +37,6 @@ from lightning_perf import (
 from lightning_perf.cli import main
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-
-
-def parse(tmp_path: Path, callbacks: Any) -> LightningCLI:
-    """Build what a configuration describes, without training."""
-    config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train.py", "--config", str(path)])
-        return LightningCLI(
-            Small, run=False, save_config_callback=None, seed_everything_default=False
-        )
 
 
 def ours(cli: LightningCLI) -> list[Any]:
@@ -102,10 +93,15 @@ def test_schedules_are_written_in_yaml(tmp_path: Path, written: Any, expected: A
     assert profiler.schedule == expected
 
 
-def test_a_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
+def run_cli(*args: str) -> None:
+    """What a script with LightningCLI does, called with these arguments."""
+    sys.argv = ["train.py", *args]
+    warnings.simplefilter("ignore")
+    LightningCLI(Small, run=False, save_config_callback=None)
+
+
+def test_a_printed_configuration_reads_back_the_same(nursery: Nursery, tmp_path: Path) -> None:
     """--print_config writes all settings, and what it writes builds the same callbacks."""
-    script = "from lightning.pytorch.cli import LightningCLI; from helpers.small import Small; "
-    script += "LightningCLI(Small, run=False, save_config_callback=None)"
     node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": "first 2ba"}}
     suite = {
         "class_path": "lightning_perf.Suite",
@@ -118,14 +114,9 @@ def test_a_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
     }
     path = tmp_path / "first.yaml"
     path.write_text(yaml.safe_dump({"trainer": {"logger": False, "callbacks": [node, suite]}}))
-    command = [sys.executable, "-W", "ignore", "-c", script, "--config", str(path)]
-    printed = subprocess.run(
-        [*command, "--print_config"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=TESTS,
-    ).stdout
+    ended = nursery.run(tmp_path, run_cli, "--config", str(path), "--print_config")
+    assert ended.code == 0, ended.stderr
+    printed = (tmp_path / "stdout").read_text()
     again = parse(tmp_path, callbacks=yaml.safe_load(printed)["trainer"]["callbacks"])
     profiler, both = ours(again)
     assert profiler.schedule == PyTorch(schedule="first 2ba").schedule
@@ -133,6 +124,7 @@ def test_a_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
     assert both.callbacks[0].window_size == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
 def test_every_configuration_of_ours_trains(
     path: Path, in_tmp: Path, monkeypatch: pytest.MonkeyPatch
@@ -290,36 +282,30 @@ EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"
     ids=["in a list", "alone", "in a schedule"],
 )
 def test_the_last_line_of_a_failed_cli_is_our_message(
-    tmp_path: Path, callbacks: Any, last: str
+    nursery: Nursery, tmp_path: Path, callbacks: Any, last: str
 ) -> None:
     """What LightningCLI shows of a bad setting ends with our message, alone and whole."""
     config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    script = "from lightning.pytorch.cli import LightningCLI; from helpers.small import Small; "
-    script += "LightningCLI(Small, run=False, save_config_callback=None)"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "--config", str(tmp_path / "config.yaml")],
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    line = done.stderr.splitlines()[-1]
+    ended = nursery.run(tmp_path, run_cli, "--config", "config.yaml")
+    assert ended.code == 1
+    assert "Traceback" in ended.stderr
+    line = ended.stderr.splitlines()[-1]
     assert line.startswith(f"lightning_perf: {last}")
     assert re.search(r"\. Try \w+=\S+\.$", line)
 
 
-def test_an_error_of_others_stays_as_it_is() -> None:
+def catch_ours_and_raise() -> None:
+    """Catch an error of ours, then raise another one."""
+    with suppress(ConfigError):
+        Flops(schedule="10it")
+    raise ValueError("mine")
+
+
+def test_an_error_of_others_stays_as_it_is(nursery: Nursery, tmp_path: Path) -> None:
     """A ConfigError that was caught leaves no line below a later error that is not about it."""
-    script = (
-        "import jsonargparse, sys; from lightning_perf import Flops, ConfigError\n"
-        "try: Flops(schedule='10it')\n"
-        "except ConfigError: pass\n"
-        "raise ValueError('mine')"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == "ValueError: mine"
+    ended = nursery.run(tmp_path, catch_ours_and_raise)
+    assert ended.stderr.splitlines()[-1] == "ValueError: mine"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from conftest import free_port
+from helpers.servers import free_port
 from helpers.small import Small, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient

@@ -10,11 +10,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from helpers.diary import Diary
 from helpers.small import Records, Small, TwoOptimizers, ours, trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
-from test_hooks import Diary
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 

@@ -132,31 +132,34 @@ class TensorParallel(Small):
         parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("model", "sizes", "batches"),
-    [(Sharded, {"data_parallel_size": 2, "tensor_parallel_size": 1}, 2),
-     (TensorParallel, {"data_parallel_size": 1, "tensor_parallel_size": 2}, 1)],
-    ids=["fully_shard", "tensor parallel"],
-)  # fmt: skip
-def test_sharded_models_are_counted_by_the_work_of_each_rank(
-    tmp_path: Path, model: type[Small], sizes: dict[str, int], batches: int
-) -> None:
-    """Sharding parameters changes no FLOPs; splitting the units halves each rank's."""
-    torch.set_num_threads(1)
-    script = tmp_path / "train.py"
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks reported of each sharded model, trained one after the other."""
+    folder = tmp_path_factory.mktemp("sharded")
+    script = folder / "train.py"
     script.write_text(
         "import sys, warnings; warnings.simplefilter('ignore')\n"
         "from lightning.pytorch.strategies import ModelParallelStrategy\n"
         "from test_flops_trainings import *\n"
-        "flops = Flops(peak_flops=1e9)\n"
-        f"strategy = ModelParallelStrategy(**{sizes!r})\n"
-        f"trainer(Path({str(tmp_path)!r}), flops, Dump(Path({str(tmp_path)!r}), flops), devices=2,"
-        f" strategy=strategy).fit({model.__name__}())\n"
+        "for model, sizes in ((Sharded, (2, 1)), (TensorParallel, (1, 2))):\n"
+        "    flops = Flops(peak_flops=1e9)\n"
+        f"    folder = Path({str(folder)!r}, model.__name__)\n"
+        "    folder.mkdir(exist_ok=True)\n"
+        "    strategy = ModelParallelStrategy(*sizes)\n"
+        "    callbacks = (flops, Dump(folder, flops))\n"
+        "    trainer(folder, *callbacks, devices=2, strategy=strategy).fit(model())\n"
     )
     launch(script)
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "batches"), [("Sharded", 2), ("TensorParallel", 1)])
+def test_sharded_models_are_counted_by_the_work_of_each_rank(
+    sharded: Path, model: str, batches: int
+) -> None:
+    """Sharding parameters changes no FLOPs; splitting the units halves each rank's."""
+    found = [json.loads((sharded / model / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert found[0]["batch_flops"] == batches * 4 * FLOPS_PER_SAMPLE
     assert found[0]["batch_flops"] == found[1]["batch_flops"]
 

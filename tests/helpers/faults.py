@@ -28,7 +28,6 @@ import torch
 import viztracer  # noqa: F401  (imported once for all children)
 from lightning.pytorch import Callback
 
-from helpers import TESTS
 from helpers.small import Records, Small, trainer
 from lightning_perf import Fixed, Memray, PyTorch, Schedule, Stages, VizTracer
 from lightning_perf.profilers.base import Profiler
@@ -78,6 +77,12 @@ class Ended:
         """What has to be the same with and without us."""
         return self.code, self.outcome
 
+    @property
+    def said(self) -> list[str]:
+        """Our lines; not the notice of a wait, which depends on how busy the machine is."""
+        ours = [line for line in self.stderr.splitlines() if "lightning_perf:" in line]
+        return [line for line in ours if "lightning_perf: finishing traces:" not in line]
+
 
 @dataclass(frozen=True)
 class Child:
@@ -103,7 +108,7 @@ class Nursery:
             [sys.executable, "-c", "from helpers.faults import serve; serve()()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
 
     def start(self, folder: Path, job: Callable[..., None], /, *args: Any, **kwargs: Any) -> Child:

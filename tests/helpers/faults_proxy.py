@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from conftest import free_port
+from helpers.servers import free_port
 
 #: Longer than anything waits.
 _HELD = 120.0

@@ -14,10 +14,11 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from helpers import TESTS
 from lightning_perf import PerfWarning
 
 WIDTH, HIDDEN, SAMPLES = 8, 16, 64
+#: Options of a trainer with two processes.
+RANKS: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": True}
 
 
 class Small(L.LightningModule):
@@ -133,14 +134,14 @@ def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
 
 
 def launch(script: Path) -> None:
-    """Run a script as two processes under torchrun."""
+    """Run a script as two processes under torchrun, which import what the caller can import."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
         str(script),
     ]  # fmt: skip
     done = subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -5,14 +5,22 @@ from __future__ import annotations
 import gzip
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.small import Records, Small, left_in, ours, trainer
-from pages import loaded_from_elsewhere
+from helpers.fake_allocator import (
+    HISTORY,
+    MIB,
+    Allocator,
+    OutOfMemory,
+    files,
+    fit,
+    seeming_device,
+)
+from helpers.pages import loaded_from_elsewhere
+from helpers.small import Records, Small, ours, trainer
 
 from lightning_perf import (
     Always,
@@ -26,7 +34,6 @@ from lightning_perf import (
 )
 from lightning_perf.profilers import memory_snapshot
 
-MIB = 1 << 20
 AT_THE_END = [
     "rank0.3.html",
     "rank0.3.pickle",
@@ -36,96 +43,16 @@ AT_THE_END = [
 ]
 
 
-def stack(filename: str, *names: str) -> list[dict[str, Any]]:
-    """Frames as the allocator tells them, the innermost first."""
-    return [{"filename": filename, "line": 7, "name": name} for name in reversed(names)]
-
-
-#: An allocation as PyTorch's allocator tells it.
-HISTORY = {
-    "action": "alloc",
-    "addr": 0x100,
-    "size": 3 * MIB,
-    "stream": 0,
-    "time_us": 5,
-    "frames": stack("train.py", "main", "forward"),
-}
-
-
-def segment(address: int, frames: list[dict[str, Any]], size: int) -> dict[str, Any]:
-    """Four MiB of the device that hold one block."""
-    block = {"size": size, "requested_size": size, "state": "active_allocated", "frames": frames}
-    free = {"size": 4 * MIB - size, "requested_size": 0, "state": "inactive", "frames": []}
-    return {"address": address, "stream": 0, "total_size": 4 * MIB, "blocks": [block, free]}
-
-
-class Allocator:
-    """What PyTorch's CUDA allocator answers, without a device."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[Any, dict[str, Any]]] = []
-        self.segments = [segment(0x100, stack("train.py", "forward"), 3 * MIB)]
-        self.observer: Any = None
-
-    def record(self, enabled: str | None = "all", **options: Any) -> None:
-        self.told.append((enabled, options))
-
-    def snapshot(self) -> dict[str, Any]:
-        traces = [HISTORY] * bool(self.recording)
-        return {"segments": self.segments, "device_traces": [traces], "allocator_settings": {}}
-
-    def attach(self, observer: Any) -> None:
-        self.observer = observer
-
-    @property
-    def recording(self) -> bool:
-        return bool(self.told) and self.told[-1][0] is not None
-
-
-@contextmanager
-def seeming_device() -> Iterator[Allocator]:
-    """CUDA's boundary, replaced: a machine that seems to have a device."""
-    fake = Allocator()
-    memory_snapshot._attach.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_perf.profilers.memory_snapshot._has_cuda", lambda: True)
-        patch.setattr(torch.cuda.memory, "_record_memory_history", fake.record)
-        patch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
-        patch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.attach, raising=False)
-        yield fake
-    memory_snapshot._attach.cache_clear()
-
-
 @pytest.fixture
 def allocator() -> Iterator[Allocator]:
     with seeming_device() as fake:
         yield fake
 
 
-def files(folder: Path) -> list[str]:
-    """What lies in the folder of one run, by its path in it."""
-    folder = folder / "records-version_0" / "memory_snapshots"
-    return [str(path.relative_to(folder)) for path in left_in(folder)]
-
-
 def history(folder: Path, name: str) -> list[Any]:
     """The allocations and frees that a pickle holds."""
     path = folder / "records-version_0" / "memory_snapshots" / name
     return pickle.loads(path.read_bytes())["device_traces"][0]
-
-
-def fit(folder: Path, profiler: Any, model: Any = None, **options: Any) -> list[str]:
-    trainer(folder, profiler, logger=Records(), **options).fit(model or Small())
-    return files(folder)
-
-
-class OutOfMemory(Small):
-    """Asks for more than there is, in the fourth batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().training_step(batch, batch_idx)
 
 
 def test_windows_become_files(tmp_path: Path, allocator: Allocator) -> None:

@@ -15,12 +15,12 @@ import memray
 import pytest
 import torch
 import yaml
+from helpers.configuration import parse
+from helpers.data_workers import Loading, Work
+from helpers.outcome import outcome
 from helpers.small import Records, Small, left_in, ours, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
-from test_cli import parse
-from test_unchanged import outcome
-from test_viztracer_profiler import Loading, Work
 from torch.utils.data import DataLoader
 
 from lightning_perf import ConfigError, Cyclic, Every, Fixed, Memray, PerfWarning, VizTracer
@@ -113,6 +113,7 @@ def test_stacks_are_whole_in_each_stage(tmp_path: Path, stage: str) -> None:
     assert "test_stacks_are_whole_in_each_stage" in found[0]
 
 
+@pytest.mark.slow
 def test_capture_and_flame_graph_are_uploaded(tmp_path: Path, mlflow_database: str) -> None:
     """Both arrive in the run's artifacts, those of the window that ends with training included."""
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="crow")
@@ -332,6 +333,7 @@ def test_ranks_have_keys_of_their_own(tmp_path: Path, mlflow_database: str) -> N
     assert names == ["README.md", "rank0.2.bin", "rank0.2.txt", "rank1.2.bin", "rank1.2.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers_are_captured_in_each_window(tmp_path: Path, context: str) -> None:
     """Each worker leaves a capture a window, whatever its start, and trains as without us."""

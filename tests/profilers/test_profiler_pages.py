@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.pages import loaded_from_elsewhere
 from helpers.small import Records, Small, trainer
-from pages import loaded_from_elsewhere
 from torch.cuda import _memory_viz
 
 from lightning_perf import Memray, Profiler, PyTorch, VizTracer

@@ -115,9 +115,9 @@ class Recorder:
     params=[
         Recorder(PyTorch, "torch_traces", ".pt.trace.json.gz", ranges),
         Recorder(VizTracer, "viztracer", ".json.gz", calls),
-        Recorder(Memray, "memray", ".bin", meals),
+        pytest.param(Recorder(Memray, "memray", ".bin", meals), marks=pytest.mark.slow),
     ],
-    ids=lambda recorder: recorder.kind.__name__,
+    ids=["PyTorch", "VizTracer", "Memray"],
 )
 def recorder(request: pytest.FixtureRequest) -> Recorder:
     return request.param

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers.outcome import outcome
 from helpers.small import Records, Small, left_in, ours, trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
-from test_unchanged import outcome
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_perf import ConfigError, Fixed, PerfWarning, PyTorch

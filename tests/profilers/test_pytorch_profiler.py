@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers.recordings import theirs_in
 from helpers.small import Records, Small, left_in, ours, trainer
+from helpers.torch_traces import steps, traces
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
@@ -29,20 +30,6 @@ from lightning_perf import (
     Schedule,
     Stages,
 )
-
-
-def traces(folder: Path) -> dict[str, dict[str, Any]]:
-    """All finished traces below a folder, by their path in it."""
-    return {
-        str(path.relative_to(folder)): json.loads(gzip.decompress(path.read_bytes()))
-        for path in sorted(folder.rglob("*.pt.trace.json.gz"))
-    }
-
-
-def steps(trace: dict[str, Any]) -> list[int]:
-    """The batches that a trace holds, by their number in the run."""
-    names = {event.get("name", "") for event in trace["traceEvents"]}
-    return sorted(int(n.split("#")[1]) for n in names if n.startswith("ProfilerStep#"))
 
 
 def fit(folder: Path, profiler: PyTorch, **options: Any) -> dict[str, dict[str, Any]]:

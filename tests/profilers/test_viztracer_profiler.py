@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers.configuration import parse
+from helpers.data_workers import Loading, Work
+from helpers.outcome import outcome
 from helpers.recordings import theirs_in
 from helpers.small import Records, Small, left_in, ours, trainer
-from test_cli import parse
-from test_unchanged import outcome
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from viztracer.vcompressor import VCompressor
 
 from lightning_perf import (
@@ -49,56 +49,6 @@ def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def calls(events: list[dict[str, Any]], name: str) -> int:
     """How often a function of that name was called."""
     return sum(event["name"].split(" ")[0].endswith(name) for event in events)
-
-
-class Work(Dataset[list[torch.Tensor]]):
-    """Samples that a worker must work for."""
-
-    def __len__(self) -> int:
-        return 80
-
-    def __getitem__(self, index: int) -> list[torch.Tensor]:
-        return self.work(index)
-
-    def work(self, index: int) -> list[torch.Tensor]:
-        waste = len(bytearray(10_000_000))
-        return [torch.full((8,), index / waste), torch.ones(1)]
-
-
-class Loading(Small):
-    """Twenty batches from two workers, and steps long enough for these while a window is open.
-
-    Else a window of this test would be over before a worker looks.
-    """
-
-    def __init__(self, profiler: Any, context: str) -> None:
-        super().__init__()
-        self.profiler, self.context = profiler, context
-        self.steps = 0  # in the window that is open
-        self.losses: list[float] = []
-
-    def train_dataloader(self) -> Any:
-        options = {"multiprocessing_context": self.schedule_context, "persistent_workers": True}
-        return DataLoader(Work(), 4, num_workers=2, **options)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        windows = self.profiler._windows if self.profiler is not None else None
-        self.steps = self.steps + 1 if windows is not None and windows.open is not None else 0
-        if self.steps:
-            # Work wakes a worker, and the loader hands it to one of them a step.
-            if self.steps > 2 and batch_idx < 15:
-                self.wait_for_workers()
-            time.sleep(0.2)
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def wait_for_workers(self) -> None:
-        """A spawned one may have to import its tracer first, on a busy machine for seconds."""
-        folder = self.profiler._children._folders[-1]
-        until = time.monotonic() + 30.0
-        while len(list(folder.glob("*.on"))) < 2 and time.monotonic() < until:
-            time.sleep(0.01)
 
 
 def fit(folder: Path, *profilers: Any, model: Any = None, **options: Any) -> dict[str, Any]:

@@ -102,6 +102,7 @@ class Copying(L.Callback):
                 self.copies += copies(callback) if callback is not self else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURING)
 def test_callbacks_can_be_copied_during_and_after_a_run(tmp_path: Path, name: str) -> None:
     """The copies know nothing of the run, and serve another one."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from helpers.small import Small, trainer
+from helpers.torch_traces import steps, traces
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
-from test_pytorch_profiler import steps, traces
 from torch import Tensor
 
 from lightning_perf import HasTag, PyTorch

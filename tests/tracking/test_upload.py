@@ -8,8 +8,8 @@ from threading import Event
 from typing import Any
 
 import pytest
-from conftest import free_port
 from helpers.recordings import PATIENCE, record
+from helpers.servers import free_port
 from helpers.small import Small, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
