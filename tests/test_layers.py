@@ -31,6 +31,7 @@ RESERVED = {
     "psutil": {"cli", "system"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted(Path(__file__).parent.rglob("test_*.py"))
 
 
 def package(module: Path) -> str:
@@ -79,3 +80,10 @@ def test_every_package_has_a_layer() -> None:
     """A new package is placed by a decision, not by accident."""
     for module in MODULES:
         layer(package(module))
+
+
+def test_test_modules_import_no_other() -> None:
+    """Each test file runs alone: what several of them need is in tests/helpers."""
+    names = {module.stem for module in TESTS} | {"conftest"}
+    for module in TESTS:
+        assert not imports(module) & names, f"{module} imports another test module"

@@ -18,9 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import free_port
-from helpers import TESTS
 from helpers.fake_nvml import FakeGpu, FakeNvml, install
+from helpers.servers import free_port
 from helpers.small import Records, Small, ours, trainer
 from helpers.windows import window_of
 from lightning.pytorch.loggers import MLFlowLogger
@@ -395,7 +394,7 @@ def test_each_node_reports_under_its_number(tmp_path: Path) -> None:
     )
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
-        "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     nodes = [
         subprocess.Popen(

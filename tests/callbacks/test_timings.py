@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from helpers.small import Records, Small, TwoOptimizers, ours, trainer
+from helpers.timings import Stopped
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
@@ -26,40 +26,6 @@ DETERMINED = {
     "dataloader_next", "to_device", "train_batch", "step_lr_schedulers", "from_device",
     "reduce_metrics",
 }  # fmt: skip
-
-
-class Stopped(Timings):
-    """Reads a clock of its own before and after the first and the last snapshot."""
-
-    began: tuple[float, float] | None = None
-    ended = (0.0, 0.0)
-    _before = 0.0
-
-    def attach(self, context: Any) -> None:
-        super().attach(context)
-        enter = context.windows.enter
-
-        def timed(*args: Any) -> None:
-            before = time.perf_counter()
-            enter(*args)
-            self.began = self.began or (before, time.perf_counter())
-
-        context.windows.enter = timed
-
-    def window_due(self, context: Any, at_end: bool) -> bool:
-        self._before = time.perf_counter()
-        return super().window_due(context, at_end)
-
-    def on_window(self, window: Any) -> Any:
-        self.ended = self._before, time.perf_counter()
-        return super().on_window(window)
-
-    @property
-    def wall(self) -> tuple[float, float]:
-        """The least and the most seconds that may have been counted, give or take 1 %."""
-        assert self.began is not None
-        (b0, b1), (e0, e1) = self.began, self.ended
-        return 0.99 * (e0 - b1), 1.01 * (e1 - b0)
 
 
 class Stream(IterableDataset):

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small import Records, Small, trainer
+from helpers.small import RANKS, Records, Small, trainer
+from helpers.timings import Stopped
 from helpers.windows import window_of
-from test_ranks import RANKS
-from test_timings import Stopped
 
 from lightning_perf import Timings
 from lightning_perf.callbacks.timings import seconds_per_batch

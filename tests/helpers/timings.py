@@ -9,21 +9,30 @@ from lightning_perf import Timings
 
 
 class Stopped(Timings):
-    """Holds watches of its own around the first and the last of what is counted."""
+    """Reads a clock of its own before and after the first and the last snapshot."""
 
     began: tuple[float, float] | None = None
     ended = (0.0, 0.0)
+    _before = 0.0
 
-    def on_start(self, context: Any) -> None:
-        before = time.perf_counter()
-        super().on_start(context)
-        self.began = self.began or (before, time.perf_counter())
+    def attach(self, context: Any) -> None:
+        super().attach(context)
+        enter = context.windows.enter
 
-    def collect(self, context: Any, at_end: bool) -> Any:
-        before = time.perf_counter()
-        found = super().collect(context, at_end)
-        self.ended = before, time.perf_counter()
-        return found
+        def timed(*args: Any) -> None:
+            before = time.perf_counter()
+            enter(*args)
+            self.began = self.began or (before, time.perf_counter())
+
+        context.windows.enter = timed
+
+    def window_due(self, context: Any, at_end: bool) -> bool:
+        self._before = time.perf_counter()
+        return super().window_due(context, at_end)
+
+    def on_window(self, window: Any) -> Any:
+        self.ended = self._before, time.perf_counter()
+        return super().on_window(window)
 
     @property
     def wall(self) -> tuple[float, float]:

@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small import FLOPS_PER_SAMPLE, Small, launch, trainer
+from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, launch, trainer
+from helpers.torch_traces import traces
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
-from test_pytorch_profiler import traces
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor
 from lightning_perf.run.callback import PerfCallback
 
 pytestmark = pytest.mark.slow
-
-RANKS: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": True}
 
 
 class Dump(PerfCallback):

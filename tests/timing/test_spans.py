@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from helpers.diary import Diary
 from helpers.small import Records, Small, TwoOptimizers, trainer
 from lightning.pytorch.profilers import (
     AdvancedProfiler,
@@ -21,7 +22,6 @@ from lightning.pytorch.profilers import (
 from lightning.pytorch.profilers import (
     Profiler as LightningProfiler,
 )
-from test_hooks import Diary
 from torch import Tensor
 from torchmetrics import MeanMetric
 
