@@ -15,7 +15,8 @@ import torch
 from torch.cuda import _memory_viz
 from typing_extensions import override
 
-from lightning_perf.charts.flame import bytes_text, flame_graph, fold, read_folded
+from lightning_perf.charts.flame import FlameGraph, fold, read_folded
+from lightning_perf.charts.style import bytes_text
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
 from lightning_perf.profilers.base import Profiler
@@ -220,12 +221,12 @@ def _tell_once() -> None:
 
 
 def _plot(kind: str, source: Path, page: Path) -> None:
-    run_python("-m", "lightning_perf.profilers.snapshot_page", kind, str(source), str(page))
+    run_python("-m", "lightning_perf.charts.snapshot", kind, str(source), str(page))
 
 
 def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Path) -> None:
     def draw(folded: str) -> str:
-        return flame_graph(fold(read_folded(folded)), title, bytes_text)
+        return FlameGraph(fold(read_folded(folded)), title, bytes_text).document()
 
     snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
     # PyTorch's own drawing fetches a program from the web.

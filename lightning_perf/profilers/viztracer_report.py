@@ -11,14 +11,17 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_perf.charts.flame import flame_graph, fold
+from lightning_perf.charts.flame import FlameGraph, fold
+from lightning_perf.charts.page import page
 
 Event = dict[str, Any]
+
+_SUMMARY = """Time by call path, summed over the window. Click a frame to zoom in, the root to zoom
+out. The trace itself, for ui.perfetto.dev or vizviewer, holds the time of each call."""
 
 
 def merge(target: Path, others: Sequence[Path]) -> None:
@@ -46,32 +49,23 @@ def check(packed: Path) -> None:
     VCompressor().decompress(str(packed))
 
 
-def page(events: Sequence[Event], title: str) -> str:
-    """A page with a flame graph of each thread: calls of the same path made one.
+def calls_page(events: Sequence[Event], title: str) -> str:
+    """A page with a flame graph of each thread, in which calls of the same path are merged.
 
     Args:
         events: The ``traceEvents`` of a trace.
-        title: What to call it.
-
-    Returns:
-        HTML that loads nothing.
+        title: The headline.
     """
-    told = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     calls = sorted(
         (e for e in events if e["ph"] == "X"),
         key=lambda e: (e["pid"], e["tid"], e["ts"], -e["dur"]),
     )
-    pictures = [
-        flame_graph(fold(self_times(list(thread))), _title(told, *key), _milliseconds)
+    graphs = [
+        FlameGraph(fold(self_times(list(thread))), _title(names, *key), _milliseconds)
         for key, thread in groupby(calls, key=lambda e: (e["pid"], e["tid"]))
     ]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        f'</title></head>\n<body style="font-family: sans-serif">\n<h1>{escape(title)}</h1>\n'
-        "<p>Time by the path of calls, merged over the window: click a frame to magnify it, its "
-        "root to go back. When each call happened is in the trace itself, for "
-        "ui.perfetto.dev or vizviewer.</p>\n" + "\n".join(pictures) + "</body></html>\n"
-    )
+    return page(title, [_SUMMARY, *graphs])
 
 
 def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
@@ -120,4 +114,4 @@ if __name__ == "__main__":
         check(source)
     else:
         traced = json.loads(source.read_bytes())["traceEvents"]
-        others[0].write_text(page(traced, "Python calls"), encoding="utf-8")
+        others[0].write_text(calls_page(traced, "Python calls"), encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from lightning_perf.charts import Row, stacked_html, stacked_png
-from lightning_perf.charts.stacked import COLOURS, MAX_POINTS, colour_of, stack
+from lightning_perf.charts.stacked import MAX_POINTS, stack
+from lightning_perf.charts.style import COLOURS, colour_of
 
 #: A batch of 40 ms, of which each category takes a quarter more than the one before.
 ROWS: list[Row] = [
@@ -62,9 +62,9 @@ class Page(HTMLParser):
 
     @property
     def data(self) -> dict[str, Any]:
-        found = re.search(r"^const data = (.*);$", self.source, re.MULTILINE)
-        assert found
-        return json.loads(found[1])
+        (data,) = (each["data-chart"] for _, each in self.tags if "data-chart" in each)
+        assert data
+        return json.loads(data)
 
 
 def page_of(folder: Path, rows: Sequence[Row], **options: Any) -> Page:
@@ -108,7 +108,7 @@ def test_the_page_holds_the_numbers(tmp_path: Path) -> None:
     assert page.data["values"][0] == [20.0] * len(ROWS)
     assert page.data["values"][1] == [pytest.approx(step / 10) for step, _ in ROWS]
     assert {"20.0 ms", "10.5 ms", "49.4%", "25.9%"} <= set(page.texts)
-    assert "40.5 ms a batch on average, steps 1 to 200" in page.texts
+    assert "40.5 ms per batch on average, steps 1 to 200" in page.texts
     fills = [attributes["fill"] for _, attributes in page.tags if attributes.get("class") == "band"]
     assert fills == [COLOURS[name] for name in names]
 
@@ -140,13 +140,13 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     [
         ([], "No batch was timed."),
         ([(5, {}), (6, {"forward": nan}), (7, {"forward": -1.0})], "No batch was timed."),
-        ([(5, {"forward": 2.5})], "2.50 s a batch on average, steps 0 to 5"),
+        ([(5, {"forward": 2.5})], "2.50 s per batch on average, steps 0 to 5"),
         (
             [(5, {"forward": 1e-5}), (5, {"forward": 3e-5})],
-            "20.0 µs a batch on average, steps 0 to 5",
+            "20.0 µs per batch on average, steps 0 to 5",
         ),
-        ([(n, {"forward": 0.5}) for n in range(1300)], "500 ms a batch on average, steps "),
-        ([(3, {"other": 0.5, "mine": inf}), (1, {"mine": 0.5})], "500 ms a batch on average, "),
+        ([(n, {"forward": 0.5}) for n in range(1300)], "500 ms per batch on average, steps "),
+        ([(3, {"other": 0.5, "mine": inf}), (1, {"mine": 0.5})], "500 ms per batch on average, "),
     ],
     ids=["none", "nothing", "one", "twice the same", "1300", "unordered and infinite"],
 )
@@ -178,34 +178,33 @@ def test_a_mean_is_flat_over_its_window(tmp_path: Path) -> None:
     lasts = (4, 9, 14, 19, 24, 29, 44, 47)
     rows: list[Row] = [(n, {"forward": 1.0, "validation": 6.0 * (n == 24)}) for n in lasts]
     shown = stack(rows)
-    steps, (_, _, upper) = shown.outline
-    assert list(steps) == [-0.5, *(n + 0.5 for n in lasts[:-1] for _ in range(2)), 47.5]
-    assert list(upper) == [1.0 + 6.0 * (n == 24) for n in lasts for _ in range(2)]
+    assert list(shown.edges) == [-0.5, *(n + 0.5 for n in lasts)]
+    assert list(shown.layers[1].values) == pytest.approx([6.0 * (n == 24) for n in lasts])
     assert shown.windows[:2] == ["steps 0 to 4", "steps 5 to 9"]
     page = page_of(tmp_path, rows)
-    assert "1.62 s a batch on average, steps 0 to 47" in page.texts  # 48 s, and 5 batches of 6 s
+    assert "1.62 s per batch on average, steps 0 to 47" in page.texts  # 48 s, and 5 batches of 6 s
     forward, validation = (
         area(str(each["d"])) for _, each in page.tags if each.get("class") == "band"
     )
     assert validation / forward == pytest.approx(30 / 48, rel=0.01)
-    assert [band.share for band in shown.bands] == pytest.approx([48 / 78, 30 / 78])
+    assert [band.share for band in shown.layers] == pytest.approx([48 / 78, 30 / 78])
 
 
 def test_a_run_that_was_resumed_begins_where_it_was() -> None:
     """The first window starts at the first step that was seen, not at 0."""
     shown = stack([(109, {"forward": 1.0}), (119, {"forward": 2.0})], first=105)
     assert shown.windows == ["steps 105 to 109", "steps 110 to 119"]
-    assert shown.bands[0].mean == pytest.approx(25 / 15)
+    assert shown.layers[0].amount == pytest.approx(25 / 15)
 
 
 def test_many_rows_become_means() -> None:
     """Thousands of reports are averaged into fewer points, which keeps sums, and it is said."""
     rows: list[Row] = [(n, {"forward": 1.0 + n % 2, "backward": 3.0}) for n in range(4_000)]
     shown = stack(rows)
-    assert len(shown.steps) == MAX_POINTS
-    assert [band.name for band in shown.bands] == ["backward", "forward"]
-    assert shown.bands[1].seconds == pytest.approx(1.5)
-    assert shown.bands[1].share == pytest.approx(1.5 / 4.5)
+    assert len(shown.windows) == MAX_POINTS
+    assert [band.name for band in shown.layers] == ["backward", "forward"]
+    assert shown.layers[1].values == pytest.approx([1.5] * MAX_POINTS)
+    assert shown.layers[1].share == pytest.approx(1.5 / 4.5)
     assert shown.notes == ("Each window is the mean of about 8 reports.",)
 
 
@@ -213,7 +212,7 @@ def test_a_category_that_comes_late_took_no_time_before() -> None:
     """Validation appears when it first runs, at the step where it does."""
     rows: list[Row] = [(1, {"forward": 1.0}), (2, {"forward": 1.0, "validation": 3.0})]
     shown = stack(rows, first=1)
-    assert [(band.name, list(band.seconds)) for band in shown.bands] == [
+    assert [(band.name, list(band.values)) for band in shown.layers] == [
         ("validation", [0.0, 3.0]),
         ("forward", [1.0, 1.0]),
     ]
@@ -222,14 +221,14 @@ def test_a_category_that_comes_late_took_no_time_before() -> None:
 def test_what_hardly_costs_is_folded_into_other() -> None:
     """Categories below half a percent join "other"; nothing of the total is lost."""
     row = {"forward": 0.99, "to_device": 0.004, "logging": 0.003, "other": 0.003}
-    bands = {band.name: band.share for band in stack([(1, row)]).bands}
+    bands = {band.name: band.share for band in stack([(1, row)]).layers}
     assert bands == {"forward": pytest.approx(0.99), "other": pytest.approx(0.01)}
 
 
 def test_a_row_that_tells_nothing_is_left_out() -> None:
     """Where nothing is a number there is no point, and no dip to zero."""
     shown = stack([(1, {"forward": 1.0}), (2, {"forward": nan}), (3, {"forward": 1.0})])
-    assert list(shown.steps) == [1, 3]
+    assert shown.windows == ["steps 0 to 1", "steps 2 to 3"]
 
 
 def test_one_towering_peak_does_not_flatten_the_rest(tmp_path: Path) -> None:
@@ -346,10 +345,11 @@ def test_hovering_tells_the_values_at_a_step_in_a_sandboxed_frame(tmp_path: Path
     """In a frame such as MLflow's, the pointer brings up the values of the step below it."""
     page = page_of(tmp_path, ROWS, table=TABLE).source
     point = """<script>
+    const canvas = document.querySelector(".canvas"), tip = document.querySelector(".tip");
     function point() {
-      const box = chart.getBoundingClientRect();
+      const box = canvas.getBoundingClientRect();
       if (box.width < 500) return setTimeout(point, 20);  // not laid out yet
-      chart.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 20, clientY: 99}));
+      canvas.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 20, clientY: 99}));
       parent.postMessage(tip.hidden ? "hidden" : tip.innerText, "*");
     }
     point();
