@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
 
 _ROW, _TOP = 17, 28
 #: Frames with a smaller share of the picture are left out.
@@ -68,7 +72,9 @@ class FlameGraph:
             f'<svg xmlns="http://www.w3.org/2000/svg" class="flame" width="1200" '
             f'height="{height}">{style}\n'
             f'<text class="title" x="3" y="18">{escape(self.title)}: '
-            f"{escape(self.text(self.root.value))}</text>\n" + "\n".join(frames) + f"\n{script}</svg>\n"
+            f"{escape(self.text(self.root.value))}</text>\n"
+            + "\n".join(frames)
+            + f"\n{script}</svg>\n"
         )
 
     def document(self) -> str:
@@ -96,7 +102,7 @@ def _frame(name: str, value: str, depth: int, left: float, share: float) -> str:
         f'<svg x="{left:.4%}" y="{_TOP + depth * _ROW}" width="{share:.4%}" height="{_ROW - 1}" '
         f'data-x="{left:.6f}" data-w="{share:.6f}"><title>{name} ({escape(value)})</title>'
         f'<rect width="100%" height="100%" fill="hsl({hue},75%,68%)"/>'
-        f'<text x="3" y="12">{name}</text></svg>'
+        f'<text x="3" y="12">{name}</text></svg>\n'
     )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_perf.charts.flame import SCRIPT, STYLE, FlameGraph
 from lightning_perf.charts.style import ticks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
     from jinja2 import Template
 
 #: Drawing units along each axis; the browser stretches them to the width of the page.
@@ -120,7 +121,10 @@ class Heading:
     text: str
 
 
-def page(title: str, parts: Iterable[str | Heading | Areas | Table | FlameGraph]) -> str:
+Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph"
+
+
+def page(title: str, parts: Iterable[Part]) -> str:
     """A whole page.
 
     Args:

@@ -18,15 +18,15 @@ from typing import Any
 
 from lightning_perf.charts.flame import FlameGraph, fold
 from lightning_perf.charts.memory import Timeline, memory_areas
-from lightning_perf.charts.page import Areas, Bar, Heading, Table, page
-from lightning_perf.charts.style import COLOURS, bytes_text
+from lightning_perf.charts.page import Bar, Heading, Part, Table, page
+from lightning_perf.charts.style import COLOURS, OTHER, bytes_text
 
 Snapshot = dict[str, Any]
 Frames = Sequence[dict[str, Any]]
 
 #: Source lines with a layer of their own; the others share one.
 _LINES = 6
-_OTHER, _BEFORE = "other lines", "allocated before the recording"
+_OTHER_LINES, _BEFORE = "other lines", "allocated before the recording"
 _IN_USE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 _COLOURS = dict.fromkeys(_IN_USE, COLOURS["to_device"]) | {"active_allocated": COLOURS["backward"]}
 #: Frames of these are not the user's code.
@@ -57,7 +57,7 @@ def history(snapshot: Snapshot) -> str:
 
 def _device_history(
     number: int, events: list[dict[str, Any]], segments: list[Any]
-) -> Iterator[str | Heading | Areas | FlameGraph]:
+) -> Iterator[Part]:
     blocks = [b for each in segments if each.get("device", 0) == number for b in _used(each)]
     memory, stacks = timeline(events, blocks)
     yield Heading(f"Device {number}")
@@ -109,7 +109,10 @@ def timeline(
     for change in changes[:peak]:
         by_line[_line(change.frames)] += change.size
     by_line.pop(_BEFORE, None)
-    names = [name for name, size in by_line.most_common(_LINES) if size > 0] + [_OTHER, _BEFORE]
+    names = [name for name, size in by_line.most_common(_LINES) if size > 0] + [
+        _OTHER_LINES,
+        _BEFORE,
+    ]
     place = {name: index for index, name in enumerate(names)}
     sizes = [0] * (len(names) - 1) + [before]
     rows, times = [tuple(sizes)], [changes[0].time if changes else 0]
@@ -161,7 +164,7 @@ def _segment_row(segment: dict[str, Any], largest: int) -> tuple[str, str, str, 
     for block in segment["blocks"]:
         stack = " < ".join(reversed(_stack(block.get("frames")))) or "no stack was recorded"
         title = f"{bytes_text(block['size'])}, {block['state']}: {stack}"
-        parts.append((block["size"] / largest, _COLOURS.get(block["state"], "#9a9a9a66"), title))
+        parts.append((block["size"] / largest, _COLOURS.get(block["state"], COLOURS[OTHER]), title))
     used = sum(map(_in_use, segment["blocks"])) / (segment["total_size"] or 1)
     name = f"{segment.get('device', 0)}, {segment['stream']}, {segment['address']:#x}"
     return name, bytes_text(segment["total_size"]), f"{used:.0%}", Bar(parts)
@@ -175,7 +178,7 @@ def _stack(frames: Frames | None) -> tuple[str, ...]:
 def _line(frames: Frames | None) -> str:
     """The innermost source line outside of libraries."""
     if not frames:
-        return _BEFORE if frames is None else _OTHER
+        return _BEFORE if frames is None else _OTHER_LINES
     own = (f for f in frames if not any(part in f["filename"] for part in _LIBRARIES))
     return _call(next(own, frames[0]))
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_perf.charts.page import Areas, Bar, Heading, Layer, Table, page
+from lightning_perf.charts.page import Areas, Bar, Heading, Layer, Part, Table, page
 from lightning_perf.charts.png import write_png
 from lightning_perf.charts.style import OTHER, colour_of, duration, three_digits, ticks, time_unit
 
@@ -52,13 +52,13 @@ def stacked_html(
         >>> "MyCallback" in path.read_text()
         True
     """
-    costs = [Heading("Callbacks and loggers"), _costs(table)] if table else []
-    Path(path).write_text(page(title, [stack(rows, first), *costs]), encoding="utf-8")
+    parts: list[Part] = [stack(rows, first)]
+    if table:
+        parts += [Heading("Callbacks and loggers"), _costs(table)]
+    Path(path).write_text(page(title, parts), encoding="utf-8")
 
 
-def stacked_png(
-    path: str | Path, rows: Sequence[Row], title: str = _TITLE, first: int = 0
-) -> None:
+def stacked_png(path: str | Path, rows: Sequence[Row], title: str = _TITLE, first: int = 0) -> None:
     """Write a picture of where the time of a batch went, over the steps of a run.
 
     Any thread may call it: it neither uses nor changes pyplot or matplotlib's settings.

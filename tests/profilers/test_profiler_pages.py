@@ -14,7 +14,7 @@ from pages import loaded_from_elsewhere
 from torch.cuda import _memory_viz
 
 from lightning_perf import Memray, Profiler, PyTorch, VizTracer
-from lightning_perf.profilers.snapshot_page import history, segments, timeline
+from lightning_perf.charts.snapshot import history, segments, timeline
 
 MIB = 1 << 20
 MEMORY = {"with_stack": True, "record_shapes": True, "memory_filename": "rank{rank}.html"}
@@ -93,10 +93,10 @@ def test_pages_about_a_snapshot_load_nothing(tmp_path: Path, kind: str) -> None:
     """They are whole as the program writes them, with names of any characters in them."""
     source, target = tmp_path / "s.pickle", tmp_path / "page.html"
     source.write_bytes(pickle.dumps(SNAPSHOT))
-    program = [sys.executable, "-m", "lightning_perf.profilers.snapshot_page"]
+    program = [sys.executable, "-m", "lightning_perf.charts.snapshot"]
     subprocess.run([*program, kind, source, target], check=True)
     page = target.read_text()
-    assert page.endswith("</html>\n")
+    assert page.rstrip().endswith("</html>")
     assert loaded_from_elsewhere(page) == []
     assert "<odd>" not in page
 
@@ -123,7 +123,7 @@ def test_a_history_tells_what_filled_the_memory_at_its_peak() -> None:
 def test_an_allocation_that_failed_is_told() -> None:
     """The page of a run that ran out of memory says how much was asked for."""
     page = history(SNAPSHOT)
-    assert "An allocation of 9.0 MiB failed, when the device had 2.0 MiB free" in page
+    assert "An allocation of 9.0 MiB failed; the device had 2.0 MiB free" in page
     assert "Device 1" not in page
 
 
@@ -131,4 +131,4 @@ def test_a_snapshot_without_history_says_so() -> None:
     """Memory that runs out without an open window has no history; its segments are there."""
     nothing = {**SNAPSHOT, "device_traces": [[]]}
     assert "No history was recorded" in history(nothing)
-    assert "1 segments of 4.0 MiB, of which 3.0 MiB are in use" in segments(nothing)
+    assert "1 segments of 4.0 MiB, 3.0 MiB in use" in segments(nothing)
