@@ -1,8 +1,8 @@
-"""What is made of VizTracer's files; run as a program, since reading them takes a second or more.
+"""Programs that process VizTracer's files, since reading them takes seconds.
 
 ``python -m lightning_perf.profilers.viztracer_report merge TRACE CHILD...`` adds the traces of
-child processes to their parent's; ``page TRACE PAGE`` draws flame graphs of where the time went;
-``check PACKED`` reads a ``.cvf`` back.
+child processes to that of their parent; ``page TRACE PAGE`` draws flame graphs; ``check PACKED``
+reads a ``.cvf`` file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ out. The trace itself, for ui.perfetto.dev or vizviewer, holds the time of each 
 
 
 def merge(target: Path, others: Sequence[Path]) -> None:
-    """Put into a trace what others of its machine recorded while it lasted."""
+    """Add events of other traces of this machine, within the time span of the first one."""
     whole = json.loads(target.read_bytes())
     calls = [event for event in whole["traceEvents"] if event["ph"] == "X"]
     first = min((call["ts"] for call in calls), default=0.0)
@@ -43,7 +43,7 @@ def merge(target: Path, others: Sequence[Path]) -> None:
 
 
 def check(packed: Path) -> None:
-    """Fail on a ``.cvf`` that was cut short: on a full disk VizTracer is silent."""
+    """Fail on a truncated ``.cvf``, which VizTracer leaves on a full disk without an error."""
     from viztracer.vcompressor import VCompressor  # type: ignore[import-untyped]
 
     VCompressor().decompress(str(packed))
@@ -69,10 +69,10 @@ def calls_page(events: Sequence[Event], title: str) -> str:
 
 
 def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
-    """The stack of each call of one thread, and the nanoseconds that it spent in itself.
+    """The stack of each call of one thread, and its nanoseconds without calls inside of it.
 
     Args:
-        calls: By their beginning, the longest first.
+        calls: Sorted by start, then by duration, the longest first.
 
     Example:
         >>> outer = {"name": "f", "ts": 0, "dur": 5}
@@ -80,7 +80,7 @@ def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
         >>> list(self_times([outer, inner]))
         [(['f', 'g'], 3000), (['f'], 2000)]
     """
-    stack: list[tuple[str, float, list[float]]] = []  # name, end, [what is left to itself]
+    stack: list[tuple[str, float, list[float]]] = []  # name, end, [its own time]
 
     def leave() -> tuple[list[str], int]:
         names = [name for name, _, _ in stack]
@@ -96,9 +96,9 @@ def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
         yield leave()
 
 
-def _title(told: Mapping[tuple[str, int, int], str], pid: int, tid: int) -> str:
-    process = (name for (kind, of, _), name in told.items() if (kind, of) == ("process_name", pid))
-    return f"{next(process, pid)}, {told.get(('thread_name', pid, tid), tid)}"
+def _title(names: Mapping[tuple[str, int, int], str], pid: int, tid: int) -> str:
+    process = (name for (kind, of, _), name in names.items() if (kind, of) == ("process_name", pid))
+    return f"{next(process, pid)}, {names.get(('thread_name', pid, tid), tid)}"
 
 
 def _milliseconds(nanoseconds: int) -> str:

@@ -237,7 +237,7 @@ def test_memory_that_ran_out_in_vain_leaves_nothing(tmp_path: Path, allocator: A
 
     profiler = MemorySnapshot(schedule=Never())
     assert fit(tmp_path, profiler, Survives()) == []
-    assert profiler._last_moment.snapshot is None
+    assert profiler._oom.snapshot is None
     assert not memory_snapshot._watching
 
 
@@ -305,7 +305,7 @@ def test_a_snapshot_that_fails_switches_the_recording_off(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
 def test_without_cuda_there_is_one_warning_and_nothing_else(tmp_path: Path) -> None:
     """Training runs, no file is written, even where memory runs out, and later runs are quiet."""
-    memory_snapshot._tell_once.cache_clear()
+    memory_snapshot._warn_once.cache_clear()
     with pytest.warns(PerfWarning, match="there is no CUDA device") as caught:
         assert fit(tmp_path, MemorySnapshot(schedule=Always())) == []
     assert len(ours(caught)) == 1
@@ -354,7 +354,7 @@ def test_a_device_that_runs_out_of_memory_leaves_its_history(tmp_path: Path) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_device_s_last_moment_is_saved(tmp_path: Path) -> None:
+def test_a_device_s_oom_is_saved(tmp_path: Path) -> None:
     """A block that lived only until the error is in the snapshot, by the line that asked for it."""
 
     class Greedy(Small):

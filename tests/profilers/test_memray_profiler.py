@@ -149,7 +149,7 @@ def test_a_memray_of_the_user_s_own_goes_on(tmp_path: Path) -> None:
     """While it tracks, windows are left out with one warning and leave no file."""
     with (
         memray.Tracker(tmp_path / "theirs.bin"),
-        pytest.warns(PerfWarning, match="while a memray that is not ours does") as caught,
+        pytest.warns(PerfWarning, match="while another memray tracker does") as caught,
     ):
         found = fit(tmp_path, Capture(schedule="every 3ba"))
     assert len(ours(caught)) == 1
@@ -170,9 +170,12 @@ def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("native_trace", "native_trace=True is no option of Memray: did you mean native_traces?"),
+        (
+            "native_trace",
+            "native_trace=True is not an option of Memray: did you mean native_traces?",
+        ),
         ("trace_python_allocator", "did you mean trace_python_allocators?"),
-        ("zzz", "zzz=True is no option of Memray; memray has file_format"),
+        ("zzz", "zzz=True is not an option of Memray; memray has file_format"),
     ],
 )
 def test_an_unknown_option_is_told_with_the_nearest(option: str, told: str) -> None:
@@ -193,7 +196,7 @@ def test_options_reach_memray(tmp_path: Path) -> None:
 COLLECTING = """
 import gc, sys, threading
 from memray import Tracker
-from lightning_perf.profilers import memray_child
+from lightning_perf.profilers.memray import start, stop
 
 begun, go, gone = threading.Event(), threading.Event(), threading.Event()
 
@@ -217,9 +220,9 @@ def thread():
 
 def record(name):
     tracker = Tracker(sys.argv[1] + name)
-    memray_child.start(tracker)
+    start(tracker)
     assert gc.isenabled()
-    memray_child.stop(tracker)
+    stop(tracker)
 
 record("first")  # which imports what it needs
 threading.Thread(target=thread, daemon=True).start()

@@ -25,7 +25,7 @@ from lightning_perf import (
     VizTracer,
 )
 from lightning_perf.profilers import viztracer
-from lightning_perf.profilers.tools import python_profiler
+from lightning_perf.profilers.conflicts import python_profiler
 
 
 @pytest.mark.parametrize(

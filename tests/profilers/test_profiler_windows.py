@@ -249,7 +249,9 @@ def test_validation_is_recorded_by_who_stands_first(tmp_path: Path) -> None:
 def test_two_of_one_kind_need_names_of_their_own(tmp_path: Path, recorder: Recorder) -> None:
     """The same folder and file name are refused in words that say what to change."""
     twins = [recorder.kind(schedule=Fixed(2, 1)), recorder.kind(schedule=Fixed(8, 2))]
-    with pytest.raises(ConfigError, match=r"another .* of this Trainer: give .* `filename` or"):
+    with pytest.raises(
+        ConfigError, match=r"also that of another .* of this Trainer: give .* `filename` or"
+    ):
         recorder.fit(tmp_path, *twins)
     with pytest.raises(ConfigError, match="another `filename`"):
         recorder.fit(tmp_path, Suite(twins))

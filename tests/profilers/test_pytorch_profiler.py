@@ -183,7 +183,7 @@ def test_a_window_ends_where_lightning_s_own_profiler_begins(tmp_path: Path) -> 
     """What was recorded until then is kept, and the rest is recorded when it is over."""
     theirs = theirs_in(tmp_path / "theirs")
     profiler = PyTorch(schedule="always")
-    with pytest.warns(PerfWarning, match="left out"):
+    with pytest.warns(PerfWarning, match="leaves out"):
         trainer(tmp_path, profiler, logger=Records(), profiler=theirs).fit(Small())
     assert [stamp.batch for stamp, _ in profiler.saved_traces] == [3, 16]
     assert list((tmp_path / "theirs").rglob("*.pt.trace.json"))
@@ -234,10 +234,13 @@ def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("record_shape", "record_shape=True is no option of PyTorch: did you mean record_shapes?"),
+        (
+            "record_shape",
+            "record_shape=True is not an option of PyTorch: did you mean record_shapes?",
+        ),
         ("num_trace_to_keep", "did you mean num_traces_to_keep?"),
         ("acc_event", "did you mean acc_events?"),
-        ("zzz", "zzz=True is no option of PyTorch; torch.profiler has acc_events"),
+        ("zzz", "zzz=True is not an option of PyTorch; torch.profiler has acc_events"),
     ],
 )
 def test_an_unknown_option_is_told_with_the_nearest(option: str, told: str) -> None:

@@ -35,7 +35,7 @@ from lightning_perf import (
     PyTorch,
     VizTracer,
 )
-from lightning_perf.profilers.tools import python_profiler
+from lightning_perf.profilers.conflicts import python_profiler
 
 
 def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -82,8 +82,8 @@ class Loading(Small):
         return DataLoader(Work(), 4, num_workers=2, **options)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        windows = self.profiler._windows if self.profiler is not None else None
-        self.steps = self.steps + 1 if windows is not None and windows.open is not None else 0
+        recording = self.profiler._open if self.profiler is not None else None
+        self.steps = self.steps + 1 if recording is not None else 0
         if self.steps:
             # Work wakes a worker, and the loader hands it to one of them a step.
             if self.steps > 2 and batch_idx < 15:
@@ -169,7 +169,7 @@ def test_a_profiler_of_the_user_s_own_keeps_the_hook(tmp_path: Path) -> None:
     watch = cProfile.Profile()
     watch.enable()
     try:
-        with pytest.warns(PerfWarning, match="while a profiler of Python's calls does") as caught:
+        with pytest.warns(PerfWarning, match="while another Python profiler does") as caught:
             found = fit(tmp_path, VizTracer(schedule="every 3ba"))
         assert len(ours(caught)) == 1
         assert python_profiler() is not None
@@ -191,10 +191,10 @@ def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("log_torchs", "log_torchs=True is no option of VizTracer: did you mean log_torch?"),
+        ("log_torchs", "log_torchs=True is not an option of VizTracer: did you mean log_torch?"),
         ("batch_per_trace", "did you mean batches_per_trace?"),
-        ("zzz", "zzz=True is no option of VizTracer; viztracer has exclude_files"),
-        ("register_global", "register_global=True is no option of VizTracer"),
+        ("zzz", "zzz=True is not an option of VizTracer; viztracer has exclude_files"),
+        ("register_global", "register_global=True is not an option of VizTracer"),
     ],
 )
 def test_an_unknown_option_is_told_with_the_nearest(option: str, told: str) -> None:
