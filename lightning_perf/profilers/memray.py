@@ -125,8 +125,8 @@ class Memray(Profiler):
         summary: Whether to write a text beside each file, with the source lines that allocated the
             most, and to log metrics. A process of low priority makes it.
         **kwargs: Further arguments of ``memray.Tracker``: ``trace_python_allocators``,
-            ``memory_interval_ms``, ``file_format`` (``"aggregated_allocations"`` or a memray value),
-            ``track_object_lifetimes``.
+            ``memory_interval_ms``, ``track_object_lifetimes``, ``file_format``
+            (``"aggregated_allocations"`` or a ``memray.FileFormat``).
 
     Raises:
         ConfigError: An invalid value, or an argument that memray does not have.
