@@ -331,7 +331,7 @@ class Profiler(PerfCallback):
         """Warn, once per kind of error, that windows are left out."""
         name = type(self).__name__
         if isinstance(error, RecorderBusy):
-            kind, message = "busy", f"{error} {name} leaves out the windows in conflict."
+            kind, message = "busy", f"{error} Conflicting windows of {name} are left out."
         else:
             kind = "disk"
             message = f"{name} cannot write ({describe(error)}): windows are left out until it can."

@@ -192,7 +192,7 @@ def test_an_out_of_memory_error_leaves_five_files(
     assert files(tmp_path) == AT_THE_END
     folder = tmp_path / "records-version_0" / "memory_snapshots"
     plot = (folder / "rank0.3_segment_plot.html").read_text()
-    assert "1 segments of 4.0 MiB, of which 3.0 MiB are in use" in plot
+    assert "1 segments of 4.0 MiB, 3.0 MiB in use" in plot
     for name in AT_THE_END:
         if not name.endswith(".pickle"):
             assert loaded_from_elsewhere((folder / name).read_text()) == [], name

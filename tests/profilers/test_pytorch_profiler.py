@@ -181,7 +181,7 @@ def test_a_window_ends_where_lightning_s_profiler_begins(tmp_path: Path) -> None
     """The first part of the window is kept, and the rest is recorded afterwards."""
     theirs = theirs_in(tmp_path / "theirs")
     profiler = PyTorch(schedule="always")
-    with pytest.warns(PerfWarning, match="leaves out"):
+    with pytest.warns(PerfWarning, match="left out"):
         trainer(tmp_path, profiler, logger=Records(), profiler=theirs).fit(Small())
     assert [stamp.batch for stamp, _ in profiler.saved_traces] == [3, 16]
     assert list((tmp_path / "theirs").rglob("*.pt.trace.json"))

@@ -78,7 +78,7 @@ class Loading(Small):
         self.losses: list[float] = []
 
     def train_dataloader(self) -> Any:
-        options = {"multiprocessing_context": self.schedule_context, "persistent_workers": True}
+        options = {"multiprocessing_context": self.context, "persistent_workers": True}
         return DataLoader(Work(), 4, num_workers=2, **options)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
