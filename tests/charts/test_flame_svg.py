@@ -101,13 +101,13 @@ def test_a_click_zooms_in_and_the_picture_fits_a_narrow_window(tmp_path: Path) -
       frames.find(frame => name(frame) == wanted).dispatchEvent(new MouseEvent("click"));
       all[wanted] = look();
     };
-    const tell = () => {
-      if (look()[0][1] < 300) return setTimeout(tell, 20);  // not laid out yet
+    const post = () => {
+      if (look()[0][1] < 300) return setTimeout(post, 20);  // not laid out yet
       click("load"); click("all");
       all.window = innerWidth;
       fetch("/", {method: "POST", body: JSON.stringify(all)});
     };
-    tell();
+    post();
     </script>"""
     graph = page("A page", [FlameGraph(fold(read_folded(STACKS)), "A title")])
     seen = json.loads(said_in_a_browser(graph.replace("</body>", f"{ask}</body>"), tmp_path))

@@ -83,14 +83,14 @@ def recording_children(record: Any = note) -> Iterator[Children]:
         recorder.remove()
 
 
-def begin(recorder: Children, *asks: Callable[[], object]) -> None:
+def begin(recorder: Children, *sends: Callable[[], object]) -> None:
     """Open a window, and send the children items until they record; idle ones do not start."""
     recorder.open(spool())
     until = time.monotonic() + 60
-    while len(list(recorder._folders[-1].glob("*.on"))) < len(asks):
+    while len(list(recorder._folders[-1].glob("*.on"))) < len(sends):
         assert time.monotonic() < until
-        for ask in asks:
-            ask()
+        for send in sends:
+            send()
 
 
 @pytest.mark.parametrize("method", METHODS)

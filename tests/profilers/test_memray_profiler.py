@@ -168,7 +168,7 @@ def test_training_is_bitwise_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "expected"),
     [
         (
             "native_trace",
@@ -178,11 +178,11 @@ def test_training_is_bitwise_identical(tmp_path: Path) -> None:
         ("zzz", "zzz=True is not an option of Memray; memray has file_format"),
     ],
 )
-def test_an_unknown_option_gets_a_suggestion(option: str, told: str) -> None:
+def test_an_unknown_option_gets_a_suggestion(option: str, expected: str) -> None:
     """Arguments of Memray and of memray.Tracker are suggested."""
     with pytest.raises(ConfigError) as caught:
         Memray(**{option: True})
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_options_reach_memray(tmp_path: Path) -> None:

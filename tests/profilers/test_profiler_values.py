@@ -98,9 +98,9 @@ def test_options_that_a_tool_refuses_are_reported_and_leave_no_hook(
     profiler = VizTracer(schedule=Fixed(2, 2), **{option: 3})
     with pytest.warns(PerfWarning) as caught:
         trainer(tmp_path, profiler, logger=Records()).fit(Small())
-    (told,) = ours(caught)
-    assert option in told
-    assert "report" not in told
+    (message,) = ours(caught)
+    assert option in message
+    assert "report" not in message
     assert python_profiler() is None
     assert threading.getprofile() is None
 

@@ -261,7 +261,7 @@ def test_two_of_one_kind_need_different_names(tmp_path: Path, recorder: Recorder
 
 
 @pytest.mark.parametrize(
-    ("schedule", "told"),
+    ("schedule", "expected"),
     [
         (Fixed(100, 2), "would have begun after batch 100; training ended after batch 16"),
         ("every 1000ba", "would have begun after batch 1000; training ended after batch 16"),
@@ -272,12 +272,12 @@ def test_two_of_one_kind_need_different_names(tmp_path: Path, recorder: Recorder
     ],
     ids=str,
 )
-def test_a_schedule_without_a_window_warns(tmp_path: Path, schedule: Any, told: str) -> None:
+def test_a_schedule_without_a_window_warns(tmp_path: Path, schedule: Any, expected: str) -> None:
     """One warning at the end of training has the start of the first window."""
     with pytest.warns(PerfWarning, match="recorded nothing: no window of") as caught:
         trainer(tmp_path, PyTorch(schedule=schedule), logger=Records()).fit(Small())
     (message,) = ours(caught)
-    assert told in message
+    assert expected in message
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_the_timeline_is_of_the_rank_s_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"memory_filename": "a.json"}, "memory_filename='a.json' does not end in .html"),
         ({"memory_remote_file_name": "a.json"}, "memory_remote_file_name='a.json' does not end"),
@@ -134,11 +134,11 @@ def test_the_timeline_is_of_the_rank_s_device(tmp_path: Path) -> None:
         ({"use_gzip": "no"}, "use_gzip='no' is neither True nor False"),
     ],
 )
-def test_invalid_values_are_refused_at_construction(options: dict[str, Any], told: str) -> None:
+def test_invalid_values_are_refused_at_construction(options: dict[str, Any], expected: str) -> None:
     """The message has the field, the value, the problem and a valid example."""
     with pytest.raises(ConfigError) as caught:
         PyTorch(**options)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 # -- the table of operators ---------------------------------------------------------------------

@@ -230,7 +230,7 @@ def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "expected"),
     [
         (
             "record_shape",
@@ -241,11 +241,11 @@ def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field
         ("zzz", "zzz=True is not an option of PyTorch; torch.profiler has acc_events"),
     ],
 )
-def test_an_unknown_option_gets_a_suggestion(option: str, told: str) -> None:
+def test_an_unknown_option_gets_a_suggestion(option: str, expected: str) -> None:
     """Arguments of PyTorch and of torch.profiler are suggested."""
     with pytest.raises(ConfigError) as caught:
         PyTorch(**{option: True})
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert "Try" not in str(caught.value)
 
 
@@ -324,11 +324,11 @@ def test_no_recording_starts_at_the_end_of_training(tmp_path: Path, limits: dict
 )
 def test_no_look_ahead_while_no_window_is_near(tmp_path: Path, schedule: Schedule) -> None:
     """A long warm-up does not cost a search in every batch."""
-    asked = []
+    looked_at = []
 
     class Counted(Cyclic):
         def window(self, moment: Moment) -> Any:
-            asked.append(moment.timestamp.batch)
+            looked_at.append(moment.timestamp.batch)
             return super().window(moment)
 
     counted = Counted(**schedule._arguments())
@@ -336,4 +336,4 @@ def test_no_look_ahead_while_no_window_is_near(tmp_path: Path, schedule: Schedul
         warnings.simplefilter("always")
         fit(tmp_path, PyTorch(schedule=counted), max_epochs=2, limit_train_batches=16)
     # At the end the first window is searched beyond the 32 batches.
-    assert sum(batch < 32 for batch in asked) <= 16 * 2 + 100
+    assert sum(batch < 32 for batch in looked_at) <= 16 * 2 + 100

@@ -189,7 +189,7 @@ def test_training_is_bitwise_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "expected"),
     [
         ("log_torchs", "log_torchs=True is not an option of VizTracer: did you mean log_torch?"),
         ("batch_per_trace", "did you mean batches_per_trace?"),
@@ -197,11 +197,11 @@ def test_training_is_bitwise_identical(tmp_path: Path) -> None:
         ("register_global", "register_global=True is not an option of VizTracer"),
     ],
 )
-def test_an_unknown_option_gets_a_suggestion(option: str, told: str) -> None:
+def test_an_unknown_option_gets_a_suggestion(option: str, expected: str) -> None:
     """Arguments of both classes are suggested; those that we set are refused."""
     with pytest.raises(ConfigError) as caught:
         VizTracer(**{option: True})
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_a_missing_package_is_refused_before_training(
@@ -243,12 +243,12 @@ def test_data_loader_workers_are_in_the_trace_of_each_window(tmp_path: Path, con
         assert calls(events, "Loading.training_step") == 5
         by = Counter(e["pid"] for e in events if e["name"].startswith("Work.work"))
         assert set(by) == {10001, 10002}
-        # Five batches are taken out in the window, so that at most as many are asked for, besides
+        # Five batches are taken out in the window, so that at most as many are requested, besides
         # those that were under way.
         assert 8 <= by.total() <= 4 * (5 + 4)
         ours = [e["ts"] for e in events if e["pid"] == 1 and "ts" in e]
         theirs = [e["ts"] for e in events if e["pid"] > 1 and "ts" in e]
-        # In microseconds; a worker may begin as soon as it is told, before the parent does.
+        # In microseconds; a worker may start before the parent does.
         assert min(ours) - 1e5 < min(theirs) <= max(theirs) < max(ours) + 1e5
         names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
         assert sorted(names)[0] == "rank 0"
@@ -277,20 +277,20 @@ def test_recording_workers_does_not_change_training(tmp_path: Path) -> None:
 
 def test_a_process_forked_in_a_window_does_not_record(tmp_path: Path) -> None:
     """The parent's tracer is stopped in the child."""
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
 
     class Forking(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             pid = os.fork()
             if pid == 0:
-                os.write(tell, b"." if python_profiler() is None else b"!")
+                os.write(writer, b"." if python_profiler() is None else b"!")
                 os._exit(0)
             os.waitpid(pid, 0)
             return super().training_step(batch, batch_idx)
 
     (events,) = fit(tmp_path, VizTracer(schedule="first 2ba"), model=Forking()).values()
     assert calls(events, "Forking.training_step") == 2
-    assert os.read(told, 100) == b"." * 16
+    assert os.read(reader, 100) == b"." * 16
 
 
 def test_a_page_of_flame_graphs_works_offline(tmp_path: Path) -> None:
