@@ -112,8 +112,9 @@ class OpenRecording:
 
     def _claim(self) -> None:
         with OpenRecording._lock:
-            if OpenRecording.current is not None:
-                wanted, other = (type(each.owner).__name__ for each in (self, self.current))
+            current = OpenRecording.current
+            if current is not None:
+                wanted, other = type(self.owner).__name__, type(current.owner).__name__
                 raise RecorderBusy(wanted, f"another {other}" if other == wanted else other)
             OpenRecording.current = self
 
