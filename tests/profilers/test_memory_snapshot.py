@@ -63,12 +63,12 @@ class Allocator:
     """A fake of PyTorch's CUDA allocator."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, dict[str, Any]]] = []
+        self.told: list[tuple[Any, dict[str, Any]]] = []
         self.segments = [segment(0x100, stack("train.py", "forward"), 3 * MIB)]
         self.observer: Any = None
 
     def record(self, enabled: str | None = "all", **options: Any) -> None:
-        self.calls.append((enabled, options))
+        self.told.append((enabled, options))
 
     def snapshot(self) -> dict[str, Any]:
         traces = [HISTORY] * bool(self.recording)
@@ -79,7 +79,7 @@ class Allocator:
 
     @property
     def recording(self) -> bool:
-        return bool(self.calls) and self.calls[-1][0] is not None
+        return bool(self.told) and self.told[-1][0] is not None
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def test_history_is_bounded_and_off_between_windows(tmp_path: Path, allocator: A
     """Each window starts the recording, with a maximum number of entries, and stops it."""
     fit(tmp_path, MemorySnapshot(schedule="every 6ba", max_entries=7))
     on = ("all", {"stacks": "python", "max_entries": 7})
-    assert allocator.calls == [on, (None, {}), on, (None, {})]
+    assert allocator.told == [on, (None, {}), on, (None, {})]
 
 
 def test_html_and_compress(tmp_path: Path, allocator: Allocator) -> None:
