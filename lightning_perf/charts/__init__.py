@@ -1,11 +1,9 @@
-"""Pictures of where the time of a run went.
+"""Charts: stacked areas, flame graphs and tables as HTML pages, SVG and PNG.
 
-Only matplotlib and jinja2 are needed here, and imported when a picture is drawn: no trainer, no
-tracking server and no torch is known.
+All pages share one template, colours and number formats, load nothing, and follow the browser's
+light or dark mode. jinja2 and matplotlib are imported when something is drawn.
 """
 
-from lightning_perf.charts.page import stacked_html
-from lightning_perf.charts.picture import stacked_png
-from lightning_perf.charts.stacked import Row, TableRow
+from lightning_perf.charts.stacked import Row, TableRow, stacked_html, stacked_png
 
 __all__ = ["Row", "TableRow", "stacked_html", "stacked_png"]

@@ -1,4 +1,4 @@
-"""Flame graphs as pictures that open in any browser, without a network."""
+"""Flame graphs as SVG: in a page, or as files that any browser opens without a network."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-_WIDTH, _ROW, _MARGIN, _LETTER = 1200.0, 17, 34, 6.6
-#: Frames narrower than this share of the picture are left out: nobody could see them.
-_THINNEST = 0.0003
+
+_ROW, _TOP = 17, 28
+#: Frames with a smaller share of the picture are left out.
+_SMALLEST_SHARE = 0.0003
 
 
 @dataclass(slots=True)
 class Frame:
-    """A function on a stack, with all that was below it there."""
+    """A function on a stack: its value includes those of the functions that it calls."""
 
     value: int = 0
-    below: dict[str, Frame] = field(default_factory=dict)
+    calls: dict[str, Frame] = field(default_factory=dict)
 
 
 def fold(stacks: Iterable[tuple[list[str], int]]) -> Frame:
-    """Merge stacks into one tree, whose root holds their sum.
+    """Merge stacks into one tree; the value of the root is their sum.
 
     Args:
-        stacks: Function names from the outermost to the innermost, and what they count for.
+        stacks: Function names from the outermost to the innermost, and the value of the stack.
 
     Example:
-        >>> fold([(["main", "load"], 3), (["main"], 1)]).below["main"].value
+        >>> fold([(["main", "load"], 3), (["main"], 1)]).calls["main"].value
         4
     """
     root = Frame()
@@ -38,105 +39,99 @@ def fold(stacks: Iterable[tuple[list[str], int]]) -> Frame:
         node = root
         node.value += value
         for name in names:
-            node = node.below.setdefault(name, Frame())
+            node = node.calls.setdefault(name, Frame())
             node.value += value
     return root
 
 
 def read_folded(text: str) -> Iterator[tuple[list[str], int]]:
-    """Stacks in their usual notation: one a line, ``outer;inner 42``."""
+    """Parse stacks in the folded format: one per line, ``outer;inner 42``."""
     for line in text.splitlines():
         names, _, value = line.rpartition(" ")
         yield names.split(";"), int(value)
 
 
-def flame_graph(root: Frame, title: str, unit: Callable[[int], str] = str) -> str:
-    """Draw a tree as SVG: widths are proportional to values, and a click magnifies a frame.
+@dataclass(frozen=True, slots=True)
+class FlameGraph:
+    """A tree of frames, drawn with widths proportional to values; a click zooms in on a frame."""
 
-    Args:
-        root: From ``fold``.
-        title: What the picture shows.
-        unit: Writes a value for people.
+    root: Frame
+    title: str
+    #: Formats a value with its unit.
+    text: Callable[[int], str] = str
 
-    Returns:
-        The same text for the same tree.
-    """
-    boxes, deepest = [], 0
-    for name, value, depth, left in _walk(root, title):
-        share, deepest = value / max(root.value, 1), max(deepest, depth)
-        boxes.append(_box(name, f"{unit(value)}, {share:.1%}", depth, left, share))
-    height = _MARGIN + (deepest + 1) * _ROW + 6
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH:.0f}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH:.0f} {height}" style="max-width:100%;height:auto" '
-        f'font-family="monospace" font-size="11">\n'
-        f'<rect width="100%" height="100%" fill="#fff"/>\n'
-        f'<text x="6" y="20" font-size="14">{escape(title)}: {escape(unit(root.value))}</text>\n'
-        + "\n".join(boxes)
-        + f"\n<script><![CDATA[{_ZOOM}]]></script>\n</svg>\n"
-    )
+    def svg(self, style: str = "", script: str = "") -> str:
+        """The picture; ``STYLE`` and ``SCRIPT`` belong to it, or into the page that shows it."""
+        frames, depths = [], [0]
+        for name, value, depth, left in _walk(self.root):
+            share = value / max(self.root.value, 1)
+            frames.append(_frame(name, f"{self.text(value)}, {share:.1%}", depth, left, share))
+            depths.append(depth)
+        height = _TOP + (max(depths) + 1) * _ROW + 6
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="flame" width="1200" '
+            f'height="{height}">{style}\n'
+            f'<text class="title" x="3" y="18">{escape(self.title)}: '
+            f"{escape(self.text(self.root.value))}</text>\n"
+            + "\n".join(frames)
+            + f"\n{script}</svg>\n"
+        )
 
-
-def bytes_text(value: int) -> str:
-    """Bytes for people.
-
-    Example:
-        >>> bytes_text(3 * 2**20)
-        '3.0 MiB'
-    """
-    number = float(value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
+    def document(self) -> str:
+        """The picture as a file of its own."""
+        return self.svg(f"<style>{STYLE}</style>", f"<script><![CDATA[{SCRIPT}]]></script>\n")
 
 
-def _walk(root: Frame, title: str) -> Iterator[tuple[str, int, int, float]]:
-    """Name, value, depth and left edge of each frame that can be seen, parents first."""
+def _walk(root: Frame) -> Iterator[tuple[str, int, int, float]]:
+    """Name, value, depth and left edge of each visible frame, callers first."""
     waiting = [("all", root, 0, 0.0)]
     while waiting:
         name, node, depth, left = waiting.pop()
         yield name, node.value, depth, left
-        for inner, below in sorted(node.below.items(), key=lambda item: (-item[1].value, item[0])):
-            share = below.value / max(root.value, 1)
-            if share >= _THINNEST:
-                waiting.append((inner, below, depth + 1, left))
+        for called, frame in sorted(node.calls.items(), key=lambda item: (-item[1].value, item[0])):
+            share = frame.value / max(root.value, 1)
+            if share >= _SMALLEST_SHARE:
+                waiting.append((called, frame, depth + 1, left))
             left += share
 
 
-def _box(name: str, told: str, depth: int, left: float, share: float) -> str:
-    x, y, width = left * _WIDTH, _MARGIN + depth * _ROW, share * _WIDTH
-    hue = zlib.crc32(name.encode()) % 55
-    letters = int(width / _LETTER) - 1
-    seen = escape(name[:letters]) if letters > 2 else ""
+def _frame(name: str, value: str, depth: int, left: float, share: float) -> str:
+    # An inner SVG clips the name at its edge, at any width of the picture.
+    name, hue = escape(name), zlib.crc32(name.encode()) % 55
     return (
-        f'<g data-x="{left:.6f}" data-w="{share:.6f}" data-name="{escape(name)}">'
-        f"<title>{escape(name)} ({escape(told)})</title>"
-        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 1}" '
-        f'fill="hsl({hue},75%,68%)"/>'
-        f'<text x="{x + 3:.2f}" y="{y + 12}">{seen}</text></g>'
+        f'<svg x="{left:.4%}" y="{_TOP + depth * _ROW}" width="{share:.4%}" height="{_ROW - 1}" '
+        f'data-x="{left:.6f}" data-w="{share:.6f}"><title>{name} ({escape(value)})</title>'
+        f'<rect width="100%" height="100%" fill="hsl({hue},75%,68%)"/>'
+        f'<text x="3" y="12">{name}</text></svg>\n'
     )
 
 
-#: What a click does: the frame fills the width, with all above and below it.
-_ZOOM = f"""
-(function () {{
-  var svg = document.currentScript.parentNode, frames = svg.querySelectorAll("g");
-  frames.forEach(function (clicked) {{
-    clicked.addEventListener("click", function () {{
-      var left = +clicked.dataset.x, wide = +clicked.dataset.w;
-      frames.forEach(function (g) {{
-        var x = (g.dataset.x - left) / wide, end = x + g.dataset.w / wide;
-        g.style.display = end <= 1e-9 || x >= 1 - 1e-9 ? "none" : "";
-        x = Math.max(x, 0) * {_WIDTH}; var w = Math.min(end, 1) * {_WIDTH} - x;
-        var rect = g.querySelector("rect"), text = g.querySelector("text");
-        rect.setAttribute("x", x); rect.setAttribute("width", Math.max(w, 0));
-        text.setAttribute("x", x + 3);
-        var letters = Math.floor(w / {_LETTER}) - 1;
-        text.textContent = letters > 2 ? g.dataset.name.slice(0, letters) : "";
-      }});
-    }});
-  }});
-}})();
+STYLE = """\
+.flame { color-scheme: light dark; max-width: 100%; font: 11px ui-monospace, monospace }
+.flame svg { cursor: pointer }
+.flame text { fill: #1c2128; white-space: pre; pointer-events: none }
+.flame rect { stroke: #0002 }
+.flame .title { font: 600 13px system-ui, sans-serif; fill: #1c2128 }
+svg.flame:root { background: #ffffff }
+@media (prefers-color-scheme: dark) {
+  .flame .title { fill: #e6edf3 }
+  svg.flame:root { background: #15191f }
+}
+"""
+
+#: A click on a frame gives it and its callers the whole width.
+SCRIPT = """\
+for (const flame of document.querySelectorAll("svg.flame")) {
+  const frames = [...flame.querySelectorAll("svg")];
+  frames.forEach(clicked => clicked.addEventListener("click", () => {
+    const left = +clicked.dataset.x, width = +clicked.dataset.w;
+    frames.forEach(frame => {
+      const x = (frame.dataset.x - left) / width, end = x + frame.dataset.w / width;
+      frame.style.display = end <= 1e-6 || x >= 1 - 1e-6 ? "none" : "";
+      const from = Math.max(x, 0), to = Math.min(end, 1);
+      frame.setAttribute("x", `${100 * from}%`);
+      frame.setAttribute("width", `${100 * Math.max(to - from, 0)}%`);
+    });
+  }));
+}
 """

@@ -1,7 +1,7 @@
-"""The page about a memory timeline, which opens without a network.
+"""Memory over time, as a stacked chart.
 
-It is made of what torch exports, ``[times, sizes by category]``, or of a trace, in a process of its
-own::
+As a program it writes the page of what torch exports (``[times, sizes by category]``) or of a
+trace::
 
     python -m lightning_perf.charts.memory POINTS PAGE DEVICE
 """
@@ -11,17 +11,27 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from html import escape
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lightning_perf.charts.page import Areas, Layer, page
+from lightning_perf.charts.style import (
+    COLOURS,
+    OTHER,
+    PALETTE,
+    bytes_text,
+    bytes_unit,
+    duration,
+    ticks,
+    time_unit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from lightning_perf.traces.reading import Event
 
-#: Torch's, in the order of its columns.
+#: Torch's categories, in the order of its columns.
 CATEGORIES = (
     "Parameter",
     "Optimizer state",
@@ -32,6 +42,10 @@ CATEGORIES = (
     "Autograd detail",
     "Unknown",
 )
+#: Layers in grey.
+_GREY = ("Unknown", "other lines")
+#: Windows of a chart; each shows the moment with the most memory.
+_WINDOWS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,7 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """The index of the time at which the most memory was in use."""
+        """The index of the time with the most memory in use."""
         return max(range(len(self.times)), key=lambda index: sum(self.sizes[index]))
 
 
@@ -54,7 +68,7 @@ def of_points(times: Sequence[int], sizes: Sequence[Sequence[int]]) -> Timeline:
     """A timeline of what ``export_memory_timeline`` of torch.profiler writes.
 
     Args:
-        times: Microseconds, ascending; what was there before is at the first of them.
+        times: Microseconds, ascending.
         sizes: Bytes by category, after a zero.
 
     Example:
@@ -63,16 +77,16 @@ def of_points(times: Sequence[int], sizes: Sequence[Sequence[int]]) -> Timeline:
         >>> dict(zip(timeline.categories, timeline.sizes[timeline.peak]))["Activation"]
         64
     """
-    # What was there before is a guess of torch's, from which more may be freed.
+    # Torch estimates what was allocated before the recording, so that a sum may be negative.
     return Timeline(times, [[max(size, 0) for size in row[1:]] for row in sizes], CATEGORIES)
 
 
 def of_events(events: Iterable[Event], device: str) -> Timeline:
-    """A timeline of the allocations in a trace, which do not tell what they are for.
+    """A timeline of the allocations in a trace, which have no category.
 
     Args:
         events: Of a trace that was recorded with ``profile_memory=True``.
-        device: As torch names it, such as ``cpu`` or ``cuda:0``.
+        device: A torch device, such as ``cpu`` or ``cuda:0``.
     """
     kind, _, number = device.partition(":")
     points = sorted(
@@ -85,137 +99,55 @@ def of_events(events: Iterable[Event], device: str) -> Timeline:
     return Timeline([time for time, _ in points], [[size] for _, size in points], ["Allocated"])
 
 
-#: Colours that the colour-blind tell apart.
-_COLOURS = ("#0072b2", "#e69f00", "#404040", "#cc79a7", "#d55e00", "#56b4e9", "#009e73", "#999999")
-#: Moments that a page shows; of those that fall together, the one with the most memory.
-_MOMENTS = 800
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 1000, 400, 70, 40
+def memory_page(timeline: Timeline, device: str) -> str:
+    """A page with the chart, and what the memory was used for at its peak."""
+    shown = memory_areas(timeline) if timeline.times else "No allocation was recorded."
+    return page(f"Memory timeline of {device}", [shown])
 
 
-def page(timeline: Timeline, device: str) -> str:
-    """The page: a chart, and what the memory was for when there was most of it.
-
-    Args:
-        timeline: What to show.
-        device: What to call the memory.
-    """
-    if not timeline.times:
-        return _PAGE.format(device=escape(device), said="No allocation was recorded.", body="")
+def memory_areas(timeline: Timeline) -> Areas:
+    """The chart of a timeline, with sizes and shares at the peak as its legend."""
     peak, start = timeline.peak, timeline.times[0]
-    said = (
-        f"Peak {_bytes(sum(timeline.sizes[peak]))}, {(timeline.times[peak] - start) / 1e3:.3f} ms "
-        f"after the first of {len(timeline.times)} changes."
-    )
-    body = chart(timeline) + legend(timeline)
-    return _PAGE.format(device=escape(device), said=said, body=body)
-
-
-def _moments(timeline: Timeline) -> list[Sequence[int]]:
-    """The sizes at equal distances: around each, those that were the most."""
-    first, before = timeline.times[0], timeline.sizes[0]
-    moments: list[Sequence[int]] = []
-    distance = (timeline.times[-1] - first) / _MOMENTS or 1.0
-    for time, sizes in zip(timeline.times, timeline.sizes, strict=True):
-        moment = min(int((time - first) / distance), _MOMENTS - 1)
-        moments += [before] * (moment + 1 - len(moments))
-        moments[moment] = max(moments[moment], sizes, key=sum)
-        before = sizes
-    return moments + [before] * (_MOMENTS - len(moments))
-
-
-def chart(timeline: Timeline) -> str:
-    """A picture of the sizes over time, one layer on the other."""
-    moments = _moments(timeline)
-    scale = (_HEIGHT - _BELOW) / (max(map(sum, moments)) or 1)
-    floor, shapes = [0.0] * _MOMENTS, []
-    for index, name in enumerate(timeline.categories):
-        top = [below + sizes[index] * scale for below, sizes in zip(floor, moments, strict=True)]
-        if top != floor:
-            shapes.append(
-                f'<path fill="{_colour(name, timeline)}" d="{_area(floor, top)}">'
-                f"<title>{escape(name)}</title></path>"
+    span = (timeline.times[-1] - start) / 1e6 or 1e-6
+    most, sizes, width = sum(timeline.sizes[peak]), _windows(timeline), span / _WINDOWS
+    scale, unit = time_unit(span)
+    at_peak = bytes_text(most), duration((timeline.times[peak] - start) / 1e6)
+    return Areas(
+        edges=[width * window for window in range(_WINDOWS + 1)],
+        windows=[f"{width * window * scale:.3f} {unit}" for window in range(_WINDOWS)],
+        layers=[
+            Layer(
+                name,
+                COLOURS[OTHER] if name in _GREY else PALETTE[index % len(PALETTE)],
+                [row[index] for row in sizes],
+                timeline.sizes[peak][index],
+                timeline.sizes[peak][index] / (most or 1),
             )
-        floor = top
-    span = (timeline.times[-1] - timeline.times[0]) / 1e3
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="Memory over time, by category">{"".join(shapes)}'
-        f"{_axes(max(map(sum, moments)), span)}</svg>"
+            for index, name in enumerate(timeline.categories)
+        ],
+        top=most * 1.04 or 1.0,
+        unit=bytes_unit,
+        text=bytes_text,
+        x_ticks=[(tick / scale, f"{tick:,.10g}") for tick in ticks(0.0, span * scale)],
+        x_label=f"time in {unit}",
+        y_label="",
+        legend=("at the peak", "memory", "share"),
+        summary=f"Peak {at_peak[0]}, {at_peak[1]} after the first of {len(timeline.times):,} \
+changes.",
     )
 
 
-def _area(bottom: Sequence[float], top: Sequence[float]) -> str:
-    """The path around a layer: up its stairs, and back along the layer below."""
-    there = _stairs(top, range(_MOMENTS), end=1)
-    back = _stairs(bottom, range(_MOMENTS)[::-1], end=0)
-    return f"M{_LEFT} {_y(bottom[0])}{there}{back}Z"
-
-
-def _stairs(heights: Sequence[float], moments: Sequence[int], end: int) -> str:
-    runs = (list(run)[-1] for _, run in groupby(moments, key=heights.__getitem__))
-    return "".join(f"V{_y(heights[last])}H{_x(last + end)}" for last in runs)
-
-
-def _x(moment: float) -> str:
-    return f"{_LEFT + (_WIDTH - _LEFT) * moment / _MOMENTS:.1f}"
-
-
-def _y(height: float) -> str:
-    return f"{_HEIGHT - _BELOW - height:.1f}"
-
-
-def _axes(most: int, span: float) -> str:
-    ticks = []
-    for part in range(5):
-        height = (_HEIGHT - _BELOW - 12) * part / 4
-        ticks.append(
-            f'<text x="{_LEFT - 6}" y="{_y(height)}" text-anchor="end">'
-            f"{_bytes(most * height / (_HEIGHT - _BELOW))}</text>"
-        )
-        anchor = ("start", "middle", "middle", "middle", "end")[part]
-        ticks.append(
-            f'<text x="{_x(_MOMENTS * part / 4)}" y="{_HEIGHT - _BELOW + 18}" '
-            f'text-anchor="{anchor}">{span * part / 4:.2f} ms</text>'
-        )
-    return "".join(ticks)
-
-
-def legend(timeline: Timeline) -> str:
-    """A table of the layers and their sizes at the peak."""
-    at_peak = timeline.sizes[timeline.peak]
-    total = sum(at_peak) or 1
-    rows = "".join(
-        f'<tr><td><i style="background:{_colour(name, timeline)}"></i>{escape(name)}</td>'
-        f"<td>{_bytes(size)}</td><td>{size / total:.1%}</td></tr>"
-        for name, size in zip(timeline.categories, at_peak, strict=True)
-    )
-    return f"<table><tr><th>At the peak</th><th>memory</th><th>share</th></tr>{rows}</table>"
-
-
-def _colour(name: str, timeline: Timeline) -> str:
-    names = CATEGORIES if name in CATEGORIES else timeline.categories
-    return _COLOURS[names.index(name) % len(_COLOURS)]
-
-
-def _bytes(size: float) -> str:
-    if size < 1000:
-        return f"{size:.0f} B"
-    power = next((power for power in (1, 2) if size < 1000 ** (power + 1)), 3)
-    return f"{size / 1000**power:.2f} {'kMG'[power - 1]}B"
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Memory timeline of {device}</title>
-<style>
-:root {{ color-scheme: light dark }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 1.5em auto; padding: 0 1em }}
-svg {{ width: 100% }} svg text {{ font-size: 11px; fill: currentColor }}
-td, th {{ padding: .1em 1em .1em 0; text-align: right }}
-td:first-child, th:first-child {{ text-align: left }}
-i {{ display: inline-block; width: .8em; height: .8em; margin-right: .5em }}
-</style></head>
-<body><h1>Memory timeline of {device}</h1><p>{said}</p>{body}</body></html>
-"""
+def _windows(timeline: Timeline) -> list[Sequence[int]]:
+    """The sizes in windows of equal length: in each, those with the largest sum."""
+    first, before = timeline.times[0], timeline.sizes[0]
+    windows: list[Sequence[int]] = []
+    width = (timeline.times[-1] - first) / _WINDOWS or 1.0
+    for time, sizes in zip(timeline.times, timeline.sizes, strict=True):
+        window = min(int((time - first) / width), _WINDOWS - 1)
+        windows += [before] * (window + 1 - len(windows))
+        windows[window] = max(windows[window], sizes, key=sum)
+        before = sizes
+    return windows + [before] * (_WINDOWS - len(windows))
 
 
 def main() -> None:
@@ -226,7 +158,7 @@ def main() -> None:
         timeline = of_events(content["traceEvents"], device)
     else:
         timeline = of_points(*content)
-    Path(target).write_text(page(timeline, device), encoding="utf-8")
+    Path(target).write_text(memory_page(timeline, device), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,68 +1,142 @@
-"""A stacked chart as a page that opens without a network, in MLflow's frame as well."""
+"""HTML pages that open without a network, also in MLflow's sandboxed frame."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import pairwise
-from math import isfinite
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_perf.charts.stacked import (
-    Row,
-    Stack,
-    TableRow,
-    duration,
-    stack,
-    three_digits,
-    ticks,
-    unit,
-)
+from lightning_perf.charts.flame import SCRIPT, STYLE, FlameGraph
+from lightning_perf.charts.style import ticks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from jinja2 import Template
 
-    from lightning_perf.charts.stacked import Numbers
-
-#: Of the drawing, in its own units: as a whole, and around the axes.
-_WIDTH, _HEIGHT = 860, 380
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 44
+#: Drawing units along each axis; the browser stretches them to the width of the page.
+_SIZE = 1000
 
 
-def stacked_html(
-    path: str | Path,
-    rows: Sequence[Row],
-    title: str = "Where the time of a batch went",
-    table: Sequence[TableRow] = (),
-    first: int = 0,
-) -> None:
-    """Write a page of what a batch's time was spent on, over the steps of a run.
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a stacked chart."""
+
+    name: str
+    #: ``#rrggbb``.
+    colour: str
+    #: One per window.
+    values: Sequence[float]
+    #: Value and share (0 to 1) in the legend.
+    amount: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Areas:
+    """A stacked chart: layers from the bottom to the top, each constant within a window."""
+
+    #: Bounds of the windows on the x axis, one more than windows.
+    edges: Sequence[float]
+    #: Names of the windows.
+    windows: Sequence[str]
+    layers: Sequence[Layer]
+    #: End of the y axis; values above are cut off.
+    top: float
+    #: Unit for the y axis, and how many of it are 1.
+    unit: Callable[[float], tuple[float, str]]
+    #: Formats a value with its unit.
+    text: Callable[[float], str]
+    #: Positions and labels.
+    x_ticks: Sequence[tuple[float, str]]
+    x_label: str
+    #: Follows the unit on the y axis.
+    y_label: str
+    #: Headings of the legend.
+    legend: tuple[str, str, str]
+    summary: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def y_ticks(self) -> list[tuple[float, str]]:
+        """Positions and labels."""
+        scale, _ = self.unit(self.top)
+        return [(tick / scale, f"{tick:,.10g}") for tick in ticks(0, self.top * scale, 6)]
+
+    def x_share(self, position: float) -> float:
+        """A position on the x axis as a share of its length."""
+        first, last = self.edges[0], self.edges[-1]
+        return (position - first) / ((last - first) or 1.0)
+
+    def paths(self) -> list[str]:
+        """The outline of each layer, in drawing units."""
+        across = [_SIZE * self.x_share(edge) for edge in self.edges]
+        floor, found = [0.0] * len(self.windows), []
+        for layer in self.layers:
+            ceiling = [low + value for low, value in zip(floor, layer.values, strict=True)]
+            there, back = self._steps(across, ceiling), self._steps(across, floor)
+            found.append(f"M{' '.join(there + back[::-1])}Z")
+            floor = ceiling
+        return found
+
+    def _steps(self, across: list[float], heights: list[float]) -> list[str]:
+        points: list[str] = []
+        for height, run in groupby(range(len(heights)), key=heights.__getitem__):
+            windows, y = list(run), _SIZE * (1 - height / self.top)
+            points += [f"{across[x]:.1f},{y:.1f}" for x in (windows[0], windows[-1] + 1)]
+        return points
+
+    def tooltips(self) -> dict[str, Any]:
+        """What the page's script shows for a window."""
+        scale, unit = self.unit(self.top)
+        return {
+            "edges": [round(self.x_share(float(edge)), 4) for edge in self.edges],
+            "windows": list(self.windows),
+            "unit": unit,
+            "values": [[float(f"{v * scale:.4g}") for v in layer.values] for layer in self.layers],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A table cell with a bar: shares of its whole length, with their colour and tooltip."""
+
+    parts: Sequence[tuple[float, str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Names in the first column, numbers in the others."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str | Bar]]
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A heading between the parts of a page."""
+
+    text: str
+
+
+Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph"
+
+
+def page(title: str, parts: Iterable[Part]) -> str:
+    """A whole page.
 
     Args:
-        path: The file to write.
-        rows: The steps, with the seconds a batch by category.
         title: The headline.
-        table: Callbacks and loggers: name, seconds and calls in all, share of the run (0 to 1).
-        first: The step that the first row begins with; each row is flat since the one before.
+        parts: From top to bottom; a string is a paragraph.
 
     Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "time.html"
-        >>> stacked_html(path, [(10, {"forward": 0.01})], table=[("MyCallback", 2.5, 100, 0.12)])
-        >>> "MyCallback" in path.read_text()
+        >>> "1 &lt; 2" in page("Title", ["1 < 2"])
         True
     """
-    shown = stack(rows, first)
-    page = _template().render(
-        title=title,
-        shown=shown,
-        drawing=_drawing(shown) if shown.bands else None,
-        table=_callbacks(table),
-    )
-    Path(path).write_text(page, encoding="utf-8")
+    named = [(type(part).__name__, part) for part in parts]
+    return _template().render(title=title, parts=named, flame_style=STYLE, flame_script=SCRIPT)
 
 
 @cache
@@ -70,71 +144,6 @@ def _template() -> Template:
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"duration": duration, "percent": "{:.1%}".format, "px": "{:.1f}".format}
-    source = files(__package__).joinpath("stacked.html.jinja").read_text(encoding="utf-8")
+    environment.filters["percent"] = lambda share, digits=1: f"{share:.{digits}%}"
+    source = files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
     return environment.from_string(source)
-
-
-def _drawing(shown: Stack) -> dict[str, Any]:
-    """What stands in the SVG, in the drawing's units, and the numbers that its tooltip tells."""
-    scale, name = unit(shown.top)
-    steps, edges = shown.outline
-    first, last = float(steps[0]), float(steps[-1])
-    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-
-    def across(step: Any) -> Any:
-        return _LEFT + width * (step - first) / ((last - first) or 1.0)
-
-    def up(seconds: Any) -> Any:
-        return _TOP + height * (1 - seconds / shown.top)
-
-    x, y = across(steps), up(edges)
-    return {
-        "width": _WIDTH,
-        "height": _HEIGHT,
-        "left": _LEFT,
-        "right": _WIDTH - _RIGHT,
-        "top": _TOP,
-        "bottom": _HEIGHT - _BOTTOM,
-        "unit": name,
-        "paths": [_area(x, low, high) for low, high in pairwise(y)],
-        "x_ticks": [(across(t), f"{t:,.0f}") for t in ticks(first, last) if t == int(t)],
-        "y_ticks": [(up(t / scale), f"{t:,.10g}") for t in ticks(0, shown.top * scale)],
-        "data": {
-            "edges": [round(float(each), 1) for each in across(shown.edges)],
-            "windows": shown.windows,
-            "unit": name,
-            "values": [
-                [float(f"{seconds * scale:.4g}") for seconds in band.seconds]
-                for band in shown.bands
-            ],
-        },
-    }
-
-
-def _area(x: Numbers, low: Numbers, high: Numbers) -> str:
-    """The path around a band: along its upper edge, and back along its lower one."""
-    there = [f"{a:.1f},{b:.1f}" for a, b in zip(x, high, strict=True)]
-    back = [f"{a:.1f},{b:.1f}" for a, b in zip(x, low, strict=True)]
-    return f"M{' '.join(there + back[::-1])}Z"
-
-
-def _callbacks(table: Sequence[TableRow]) -> list[dict[str, Any]]:
-    """The table's cells, the costliest first."""
-    rows = [(name, _time(seconds), calls, _time(share)) for name, seconds, calls, share in table]
-    largest = max((share for *_, share in rows), default=0.0) or 1.0
-    return [
-        {
-            "name": name,
-            "seconds": three_digits(seconds),
-            "calls": f"{calls:,}",
-            "each": duration(seconds / calls) if calls else "",
-            "share": share,
-            "bar": share / largest,
-        }
-        for name, seconds, calls, share in sorted(rows, key=lambda row: -row[1])
-    ]
-
-
-def _time(value: float) -> float:
-    return value if isfinite(value) and value > 0 else 0.0

@@ -8,7 +8,7 @@ import sys
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from lightning_perf.charts.stacked import duration
+from lightning_perf.charts.style import duration
 from lightning_perf.errors import without_credentials
 from lightning_perf.timing.totals import CATEGORIES, windows_of
 

@@ -1,10 +1,12 @@
-"""The base of the profilers: windows of batches, each recorded into one file."""
+"""The base class of profilers: windows of batches, each recorded into one file."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import posixpath
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,14 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from lightning_perf.checks import flag, rank_list, whole
-from lightning_perf.errors import ConfigError, warn
-from lightning_perf.profilers.window_runner import (
-    Recorded,
-    Recording,
-    Windows,
-    has_more,
-    next_window,
-)
+from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
+from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording, first_window
 from lightning_perf.run.artifacts import new_writer
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.context import resumes
@@ -33,75 +29,82 @@ if TYPE_CHECKING:
     from lightning_perf.traces import TraceWriter
 
 
-#: Pages, tables and pictures tell what is in a recording that is kept.
-_MADE_OF_OTHERS = (".html", ".txt", ".svg")
+#: Files that are made of a recording, which exists without them.
+_OPTIONAL = (".html", ".txt", ".svg")
+#: Maximum number of warm-up batches.
+_MOST_WARMUP = 100
 
 
 class Profiler(PerfCallback):
-    """Records the batches of each window of a schedule; subclasses write ``record``.
+    """Records the batches of each window of a schedule; subclasses implement ``record``.
 
-    A recording opens at the end of the batch before its window, so that the window's first fetch
-    and transfer are in it. It ends with its window, after ``batches_per_trace`` batches (the rest
-    of the window goes into files of its own), where the stage changes or ends, and on an
-    exception. The finished file is compressed and uploaded off the training thread.
+    A recording opens at the end of the batch before its window, so that it contains the fetch and
+    the transfer of the first batch. It ends with its window, after ``batches_per_trace`` batches
+    (the rest of the window goes into further files), when the stage changes or ends, and on an
+    exception. The file is compressed and uploaded on a worker thread.
 
     Args:
-        schedule: Which batches to record; by default ``Cyclic()``: batches 1 to 4 of each stage.
+        schedule: The batches to record; by default ``Cyclic()``: batches 1 to 4 of each stage.
         ranks: Global ranks that record, one or more; None for all.
-        output_path_prefix: The folder that ``folder`` lies under; by default the trainer's
+        output_path_prefix: The parent folder of ``folder``; by default the trainer's
             ``default_root_dir``.
         folder: Format string of the folder: ``{run_name} {rank} {local_rank} {world_size}
-            {local_world_size} {node_rank}``. Stages other than train write into a folder within
-            it.
-        filename: Format string of the file, with ``{stage} {epoch} {batch} {batch_in_epoch}
-            {sample} {sample_in_epoch} {token} {token_in_epoch} {step} {total_wct} {epoch_wct}
-            {batch_wct}`` besides.
-        remote_file_name: The same for the artifact's name in MLflow, or a URL of any store that
-            fsspec knows, as ``s3://bucket/{run_name}/rank{rank}.{batch}.json``; None uploads
-            nothing.
+            {local_world_size} {node_rank}``. Stages other than train have a subfolder.
+        filename: Format string of the file, which may also have ``{stage} {epoch} {batch}
+            {batch_in_epoch} {sample} {sample_in_epoch} {token} {token_in_epoch} {step} {total_wct}
+            {epoch_wct} {batch_wct}``.
+        remote_file_name: Format string of the artifact in MLflow, or a URL of a store that fsspec
+            supports, such as ``s3://bucket/{run_name}/rank{rank}.{batch}.json``; None disables the
+            upload.
         overwrite: Whether files of an earlier run may be replaced.
         compress: Whether the file is gzipped.
-        num_traces_to_keep: How many files stay here once they are uploaded; -1 keeps all.
-        batches_per_trace: The most batches that one file holds.
+        num_traces_to_keep: Number of local files to keep once they are uploaded; -1 keeps all.
+        batches_per_trace: Maximum number of batches per file.
 
     Raises:
-        ConfigError: A value that cannot work.
+        ConfigError: An invalid value.
     """
 
     keeps_progress = False
-    #: Whether the recorder wants batches to warm up in before its window.
+    #: Whether the recorder needs warm-up batches before its window.
     warms_up: ClassVar[bool] = False
-    #: Markdown for those who find the files.
+    #: Markdown about the files, for a README beside them.
     how_to_open: ClassVar[str | None] = None
 
-    #: Attributes that a copy does not take along; each has its default in the class.
+    #: Attributes of a run; copies of a profiler do not have them, and each run starts without.
     _of_a_run: ClassVar[tuple[str, ...]] = (
-        "_writer",
-        "_further",
-        "_windows",
-        "_reopen",
-        "_ended",
-        "state_key",
-    )
+        "_writer", "_further", "_open", "_opened", "_reopen", "_asleep_until", "_counted",
+        "_warned", "_ended",
+    )  # fmt: skip
+    #: None on ranks that do not record.
     _writer: TraceWriter | None = None
     _further: Mapping[str, TraceWriter] = {}
-    _windows: Windows | None = None
+    _open: OpenRecording | None = None
+    #: Whether there was a window, recorded or not.
+    _opened = False
+    #: Whether the next batch comes after validation inside of fit.
     _reopen = False
-    #: Where training ended.
+    #: No window begins before this batch.
+    _asleep_until: float = math.inf
+    #: Stage and number of the last batch that was counted.
+    _counted = ("", 0)
+    #: Kinds of errors that were reported.
+    _warned: frozenset[str] = frozenset()
+    #: The end of training.
     _ended: Moment | None = None
 
     def __init__(
         self,
-        schedule: Schedule | str | None,
-        ranks: list[int] | int | None,
-        output_path_prefix: str | None,
-        folder: str,
-        filename: str,
-        remote_file_name: str | None,
-        overwrite: bool,
-        compress: bool,
-        num_traces_to_keep: int,
-        batches_per_trace: int,
+        schedule: Schedule | str | None = None,
+        ranks: list[int] | int | None = None,
+        output_path_prefix: str | None = None,
+        folder: str = "{run_name}/traces",
+        filename: str = "rank{rank}.{batch}",
+        remote_file_name: str | None = None,
+        overwrite: bool = False,
+        compress: bool = False,
+        num_traces_to_keep: int = -1,
+        batches_per_trace: int = 20,
     ) -> None:
         super().__init__()
         self.schedule = as_schedule(schedule, default=Cyclic())
@@ -115,7 +118,7 @@ class Profiler(PerfCallback):
         for field, name in names.items():
             optional = name is None and field in ("output_path_prefix", "remote_file_name")
             if not (optional or isinstance(name, str | Path)):
-                raise ConfigError(field, name, "is not a text", '"profiles"')
+                raise ConfigError(field, name, "is not a string", '"profiles"')
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
         check_store(remote_file_name)
         self.output_path_prefix = output_path_prefix
@@ -124,137 +127,233 @@ class Profiler(PerfCallback):
         self.num_traces_to_keep = num_traces_to_keep
         self.batches_per_trace = whole("batches_per_trace", batches_per_trace, 1, "20")
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
-        # A copy knows nothing of the run: files and windows are this process's own.
         own = super().__getstate__()
-        return {name: value for name, value in own.items() if name not in self._of_a_run}
+        # The state key contains the id of this object.
+        return {k: v for k, v in own.items() if k not in self._of_a_run and k != "state_key"}
+
+    # -- for subclasses ---------------------------------------------------------------------------
 
     @abstractmethod
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
-        """Record from the first ``next`` to the second, into one file.
+        """Start the recorder, yield, and stop it, which leaves one file.
 
-        It may return what is left to do, which costs the training thread nothing.
+        It yields a function to call after each batch, or None, and may return ``Recorded``: work
+        to do later, off the training thread.
 
         Args:
-            path: Where the file belongs.
+            path: The file to write.
             context: The run, for metadata.
-            warmup: Batches to come before the window; 0 unless ``warms_up``.
+            warmup: Number of batches before the window; 0 unless ``warms_up``.
+
+        Raises:
+            RecorderBusy: Another recorder is active; the window is skipped.
         """
 
     @property
     def own_file(self) -> tuple[str, str | None, bool]:
-        """The names of a recording, here and remote, and whether it is gzipped."""
+        """Local and remote name of a recording, and whether it is gzipped."""
         return self.filename, self.remote_file_name, self.compress
 
     @property
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        """The names, here and remote, of what ``record`` may make besides, such as pages."""
+        """Local and remote names of files made of a recording, such as pages."""
         return {}
 
     def beside(self, suffix: str) -> tuple[str, str | None]:
-        """The names of a further file: those of the recording, with a suffix of its own.
-
-        Args:
-            suffix: Such as ``.html``, which browsers know.
-        """
+        """Local and remote name of a recording, with another suffix, such as ``.html``."""
         remote = self.remote_file_name
         return _with_suffix(self.filename, suffix), remote and _with_suffix(remote, suffix)
 
     @cached_property
     @override
     def state_key(self) -> str:
-        # One key for each object, which Lightning demands of several: there is no state to find
-        # again. Those that would write to the same place are refused at set-up.
+        # Lightning requires unique keys. A profiler has no state to restore.
         return f"lightning_perf.{type(self).__name__}.{self.folder}.{self.filename}.{id(self)}"
 
     @property
     def saved_traces(self) -> list[tuple[Timestamp, list[Path | None]]]:
-        """When each trace was saved, and its path at the index of the rank that wrote it."""
+        """The time of each trace, and its path at the index of the rank that wrote it."""
         return self._writer.saved_traces if self._writer is not None else []
 
-    # -- the verbs --------------------------------------------------------------------------------
+    # -- lifecycle --------------------------------------------------------------------------------
 
     @override
     def prepare(self, context: RunContext) -> None:
-        self._reopen, self._writer, self._windows, self._ended = False, None, None, None
-        self._refuse_ranks(context)
-        self._refuse_twins(context)
+        for name in self._of_a_run:
+            self.__dict__.pop(name, None)
+        self._check_ranks(context)
+        self._check_names(context)
         self.schedule.validate(context.limits)
         self.schedule.setup(context.schedule_context)
         if self.ranks is not None and context.ranks.global_rank not in self.ranks:
             return
-        # Before the recording's own, which at the end moves away what these are made of.
-        self._further = {}
+        # Closed before the writer of recordings, which moves away what these files are made of.
         for name, (filename, remote) in self.further_files.items():
             self._add_writer(context, name, filename, remote)
         self._writer = self._new_writer(context, *self.own_file, explains=True)
-        self._windows = Windows(self, self._writer.spool)
 
     @override
     def on_start(self, context: RunContext) -> None:
-        if self._windows is None or self._writer is None:
+        if self._writer is None:
             return
-        self._windows.stop(context)  # validation inside of fit cuts the training window
+        self._stop(context)  # validation inside of fit ends the training window
         if not context.nested:
             inside = ["validate"] if context.stage == "train" else []
             now = {stage: context.progress.timestamp(stage) for stage in [context.stage, *inside]}
             self._writer.check(now, resumes(context.trainer))
         self.schedule.observe(context.moment)
-        self._windows.begin(context)
+        self._turn(context)
 
     @override
     def before_batch(self, context: RunContext, batch: Any) -> None:
-        if self._reopen and self._windows is not None:
+        if self._reopen:
             self._reopen = False
-            self._windows.begin(context)
+            self._turn(context)
 
     @override
     def after_batch(self, context: RunContext, batch: Any) -> None:
-        windows = self._windows
-        if windows is not None and context.counters.batch >= windows.asleep_until:
-            windows.after_batch(context)
+        if context.counters.batch >= self._asleep_until:
+            self._end_batch(context)
 
     @override
     def on_end(self, context: RunContext) -> None:
-        if self._windows is not None:
-            self._windows.stop(context)
+        if self._writer is not None:
+            self._stop(context)
             if context.stage == "train":
                 self._ended = context.moment
-            # After validation inside of fit, the training window goes on with its next batch.
+            # After validation inside of fit, the training window continues with the next batch.
             self._reopen = context.nested
 
     @override
     def close(self, context: RunContext, reason: str) -> None:
-        if self._windows is not None:
-            self._windows.stop(context, cut_short=reason == "exception")
-            if reason == "teardown" and not self._windows.opened:
-                self._tell_of_no_window(context)
+        self._stop(context, cut_short=reason == "exception")
+        if reason == "teardown" and self._writer is not None and not self._opened:
+            self._warn_of_no_window(context)
         self.schedule.close()
 
-    def settle(self, context: RunContext) -> None:
-        """Close a window that is over by now, for a profiler that is told of things first.
+    # -- windows ----------------------------------------------------------------------------------
+
+    def _end_batch(self, context: RunContext) -> None:
+        """Count a batch, once, and decide about the next one."""
+        before, self._counted = self._counted, (context.stage, context.counters.batch)
+        if before == self._counted:
+            return
+        if self._open is not None:
+            self._open.count()
+        self.schedule.observe(context.moment)
+        self._turn(context)
+
+    def _turn(self, context: RunContext) -> None:
+        """Open, continue or close a recording, as the schedule says about the next batch."""
+        moment, running, self._asleep_until = context.moment, self._open, 0
+        trained = context.stage == "train" and moment.fraction == 1.0
+        window = None if trained else self.schedule.window(moment)
+        if running is not None:
+            if running.includes(window, self.batches_per_trace):
+                try:
+                    if running.tick is not None:
+                        running.tick()
+                except RecorderBusy as error:  # another recorder is about to start
+                    self._stop(context)
+                    self._skip(error)
+                return
+            self._stop(context)
+        if window is not None:
+            self._start(context, window)
+        elif not trained:
+            self._look_ahead(context, moment)
+
+    def _look_ahead(self, context: RunContext, moment: Moment) -> None:
+        """Start to warm up for a window that can be foreseen, or sleep until one may come."""
+        lead = min(self.schedule.lead, _MOST_WARMUP) if self.warms_up else 0
+        quiet_until = self.schedule.quiet_until(moment)
+        if quiet_until - lead <= moment.timestamp.batch:
+            for batches in range(1, lead + 1):
+                moment = moment.ahead(1)
+                window = self.schedule.window(moment)
+                if window is not None:
+                    self._start(context, window, warmup=batches)
+                    return
+        if not self.schedule.watches:
+            self._asleep_until = quiet_until - lead
+
+    def _start(self, context: RunContext, window: Hashable, warmup: int = 0) -> None:
+        assert self._writer is not None  # or no window would be looked for
+        self._opened = self._opened or not warmup
+        with context.exclude_from_batch_time():
+            try:
+                self._finish_other(context)
+                path = self._writer.spool(context.stage)
+                recording = self.record(path, context, warmup)
+                self._open = OpenRecording(self, recording, path, context.stage, window, warmup)
+            except (RecorderBusy, OSError) as error:
+                self._skip(error)
+
+    def _finish_other(self, context: RunContext) -> None:
+        """Close a recording of another profiler that ends with the last batch.
+
+        Lightning calls that profiler after this one.
+        """
+        running = OpenRecording.current
+        other = running.owner if running is not None else None
+        if isinstance(other, Profiler) and other is not self and other._context is context:
+            if other._open is not None and other._open.stage != context.stage:
+                other._stop(context)
+            elif other._open is not None:
+                other._end_batch(context)
+
+    def _stop(self, context: RunContext, cut_short: bool = False) -> None:
+        """Close the open recording and save it.
 
         Args:
-            context: That profiler's run.
+            context: The run.
+            cut_short: Whether the present batch failed: then a part of a batch is kept, too.
         """
-        if self._windows is not None and self._context is context:
-            self._windows.settle(context)
+        running, self._open = self._open, None
+        if running is None:
+            return
+        with context.exclude_from_batch_time():
+            try:
+                recorded = running.stop()
+            except OSError as error:
+                self._skip(error)
+                return
+        if running.warmup or not (running.batches or cut_short):
+            running.path.unlink(missing_ok=True)
+            return
+        self._opened = True
+        stage = running.stage
+        self.save(running.path, context.progress.timestamp(stage), stage, recorded)
+
+    def _skip(self, error: RecorderBusy | OSError) -> None:
+        """Warn, once per kind of error, that windows are left out."""
+        name = type(self).__name__
+        if isinstance(error, RecorderBusy):
+            kind, message = "busy", f"{error} Conflicting windows of {name} are left out."
+        else:
+            kind = "disk"
+            message = f"{name} cannot write ({describe(error)}): windows are left out until it can."
+        if kind not in self._warned:
+            self._warned |= {kind}
+            warn(message)
 
     # -- files ------------------------------------------------------------------------------------
 
     def _add_writer(
         self, context: RunContext, name: str, filename: str, remote: str | None
     ) -> None:
-        """A pipe for a further file, unless there is one."""
+        """Make the writer of a further file, unless it exists."""
         if name not in self._further:
-            explains = self._lies_elsewhere(remote)
-            writer = self._new_writer(context, filename, remote, False, explains)
+            own = self.remote_file_name or ""
+            elsewhere = posixpath.dirname(remote or own) != posixpath.dirname(own)
+            writer = self._new_writer(context, filename, remote, False, explains=elsewhere)
             self._further = {**self._further, name: writer}
 
     def _new_writer(
         self, context: RunContext, filename: str, remote: str | None, compress: bool, explains: bool
     ) -> TraceWriter:
-        """A pipe into this profiler's folder, which the end of the run closes."""
         return new_writer(
             context,
             self.output_path_prefix,
@@ -265,48 +364,38 @@ class Profiler(PerfCallback):
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
             readme=self.how_to_open if explains else None,
-            optional=filename.endswith(_MADE_OF_OTHERS),
+            optional=filename.endswith(_OPTIONAL),
         )
 
     def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
-        """Hand a recording over to the worker, with the further files that are made of it.
-
-        Args:
-            path: Where it was recorded.
-            timestamp: When its window ended.
-            stage: What was recorded.
-            recorded: What is left to do.
-        """
+        """Hand a recording, and the files that are made of it, to their writers."""
         assert self._writer is not None  # made before any window opened
-        # Before the recording itself: the one worker moves that away when its turn comes.
+        # Further files first: the worker, which goes through them in order, moves the recording.
         for name in recorded.further:
             writer = self._further[name]
             target = writer.spool(stage)
             writer.write(target, timestamp, stage, partial(recorded.make, name, target))
         self._writer.write(path, timestamp, stage, recorded.complete)
 
-    def _lies_elsewhere(self, remote: str | None) -> bool:
-        """Whether a further file is sent to another folder than the recording."""
-        own = self.remote_file_name or ""
-        return posixpath.dirname(remote or own) != posixpath.dirname(own)
+    # -- checks and messages ----------------------------------------------------------------------
 
-    def _refuse_ranks(self, context: RunContext) -> None:
+    def _check_ranks(self, context: RunContext) -> None:
         world = context.ranks.world_size
         if self.ranks is not None and max(self.ranks) >= world:
             problem = f"names a rank beyond the {world} of this run"
             raise ConfigError("ranks", self.ranks, problem, "[0]")
 
-    def _refuse_twins(self, context: RunContext) -> None:
-        """Two of a kind need names of their own: nobody could tell their files apart."""
+    def _check_names(self, context: RunContext) -> None:
+        """Refuse two profilers of a kind that would write to the same files."""
         for other in context.parts:
             if type(other) is type(self) and other is not self and _place(other) == _place(self):
                 name = type(self).__name__
-                problem = f"is that of another {name} of this Trainer: give one of the two another \
-`filename` or `folder`"
+                problem = f"is also that of another {name} of this Trainer: give one of them \
+another `filename` or `folder`"
                 raise ConfigError("filename", self.filename, problem, f'"second.{self.filename}"')
 
-    def _tell_of_no_window(self, context: RunContext) -> None:
-        """Say, once and on one rank, that a schedule did not come to its first window."""
+    def _warn_of_no_window(self, context: RunContext) -> None:
+        """Warn, on one rank, that training ended before the first window."""
         ended, rank = self._ended, context.ranks.global_rank
         if (
             ended is None
@@ -315,14 +404,24 @@ class Profiler(PerfCallback):
             or context.trainer.fast_dev_run  # type: ignore[attr-defined]
         ):
             return
-        first = next_window(self.schedule, ended)
-        if first is not None or has_more(self.schedule, ended):
-            begins = "come later" if first is None else f"begun after batch {first}"
+        first = first_window(self.schedule, ended)
+        if first is not None:
             warn(
                 f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened. "
-                f"The first one would have {begins}; training ended after batch "
+                f"The first one would have {first}; training ended after batch "
                 f"{ended.timestamp.batch}."
             )
+
+
+def shared(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arguments of a profiler, those of the base class.
+
+    Subclasses list them in their signature, so that LightningCLI and editors show them.
+    """
+    return {name: value for name, value in arguments.items() if name in _SHARED}
+
+
+_SHARED = frozenset(inspect.signature(Profiler.__init__).parameters) - {"self"}
 
 
 def _place(profiler: Profiler) -> tuple[str | None, str, str]:
@@ -330,7 +429,7 @@ def _place(profiler: Profiler) -> tuple[str | None, str, str]:
 
 
 def _with_suffix(name: str, suffix: str) -> str:
-    """A file's name with another suffix, where it has one that is no variable.
+    """A file name with another suffix; a variable in the place of the suffix is kept.
 
     Example:
         >>> _with_suffix("{run_name}/rank{rank}.{batch}.bin.gz", ".html")

@@ -1,4 +1,4 @@
-"""Device memory by PyTorch's allocator: what each block is, and who asked for it."""
+"""Snapshots of CUDA memory: each block, and the stack that allocated it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import torch
 from torch.cuda import _memory_viz
 from typing_extensions import override
 
-from lightning_perf.charts.flame import bytes_text, flame_graph, fold, read_folded
+from lightning_perf.charts.flame import FlameGraph, fold, read_folded
+from lightning_perf.charts.style import bytes_text
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
-from lightning_perf.profilers.base import Profiler
+from lightning_perf.profilers.base import Profiler, shared
 from lightning_perf.profilers.tools import run_python
-from lightning_perf.profilers.window_runner import Recorded, Recording
+from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -28,23 +29,22 @@ if TYPE_CHECKING:
 
 
 class OomSnapshot:
-    """Keeps the allocator's state of the last failed allocation, while somebody watches.
+    """The state of the allocator at the last failed allocation, between ``watch`` and ``forget``.
 
-    When the error has become an exception that ends the run, much of what filled the memory is
-    free again.
+    Later, when the exception has ended the run, much of that memory is free again.
     """
 
     def __init__(self) -> None:
-        #: What ``torch.cuda.memory._snapshot()`` told then.
+        #: From ``torch.cuda.memory._snapshot()``.
         self.snapshot: dict[str, Any] | None = None
 
     def watch(self) -> None:
-        """From now on."""
+        """Begin to keep snapshots."""
         _watching.add(self)
         _attach()
 
     def forget(self) -> None:
-        """No longer, and let the memory of the snapshot go."""
+        """Stop, and free the snapshot."""
         _watching.discard(self)
         self.snapshot = None
 
@@ -54,21 +54,21 @@ _watching: WeakSet[OomSnapshot] = WeakSet()
 
 @cache
 def _attach() -> None:
-    """Ask PyTorch to be told; once a process, since there is no way back."""
+    """Register an observer with PyTorch, once per process, since it cannot be removed."""
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None:
         attach(_observe)
 
 
-def _observe(device: int, asked: int, allowed: int, free: int) -> None:
-    """Runs within the failing allocation: what is raised here would replace its error."""
+def _observe(device: int, size: int, allowed: int, free: int) -> None:
+    """Runs inside of the failing allocation: an exception here would replace its error."""
     with suppress(Exception):
         snapshot = torch.cuda.memory._snapshot() if _watching else None
         for moment in _watching:
             moment.snapshot = snapshot
 
 
-#: What running out of memory leaves beside the pickle and its page.
+#: Further files when a run ends because it is out of memory.
 _AT_THE_END = {
     "segment_plot": "_segment_plot.html",
     "segment_flamegraph": "_segment_flamegraph.svg",
@@ -77,23 +77,23 @@ _AT_THE_END = {
 
 
 class MemorySnapshot(Profiler):
-    """Records the history of CUDA memory in the windows of a schedule, and where it runs out.
+    """Records the history of CUDA memory in the windows of a schedule, and out-of-memory errors.
 
     The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
-    ``Profiler``. An out-of-memory error that ends the run ends the open window, with the history
-    that led to it. Without an open window, what was allocated at that moment is saved; a schedule
-    of ``"always"`` has the history there too. Either way there are five files then: beside the
-    pickle and its page a plot of the allocator's segments, and two flame graphs: of what holds the
-    memory, and of what holds each segment. Without CUDA, training runs with one warning.
+    ``Profiler``. An out-of-memory error that ends the run closes the open window, so that the file
+    has the history of the error. Without an open window, a snapshot of that moment is saved; use
+    the schedule ``"always"`` to have the history, too. Either way there are five files: the pickle,
+    its page, a plot of the allocator's segments, and flame graphs of all memory and of each
+    segment. Without CUDA there is one warning and nothing is recorded.
 
     Args:
-        compress: Whether the pickle is gzipped; ``gunzip`` it before viewing.
-        html: Whether a page lies beside each pickle, with the memory over time by line of source
-            and a flame graph of its peak. Pages and flame graphs open without a network.
-        max_entries: The most allocations and frees that a window remembers; of more, the last ones.
+        compress: Whether the pickle is gzipped; viewers read it after ``gunzip``.
+        html: Whether to write a page beside each pickle: memory over time by source line, and a
+            flame graph of the peak. Pages and flame graphs work offline.
+        max_entries: Maximum number of allocations and frees per window; the last ones are kept.
 
     Raises:
-        ConfigError: A value that cannot work.
+        ConfigError: An invalid value.
 
     Example:
         >>> import lightning as L
@@ -103,12 +103,12 @@ class MemorySnapshot(Profiler):
     """
 
     how_to_open: ClassVar[str] = """\
-- `.pickle`: drop it on <https://pytorch.org/memory_viz>, which keeps it in the browser
-  (`.pickle.gz`: `gunzip` it first). It is a pickle: only open those of runs that you trust.
-- `.html`: memory over time, by line of source, and a flame graph of its peak;
-  `_segment_plot.html`: what each segment of the allocator holds. Any browser, without a network.
-- `_memory_flamegraph.svg`, `_segment_flamegraph.svg`, written when memory ran out: any browser,
-  without a network; a click on a frame magnifies it.
+- `.pickle`: drag onto <https://pytorch.org/memory_viz> (processed in your browser, never
+  uploaded); `.pickle.gz`: `gunzip` it first. Only open pickles of runs that you trust.
+- `.html`: memory over time by source line, and a flame graph of the peak; `_segment_plot.html`:
+  the blocks in each segment of the allocator. Any browser, works offline.
+- `_memory_flamegraph.svg`, `_segment_flamegraph.svg`, after an out-of-memory error: any browser,
+  works offline. Click a frame to zoom in.
 - In a terminal: `python -m torch.cuda._memory_viz stats FILE.pickle`, or `trace FILE.pickle`.
 """
 
@@ -127,25 +127,14 @@ class MemorySnapshot(Profiler):
         num_traces_to_keep: int = -1,
         batches_per_trace: int = 20,
     ) -> None:
-        super().__init__(
-            schedule,
-            ranks,
-            output_path_prefix,
-            folder,
-            filename,
-            remote_file_name,
-            overwrite,
-            compress,
-            num_traces_to_keep,
-            batches_per_trace,
-        )
+        super().__init__(**shared(locals()))
         self.html = flag("html", html)
         self.max_entries = whole("max_entries", max_entries, 1, "100000")
-        self._last_moment, self._ran_out = OomSnapshot(), False
+        self._oom, self._ran_out = OomSnapshot(), False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_last_moment": OomSnapshot(), "_ran_out": False}
+        return {**super().__getstate__(), "_oom": OomSnapshot(), "_ran_out": False}
 
     @property
     @override
@@ -159,15 +148,15 @@ class MemorySnapshot(Profiler):
         super().prepare(context)
         self._ran_out = False
         if _has_cuda():
-            self._last_moment.watch()
+            self._oom.watch()
         else:
-            self._writer = self._windows = None
-            _tell_once()
+            self._writer = None
+            _warn_once()
 
     @override
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         memory = torch.cuda.memory
-        # Frames of Python alone: those of C++ take seconds to resolve when the window ends.
+        # Python frames only: C++ frames take seconds to resolve when the window ends.
         memory._record_memory_history("all", stacks="python", max_entries=self.max_entries)
         yield None
         try:
@@ -177,7 +166,7 @@ class MemorySnapshot(Profiler):
 
     @override
     def after_batch(self, context: RunContext, batch: Any) -> None:
-        self._last_moment.snapshot = None  # memory ran out, and training found a way
+        self._oom.snapshot = None  # the failed allocation did not end the run
         super().after_batch(context, batch)
 
     @override
@@ -188,22 +177,17 @@ class MemorySnapshot(Profiler):
         if self._ran_out:
             self._save_now(context)
         super().close(context, reason)
-        self._last_moment.forget()
+        self._oom.forget()
 
     def _save_now(self, context: RunContext) -> None:
-        """Save what is allocated, unless a window is open: its history ends with all that."""
-        if (
-            self._writer is None
-            or self._windows is None
-            or self._windows.open is not None
-            or not context.stage
-        ):
+        """Save a snapshot, unless a window is open, whose history ends with it anyway."""
+        if self._writer is None or self._open is not None or not context.stage:
             return
         path = self._writer.spool(context.stage)
         self.save(path, context.timestamp, context.stage, self._dump(path))
 
     def _dump(self, path: Path) -> Recorded:
-        snapshot = self._last_moment.snapshot if self._ran_out else None
+        snapshot = self._oom.snapshot if self._ran_out else None
         path.write_bytes(pickle.dumps(snapshot or torch.cuda.memory._snapshot()))
         wanted = ("page", *_AT_THE_END) if self._ran_out else ("page",)
         names = [name for name in wanted if name in self.further_files]
@@ -215,26 +199,26 @@ def _has_cuda() -> bool:
 
 
 @cache
-def _tell_once() -> None:
+def _warn_once() -> None:
     warn("MemorySnapshot records nothing: there is no CUDA device here.")
 
 
 def _plot(kind: str, source: Path, page: Path) -> None:
-    run_python("-m", "lightning_perf.profilers.snapshot_page", kind, str(source), str(page))
+    run_python("-m", "lightning_perf.charts.snapshot", kind, str(source), str(page))
 
 
 def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Path) -> None:
     def draw(folded: str) -> str:
-        return flame_graph(fold(read_folded(folded)), title, bytes_text)
+        return FlameGraph(fold(read_folded(folded)), title, bytes_text).document()
 
     snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
-    # PyTorch's own drawing fetches a program from the web.
+    # PyTorch's own drawing downloads a script.
     picture.write_text(stacks_of(snapshot, format_flamegraph=draw), encoding="utf-8")
 
 
 _MAKE: Mapping[str, Callable[[Path, Path], None]] = {
     "page": partial(_plot, "history"),
     "segment_plot": partial(_plot, "segments"),
-    "segment_flamegraph": partial(_flames, "What each segment holds", _memory_viz.segments),
-    "memory_flamegraph": partial(_flames, "What holds the memory", _memory_viz.memory),
+    "segment_flamegraph": partial(_flames, "Contents of each segment", _memory_viz.segments),
+    "memory_flamegraph": partial(_flames, "Memory in use", _memory_viz.memory),
 }

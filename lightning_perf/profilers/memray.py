@@ -1,10 +1,13 @@
-"""Host memory by memray: who allocated what."""
+"""memray captures of windows of batches: who allocated host memory."""
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,24 +16,23 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag
 from lightning_perf.errors import ConfigError, RecorderBusy
-from lightning_perf.profilers import memray_child, processes
-from lightning_perf.profilers.base import Profiler
+from lightning_perf.profilers import processes
+from lightning_perf.profilers.base import Profiler, shared
+from lightning_perf.profilers.conflicts import OTHER_MEMRAY, refuse_python_profiler
 from lightning_perf.profilers.tools import (
-    FOREIGN_MEMRAY,
     blaming,
     check_options,
     given,
-    refuse_python_profiler,
     require,
     run_python,
 )
-from lightning_perf.profilers.window_runner import Recorded, Recording
+from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
-#: What memray.Tracker takes besides, by its defaults; it is written in C and cannot be asked.
+#: Further arguments of memray.Tracker; it is written in C and has no signature.
 _OPTIONS = {
     "file_format": None,
     "memory_interval_ms": 10,
@@ -38,8 +40,61 @@ _OPTIONS = {
     "track_object_lifetimes": False,
 }
 _FORMATS = ("all_allocations", "aggregated_allocations")
-#: Of more children that recorded in a window, the first ones' captures are kept.
+#: Captures of child processes that are kept per window.
 _MOST_CHILDREN = 64
+
+
+_recording: Any = None
+
+
+def start(tracker: Any) -> None:
+    """Start a ``memray.Tracker``.
+
+    Raises:
+        RuntimeError: Another tracker records.
+    """
+    global _recording
+    # On a thread with an empty stack: memray notes the depth of the stack where it is entered, and
+    # its readers cut as many frames off every stack of the main thread.
+    with _no_collection(), ThreadPoolExecutor(1) as pool:
+        pool.submit(tracker.__enter__).result()
+    _recording = tracker
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    # memray walks the stacks of all threads and allocates objects meanwhile. If a garbage
+    # collection runs finalizers there, other threads continue, and memray reads freed frames: the
+    # process crashes.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def stop(tracker: Any) -> None:
+    """Stop, which completes the file."""
+    global _recording
+    _recording = None
+    tracker.__exit__(None, None, None)
+
+
+def record_child(
+    options: Mapping[str, Any], path: Path, number: int
+) -> Generator[None, None, None]:
+    """Record a child process: a ``processes.ChildRecord``."""
+    from memray import Tracker
+
+    if _recording is not None:
+        # Forked in a window: memray has detached the tracker from the parent's file.
+        stop(_recording)
+    tracker = Tracker(path, **options)
+    start(tracker)
+    yield
+    stop(tracker)
 
 
 class Memray(Profiler):
@@ -48,33 +103,33 @@ class Memray(Profiler):
     The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
     ``Profiler``. ``memray stats``, ``tree`` and ``flamegraph`` read the files.
 
-    With ``summary``, each window has these metrics, of what was allocated within it: memory that
-    was there before is not in them, and tensors on a device are not either. The lowest rank that
-    records has these keys; the others', which go to MLflow alone, begin with ``memray/rank1/``.
-    Other stages than train come first: ``validate/memray/peak_memory``.
+    With ``summary``, each window has these metrics. They cover host memory that was allocated
+    within the window. The lowest rank that records uses these keys; those of other ranks begin
+    with ``memray/rank1/`` and go to MLflow only. Stages other than train are a prefix:
+    ``validate/memray/peak_memory``.
 
-    - ``memray/peak_memory``: bytes allocated at the moment of the most.
+    - ``memray/peak_memory``: bytes allocated at the peak.
     - ``memray/unfreed_memory``: bytes still allocated at the end.
-    - ``memray/total_memory``, ``memray/total_allocations``: bytes, and how many times, in all;
-      not in files of the aggregated format.
+    - ``memray/total_memory``, ``memray/total_allocations``: bytes and number of all allocations;
+      not available with the aggregated format.
 
     Args:
-        compress: Whether the file is gzipped; ``gunzip`` it before memray reads it.
-        flamegraph: Whether a flame graph of the peak lies beside each file, as an HTML page that
-            opens without a network.
-        native_traces: Whether to record frames of C and C++ too, which costs more.
-        follow_fork: Whether child processes that multiprocessing starts during the run, such as
-            data loader workers, are captured in each window too, forked or spawned, each into a
-            file of its own (``.child1.bin``). Each of them has a thread of ours, which looks fifty
-            times a second whether a window is open.
-        summary: Whether a text lies beside each file, with the lines of source that allocated the
-            most, and metrics are logged. It is made in a process of its own, of low priority.
+        compress: Whether the file is gzipped; memray reads it after ``gunzip``.
+        flamegraph: Whether to write a flame graph of the peak beside each file, as an HTML page
+            that works offline.
+        native_traces: Whether to record C and C++ frames too, which costs more.
+        follow_fork: Whether to capture child processes that multiprocessing starts during the run,
+            such as data loader workers, forked or spawned, each into a file of its own
+            (``.child1.bin``). Each of them has a thread that checks fifty times per second whether
+            a window is open.
+        summary: Whether to write a text beside each file, with the source lines that allocated the
+            most, and to log metrics. A process of low priority makes it.
         **kwargs: Further arguments of ``memray.Tracker``: ``trace_python_allocators``,
-            ``memory_interval_ms``, ``file_format`` (``"aggregated_allocations"`` or memray's own),
-            ``track_object_lifetimes``.
+            ``memory_interval_ms``, ``track_object_lifetimes``, ``file_format``
+            (``"aggregated_allocations"`` or a ``memray.FileFormat``).
 
     Raises:
-        ConfigError: A value that cannot work, or an argument that memray does not know.
+        ConfigError: An invalid value, or an argument that memray does not have.
 
     Example:
         >>> import lightning as L
@@ -84,12 +139,12 @@ class Memray(Profiler):
     """
 
     how_to_open: ClassVar[str] = """\
-- `.txt`: the largest allocators, by line of source.
+- `.txt`: the largest allocators, by source line.
 - `.bin`: `memray stats FILE`, `memray tree FILE`, `memray flamegraph FILE` (pip install memray, on
-  Linux or macOS); for what was not freed, `memray flamegraph --leaks FILE`. `.bin.gz`
+  Linux or macOS); for memory that was not freed, `memray flamegraph --leaks FILE`. `.bin.gz`
   (`compress=True`): `gunzip` it first.
-- `.child1.bin`, ... (`follow_fork=True`): the same of child processes, such as data loader workers.
-- `.html` (`flamegraph=True`): any browser, without a network.
+- `.child1.bin`, ... (`follow_fork=True`): captures of child processes, such as data loader workers.
+- `.html` (`flamegraph=True`): any browser, works offline.
 """
 
     _of_a_run = (*Profiler._of_a_run, "_children")
@@ -113,18 +168,7 @@ class Memray(Profiler):
         batches_per_trace: int = 20,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            schedule,
-            ranks,
-            output_path_prefix,
-            folder,
-            filename,
-            remote_file_name,
-            overwrite,
-            compress,
-            num_traces_to_keep,
-            batches_per_trace,
-        )
+        super().__init__(**shared(locals()))
         check_options(Memray, kwargs, _OPTIONS, "memray")
         _check_format(kwargs.get("file_format"))
         if follow_fork and not processes.SUPPORTED:
@@ -147,7 +191,7 @@ class Memray(Profiler):
         require(self, "memray")
         super().prepare(context)
         if self.follow_fork and self._writer is not None:
-            record = partial(memray_child.record_child, self._tracker_options())
+            record = partial(record_child, self._tracker_options())
             self._children = processes.Children(record)
 
     @override
@@ -160,15 +204,14 @@ class Memray(Profiler):
         if self._children is not None:
             self._children.open(path)
         try:
-            memray_child.start(tracker)
-        except RuntimeError as error:  # a tracker that is not ours
+            start(tracker)
+        except RuntimeError as error:
             path.unlink(missing_ok=True)
             if self._children is not None:
                 self._children.shut()
-            remedy = "remove one of the two"
-            raise RecorderBusy("Memray", FOREIGN_MEMRAY, remedy) from error
+            raise RecorderBusy("Memray", OTHER_MEMRAY, "remove one of the two") from error
         yield None
-        memray_child.stop(tracker)
+        stop(tracker)
         return Recorded(further=self._further_of(path, context))
 
     @override
@@ -181,7 +224,7 @@ class Memray(Profiler):
         super().close(context, reason)
         if self._children is not None:
             self._children.leave()
-            # After the writers of the children's files, which the last window may have added.
+            # After the writers of the children's files, some of which the last window added.
             context.on_close(self._children.remove)
             self._children = None
 
@@ -209,7 +252,7 @@ class Memray(Profiler):
         return further
 
     def _prefix(self, context: RunContext) -> str:
-        """What the keys of this rank's metrics begin with."""
+        """The prefix of this rank's metrics."""
         stage = "" if context.stage == "train" else f"{context.stage}/"
         rank = context.ranks.global_rank
         first = min(self.ranks) if self.ranks is not None else 0
@@ -217,17 +260,16 @@ class Memray(Profiler):
 
 
 def _check_format(value: Any) -> None:
-    """Accept the names of memray's formats, and the formats themselves."""
     name = value if isinstance(value, str) else getattr(value, "name", "")
     if value is not None and name.lower() not in _FORMATS:
-        problem = f"is not of {', '.join(_FORMATS)}"
+        problem = f"is not one of {', '.join(_FORMATS)}"
         raise ConfigError("file_format", value, problem, '"aggregated_allocations"')
 
 
 def _take(files: processes.Files, number: int, target: Path) -> None:
     found = files.wait()
     if number not in found:
-        raise OSError("the child process ended without it")
+        raise OSError("the child process ended without leaving its file")
     shutil.move(found[number], target)
 
 
@@ -240,5 +282,5 @@ def _flamegraph(source: Path, page: Path) -> None:
 def _summarize(
     source: Path, prefix: str, log: Callable[[Mapping[str, float]], None], text: Path
 ) -> None:
-    told = run_python("-m", "lightning_perf.profilers.memray_summary", str(source), str(text))
-    log({f"{prefix}{key}": value for key, value in json.loads(told).items()})
+    output = run_python("-m", "lightning_perf.profilers.memray_summary", str(source), str(text))
+    log({f"{prefix}{key}": value for key, value in json.loads(output).items()})

@@ -1,7 +1,7 @@
-"""What a capture of memray says, as a page of text and as numbers.
+"""A summary of a memray capture, as text and as metrics.
 
-Run as a program, since memray's reader holds the interpreter's lock: ``python -m
-lightning_perf.profilers.memray_summary CAPTURE TEXT`` writes the text and prints the numbers.
+A program, since memray's reader holds the GIL: ``python -m
+lightning_perf.profilers.memray_summary CAPTURE TEXT`` writes the text and prints the metrics.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_perf.charts.flame import bytes_text
+from lightning_perf.charts.style import bytes_text
 
 _LINES = 15
 _UNKNOWN = ("<no Python frame>", "", 0)
@@ -24,13 +24,10 @@ Location = tuple[str, str, int]  # function, file, line
 
 
 def summarize(capture: Path) -> tuple[str, dict[str, float]]:
-    """The text, and the metrics, which ``Memray`` documents.
-
-    Args:
-        capture: A file of memray's, of either format.
+    """The text, and the metrics that ``Memray`` documents.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The capture cannot be read.
     """
     from memray import FileReader
 
@@ -40,7 +37,7 @@ def summarize(capture: Path) -> tuple[str, dict[str, float]]:
     figures = {"peak_memory": peak.total(), "unfreed_memory": unfreed.total()}
     tables = [
         *_table("Largest at the peak", peak),
-        *_table("Allocated in this window, and still there at its end", unfreed),
+        *_table("Allocated in this window and not freed", unfreed),
     ]
     total = _statistics(capture)
     if total is not None:
@@ -58,7 +55,7 @@ def summarize(capture: Path) -> tuple[str, dict[str, float]]:
 
 
 def _statistics(capture: Path) -> Any:
-    """Totals, unless memray has moved the function, or the capture is an aggregated one."""
+    """Totals; None for aggregated captures and where memray lacks this private function."""
     try:
         from memray._memray import compute_statistics
 
@@ -68,7 +65,7 @@ def _statistics(capture: Path) -> Any:
 
 
 def _by_location(records: Iterable[Any]) -> Counter[Location]:
-    """Bytes by the Python line that asked for them."""
+    """Bytes by the innermost Python source line."""
     sizes: Counter[Location] = Counter()
     for record in records:
         stack = record.stack_trace(max_stacks=1)

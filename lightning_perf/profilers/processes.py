@@ -1,7 +1,7 @@
-"""Child processes that record when their parent does: data loader workers above all.
+"""Records child processes, such as data loader workers, in the windows of their parent.
 
-What runs in a child is wrapped where the child is started, whatever its start method. There a
-thread looks whether a window is open, and has the child's main thread record meanwhile.
+The target of each new process is wrapped, for all start methods. In the child a thread checks
+whether a window is open, and makes the main thread start and stop the recorder.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-#: Starts to record into a file; is resumed to stop, on any thread, and again on the main thread.
+#: Records into a file, by path and number of the child: the first ``next`` starts the recorder on
+#: the main thread, the second stops it on any thread, the third cleans up on the main thread.
 ChildRecord = Callable[[Path, int], Generator[None, None, None]]
 
-#: Seconds between a child's looks at the window, and that its file is waited for.
-_LOOK, _PATIENCE = 0.02, 5.0
-#: Never sent: it is how a thread asks the main one of its process to call something.
+#: Seconds between two checks for a window, and of the wait for a child's file.
+_INTERVAL, _PATIENCE = 0.02, 5.0
+#: Handled by the main thread when another thread of the process simulates it; never sent.
 _SIGNAL = getattr(signal, "SIGURG", None)
 
 SUPPORTED = _SIGNAL is not None
 
 
 class Children:
-    """The processes that are started from now on, numbered from 1.
+    """Records the processes that are started from now on, numbered from 1.
 
     Args:
-        record: Records in a child; it has to pickle, where children are spawned.
+        record: Records in a child; must pickle if children are spawned.
     """
 
     def __init__(self, record: ChildRecord) -> None:
         self._record = record
-        # It holds one short text. A disk of this machine, since children look at it all the time.
+        # Names the folder of the open window. On a local disk, since children read it often.
         self._marker = Path(tempfile.mkdtemp(prefix="lightning_perf-")) / "open"
         self._folders: list[Path] = []
         self._count = 0
-        _follow(self)
+        _patch(self)
 
     def open(self, path: Path) -> None:
-        """A window opens: children begin to record within hundredths of a second.
+        """Open a window: children begin to record within hundredths of a second.
 
         Args:
-            path: Where the parent records. Beside it is a folder of theirs, removed in the end.
+            path: The parent's recording; the children's are in a folder beside it.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The folder cannot be created.
         """
         folder = path.with_name(f"{path.name}.children").absolute()
         folder.mkdir()
@@ -62,45 +63,45 @@ class Children:
         self._marker.with_suffix(".next").replace(self._marker)
 
     def shut(self) -> Files:
-        """The window ends, and so do the children's recordings."""
+        """Close the window, and with it the recordings of the children."""
         self._marker.unlink(missing_ok=True)
         folder = self._folders[-1]
         return Files(folder, tuple(sorted(int(path.stem) for path in folder.glob("*.on"))))
 
     def leave(self) -> None:
-        """Let processes start as they did."""
-        _unfollow(self)
+        """Do not record processes that are started from now on."""
+        _unpatch(self)
 
     def remove(self) -> None:
-        """Forget the files that were not collected."""
+        """Remove the files that were not collected."""
         for folder in (self._marker.parent, *self._folders):
             shutil.rmtree(folder, ignore_errors=True)
 
     def wrap(self, target: Callable[..., Any]) -> Callable[..., Any]:
-        """What a process that is about to start shall run in place of its target."""
+        """The target of a process that is about to start, wrapped."""
         self._count += 1
-        return _Followed(target, self._record, self._marker, self._count)
+        return _Target(target, self._record, self._marker, self._count)
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What the children leave of one window."""
+    """The files of the children of one window."""
 
     _folder: Path
-    #: The children that recorded.
+    #: Children that recorded.
     numbers: tuple[int, ...]
 
     def wait(self) -> dict[int, Path]:
-        """The files by number, without those of children that were killed, after some seconds."""
+        """The files by number; those of killed children are missing, after some seconds."""
         until = time.monotonic() + _PATIENCE
         files = {number: self._folder / str(number) for number in self.numbers}
         while not all(path.exists() for path in files.values()) and time.monotonic() < until:
-            time.sleep(_LOOK)
+            time.sleep(_INTERVAL)
         return {number: path for number, path in files.items() if path.exists()}
 
 
-class _Followed:
-    """A process's target that records, too. Whatever fails of ours, the target runs."""
+class _Target:
+    """The target of a process, which records, too. Errors of the recorder are ignored."""
 
     def __init__(
         self, target: Callable[..., Any], record: ChildRecord, marker: Path, number: int
@@ -110,7 +111,7 @@ class _Followed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watch = None
         with suppress(Exception):
-            _following.clear()  # a forked child's own children are not followed
+            _active.clear()  # a forked child does not record its own children
             watch = _Watch(self.record, self.marker, self.number)
         try:
             return self.target(*args, **kwargs)
@@ -120,56 +121,56 @@ class _Followed:
                     watch.end()
 
 
-#: Whose recording this process makes: two at a time would spoil each other's.
+#: The recorder in use, of several profilers of the parent: only one can be active.
 _recorder: _Watch | None = None
 
 
 class _Watch:
-    """Records in this process while its parent's window is open."""
+    """Records this process while a window of its parent is open."""
 
     def __init__(self, record: ChildRecord, marker: Path, number: int) -> None:
         self._record, self._marker, self._number = record, marker, number
         self._lock = threading.RLock()
-        #: The folder of the window that was last seen, or nothing.
+        #: Folder of the last window that was seen, or an empty string.
         self._window = ""
         self._running: Generator[None, None, None] | None = None
         self._stopped: Generator[None, None, None] | None = None
         self._over = threading.Event()
-        assert _SIGNAL is not None  # or nothing would be followed
+        assert _SIGNAL is not None  # checked by the profilers, by SUPPORTED
         self._signal = _SIGNAL
         self._handler = signal.signal(self._signal, self._turn)
         self._turn()
-        threading.Thread(target=self._look, name="lightning_perf", daemon=True).start()
+        threading.Thread(target=self._check, name="lightning_perf", daemon=True).start()
 
     def end(self) -> None:
-        """The process is about to end."""
+        """Stop: the process is about to end."""
         self._over.set()
         self._stop()
         signal.signal(self._signal, self._handler)
 
-    def _look(self) -> None:
-        while not self._over.wait(_LOOK):
-            if self._asked() != self._window:
-                self._stop()  # here, since the main thread may wait for work
+    def _check(self) -> None:
+        while not self._over.wait(_INTERVAL):
+            if self._read_window() != self._window:
+                self._stop()  # on this thread, since the main thread may wait for work
                 _thread.interrupt_main(self._signal)
 
-    def _asked(self) -> str:
+    def _read_window(self) -> str:
         try:
             return self._marker.read_text(encoding="utf-8")
         except OSError:
             return ""
 
     def _turn(self, *_: object) -> None:
-        """Let go of the last window and begin the present one; on the main thread."""
+        """Clean up after the last window and begin the present one, on the main thread."""
         with suppress(Exception), self._lock:
-            asked = "" if self._over.is_set() else self._asked()
-            if asked != self._window:
+            window = "" if self._over.is_set() else self._read_window()
+            if window != self._window:
                 self._stop()
             if self._stopped is not None:
-                self._let_go(self._stopped)
-            if asked != self._window and _recorder is None:  # or else at the next look
-                self._window = asked
-                if asked:
+                self._clean_up(self._stopped)
+            if window != self._window and _recorder is None:  # otherwise at the next check
+                self._window = window
+                if window:
                     self._begin()
         other = getattr(self._handler, "__self__", None)
         if isinstance(other, _Watch):
@@ -178,17 +179,17 @@ class _Watch:
     def _begin(self) -> None:
         global _recorder
         self._running = self._record(self._file(".part"), self._number)
-        if next(self._running, self) is not self:  # it yielded: it records
+        if next(self._running, self) is not self:  # it yielded, so it records
             _recorder = self
             self._file(".on").touch()
 
-    def _let_go(self, stopped: Generator[None, None, None]) -> None:
+    def _clean_up(self, stopped: Generator[None, None, None]) -> None:
         global _recorder
         self._stopped = _recorder = None
         next(stopped, None)
 
     def _stop(self) -> None:
-        """Stop, and leave the file; on any thread."""
+        """Stop, and leave the file; any thread may call it."""
         with suppress(Exception), self._lock:
             if self._running is not None:
                 self._stopped, self._running = self._running, None
@@ -199,9 +200,7 @@ class _Watch:
         return Path(self._window) / f"{self._number}{suffix}"
 
 
-# -- where processes start ------------------------------------------------------------------------
-
-_following: list[Children] = []
+_active: list[Children] = []
 _plain_start: Callable[[BaseProcess], None] | None = None
 
 
@@ -210,7 +209,7 @@ def _start(process: BaseProcess) -> None:
     target = getattr(process, "_target", None)
     if target is None or process._parent_pid != os.getpid():  # type: ignore[attr-defined]
         return _plain_start(process)
-    for children in _following:
+    for children in _active:
         process._target = children.wrap(process._target)  # type: ignore[attr-defined]
     try:
         _plain_start(process)
@@ -219,18 +218,18 @@ def _start(process: BaseProcess) -> None:
         raise
 
 
-def _follow(children: Children) -> None:
+def _patch(children: Children) -> None:
     global _plain_start
-    _following.append(children)
+    _active.append(children)
     if _plain_start is None:
         _plain_start = BaseProcess.start
         BaseProcess.start = _start  # type: ignore[method-assign, assignment]
 
 
-def _unfollow(children: Children) -> None:
+def _unpatch(children: Children) -> None:
     global _plain_start
-    if children in _following:
-        _following.remove(children)
-    # Where somebody else has replaced it since, ours stays below, and does nothing of its own.
-    if not _following and BaseProcess.start is _start:
+    if children in _active:
+        _active.remove(children)
+    # If another library has patched it since, ours stays below and does nothing.
+    if not _active and BaseProcess.start is _start:
         BaseProcess.start, _plain_start = _plain_start, None  # type: ignore

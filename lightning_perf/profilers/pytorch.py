@@ -1,4 +1,4 @@
-"""Traces by torch.profiler."""
+"""torch.profiler traces of windows of batches."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag
 from lightning_perf.errors import ConfigError, describe, warn
-from lightning_perf.profilers.base import Profiler
-from lightning_perf.profilers.other_torch import refuse_lightnings, refuse_torch_profiler
+from lightning_perf.profilers.base import Profiler, shared
+from lightning_perf.profilers.conflicts import (
+    refuse_lightnings,
+    refuse_python_profiler,
+    refuse_torch_profiler,
+)
 from lightning_perf.profilers.tools import (
     check_options,
     check_whole,
     defaults,
     given,
-    refuse_python_profiler,
     run_python,
 )
-from lightning_perf.profilers.window_runner import Recorded, Recording
+from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
 from lightning_perf.traces import file_format, remote_format
 
@@ -37,32 +40,29 @@ _ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__m
 
 
 def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``torch.profiler.profile``, with names and mappings made what torch takes.
-
-    Args:
-        options: As the user gave them, those that are None left out.
+    """Arguments of ``torch.profiler.profile``, with names and mappings converted.
 
     Raises:
-        ConfigError: An activity or an experimental option that torch does not know.
+        ConfigError: An activity or an experimental option that torch does not have.
 
     Example:
         >>> torch_options({"activities": ["cpu"], "acc_events": None})
         {'activities': [<ProfilerActivity.CPU: 0>]}
     """
-    made = given(options)
-    if "activities" in made:
-        made["activities"] = _activities(made["activities"])
-    if isinstance(config := made.get("experimental_config"), Mapping):
-        unknown = {key: value for key, value in config.items() if not _is_taken({key: value})}
+    converted = given(options)
+    if "activities" in converted:
+        converted["activities"] = _activities(converted["activities"])
+    if isinstance(config := converted.get("experimental_config"), Mapping):
+        unknown = {key: value for key, value in config.items() if not _is_known({key: value})}
         if unknown:
             problem = f"holds {unknown}, which torch {torch.__version__} does not take"
             raise ConfigError("experimental_config", config, problem, "{'verbose': True}")
-        made["experimental_config"] = ExperimentalConfig(**config)
-    return made
+        converted["experimental_config"] = ExperimentalConfig(**config)
+    return converted
 
 
-def _is_taken(config: Mapping[str, Any]) -> bool:
-    """Whether this torch knows an experimental option: they differ from release to release."""
+def _is_known(config: Mapping[str, Any]) -> bool:
+    """Whether this version of torch has an experimental option."""
     try:
         ExperimentalConfig(**config)
     except TypeError:
@@ -71,7 +71,7 @@ def _is_taken(config: Mapping[str, Any]) -> bool:
 
 
 def _activities(named: Any) -> list[Any]:
-    """Activities, or mappings from them to what they shall collect."""
+    """Activities, or mappings from activities to what they collect."""
     if isinstance(named, str) or not isinstance(named, Iterable):
         raise _unknown(named)
     return [
@@ -92,7 +92,7 @@ def _activity(name: Any, given: Any) -> ProfilerActivity:
 
 
 def _unknown(value: Any) -> ConfigError:
-    problem = f"is no list of activities out of {', '.join(_ACTIVITIES)}"
+    problem = f"is not a list of activities: {', '.join(_ACTIVITIES)}"
     return ConfigError("activities", value, problem, "['cpu', 'cuda']")
 
 
@@ -100,10 +100,10 @@ class TorchFiles:
     """The files of one recording.
 
     Args:
-        profiler: Which has stopped.
-        path: Where its trace belongs.
-        device: Whose memory is of interest.
-        on_error: Hears why torch cannot tell what the memory was for.
+        profiler: After its stop.
+        path: The trace.
+        device: The device of the memory timeline.
+        on_error: Called if torch cannot export the memory timeline.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class TorchFiles:
         self._exported = False
 
     def trace(self) -> None:
-        """Write the trace, which the other files are made of, unless it is there."""
+        """Write the trace, once; the other files are made of it."""
         if not self._exported:
             self._profiler.export_chrome_trace(str(self._path))
             self._exported = True
-            if self._path.exists():  # or the writer says that nothing was left
+            if self._path.exists():  # otherwise the writer reports it
                 check_whole(self._path)
 
     def key_averages(self, target: Path) -> None:
@@ -127,7 +127,7 @@ class TorchFiles:
         run_python("-m", "lightning_perf.traces.reading", str(self._path), str(target))
 
     def memory_timeline(self, target: Path) -> None:
-        """Write the page about memory."""
+        """Write the page about memory over time."""
         points = target.with_name(f"{target.name}.points")
         try:
             source = self._points(points)
@@ -138,10 +138,10 @@ class TorchFiles:
 
     def _points(self, path: Path) -> Path:
         try:
-            # Unwrapped, since it is marked as deprecated, which users cannot act on.
+            # Unwrapped, to avoid a deprecation warning that users cannot act on.
             export = inspect.unwrap(profile.export_memory_timeline)
             export(self._profiler, str(path), self._device)
-        except Exception as error:  # torch has taken it away, or cannot make sense of the model
+        except Exception as error:  # newer torch does not have it; it also fails for some models
             self._on_error(error)
             self.trace()
             return self._path
@@ -149,22 +149,22 @@ class TorchFiles:
 
 
 _OURS = {"schedule", "on_trace_ready", "execution_trace_observer"}
-#: What torch needs to tell what memory was for.
+#: What torch needs to classify memory.
 _OF_MEMORY = ("with_stack", "record_shapes", "profile_memory")
 _MEMORY_EXAMPLE = "'rank{rank}.{batch}.pt.trace.memory.html'"
 _HOW_TO_OPEN = """\
 # Traces of PyTorch
 
-Each file tells in its name the rank and how many batches were done when its window ended.
+The name of each file contains the rank and the number of batches completed when its window ended.
 
-- `*.pt.trace.json.gz` or `*.pt.trace.json`: drop it on <https://ui.perfetto.dev>, which keeps it in
-  the browser, or load it in `chrome://tracing`. Or, for all files of this folder at once:
+- `*.pt.trace.json.gz` or `*.pt.trace.json`: drag onto <https://ui.perfetto.dev> (processed in your
+  browser, never uploaded), or load it in `chrome://tracing`. For all files of this folder at once:
 
       pip install tensorboard torch_tb_profiler
       tensorboard --logdir path/to/torch/trace_folder
 
-- `*.memory.html`: what filled the memory, and when. Any browser opens it, without a network.
-- `*.pt.trace.txt`: what each operator costs in all, the most costly first. Plain text.
+- `*.memory.html`: memory over time, by category. Any browser, works offline.
+- `*.pt.trace.txt`: total cost of each operator, the most costly first. Plain text.
 """
 
 
@@ -176,23 +176,24 @@ class PyTorch(Profiler):
 
     Args:
         compress: Whether the trace is gzipped.
-        memory_filename: Format string of a page beside each trace that tells what filled the
-            memory of this rank's device, and when: ``rank{rank}.{batch}.pt.trace.memory.html``. It
-            needs ``with_stack``, ``record_shapes`` and ``profile_memory``, ends in ``.html``, and
-            opens without a network. Torch takes seconds a batch to make it, beside the training.
-        memory_remote_file_name: The same for its name in MLflow; None uploads nothing.
-        use_gzip: Composer's name of ``compress``, which it stands above; None leaves that alone.
+        memory_filename: Format string of a page about the memory of this rank's device over time,
+            by category: ``rank{rank}.{batch}.pt.trace.memory.html``. It needs ``with_stack``,
+            ``record_shapes`` and ``profile_memory``, and must end in ``.html``. Torch takes
+            seconds per recorded batch to make it, on a worker thread.
+        memory_remote_file_name: Format string of the page's artifact in MLflow; None disables the
+            upload.
+        use_gzip: Composer's name for ``compress``; takes precedence if not None.
         record_shapes: Whether to record the shapes of operator inputs.
         profile_memory: Whether to record the allocation of tensors.
         with_stack: Whether to record source lines.
         with_flops: Whether to estimate the FLOPs of operators.
-        key_averages: Whether a table of operators lies beside each trace, as text: how often each
-            was called and what it cost, the most costly first.
+        key_averages: Whether to write a table of operators beside each trace, as text: calls and
+            cost, the most costly first.
         **kwargs: Further arguments of ``torch.profiler.profile``, such as ``activities``, which may
             be names (``["cpu", "cuda"]``), or ``experimental_config``, which may be a mapping.
 
     Raises:
-        ConfigError: A value that cannot work, or an argument that torch.profiler does not know.
+        ConfigError: An invalid value, or an argument that torch.profiler does not have.
 
     Example:
         >>> import lightning as L
@@ -202,7 +203,6 @@ class PyTorch(Profiler):
     """
 
     warms_up = True
-    #: Markdown for those who find the files.
     how_to_open: ClassVar[str] = _HOW_TO_OPEN
 
     def __init__(
@@ -228,18 +228,11 @@ class PyTorch(Profiler):
         batches_per_trace: int = 20,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            schedule,
-            ranks,
-            output_path_prefix,
-            folder,
-            filename,
-            remote_file_name,
-            overwrite,
-            compress if use_gzip is None else flag("use_gzip", use_gzip),
-            num_traces_to_keep,
-            batches_per_trace,
-        )
+        if use_gzip is not None:
+            if flag("use_gzip", use_gzip) and not flag("compress", compress):
+                raise ConfigError("use_gzip", use_gzip, "contradicts compress=False", "None")
+            compress = use_gzip
+        super().__init__(**shared(locals()))
         known = {name: value for name, value in defaults(profile).items() if name not in _OURS}
         check_options(PyTorch, kwargs, known, "torch.profiler")
         self.record_shapes = flag("record_shapes", record_shapes)
@@ -250,10 +243,8 @@ class PyTorch(Profiler):
         self.memory_remote_file_name = memory_remote_file_name
         self.key_averages, self.options = flag("key_averages", key_averages), kwargs
         torch_options(kwargs)
-        if use_gzip and not compress:
-            raise ConfigError("use_gzip", use_gzip, "contradicts compress=False", "None")
         self._check_memory()
-        self._told_totals = False
+        self._warned_totals = False
 
     def _check_memory(self) -> None:
         names = {
@@ -278,7 +269,7 @@ class PyTorch(Profiler):
         files: dict[str, tuple[str, str | None]] = {}
         if self.key_averages:
             files["key_averages"] = self.beside(".txt")
-        if self.memory_filename is not None:  # last, since the others would wait for it
+        if self.memory_filename is not None:  # the slowest one last
             files["memory_timeline"] = (self.memory_filename, self.memory_remote_file_name)
         return files
 
@@ -296,7 +287,7 @@ class PyTorch(Profiler):
             with_flops=self.with_flops,
             **torch_options(self.options),
         )
-        # Steps bear the numbers of their batches, so that traces of several ranks line up.
+        # Step numbers are batch numbers, so that traces of several ranks line up.
         profiler.step_num = first
         for key, value in self._metadata(context).items():
             profiler.preset_metadata_json(key, json.dumps(value))
@@ -308,7 +299,7 @@ class PyTorch(Profiler):
 
         yield tick
         profiler.stop()
-        files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device), self._tell)
+        files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device), self._warn)
         return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})
 
     def _metadata(self, context: RunContext) -> dict[str, Any]:
@@ -325,19 +316,19 @@ class PyTorch(Profiler):
             "step": stamp.step,
         }
 
-    def _tell(self, error: Exception) -> None:
-        """Say once that pages about memory have less in them."""
-        if not self._told_totals:
-            self._told_totals = True
+    def _warn(self, error: Exception) -> None:
+        """Warn once that pages about memory have no categories."""
+        if not self._warned_totals:
+            self._warned_totals = True
             warn(
-                f"torch does not tell what the memory was for ({describe(error)}): pages show how "
-                "much was allocated. MemorySnapshot tells more on CUDA."
+                f"torch cannot classify the memory ({describe(error)}): pages show the total. On "
+                "CUDA, MemorySnapshot shows more."
             )
 
 
 def _phases(first: int, warmup: int) -> Callable[[int], ProfilerAction]:
     def phase(step: int) -> ProfilerAction:
-        # At construction torch asks about step 0, wherever the recording begins.
+        # At construction torch calls it with step 0, whatever the first step is.
         warm = max(step, first) < first + warmup
         return ProfilerAction.WARMUP if warm else ProfilerAction.RECORD
 

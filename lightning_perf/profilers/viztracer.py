@@ -1,4 +1,4 @@
-"""Timelines of Python's calls by VizTracer."""
+"""VizTracer timelines of windows of batches: every Python call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from typing_extensions import override
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import processes
-from lightning_perf.profilers.base import Profiler
-from lightning_perf.profilers.other_torch import refuse_lightnings, refuse_torch_profiler
+from lightning_perf.profilers.base import Profiler, shared
+from lightning_perf.profilers.conflicts import (
+    python_profiler,
+    refuse_lightnings,
+    refuse_python_profiler,
+    refuse_torch_profiler,
+)
 from lightning_perf.profilers.tools import (
     blaming,
     check_options,
@@ -26,35 +31,33 @@ from lightning_perf.profilers.tools import (
     defaults,
     given,
     installed,
-    python_profiler,
-    refuse_python_profiler,
     require,
     run_python,
 )
-from lightning_perf.profilers.window_runner import Recorded, Recording
+from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
 
-#: Each rank's processes have ids of their own: 10001 is the first child of rank 0.
+#: Process ids in traces: rank 0 is 1, its first child 10001.
 _CHILDREN = 10_000
 
 _recording: Any = None
 
 
 def ready_tracer(rank: int, entries: int, options: Mapping[str, Any], child: int = 0) -> Any:
-    """A VizTracer that is ready to start and leaves nothing behind but its file.
+    """A VizTracer that is ready to start.
 
-    One tracer per process and buffer size serves all windows: each tracer that is made takes a
-    pthread key, of which a process has 1,024, and never frees it.
+    All windows of a process share one tracer per buffer size: each new tracer takes a pthread key
+    and never frees it, and a process has only 1,024.
 
     Args:
         rank: Global rank.
-        entries: The most calls that it remembers.
+        entries: Size of its buffer, in calls.
         options: Further arguments of VizTracer.
-        child: The number of the child process that this is, or 0.
+        child: Number of this child process, or 0 in a rank's own process.
     """
     tracer = _tracer(os.getpid(), entries)
     name = f"rank {rank} {multiprocessing.current_process().name}" if child else f"rank {rank}"
@@ -68,14 +71,14 @@ def ready_tracer(rank: int, entries: int, options: Mapping[str, Any], child: int
             **options,
         )
     tracer.clear()
-    # Processes of several nodes may share an id, and to VizTracer 0 is no id.
+    # Process ids of several nodes may coincide, and VizTracer ignores 0.
     tracer.setpid((rank + 1) * _CHILDREN + child % _CHILDREN if child else rank + 1)
     return tracer
 
 
 @cache
 def _tracer(pid: int, entries: int) -> Any:
-    """The tracer of a process for one buffer size; a forked child makes its own."""
+    """The tracer of a process (a forked child has its own) and a buffer size."""
     kind = _reusable()
     return kind.__new__(kind, entries)
 
@@ -86,7 +89,7 @@ def _reusable() -> Any:
     from viztracer.snaptrace import Tracer as Core  # type: ignore[import-untyped]
 
     class Once(Core):  # type: ignore[misc]
-        """Takes the buffer and the pthread key at the first initialization only."""
+        """Allocates the buffer and the pthread key at the first initialization only."""
 
         def __init__(self, entries: int) -> None:
             if "taken" not in self.__dict__:
@@ -94,18 +97,18 @@ def _reusable() -> Any:
                 self.taken = True
 
     class Reusable(Tracer, Once):  # type: ignore[misc]
-        """Initialized again for each window, with the options of its profiler."""
+        """Can be initialized again, with other options."""
 
     return Reusable
 
 
 def start(tracer: Any) -> None:
-    """Record; processes that are forked meanwhile do not go on with it."""
+    """Start a tracer; processes forked meanwhile do not continue with it."""
     global _recording
     _recording = tracer
     try:
         with _unhooked():
-            if sys.version_info < (3, 12):  # from then on VizTracer sees all threads by itself
+            if sys.version_info < (3, 12):  # newer versions trace all threads anyway
                 threading.setprofile(tracer.threadtracefunc)
             tracer.start()
     except BaseException:
@@ -116,49 +119,49 @@ def start(tracer: Any) -> None:
 
 
 def stop(tracer: Any, path: Path) -> None:
-    """Stop, and save to a file of any name."""
+    """Stop, and save to a file with any suffix."""
     global _recording
     _recording = None
     tracer.stop()
-    # Or threads that start later would call it in vain.
+    # Otherwise later threads would still call it.
     if getattr(threading.getprofile(), "__self__", None) is tracer:
         threading.setprofile(None)
-    # VizTracer chooses the format by the suffix.
+    # VizTracer selects the format by the suffix.
     raw = path.with_name(f"{path.name}.json")
     try:
         tracer.save(str(raw), verbose=0)
-    except ValueError as error:  # its word for a file that cannot be opened
+    except ValueError as error:  # the file cannot be opened
         raise OSError(str(error)) from error
     finally:
-        _let_go(tracer)
+        _free(tracer)
     raw.replace(path)
 
 
-def _let_go(tracer: Any) -> None:
-    """Free what the window held: the tracer itself is kept."""
+def _free(tracer: Any) -> None:
+    """Free the data of the window; the tracer itself is reused."""
     tracer.clear()
     tracer.data, tracer.torch_profile = {}, None
-    tracer.log_gc = False  # or the list of the collector's callbacks would grow
+    tracer.log_gc = False  # removes its garbage collection callback
 
 
 def record_child(
     rank: int, entries: int, options: Mapping[str, Any], path: Path, number: int
 ) -> Generator[None, None, None]:
-    """Record a child process, as ``children`` asks for it."""
+    """Record a child process: a ``processes.ChildRecord``."""
     if python_profiler() is not None:
-        return  # somebody else's
+        return
     tracer = ready_tracer(rank, entries, options, number)
     start(tracer)
     yield
     stop(tracer, path)
     yield
-    if sys.getprofile() is tracer:  # the hook of a thread is its own
+    if sys.getprofile() is tracer:  # each thread has its own hook
         sys.setprofile(None)
 
 
 @contextmanager
 def _unhooked() -> Iterator[None]:
-    """Free the hook for Python's calls where VizTracer, which takes it first, fails."""
+    """Release the hook for Python calls if VizTracer fails after it took it."""
     try:
         yield
     except BaseException:
@@ -178,7 +181,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-#: What tells where the trace goes and whose it is; and sparse tracing, which needs the user's code.
+#: Arguments of VizTracer that this package sets, and sparse tracing, which needs changed code.
 _OURS = {
     "dump_raw", "log_sparse", "output_file", "pid_suffix", "process_name", "register_global",
     "trace_self", "verbose",
@@ -187,26 +190,26 @@ _REPORT = "lightning_perf.profilers.viztracer_report"
 
 
 class VizTracer(Profiler):
-    """Records every call of Python and when it happened, for Perfetto or ``vizviewer``.
+    """Records the time of every Python call, for Perfetto or ``vizviewer``.
 
     The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
-    ``Profiler``. Traces of several ranks can be merged: each rank is a process of its own in them.
+    ``Profiler``. Traces of several ranks can be merged: each rank appears as a process of its own.
 
     Args:
-        compress: Whether files have VizTracer's own compressed form ``.cvf``, which
+        compress: Whether to write VizTracer's own compressed format ``.cvf``, which
             ``viztracer --decompress`` reads, instead of ``.json.gz``, which Perfetto opens.
-        tracer_entries: The most calls that a file holds of one process; of more, the last ones.
-        patch: Whether child processes that multiprocessing starts during the run, such as data
-            loader workers, are recorded in each window too, in the same file. Each of them has a
-            thread of ours, which looks fifty times a second whether a window is open. Programs
-            that ``subprocess`` starts are not followed.
-        html: Whether a page lies beside each file, which opens without a network: a flame graph of
-            each thread, of calls of the same path made one.
+        tracer_entries: Maximum number of calls per process and file; the last ones are kept.
+        patch: Whether to record child processes that multiprocessing starts during the run, such
+            as data loader workers, in the same file. Each of them has a thread that checks fifty
+            times per second whether a window is open. Programs that ``subprocess`` starts are not
+            recorded.
+        html: Whether to write a page beside each file, which works offline: a flame graph of each
+            thread, in which calls of the same path are merged.
         **kwargs: Further arguments of ``viztracer.VizTracer``, such as ``log_torch`` or
             ``ignore_c_function``.
 
     Raises:
-        ConfigError: A value that cannot work, or an argument that VizTracer does not know.
+        ConfigError: An invalid value, or an argument that VizTracer does not have.
 
     Example:
         >>> import lightning as L
@@ -216,15 +219,14 @@ class VizTracer(Profiler):
     """
 
     how_to_open: ClassVar[str] = """\
-- `.json.gz`: drop it on <https://ui.perfetto.dev>, which keeps it in the browser, or
-  `gunzip FILE.json.gz`, then `vizviewer FILE.json` (pip install viztracer), which needs no network.
+- `.json.gz`: drag onto <https://ui.perfetto.dev> (processed in your browser, never uploaded), or
+  `gunzip FILE.json.gz`, then `vizviewer FILE.json` (pip install viztracer), which works offline.
 - `.cvf` (`compress=True`): `viztracer --decompress FILE.cvf -o trace.json`, then
   `vizviewer trace.json`.
-- `.html` (`html=True`): any browser, without a network: flame graphs; a click on a frame
-  magnifies it.
+- `.html` (`html=True`): flame graphs; any browser, works offline. Click a frame to zoom in.
 - Several ranks in one timeline: `gunzip rank*.json.gz`, then
-  `viztracer --combine rank*.json -o all.json`. Rank 0 is process 1, its child processes are 10001
-  and on.
+  `viztracer --combine rank*.json -o all.json`. Rank 0 is process 1, its child processes are 10001,
+  10002, ...
 """
 
     _of_a_run = (*Profiler._of_a_run, "_children")
@@ -247,18 +249,7 @@ class VizTracer(Profiler):
         html: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            schedule,
-            ranks,
-            output_path_prefix,
-            folder,
-            filename,
-            remote_file_name,
-            overwrite,
-            compress,
-            num_traces_to_keep,
-            batches_per_trace,
-        )
+        super().__init__(**shared(locals()))
         check_options(
             VizTracer, kwargs, _known() if installed("viztracer") else kwargs, "viztracer"
         )
@@ -281,7 +272,7 @@ class VizTracer(Profiler):
         require(self, "viztracer")
         super().prepare(context)
         if self.patch and self._writer is not None:
-            self._follow(context)
+            self._record_children(context)
 
     @property
     @override
@@ -307,9 +298,9 @@ class VizTracer(Profiler):
             start(tracer)
             yield tick
         finally:
-            theirs = self._children.shut() if self._children is not None else None
+            children = self._children.shut() if self._children is not None else None
         stop(tracer, path)
-        trace = _Trace(path, theirs)
+        trace = _Trace(path, children)
         return Recorded(
             partial(trace.finish, compress=self.compress),
             dict.fromkeys(self.further_files, trace.draw),
@@ -322,7 +313,7 @@ class VizTracer(Profiler):
             self._children.leave()
             self._children = None
 
-    def _follow(self, context: RunContext) -> None:
+    def _record_children(self, context: RunContext) -> None:
         plain = {key: value for key, value in given(self.options).items() if _is_plain(value)}
         plain.pop("log_torch", None)
         record = partial(record_child, context.ranks.global_rank, self.tracer_entries, plain)
@@ -331,13 +322,13 @@ class VizTracer(Profiler):
 
 
 class _Trace:
-    """A trace on its way, on the worker thread."""
+    """Processes a trace on the worker thread."""
 
-    def __init__(self, path: Path, theirs: processes.Files | None) -> None:
-        self._path, self._theirs = path, theirs
+    def __init__(self, path: Path, children: processes.Files | None) -> None:
+        self._path, self._children = path, children
 
     def finish(self, compress: bool) -> None:
-        self._gather()
+        self._merge()
         check_whole(self._path)
         if compress:
             raw, packed = (self._path.with_name(f"{self._path.name}{s}") for s in (".json", ".cvf"))
@@ -350,13 +341,13 @@ class _Trace:
             packed.replace(self._path)
 
     def draw(self, page: Path) -> None:
-        self._gather()
+        self._merge()
         run_python("-m", _REPORT, "page", str(self._path), str(page))
 
-    def _gather(self) -> None:
-        """Put what the children recorded into the trace, once."""
-        theirs, self._theirs = self._theirs, None
-        files = [str(path) for path in theirs.wait().values()] if theirs is not None else []
+    def _merge(self) -> None:
+        """Add the traces of child processes, once."""
+        children, self._children = self._children, None
+        files = [str(path) for path in children.wait().values()] if children is not None else []
         if files:
             run_python("-m", _REPORT, "merge", str(self._path), *files)
 
@@ -373,6 +364,6 @@ def _cvf(name: str) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an option can be handed to a process that does not share this one's memory."""
+    """Whether an option can be sent to a spawned process."""
     parts = value if isinstance(value, list) else [value]
     return all(isinstance(part, bool | int | float | str) for part in parts)

@@ -1,8 +1,8 @@
-"""What is made of VizTracer's files; run as a program, since reading them takes a second or more.
+"""Programs that process VizTracer's files, since reading them takes seconds.
 
 ``python -m lightning_perf.profilers.viztracer_report merge TRACE CHILD...`` adds the traces of
-child processes to their parent's; ``page TRACE PAGE`` draws flame graphs of where the time went;
-``check PACKED`` reads a ``.cvf`` back.
+child processes to that of their parent; ``page TRACE PAGE`` draws flame graphs; ``check PACKED``
+reads a ``.cvf`` file.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_perf.charts.flame import flame_graph, fold
+from lightning_perf.charts.flame import FlameGraph, fold
+from lightning_perf.charts.page import page
 
 Event = dict[str, Any]
 
+_SUMMARY = """Time by call path, summed over the window. Click a frame to zoom in, the root to zoom
+out. The trace itself, for ui.perfetto.dev or vizviewer, holds the time of each call."""
+
 
 def merge(target: Path, others: Sequence[Path]) -> None:
-    """Put into a trace what others of its machine recorded while it lasted."""
+    """Add events of other traces of this machine, within the time span of the first one."""
     whole = json.loads(target.read_bytes())
     calls = [event for event in whole["traceEvents"] if event["ph"] == "X"]
     first = min((call["ts"] for call in calls), default=0.0)
@@ -40,45 +43,36 @@ def merge(target: Path, others: Sequence[Path]) -> None:
 
 
 def check(packed: Path) -> None:
-    """Fail on a ``.cvf`` that was cut short: on a full disk VizTracer is silent."""
+    """Fail on a truncated ``.cvf``, which VizTracer leaves on a full disk without an error."""
     from viztracer.vcompressor import VCompressor  # type: ignore[import-untyped]
 
     VCompressor().decompress(str(packed))
 
 
-def page(events: Sequence[Event], title: str) -> str:
-    """A page with a flame graph of each thread: calls of the same path made one.
+def calls_page(events: Sequence[Event], title: str) -> str:
+    """A page with a flame graph of each thread, in which calls of the same path are merged.
 
     Args:
         events: The ``traceEvents`` of a trace.
-        title: What to call it.
-
-    Returns:
-        HTML that loads nothing.
+        title: The headline.
     """
-    told = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     calls = sorted(
         (e for e in events if e["ph"] == "X"),
         key=lambda e: (e["pid"], e["tid"], e["ts"], -e["dur"]),
     )
-    pictures = [
-        flame_graph(fold(self_times(list(thread))), _title(told, *key), _milliseconds)
+    graphs = [
+        FlameGraph(fold(self_times(list(thread))), _title(names, *key), _milliseconds)
         for key, thread in groupby(calls, key=lambda e: (e["pid"], e["tid"]))
     ]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        f'</title></head>\n<body style="font-family: sans-serif">\n<h1>{escape(title)}</h1>\n'
-        "<p>Time by the path of calls, merged over the window: click a frame to magnify it, its "
-        "root to go back. When each call happened is in the trace itself, for "
-        "ui.perfetto.dev or vizviewer.</p>\n" + "\n".join(pictures) + "</body></html>\n"
-    )
+    return page(title, [_SUMMARY, *graphs])
 
 
 def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
-    """The stack of each call of one thread, and the nanoseconds that it spent in itself.
+    """The stack of each call of one thread, and its nanoseconds without calls inside of it.
 
     Args:
-        calls: By their beginning, the longest first.
+        calls: Sorted by start, then by duration, the longest first.
 
     Example:
         >>> outer = {"name": "f", "ts": 0, "dur": 5}
@@ -86,7 +80,7 @@ def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
         >>> list(self_times([outer, inner]))
         [(['f', 'g'], 3000), (['f'], 2000)]
     """
-    stack: list[tuple[str, float, list[float]]] = []  # name, end, [what is left to itself]
+    stack: list[tuple[str, float, list[float]]] = []  # name, end, [its own time]
 
     def leave() -> tuple[list[str], int]:
         names = [name for name, _, _ in stack]
@@ -102,9 +96,9 @@ def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
         yield leave()
 
 
-def _title(told: Mapping[tuple[str, int, int], str], pid: int, tid: int) -> str:
-    process = (name for (kind, of, _), name in told.items() if (kind, of) == ("process_name", pid))
-    return f"{next(process, pid)}, {told.get(('thread_name', pid, tid), tid)}"
+def _title(names: Mapping[tuple[str, int, int], str], pid: int, tid: int) -> str:
+    process = (name for (kind, of, _), name in names.items() if (kind, of) == ("process_name", pid))
+    return f"{next(process, pid)}, {names.get(('thread_name', pid, tid), tid)}"
 
 
 def _milliseconds(nanoseconds: int) -> str:
@@ -120,4 +114,4 @@ if __name__ == "__main__":
         check(source)
     else:
         traced = json.loads(source.read_bytes())["traceEvents"]
-        others[0].write_text(page(traced, "Python calls"), encoding="utf-8")
+        others[0].write_text(calls_page(traced, "Python calls"), encoding="utf-8")

@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from lightning_perf import PerfWarning, PyTorch, SpeedMonitor
 from lightning_perf.background.waiting import waiting
 from lightning_perf.background.worker import Worker
-from lightning_perf.profilers.window_runner import Recorded
+from lightning_perf.profilers.windows import Recorded
 from lightning_perf.run import context, destination
 
 

@@ -1,10 +1,9 @@
-"""The stacked chart of where the time went: what is drawn, read back from the files."""
+"""The stacked chart of times, checked in the written files."""
 
 from __future__ import annotations
 
 import gc
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,9 +23,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from lightning_perf.charts import Row, stacked_html, stacked_png
-from lightning_perf.charts.stacked import COLOURS, MAX_POINTS, colour_of, stack
+from lightning_perf.charts.stacked import MAX_POINTS, stack
+from lightning_perf.charts.style import COLOURS, colour_of
 
-#: A batch of 40 ms, of which each category takes a quarter more than the one before.
+#: Batches of up to 50 ms.
 ROWS: list[Row] = [
     (step, {"forward": 0.01, "backward": 0.02, "dataloader_next": 0.01 * step / 100})
     for step in range(10, 201, 10)
@@ -35,7 +35,7 @@ TABLE = [("Small.on_train_batch_end", 1.5, 300, 0.02), ("CSVLogger.log_metrics",
 
 
 def pixels(path: Path) -> np.ndarray:
-    """The picture's colours, shape (height, width, 3), from 0 to 255."""
+    """The colours of a picture, shape (height, width, 3), from 0 to 255."""
     return np.rint(imread(path)[:, :, :3] * 255).astype(int)
 
 
@@ -44,7 +44,7 @@ def rgb(colour: str) -> tuple[int, ...]:
 
 
 class Page(HTMLParser):
-    """A page's tags with their attributes, its texts, and the numbers of its script."""
+    """The tags, attributes, texts and tooltips of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -62,9 +62,9 @@ class Page(HTMLParser):
 
     @property
     def data(self) -> dict[str, Any]:
-        found = re.search(r"^const data = (.*);$", self.source, re.MULTILINE)
-        assert found
-        return json.loads(found[1])
+        (data,) = (each["data-chart"] for _, each in self.tags if "data-chart" in each)
+        assert data
+        return json.loads(data)
 
 
 def page_of(folder: Path, rows: Sequence[Row], **options: Any) -> Page:
@@ -73,11 +73,11 @@ def page_of(folder: Path, rows: Sequence[Row], **options: Any) -> Page:
 
 
 def test_the_picture_shows_each_category_in_its_colour_and_proportion(tmp_path: Path) -> None:
-    """A column of pixels has as many of a colour as the category took of the time."""
+    """In a column of pixels the share of a colour is the share of its category."""
     stacked_png(tmp_path / "time.png", ROWS)
     picture = pixels(tmp_path / "time.png")
     assert picture.shape == (750, 1500, 3)
-    # The grid's lines are translucent, and so are other colours: a column has few of them.
+    # Grid lines have other colours, but few pixels.
     last = picture[:, 1008]
     height = {name: int((last == rgb(COLOURS[name])).all(axis=1).sum()) for name in ROWS[0][1]}
     assert height["backward"] / height["forward"] == pytest.approx(2, rel=0.05)
@@ -87,8 +87,8 @@ def test_the_picture_shows_each_category_in_its_colour_and_proportion(tmp_path: 
     assert slim < height["dataloader_next"] / 10
 
 
-def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
-    """No address, no file, no request: it opens offline and in MLflow's sandboxed frame."""
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    """It works offline and in MLflow's sandboxed frame."""
     page = page_of(tmp_path, ROWS, table=TABLE)
     for word in ("http:", "https:", "//cdn", "@import", "url(http", "fetch(", "XMLHttp", "import("):
         assert word not in page.source
@@ -97,8 +97,8 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
         assert not {"src", "href", "xlink:href"} & set(attributes)
 
 
-def test_the_page_holds_the_numbers(tmp_path: Path) -> None:
-    """Steps and values are those given, the legend tells means and shares, costliest first."""
+def test_the_page_shows_the_values(tmp_path: Path) -> None:
+    """Tooltips have steps and values, the legend means and shares, the largest first."""
     page = page_of(tmp_path, ROWS, first=1)
     assert page.data["windows"][:2] == ["steps 1 to 10", "steps 11 to 20"]
     assert len(page.data["windows"]) == len(ROWS)
@@ -108,13 +108,13 @@ def test_the_page_holds_the_numbers(tmp_path: Path) -> None:
     assert page.data["values"][0] == [20.0] * len(ROWS)
     assert page.data["values"][1] == [pytest.approx(step / 10) for step, _ in ROWS]
     assert {"20.0 ms", "10.5 ms", "49.4%", "25.9%"} <= set(page.texts)
-    assert "40.5 ms a batch on average, steps 1 to 200" in page.texts
+    assert "40.5 ms per batch on average, steps 1 to 200" in page.texts
     fills = [attributes["fill"] for _, attributes in page.tags if attributes.get("class") == "band"]
     assert fills == [COLOURS[name] for name in names]
 
 
 def test_the_table_of_callbacks_is_ordered_by_cost(tmp_path: Path) -> None:
-    """Names, seconds, calls, what a call takes, and shares; nothing that is not a number."""
+    """Name, seconds, calls, time per call and share; NaN and infinity count as 0."""
     odd = ("Odd.log", nan, 0, inf)
     page = page_of(tmp_path, ROWS, table=[*TABLE, odd])
     cells = page.texts[page.texts.index("share of the run") + 1 :][:-1]
@@ -127,8 +127,8 @@ def test_the_table_of_callbacks_is_ordered_by_cost(tmp_path: Path) -> None:
     assert "Callbacks and loggers" not in page_of(tmp_path, ROWS).texts
 
 
-def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
-    """A run, a category or a callback may be called anything."""
+def test_names_are_escaped(tmp_path: Path) -> None:
+    """Titles, categories and callbacks may have any name."""
     evil = "</script><img src=x onerror=alert(1)>"
     page = page_of(tmp_path, [(1, {evil: 1.0})], title=evil, table=[(evil, 1.0, 1, 1.0)])
     assert "img" not in {tag for tag, _ in page.tags}
@@ -140,18 +140,18 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     [
         ([], "No batch was timed."),
         ([(5, {}), (6, {"forward": nan}), (7, {"forward": -1.0})], "No batch was timed."),
-        ([(5, {"forward": 2.5})], "2.50 s a batch on average, steps 0 to 5"),
+        ([(5, {"forward": 2.5})], "2.50 s per batch on average, steps 0 to 5"),
         (
             [(5, {"forward": 1e-5}), (5, {"forward": 3e-5})],
-            "20.0 µs a batch on average, steps 0 to 5",
+            "20.0 µs per batch on average, steps 0 to 5",
         ),
-        ([(n, {"forward": 0.5}) for n in range(1300)], "500 ms a batch on average, steps "),
-        ([(3, {"other": 0.5, "mine": inf}), (1, {"mine": 0.5})], "500 ms a batch on average, "),
+        ([(n, {"forward": 0.5}) for n in range(1300)], "500 ms per batch on average, steps "),
+        ([(3, {"other": 0.5, "mine": inf}), (1, {"mine": 0.5})], "500 ms per batch on average, "),
     ],
     ids=["none", "nothing", "one", "twice the same", "1300", "unordered and infinite"],
 )
 def test_any_number_of_rows_can_be_drawn(tmp_path: Path, rows: list[Row], summary: str) -> None:
-    """From no row at all to more than there are pixels, both files say what they show."""
+    """From no row to more rows than pixels, both files have a summary."""
     stacked_png(tmp_path / "time.png", rows)
     assert (pixels(tmp_path / "time.png") < 200).any()
     page = page_of(tmp_path, rows)
@@ -161,79 +161,78 @@ def test_any_number_of_rows_can_be_drawn(tmp_path: Path, rows: list[Row], summar
 
 
 def test_one_row_fills_the_width(tmp_path: Path) -> None:
-    """The only report of a run of one batch is an area, not a line that nobody sees."""
+    """The report of a run of one batch is a visible area."""
     stacked_png(tmp_path / "time.png", [(7, {"forward": 0.5})], first=7)
     filled = (pixels(tmp_path / "time.png") == rgb(COLOURS["forward"])).all(axis=2)
     assert filled[600].sum() > 850
 
 
 def area(path: str) -> float:
-    """Of a path of straight lines."""
+    """The area within a path of straight lines."""
     points = [tuple(map(float, point.split(","))) for point in path.strip("MZ").split()]
     return abs(sum(a * d - b * c for (a, b), (c, d) in pairwise([*points, points[0]]))) / 2
 
 
-def test_a_mean_is_flat_over_its_window(tmp_path: Path) -> None:
-    """Validation ends where its window does, is no triangle, and takes the area of its seconds."""
+def test_a_value_is_constant_within_its_window(tmp_path: Path) -> None:
+    """The area of validation is its time."""
     lasts = (4, 9, 14, 19, 24, 29, 44, 47)
     rows: list[Row] = [(n, {"forward": 1.0, "validation": 6.0 * (n == 24)}) for n in lasts]
     shown = stack(rows)
-    steps, (_, _, upper) = shown.outline
-    assert list(steps) == [-0.5, *(n + 0.5 for n in lasts[:-1] for _ in range(2)), 47.5]
-    assert list(upper) == [1.0 + 6.0 * (n == 24) for n in lasts for _ in range(2)]
+    assert list(shown.edges) == [-0.5, *(n + 0.5 for n in lasts)]
+    assert list(shown.layers[1].values) == pytest.approx([6.0 * (n == 24) for n in lasts])
     assert shown.windows[:2] == ["steps 0 to 4", "steps 5 to 9"]
     page = page_of(tmp_path, rows)
-    assert "1.62 s a batch on average, steps 0 to 47" in page.texts  # 48 s, and 5 batches of 6 s
+    assert "1.62 s per batch on average, steps 0 to 47" in page.texts  # 48 s, and 5 batches of 6 s
     forward, validation = (
         area(str(each["d"])) for _, each in page.tags if each.get("class") == "band"
     )
     assert validation / forward == pytest.approx(30 / 48, rel=0.01)
-    assert [band.share for band in shown.bands] == pytest.approx([48 / 78, 30 / 78])
+    assert [band.share for band in shown.layers] == pytest.approx([48 / 78, 30 / 78])
 
 
-def test_a_run_that_was_resumed_begins_where_it_was() -> None:
-    """The first window starts at the first step that was seen, not at 0."""
+def test_a_resumed_run_begins_at_its_first_step() -> None:
+    """The first window starts at the first step of the run, not at 0."""
     shown = stack([(109, {"forward": 1.0}), (119, {"forward": 2.0})], first=105)
     assert shown.windows == ["steps 105 to 109", "steps 110 to 119"]
-    assert shown.bands[0].mean == pytest.approx(25 / 15)
+    assert shown.layers[0].amount == pytest.approx(25 / 15)
 
 
 def test_many_rows_become_means() -> None:
-    """Thousands of reports are averaged into fewer points, which keeps sums, and it is said."""
+    """Thousands of reports are averaged into fewer windows, with a note."""
     rows: list[Row] = [(n, {"forward": 1.0 + n % 2, "backward": 3.0}) for n in range(4_000)]
     shown = stack(rows)
-    assert len(shown.steps) == MAX_POINTS
-    assert [band.name for band in shown.bands] == ["backward", "forward"]
-    assert shown.bands[1].seconds == pytest.approx(1.5)
-    assert shown.bands[1].share == pytest.approx(1.5 / 4.5)
+    assert len(shown.windows) == MAX_POINTS
+    assert [band.name for band in shown.layers] == ["backward", "forward"]
+    assert shown.layers[1].values == pytest.approx([1.5] * MAX_POINTS)
+    assert shown.layers[1].share == pytest.approx(1.5 / 4.5)
     assert shown.notes == ("Each window is the mean of about 8 reports.",)
 
 
-def test_a_category_that_comes_late_took_no_time_before() -> None:
-    """Validation appears when it first runs, at the step where it does."""
+def test_a_category_is_zero_before_it_first_appears() -> None:
+    """Validation appears at the step where it first runs."""
     rows: list[Row] = [(1, {"forward": 1.0}), (2, {"forward": 1.0, "validation": 3.0})]
     shown = stack(rows, first=1)
-    assert [(band.name, list(band.seconds)) for band in shown.bands] == [
+    assert [(band.name, list(band.values)) for band in shown.layers] == [
         ("validation", [0.0, 3.0]),
         ("forward", [1.0, 1.0]),
     ]
 
 
-def test_what_hardly_costs_is_folded_into_other() -> None:
-    """Categories below half a percent join "other"; nothing of the total is lost."""
+def test_small_categories_are_folded_into_other() -> None:
+    """Categories below half a percent join "other"; the total is unchanged."""
     row = {"forward": 0.99, "to_device": 0.004, "logging": 0.003, "other": 0.003}
-    bands = {band.name: band.share for band in stack([(1, row)]).bands}
+    bands = {band.name: band.share for band in stack([(1, row)]).layers}
     assert bands == {"forward": pytest.approx(0.99), "other": pytest.approx(0.01)}
 
 
-def test_a_row_that_tells_nothing_is_left_out() -> None:
-    """Where nothing is a number there is no point, and no dip to zero."""
+def test_a_row_without_numbers_is_left_out() -> None:
+    """It does not become a dip to zero."""
     shown = stack([(1, {"forward": 1.0}), (2, {"forward": nan}), (3, {"forward": 1.0})])
-    assert list(shown.steps) == [1, 3]
+    assert shown.windows == ["steps 0 to 1", "steps 2 to 3"]
 
 
-def test_one_towering_peak_does_not_flatten_the_rest(tmp_path: Path) -> None:
-    """The first batch compiles for a minute: it is cut off, and said how high it is."""
+def test_a_high_peak_is_cut_off(tmp_path: Path) -> None:
+    """The first batch compiles for a minute: a note has its value."""
     rows: list[Row] = [(n, {"forward": 60.0 if n == 0 else 0.1}) for n in range(100)]
     shown = stack(rows)
     assert shown.top == pytest.approx(0.15)
@@ -243,7 +242,7 @@ def test_one_towering_peak_does_not_flatten_the_rest(tmp_path: Path) -> None:
 
 
 def test_the_picture_does_not_depend_on_the_users_settings(tmp_path: Path) -> None:
-    """Dark style, TeX, sketches and tight boxes of the user's change no pixel, nor are changed."""
+    """Settings of matplotlib change no pixel, and are not changed."""
     rows: list[Row] = [*ROWS, (210, {"my_$x$_phase": 0.02})]
     stacked_png(tmp_path / "plain.png", rows, title="a_b $x^2$ 漢字")
     settings = {
@@ -263,22 +262,22 @@ def test_the_picture_does_not_depend_on_the_users_settings(tmp_path: Path) -> No
 
 
 def test_any_thread_may_draw(tmp_path: Path) -> None:
-    """Two pictures at a time come out as one after the other."""
+    """Pictures drawn in parallel are the same."""
     paths = [tmp_path / f"{number}.png" for number in range(4)]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda path: stacked_png(path, ROWS), paths))
     assert len({path.read_bytes() for path in paths}) == 1
 
 
-def test_nothing_of_a_picture_is_left_in_memory(tmp_path: Path) -> None:
-    """A figure is gone once its file is there."""
+def test_a_picture_leaves_no_figure_in_memory(tmp_path: Path) -> None:
+    """Figures are freed."""
     stacked_png(tmp_path / "time.png", ROWS)
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is Figure]
 
 
 def test_drawing_libraries_are_imported_when_something_is_drawn(tmp_path: Path) -> None:
-    """Importing the package costs neither matplotlib nor jinja2, and nothing needs pyplot."""
+    """Importing the package imports neither matplotlib nor jinja2, and nothing imports pyplot."""
     code = """
 import sys
 from lightning_perf.charts import (stacked_html, stacked_png)
@@ -290,7 +289,7 @@ assert not {"matplotlib.pyplot", "torch"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
 
 
-#: What the colours become to those who lack a kind of cone (Machado et al. 2009, in linear RGB).
+#: Simulation of colour blindness (Machado et al. 2009, in linear RGB).
 SIGHTS = {
     "normal": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
     "protanopia": [
@@ -312,7 +311,7 @@ SIGHTS = {
 
 
 def seen(colour: str, sight: str) -> np.ndarray:
-    """A colour in CIE L*a*b* as somebody sees it."""
+    """A colour in CIE L*a*b*, as seen with a kind of colour blindness."""
     value = np.array(rgb(colour)) / 255
     linear = np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
     linear = np.clip(np.array(SIGHTS[sight]) @ linear, 0, 1)
@@ -325,8 +324,8 @@ def seen(colour: str, sight: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sight", SIGHTS)
-def test_colours_are_told_apart_by_everybody(sight: str) -> None:
-    """Any two categories differ clearly, and each from white and from black paper."""
+def test_colours_are_distinguishable(sight: str) -> None:
+    """Any two categories differ clearly, and each from a light and a dark page."""
     for one, other in combinations(COLOURS.values(), 2):
         assert np.linalg.norm(seen(one, sight) - seen(other, sight)) >= 20, (one, other)
     for colour in COLOURS.values():
@@ -334,22 +333,23 @@ def test_colours_are_told_apart_by_everybody(sight: str) -> None:
             assert np.linalg.norm(seen(colour, sight) - seen(paper, sight)) >= 15, colour
 
 
-def test_a_category_of_the_users_keeps_its_colour() -> None:
-    """A name that is not ours has one colour in all runs, and none of ours."""
+def test_a_custom_category_keeps_its_colour() -> None:
+    """A custom name has the same colour in all runs, different from the standard ones."""
     assert colour_of("my_phase") == colour_of("my_phase")
     assert colour_of("my_phase") not in COLOURS.values()
 
 
 @pytest.mark.slow
 @needs_browser
-def test_hovering_tells_the_values_at_a_step_in_a_sandboxed_frame(tmp_path: Path) -> None:
-    """In a frame such as MLflow's, the pointer brings up the values of the step below it."""
+def test_the_tooltip_works_in_a_sandboxed_frame(tmp_path: Path) -> None:
+    """It shows the values of the step below the pointer."""
     page = page_of(tmp_path, ROWS, table=TABLE).source
     point = """<script>
+    const canvas = document.querySelector(".canvas"), tip = document.querySelector(".tip");
     function point() {
-      const box = chart.getBoundingClientRect();
+      const box = canvas.getBoundingClientRect();
       if (box.width < 500) return setTimeout(point, 20);  // not laid out yet
-      chart.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 20, clientY: 99}));
+      canvas.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 20, clientY: 99}));
       parent.postMessage(tip.hidden ? "hidden" : tip.innerText, "*");
     }
     point();

@@ -49,7 +49,7 @@ from helpers.faults import (
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import Fixed, Profiler, PyTorch
-from lightning_perf.profilers.window_runner import Recorded, Recording
+from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.run import context, destination
 
 pytestmark = pytest.mark.slow

@@ -42,8 +42,8 @@ class Loading(Small):
         return DataLoader(Work(), 4, num_workers=2, **options)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        windows = self.profiler._windows if self.profiler is not None else None
-        self.steps = self.steps + 1 if windows is not None and windows.open is not None else 0
+        recording = self.profiler is not None and self.profiler._open is not None
+        self.steps = self.steps + 1 if recording else 0
         if self.steps:
             # Work wakes a worker, and the loader hands it to one of them a step.
             if self.steps > 2 and batch_idx < 15:

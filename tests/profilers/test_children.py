@@ -1,4 +1,4 @@
-"""Child processes record when their parent does, and are otherwise left as they are."""
+"""Child processes record in the windows of their parent, and are otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHODS = ["fork", "spawn", "forkserver"]
 
 
 def note(path: Path, number: int) -> Generator[None, None, None]:
-    """Record nothing but whose recording it was."""
+    """A recorder that writes the number and the id of its process."""
     path.write_text(f"{number} {os.getpid()}")
     yield
     yield
@@ -35,14 +35,14 @@ def broken(path: Path, number: int) -> Generator[None, None, None]:
 
 
 def job(inbox: Any, outbox: Any) -> None:
-    """Send back what comes, until None does."""
+    """Send back each item, until None."""
     for item in iter(inbox.get, None):
         outbox.put((item, os.getpid(), signal.getsignal(signal.SIGURG) is not None))
 
 
 @contextmanager
 def child(method: str) -> Iterator[tuple[Any, Callable[[], tuple[int, int, bool]]]]:
-    """A process that answers, and how to ask it."""
+    """A process that sends back items, and a function that sends it one."""
     context = multiprocessing.get_context(method)
     inbox, outbox = context.Queue(), context.Queue()
     process = context.Process(target=job, args=(inbox, outbox))
@@ -61,7 +61,7 @@ def child(method: str) -> Iterator[tuple[Any, Callable[[], tuple[int, int, bool]
 
 @pytest.fixture(autouse=True)
 def _spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings lie in a folder of the test's."""
+    """Recordings are in the test's folder."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -69,12 +69,12 @@ _spools = count(1)
 
 
 def spool() -> Path:
-    """Where the parent of a window's children records."""
+    """The path of a parent's recording."""
     return Path(f".spool-{next(_spools)}.bin")
 
 
 @contextmanager
-def following(record: Any = note) -> Iterator[Children]:
+def recording_children(record: Any = note) -> Iterator[Children]:
     recorder = Children(record)
     try:
         yield recorder
@@ -83,20 +83,20 @@ def following(record: Any = note) -> Iterator[Children]:
         recorder.remove()
 
 
-def begin(recorder: Children, *asks: Callable[[], object]) -> None:
-    """Open a window, and give the children work until they record: idle ones do not begin."""
+def begin(recorder: Children, *sends: Callable[[], object]) -> None:
+    """Open a window, and send the children items until they record; idle ones do not start."""
     recorder.open(spool())
     until = time.monotonic() + 60
-    while len(list(recorder._folders[-1].glob("*.on"))) < len(asks):
+    while len(list(recorder._folders[-1].glob("*.on"))) < len(sends):
         assert time.monotonic() < until
-        for ask in asks:
-            ask()
+        for send in sends:
+            send()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_child_records_while_a_window_is_open(method: str) -> None:
-    """Each window has its own file, of a child that was there before, however it was started."""
-    with following() as recorder, child(method) as (process, ask):
+    """A child that was started before leaves one file per window, for all start methods."""
+    with recording_children() as recorder, child(method) as (process, ask):
         ask()
         for _ in range(2):
             begin(recorder, ask)
@@ -108,9 +108,9 @@ def test_a_child_records_while_a_window_is_open(method: str) -> None:
     assert list(Path().iterdir()) == []
 
 
-def test_a_child_that_is_born_in_a_window_records_from_its_beginning() -> None:
-    """It need not look first, and what it leaves when it ends is kept."""
-    with following() as recorder:
+def test_a_child_started_in_a_window_records_at_once() -> None:
+    """Its file exists when it ends within the window."""
+    with recording_children() as recorder:
         recorder.open(spool())
         with child("fork") as (process, _):
             pass
@@ -119,18 +119,22 @@ def test_a_child_that_is_born_in_a_window_records_from_its_beginning() -> None:
         assert files.wait()[1].read_text() == f"1 {process.pid}"
 
 
-def test_without_a_window_nothing_is_left() -> None:
-    """A run without a recording is one without files."""
-    with following() as recorder, child("fork") as (_, ask):
+def test_without_a_window_there_are_no_files() -> None:
+    """Recording needs an open window."""
+    with recording_children() as recorder, child("fork") as (_, ask):
         ask()
         assert list(recorder._marker.parent.iterdir()) == []
     assert list(Path().iterdir()) == []
 
 
-def test_a_child_that_is_killed_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait is bounded, and the other children's files are there."""
+def test_the_wait_for_a_killed_child_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the wait, the files of the other children are returned."""
     monkeypatch.setattr(processes, "_PATIENCE", 0.5)
-    with following() as recorder, child("fork") as (victim, one), child("fork") as (_, other):
+    with (
+        recording_children() as recorder,
+        child("fork") as (victim, one),
+        child("fork") as (_, other),
+    ):
         begin(recorder, one, other)
         victim.kill()
         victim.join(60)
@@ -138,9 +142,9 @@ def test_a_child_that_is_killed_is_waited_for_in_vain(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_recorder_that_fails_costs_the_child_nothing(method: str) -> None:
-    """The target runs to its end, with what it returns."""
-    with following(broken) as recorder, child(method) as (process, ask):
+def test_a_failing_recorder_does_not_change_the_child(method: str) -> None:
+    """The target runs to its end."""
+    with recording_children(broken) as recorder, child(method) as (process, ask):
         ask()
         recorder.open(spool())
         time.sleep(0.1)
@@ -149,8 +153,8 @@ def test_a_recorder_that_fails_costs_the_child_nothing(method: str) -> None:
     assert process.exitcode == 0
 
 
-def test_processes_start_as_ever_once_nobody_follows() -> None:
-    """The one method that is replaced is put back when the last one leaves, in any order."""
+def test_the_patch_is_removed_when_the_last_profiler_leaves() -> None:
+    """BaseProcess.start is restored, in any order of leaving."""
     plain = BaseProcess.start
     first, second = Children(note), Children(note)
     assert BaseProcess.start is not plain
@@ -163,17 +167,17 @@ def test_processes_start_as_ever_once_nobody_follows() -> None:
         recorder.remove()
 
 
-def test_who_replaced_it_after_us_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours stays below theirs and does nothing, and is not put on top of itself the next time."""
+def test_a_later_patch_of_another_library_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our patch stays below and inactive, and is not applied twice."""
     plain = BaseProcess.start
-    with following():
+    with recording_children():
         below = BaseProcess.start
         BaseProcess.start = lambda self: below(self)
     try:
         theirs = BaseProcess.start
         with child("fork") as (process, ask):
             assert ask()[0] == 6
-        with following() as recorder:
+        with recording_children() as recorder:
             assert BaseProcess.start is theirs
             recorder.open(spool())
             with child("fork") as (process, ask):
@@ -182,22 +186,22 @@ def test_who_replaced_it_after_us_keeps_it(monkeypatch: pytest.MonkeyPatch) -> N
         assert process.exitcode == 0
     finally:
         BaseProcess.start = below
-        with following():
+        with recording_children():
             pass
     assert BaseProcess.start is plain
 
 
-def test_two_followers_both_get_their_files() -> None:
-    """Two profilers may follow the same child, which records for one at a time."""
-    with following() as one, following() as other, child("fork") as (_, ask):
+def test_two_profilers_get_files_of_the_same_child() -> None:
+    """The child records for one of them at a time."""
+    with recording_children() as one, recording_children() as other, child("fork") as (_, ask):
         for recorder in (one, other, one):
             begin(recorder, ask)
             assert set(recorder.shut().wait()) == {1}
 
 
-def test_a_process_that_cannot_start_is_as_it_was() -> None:
-    """The error is the user's own, and a second try has the same target."""
-    with following():
+def test_a_process_that_cannot_start_is_unchanged() -> None:
+    """The error is that of multiprocessing, and the target is the user's."""
+    with recording_children():
         process = multiprocessing.get_context("spawn").Process(target=lambda: None)
         target = process._target
         with pytest.raises((AttributeError, Exception), match=r"pickle|local object"):

@@ -1,4 +1,4 @@
-"""MemorySnapshot: the history of CUDA memory, by window and where memory runs out."""
+"""MemorySnapshot: the history of CUDA memory, in windows and at out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def allocator() -> Iterator[Allocator]:
 
 
 def history(folder: Path, name: str) -> list[Any]:
-    """The allocations and frees that a pickle holds."""
+    """The allocations and frees in a pickle."""
     path = folder / "records-version_0" / "memory_snapshots" / name
     return pickle.loads(path.read_bytes())["device_traces"][0]
 
@@ -66,8 +66,8 @@ def test_windows_become_files(tmp_path: Path, allocator: Allocator) -> None:
     assert loaded_from_elsewhere(page.read_text()) == []
 
 
-def test_each_window_holds_its_own_batches(tmp_path: Path, allocator: Allocator) -> None:
-    """Recording is on from the end of the batch before a window to the end of its last."""
+def test_a_file_contains_only_batches_of_its_window(tmp_path: Path, allocator: Allocator) -> None:
+    """Recording starts at the end of the batch before the window and stops after its last batch."""
     seen = []
 
     class Watched(Small):
@@ -81,14 +81,14 @@ def test_each_window_holds_its_own_batches(tmp_path: Path, allocator: Allocator)
 
 
 def test_history_is_bounded_and_off_between_windows(tmp_path: Path, allocator: Allocator) -> None:
-    """Each window switches recording on, with a bound, and off again."""
+    """Each window starts the recording, with a maximum number of entries, and stops it."""
     fit(tmp_path, MemorySnapshot(schedule="every 6ba", max_entries=7))
     on = ("all", {"stacks": "python", "max_entries": 7})
     assert allocator.told == [on, (None, {}), on, (None, {})]
 
 
-def test_pages_can_be_left_out_and_pickles_compressed(tmp_path: Path, allocator: Allocator) -> None:
-    """html=False makes the pickle alone, and compress=True gzips it."""
+def test_html_and_compress(tmp_path: Path, allocator: Allocator) -> None:
+    """html=False writes the pickle only, and compress=True gzips it."""
     profiler = MemorySnapshot(schedule="first 1ba", html=False, compress=True)
     assert fit(tmp_path, profiler) == ["rank0.1.pickle.gz"]
     path = tmp_path / "records-version_0" / "memory_snapshots" / "rank0.1.pickle.gz"
@@ -98,10 +98,10 @@ def test_pages_can_be_left_out_and_pickles_compressed(tmp_path: Path, allocator:
 @pytest.mark.parametrize(
     ("schedule", "expected"), [(Always(), [HISTORY]), (Never(), []), (Fixed(0, 2), [])], ids=str
 )
-def test_running_out_of_memory_leaves_a_snapshot(
+def test_an_out_of_memory_error_leaves_a_snapshot(
     tmp_path: Path, allocator: Allocator, schedule: Any, expected: list[str]
 ) -> None:
-    """With the history where a window is open, and with what is allocated where none is."""
+    """With history if a window is open; otherwise with the allocated blocks."""
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, MemorySnapshot(schedule=schedule, html=False), OutOfMemory())
     assert "rank0.3.pickle" in files(tmp_path)
@@ -110,16 +110,16 @@ def test_running_out_of_memory_leaves_a_snapshot(
 
 
 @pytest.mark.parametrize("schedule", [Always(), Never()], ids=str)
-def test_running_out_of_memory_leaves_five_files(
+def test_an_out_of_memory_error_leaves_five_files(
     tmp_path: Path, allocator: Allocator, schedule: Any
 ) -> None:
-    """The reference's row: a pickle, two pages, and two flame graphs: none needs a network."""
+    """The five files of the reference; all work offline."""
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, MemorySnapshot(schedule=schedule), OutOfMemory())
     assert files(tmp_path) == AT_THE_END
     folder = tmp_path / "records-version_0" / "memory_snapshots"
     plot = (folder / "rank0.3_segment_plot.html").read_text()
-    assert "1 segments of 4.0 MiB, of which 3.0 MiB are in use" in plot
+    assert "1 segments of 4.0 MiB, 3.0 MiB in use" in plot
     for name in AT_THE_END:
         if not name.endswith(".pickle"):
             assert loaded_from_elsewhere((folder / name).read_text()) == [], name
@@ -129,17 +129,15 @@ def test_running_out_of_memory_leaves_five_files(
     assert "seg_256 (4.0 MiB, 100.0%)" in (folder / "rank0.3_segment_flamegraph.svg").read_text()
 
 
-def test_without_pages_the_flame_graphs_stay(tmp_path: Path, allocator: Allocator) -> None:
-    """html=False leaves out the pages, and nothing else."""
+def test_html_false_keeps_the_flame_graphs(tmp_path: Path, allocator: Allocator) -> None:
+    """html=False leaves out the pages only."""
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, MemorySnapshot(schedule=Never(), html=False), OutOfMemory())
     assert files(tmp_path) == [name for name in AT_THE_END if not name.endswith(".html")]
 
 
-def test_what_is_saved_is_what_was_there_when_memory_ran_out(
-    tmp_path: Path, allocator: Allocator
-) -> None:
-    """The allocator tells the moment itself, before the error's way up has freed anything."""
+def test_the_snapshot_is_of_the_failed_allocation(tmp_path: Path, allocator: Allocator) -> None:
+    """It is taken before the exception has freed any memory."""
 
     class Freed(OutOfMemory):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -154,8 +152,10 @@ def test_what_is_saved_is_what_was_there_when_memory_ran_out(
     assert [s["address"] for s in pickle.loads(path.read_bytes())["segments"]] == [0x100]
 
 
-def test_memory_that_ran_out_in_vain_leaves_nothing(tmp_path: Path, allocator: Allocator) -> None:
-    """cuDNN asks for too much and finds another way: no file, and no memory is kept for it."""
+def test_a_failed_allocation_that_is_handled_leaves_no_file(
+    tmp_path: Path, allocator: Allocator
+) -> None:
+    """cuDNN retries with a smaller workspace: the snapshot is freed."""
 
     class Survives(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -164,33 +164,29 @@ def test_memory_that_ran_out_in_vain_leaves_nothing(tmp_path: Path, allocator: A
 
     profiler = MemorySnapshot(schedule=Never())
     assert fit(tmp_path, profiler, Survives()) == []
-    assert profiler._last_moment.snapshot is None
+    assert profiler._oom.snapshot is None
     assert not memory_snapshot._watching
 
 
-def test_the_run_after_one_that_failed_makes_its_usual_files(
+def test_a_run_after_an_out_of_memory_error_is_unaffected(
     tmp_path: Path, allocator: Allocator
 ) -> None:
-    """One object, a run that ran out of memory and a run that did not."""
+    """One profiler, one run with the error and one without."""
     profiler = MemorySnapshot(schedule="first 1ba", html=False)
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path / "a", profiler, OutOfMemory())
     assert fit(tmp_path / "b", profiler) == ["rank0.1.pickle"]
 
 
-def test_running_out_of_memory_is_seen_from_within_a_suite(
-    tmp_path: Path, allocator: Allocator
-) -> None:
-    """A Suite hands its end on to the callbacks that it hosts."""
+def test_an_out_of_memory_error_in_a_suite(tmp_path: Path, allocator: Allocator) -> None:
+    """A Suite forwards the exception to its callbacks."""
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, Suite([MemorySnapshot(schedule=Never())]), OutOfMemory())
     assert files(tmp_path) == AT_THE_END
 
 
-def test_other_exceptions_leave_no_snapshot_of_their_own(
-    tmp_path: Path, allocator: Allocator
-) -> None:
-    """Only an open window is saved where the error is another one."""
+def test_other_exceptions_leave_no_snapshot(tmp_path: Path, allocator: Allocator) -> None:
+    """Other errors only close the open window."""
 
     class Failing(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -201,8 +197,8 @@ def test_other_exceptions_leave_no_snapshot_of_their_own(
     assert files(tmp_path) == []
 
 
-def test_other_stages_have_folders_of_their_own(tmp_path: Path, allocator: Allocator) -> None:
-    """Validation inside of fit, test and predict do not collide with training."""
+def test_other_stages_have_subfolders(tmp_path: Path, allocator: Allocator) -> None:
+    """Validation inside of fit, test and predict write to subfolders."""
     profiler = MemorySnapshot(schedule="first 2ba", html=False)
     run = trainer(tmp_path, profiler, logger=Records(), limit_val_batches=4)
     model = Small()
@@ -214,10 +210,10 @@ def test_other_stages_have_folders_of_their_own(tmp_path: Path, allocator: Alloc
     ]
 
 
-def test_a_snapshot_that_fails_switches_the_recording_off(
+def test_a_failing_snapshot_stops_the_recording(
     tmp_path: Path, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training goes on with one warning, and without the cost of the history."""
+    """Training continues with one warning and without recording."""
 
     def broken() -> None:
         raise RuntimeError("planted")
@@ -230,9 +226,9 @@ def test_a_snapshot_that_fails_switches_the_recording_off(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_without_cuda_there_is_one_warning_and_nothing_else(tmp_path: Path) -> None:
-    """Training runs, no file is written, even where memory runs out, and later runs are quiet."""
-    memory_snapshot._tell_once.cache_clear()
+def test_without_cuda_there_is_one_warning(tmp_path: Path) -> None:
+    """No file is written, even after an out-of-memory error, and later runs do not warn."""
+    memory_snapshot._warn_once.cache_clear()
     with pytest.warns(PerfWarning, match="there is no CUDA device") as caught:
         assert fit(tmp_path, MemorySnapshot(schedule=Always())) == []
     assert len(ours(caught)) == 1
@@ -246,15 +242,15 @@ def test_without_cuda_there_is_one_warning_and_nothing_else(tmp_path: Path) -> N
     [({"max_entries": 0}, "max_entries"), ({"batches_per_trace": 0}, "batches_per_trace")],
 )
 def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field: str) -> None:
-    """The message names the field, the value and an example that works."""
+    """The message has the field, the value and a valid example."""
     with pytest.raises(ConfigError, match=f"{field}=0.*Try {field}="):
         MemorySnapshot(**options)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_device_s_own_history_is_recorded(tmp_path: Path) -> None:
-    """On a device the pickle holds allocations and frees, with the source lines that asked."""
+def test_history_on_a_device(tmp_path: Path) -> None:
+    """The pickle has allocations and frees with their source lines."""
     found = fit(tmp_path, MemorySnapshot(schedule=Fixed(2, 2)), accelerator="gpu")
     assert found == ["rank0.4.html", "rank0.4.pickle"]
     events = history(tmp_path, "rank0.4.pickle")
@@ -264,8 +260,8 @@ def test_a_device_s_own_history_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_device_that_runs_out_of_memory_leaves_its_history(tmp_path: Path) -> None:
-    """The last event of the pickle is the request that could not be met."""
+def test_history_of_an_out_of_memory_error_on_a_device(tmp_path: Path) -> None:
+    """The last event is the failed allocation."""
 
     class Greedy(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -281,8 +277,8 @@ def test_a_device_that_runs_out_of_memory_leaves_its_history(tmp_path: Path) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_device_s_last_moment_is_saved(tmp_path: Path) -> None:
-    """A block that lived only until the error is in the snapshot, by the line that asked for it."""
+def test_snapshot_of_a_failed_allocation_on_a_device(tmp_path: Path) -> None:
+    """A block that the exception frees is in the snapshot, with its source line."""
 
     class Greedy(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

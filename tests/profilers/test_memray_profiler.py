@@ -1,4 +1,4 @@
-"""Memray: windows of batches become captures and flame graphs of host memory."""
+"""Memray: captures, flame graphs and summaries of windows of batches."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader
 from lightning_perf import ConfigError, Cyclic, Every, Fixed, Memray, PerfWarning, VizTracer
 
 MEGABYTES = 5_000_000
-#: Without the text beside each file, which is made in a process of its own.
+#: Without the summary, which a separate process makes.
 Capture = partial(Memray, summary=False)
 
 
 class Hungry(Small):
-    """Allocates some megabytes in each step of each stage, under a name to look for."""
+    """Allocates some megabytes per step in a function of a known name."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.eat()
@@ -51,13 +51,13 @@ class Hungry(Small):
 
 
 def files(folder: Path) -> list[str]:
-    """What lies in the folder of one run, by its path in it."""
+    """The files in the folder of the run, by their path in it."""
     folder = folder / "records-version_0" / "memray"
     return [str(path.relative_to(folder)) for path in left_in(folder)]
 
 
 def meals(capture: Path) -> int:
-    """How often a capture saw the step's own allocation."""
+    """The number of the step's allocations in a capture."""
     with memray.FileReader(capture) as reader:
         return sum(
             record.size >= MEGABYTES and record.stack_trace()[0][0] == "eat"
@@ -72,8 +72,8 @@ def fit(folder: Path, *profilers: Any, model: Any = None, **options: Any) -> lis
     return files(folder)
 
 
-def test_a_compressed_capture_is_a_gzipped_one(tmp_path: Path) -> None:
-    """compress=True leaves a .bin.gz that memray reads once it is unpacked."""
+def test_compress_gzips_the_capture(tmp_path: Path) -> None:
+    """memray reads the .bin.gz after gunzip."""
     assert fit(tmp_path, Capture(schedule="first 2ba", compress=True)) == ["rank0.2.bin.gz"]
     packed = tmp_path / "records-version_0" / "memray" / "rank0.2.bin.gz"
     plain = tmp_path / "plain.bin"
@@ -82,8 +82,8 @@ def test_a_compressed_capture_is_a_gzipped_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_a_flame_graph_lies_beside_its_capture(tmp_path: Path, compress: bool) -> None:
-    """The page names the function that allocates, and loads no script from the web."""
+def test_a_flame_graph_beside_each_capture(tmp_path: Path, compress: bool) -> None:
+    """The page has the name of the allocating function, and loads nothing."""
     profiler = Capture(schedule="first 1ba", flamegraph=True, compress=compress)
     capture = "rank0.1.bin.gz" if compress else "rank0.1.bin"
     assert fit(tmp_path, profiler) == [capture, "rank0.1.html"]
@@ -95,8 +95,8 @@ def test_a_flame_graph_lies_beside_its_capture(tmp_path: Path, compress: bool) -
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_stacks_are_whole_in_each_stage(tmp_path: Path, stage: str) -> None:
-    """A stack leads from the allocation down to the script, however deep our own hook lay."""
+def test_stacks_are_complete_in_each_stage(tmp_path: Path, stage: str) -> None:
+    """A stack reaches from the allocation to the script, at any depth of our hook."""
     second = Cyclic(wait=1, warmup=0, active=1, repeat=1)
     batches = {"limit_val_batches": 2 if stage == "validate" else 0}
     run = trainer(tmp_path, Capture(schedule=second), logger=Records(), **batches)
@@ -110,12 +110,12 @@ def test_stacks_are_whole_in_each_stage(tmp_path: Path, stage: str) -> None:
         ]
     assert len(found) == 1
     assert found[0][0] == "eat"
-    assert "test_stacks_are_whole_in_each_stage" in found[0]
+    assert "test_stacks_are_complete_in_each_stage" in found[0]
 
 
 @pytest.mark.slow
 def test_capture_and_flame_graph_are_uploaded(tmp_path: Path, mlflow_database: str) -> None:
-    """Both arrive in the run's artifacts, those of the window that ends with training included."""
+    """Both are artifacts of the run, also for the last window."""
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="crow")
     fit(tmp_path, Capture(schedule=Fixed(14, 2), flamegraph=True), logger=logger)
     found = MlflowClient(mlflow_database).list_artifacts(logger.run_id, "crow/memray")
@@ -123,10 +123,10 @@ def test_capture_and_flame_graph_are_uploaded(tmp_path: Path, mlflow_database: s
     assert names == ["README.md", "rank0.16.bin", "rank0.16.html"]
 
 
-def test_a_page_that_fails_is_told_and_its_capture_stays(
+def test_a_failing_page_warns_and_keeps_the_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broken reporter costs the page alone, with what memray said."""
+    """The warning has memray's message."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
     (tmp_path / "broken" / "memray").mkdir(parents=True)
     (tmp_path / "broken" / "memray" / "__main__.py").write_text("raise SystemExit('planted')")
@@ -136,8 +136,8 @@ def test_a_page_that_fails_is_told_and_its_capture_stays(
     assert found == ["rank0.1.bin"]
 
 
-def test_recorders_that_exclude_each_other_record_in_turn(tmp_path: Path) -> None:
-    """The window that falls into another recorder's is left out, with one warning."""
+def test_conflicting_windows_are_left_out(tmp_path: Path) -> None:
+    """A window during another profiler's recording is left out, with one warning."""
     calls = VizTracer(schedule=Fixed(2, 4))
     with pytest.warns(PerfWarning, match="Memray cannot record while VizTracer does") as caught:
         found = fit(tmp_path, calls, Capture(schedule="every 4ba"))
@@ -146,11 +146,11 @@ def test_recorders_that_exclude_each_other_record_in_turn(tmp_path: Path) -> Non
     assert len(calls.saved_traces) == 1
 
 
-def test_a_memray_of_the_user_s_own_goes_on(tmp_path: Path) -> None:
-    """While it tracks, windows are left out with one warning and leave no file."""
+def test_a_tracker_of_the_user_continues(tmp_path: Path) -> None:
+    """Windows are left out meanwhile, with one warning."""
     with (
         memray.Tracker(tmp_path / "theirs.bin"),
-        pytest.warns(PerfWarning, match="while a memray that is not ours does") as caught,
+        pytest.warns(PerfWarning, match="while another memray tracker does") as caught,
     ):
         found = fit(tmp_path, Capture(schedule="every 3ba"))
     assert len(ours(caught)) == 1
@@ -158,8 +158,8 @@ def test_a_memray_of_the_user_s_own_goes_on(tmp_path: Path) -> None:
     assert meals(tmp_path / "theirs.bin") == 16
 
 
-def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    """Recording changes no loss, no weight and no draw of the random generator."""
+def test_training_is_bitwise_identical(tmp_path: Path) -> None:
+    """Recording changes no loss, weight or random number."""
     plain = outcome(tmp_path / "plain", logger=Records())
     watched = outcome(tmp_path / "on", Capture(schedule="every 9ba for 2ba"), logger=Records())
     assert files(tmp_path / "on")
@@ -169,22 +169,25 @@ def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "expected"),
     [
-        ("native_trace", "native_trace=True is no option of Memray: did you mean native_traces?"),
+        (
+            "native_trace",
+            "native_trace=True is not an option of Memray: did you mean native_traces?",
+        ),
         ("trace_python_allocator", "did you mean trace_python_allocators?"),
-        ("zzz", "zzz=True is no option of Memray; memray has file_format"),
+        ("zzz", "zzz=True is not an option of Memray; memray has file_format"),
     ],
 )
-def test_an_unknown_option_is_told_with_the_nearest(option: str, told: str) -> None:
-    """Options of ours and of memray are suggested."""
+def test_an_unknown_option_gets_a_suggestion(option: str, expected: str) -> None:
+    """Arguments of Memray and of memray.Tracker are suggested."""
     with pytest.raises(ConfigError) as caught:
         Memray(**{option: True})
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_options_reach_memray(tmp_path: Path) -> None:
-    """What memray takes besides is handed over, and told in the capture."""
+    """Further arguments are passed to memray."""
     fit(tmp_path, Capture(schedule="first 1ba", native_traces=True, trace_python_allocators=True))
     with memray.FileReader(tmp_path / "records-version_0" / "memray" / "rank0.1.bin") as reader:
         assert reader.metadata.has_native_traces
@@ -194,7 +197,7 @@ def test_options_reach_memray(tmp_path: Path) -> None:
 COLLECTING = """
 import gc, sys, threading
 from memray import Tracker
-from lightning_perf.profilers import memray_child
+from lightning_perf.profilers.memray import start, stop
 
 begun, go, gone = threading.Event(), threading.Event(), threading.Event()
 
@@ -218,9 +221,9 @@ def thread():
 
 def record(name):
     tracker = Tracker(sys.argv[1] + name)
-    memray_child.start(tracker)
+    start(tracker)
     assert gc.isenabled()
-    memray_child.stop(tracker)
+    stop(tracker)
 
 record("first")  # which imports what it needs
 threading.Thread(target=thread, daemon=True).start()
@@ -232,15 +235,15 @@ record("second")
 """
 
 
-def test_a_collection_while_memray_starts_does_not_crash(tmp_path: Path) -> None:
-    """memray walks all stacks then, and finalizers would let frames go that it has in hand."""
+def test_garbage_collection_does_not_crash_the_start(tmp_path: Path) -> None:
+    """memray walks all stacks at its start; finalizers would free frames that it reads."""
     command = [sys.executable, "-c", COLLECTING, str(tmp_path / "capture")]
-    # Memory that was freed is overwritten at once: what reads it is sure to crash.
+    # Freed memory is overwritten at once, so that reading it crashes.
     subprocess.run(command, env=os.environ | {"PYTHONMALLOC": "debug"}, check=True, timeout=60)
 
 
-def test_the_summary_tells_the_largest_allocators(tmp_path: Path) -> None:
-    """The text beside a capture names function, file and line, with the source itself."""
+def test_the_summary_lists_the_largest_allocators(tmp_path: Path) -> None:
+    """The text has function, file, line and source."""
     found = fit(tmp_path, Memray(schedule="first 3ba"))
     assert found == ["rank0.3.bin", "rank0.3.txt"]
     text = (tmp_path / "records-version_0" / "memray" / "rank0.3.txt").read_text()
@@ -252,8 +255,8 @@ def test_the_summary_tells_the_largest_allocators(tmp_path: Path) -> None:
     assert re.search(r"14\.3 MiB  eat ", everything)
 
 
-def test_the_summary_is_in_the_metrics(tmp_path: Path) -> None:
-    """Each window has its bytes, at the step of its last batch, in all stages."""
+def test_the_summary_is_logged_as_metrics(tmp_path: Path) -> None:
+    """Each window logs at the step of its last batch, in all stages."""
     logger = Records()
     limits = {"limit_train_batches": 12, "limit_test_batches": 12}
     run = trainer(tmp_path, Memray(schedule=Every("5ba", lasting="2ba")), logger=logger, **limits)
@@ -269,8 +272,8 @@ def test_the_summary_is_in_the_metrics(tmp_path: Path) -> None:
     assert all(value > 2 for _, value in logger.of("memray/total_allocations"))
 
 
-def test_what_grows_is_in_the_metrics(tmp_path: Path) -> None:
-    """Memory that a window allocates and does not give back is its unfreed memory."""
+def test_unfreed_memory(tmp_path: Path) -> None:
+    """Memory that a window allocates and does not free is its unfreed memory."""
 
     class Leaking(Hungry):
         def eat(self) -> int:
@@ -285,7 +288,7 @@ def test_what_grows_is_in_the_metrics(tmp_path: Path) -> None:
 
 
 def test_the_aggregated_format_has_a_summary_without_totals(tmp_path: Path) -> None:
-    """memray tells no totals of it; the rest is there."""
+    """memray has no totals for this format."""
     logger = Records()
     options = {"file_format": memray.FileFormat.AGGREGATED_ALLOCATIONS}
     fit(tmp_path, Memray(schedule="first 2ba", **options), logger=logger)
@@ -295,10 +298,10 @@ def test_the_aggregated_format_has_a_summary_without_totals(tmp_path: Path) -> N
     }
 
 
-def test_a_summary_that_fails_costs_the_text_alone(
+def test_a_failing_summary_warns_and_keeps_the_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be summarised is told once, and the capture stays."""
+    """There is one warning."""
     monkeypatch.setattr("lightning_perf.profilers.memray.run_python", _broken)
     with pytest.warns(PerfWarning, match=r"rank0\.1\.txt was not finished.*planted"):
         found = fit(tmp_path, Memray(schedule="first 1ba"))
@@ -310,7 +313,7 @@ def _broken(*_: str) -> str:
 
 
 def test_metrics_of_the_last_window_reach_mlflow(tmp_path: Path, mlflow_database: str) -> None:
-    """They are made after training has ended, and wait for nobody's next batch."""
+    """They are logged although no batch follows."""
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="owl")
     fit(tmp_path, Memray(schedule=Fixed(14, 2)), logger=logger)
     metrics = MlflowClient(mlflow_database).get_run(logger.run_id).data.metrics
@@ -318,8 +321,8 @@ def test_metrics_of_the_last_window_reach_mlflow(tmp_path: Path, mlflow_database
 
 
 @pytest.mark.slow
-def test_ranks_have_keys_of_their_own(tmp_path: Path, mlflow_database: str) -> None:
-    """The lowest rank that records has the plain keys; texts bear the rank's number."""
+def test_ranks_have_different_keys(tmp_path: Path, mlflow_database: str) -> None:
+    """The lowest recording rank has keys without a rank."""
     logger = MLFlowLogger("memory-ranks", tracking_uri=mlflow_database, run_name="two")
     torch.set_num_threads(1)
     ranks: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2}
@@ -336,7 +339,7 @@ def test_ranks_have_keys_of_their_own(tmp_path: Path, mlflow_database: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers_are_captured_in_each_window(tmp_path: Path, context: str) -> None:
-    """Each worker leaves a capture a window, whatever its start, and trains as without us."""
+    """Each worker leaves one capture per window, forked or spawned, and losses do not change."""
     schedule = Cyclic(wait=2, warmup=0, active=5, repeat=2)
     profiler = Capture(schedule=schedule, follow_fork=True)
     model = Loading(profiler, context)
@@ -354,8 +357,8 @@ def test_data_loader_workers_are_captured_in_each_window(tmp_path: Path, context
     assert len(pids) == 2
 
 
-def test_a_worker_that_is_born_in_a_window_is_captured(tmp_path: Path) -> None:
-    """Workers of a second epoch, whose first fetch lies in a window, have their captures too."""
+def test_a_worker_started_in_a_window_is_captured(tmp_path: Path) -> None:
+    """Workers of the second epoch start within a window and leave captures."""
 
     class Renewed(Loading):
         def train_dataloader(self) -> Any:
@@ -373,8 +376,8 @@ def test_a_worker_that_is_born_in_a_window_is_captured(tmp_path: Path) -> None:
             assert list(reader.get_allocation_records())
 
 
-def test_windows_hold_their_own_batches_and_no_others(tmp_path: Path) -> None:
-    """Allocations of batches outside of a window are not in its file."""
+def test_a_file_contains_only_batches_of_its_window(tmp_path: Path) -> None:
+    """Allocations of other batches are not in the file."""
 
     class Telling(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -385,12 +388,12 @@ def test_windows_hold_their_own_batches_and_no_others(tmp_path: Path) -> None:
     for name, batches in {"rank0.7.bin": {5, 6}, "rank0.12.bin": {10, 11}}.items():
         with memray.FileReader(tmp_path / "records-version_0" / "memray" / name) as reader:
             sizes = {record.size for record in reader.get_allocation_records()}
-        # A bytearray asks for one byte more than it holds.
+        # A bytearray allocates one byte more than its length.
         assert {size - MEGABYTES - 1 for size in sizes if size > MEGABYTES} == batches
 
 
-def test_settings_and_tool_options_are_written_in_yaml(tmp_path: Path) -> None:
-    """memray's own arguments stand under dict_kwargs."""
+def test_yaml(tmp_path: Path) -> None:
+    """Arguments of memray are in dict_kwargs."""
     written = yaml.safe_load("""
         class_path: lightning_perf.Memray
         init_args: {schedule: every 100ba for 3ba, flamegraph: true, follow_fork: true}
@@ -404,17 +407,17 @@ def test_settings_and_tool_options_are_written_in_yaml(tmp_path: Path) -> None:
     assert profiler._tracker_options() == {"native_traces": False, "trace_python_allocators": True}
 
 
-def test_a_missing_memray_is_told_before_training(
+def test_a_missing_package_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the package the set-up says how to install it."""
+    """The error has the command that installs it."""
     monkeypatch.setattr("lightning_perf.profilers.tools.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs memray.*pip install memray"):
         fit(tmp_path, Memray())
 
 
-def test_writers_of_children_are_made_when_there_are_children(tmp_path: Path) -> None:
-    """follow_fork costs a run without child processes nothing."""
+def test_writers_for_children_are_made_on_demand(tmp_path: Path) -> None:
+    """follow_fork makes no writer in a run without child processes."""
     made = []
 
     class Counting(Memray):

@@ -1,4 +1,4 @@
-"""Pages that profilers leave open without a network."""
+"""Pages of profilers work offline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.small import Records, Small, trainer
 from torch.cuda import _memory_viz
 
 from lightning_perf import Memray, Profiler, PyTorch, VizTracer
-from lightning_perf.profilers.snapshot_page import history, segments, timeline
+from lightning_perf.charts.snapshot import history, segments, timeline
 
 MIB = 1 << 20
 MEMORY = {"with_stack": True, "record_shapes": True, "memory_filename": "rank{rank}.html"}
@@ -35,7 +35,7 @@ def block(address: int, size: int, state: str = "active_allocated") -> dict[str,
     }
 
 
-#: A block of before, one of a layer's that stays, one of the loss's that was freed.
+#: One block from before the recording, one of a layer that stays, one of the loss that is freed.
 SNAPSHOT: dict[str, Any] = {
     "segments": [
         {
@@ -72,8 +72,8 @@ SNAPSHOT: dict[str, Any] = {
         pytest.param(lambda: Memray(schedule="first 2ba", flamegraph=True), id="Memray"),
     ],
 )
-def test_no_page_loads_anything(tmp_path: Path, profiler: Any) -> None:
-    """A browser that opens the page of a real window has nothing to fetch."""
+def test_pages_load_nothing(tmp_path: Path, profiler: Any) -> None:
+    """The page of a real window has no remote address."""
     made: Profiler = profiler()
     trainer(tmp_path, made, logger=Records(), limit_train_batches=3).fit(Small())
     (page,) = tmp_path.rglob("*.html")
@@ -81,8 +81,8 @@ def test_no_page_loads_anything(tmp_path: Path, profiler: Any) -> None:
     assert loaded_from_elsewhere(page.read_text()) == []
 
 
-def test_pytorch_s_own_page_is_one_that_loads_its_viewer() -> None:
-    """What these tests look for is found where it is known to be."""
+def test_remote_addresses_are_detected() -> None:
+    """PyTorch's own page loads its viewer from the web."""
     plot = _memory_viz.trace_plot({"segments": [], "device_traces": []})
     (address,) = loaded_from_elsewhere(plot)
     assert address.startswith("https://")
@@ -90,19 +90,19 @@ def test_pytorch_s_own_page_is_one_that_loads_its_viewer() -> None:
 
 @pytest.mark.parametrize("kind", ["history", "segments"])
 def test_pages_about_a_snapshot_load_nothing(tmp_path: Path, kind: str) -> None:
-    """They are whole as the program writes them, with names of any characters in them."""
+    """The program writes complete pages, and escapes names."""
     source, target = tmp_path / "s.pickle", tmp_path / "page.html"
     source.write_bytes(pickle.dumps(SNAPSHOT))
-    program = [sys.executable, "-m", "lightning_perf.profilers.snapshot_page"]
+    program = [sys.executable, "-m", "lightning_perf.charts.snapshot"]
     subprocess.run([*program, kind, source, target], check=True)
     page = target.read_text()
-    assert page.endswith("</html>\n")
+    assert page.rstrip().endswith("</html>")
     assert loaded_from_elsewhere(page) == []
     assert "<odd>" not in page
 
 
-def test_a_history_tells_what_filled_the_memory_at_its_peak() -> None:
-    """Blocks of before the recording count, and libraries' frames are not the line to blame."""
+def test_a_history_shows_memory_by_line_at_the_peak() -> None:
+    """Blocks from before the recording count, and lines of libraries are skipped."""
     blocks = [b for b in SNAPSHOT["segments"][0]["blocks"] if b["state"] != "inactive"]
     line, stacks = timeline(SNAPSHOT["device_traces"][0], blocks)
     assert [sum(sizes) // MIB for sizes in line.sizes] == [2, 4, 7, 4, 3]
@@ -120,15 +120,15 @@ def test_a_history_tells_what_filled_the_memory_at_its_peak() -> None:
     ]
 
 
-def test_an_allocation_that_failed_is_told() -> None:
-    """The page of a run that ran out of memory says how much was asked for."""
+def test_a_failed_allocation_is_on_the_page() -> None:
+    """With its size and the free memory."""
     page = history(SNAPSHOT)
-    assert "An allocation of 9.0 MiB failed, when the device had 2.0 MiB free" in page
+    assert "An allocation of 9.0 MiB failed; the device had 2.0 MiB free" in page
     assert "Device 1" not in page
 
 
 def test_a_snapshot_without_history_says_so() -> None:
-    """Memory that runs out without an open window has no history; its segments are there."""
+    """Without an open window there are only segments."""
     nothing = {**SNAPSHOT, "device_traces": [[]]}
     assert "No history was recorded" in history(nothing)
-    assert "1 segments of 4.0 MiB, of which 3.0 MiB are in use" in segments(nothing)
+    assert "1 segments of 4.0 MiB, 3.0 MiB in use" in segments(nothing)

@@ -1,4 +1,4 @@
-"""Profilers refuse values that cannot work before training, and name them if a tool does."""
+"""Profilers refuse invalid values before training, and report those that a tool refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_perf import (
     VizTracer,
 )
 from lightning_perf.profilers import viztracer
-from lightning_perf.profilers.tools import python_profiler
+from lightning_perf.profilers.conflicts import python_profiler
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ from lightning_perf.profilers.tools import python_profiler
     ],
 )
 def test_a_bad_value_is_refused_at_construction(profiler: Any, option: str, value: Any) -> None:
-    """The error names the option, what it was given and what works."""
+    """The error has the option, its value and a valid example."""
     with pytest.raises(ConfigError, match="Try ") as caught:
         profiler(**{option: value})
     assert (caught.value.field, caught.value.value) == (option, value)
@@ -82,7 +82,7 @@ def test_a_suite_of_one_callback_is_still_a_list() -> None:
     ["aggregated_allocations", "AGGREGATED_ALLOCATIONS", memray.FileFormat.AGGREGATED_ALLOCATIONS],
 )
 def test_the_format_of_memray_may_be_a_name(tmp_path: Path, written: Any) -> None:
-    """YAML can write it, and the capture has it."""
+    """The name works in YAML, and the capture has the format."""
     profiler = Memray(schedule="first 1ba", summary=False, file_format=written)
     trainer(tmp_path, profiler, logger=Records()).fit(Small())
     (capture,) = tmp_path.rglob("*.bin")
@@ -91,16 +91,16 @@ def test_the_format_of_memray_may_be_a_name(tmp_path: Path, written: Any) -> Non
 
 
 @pytest.mark.parametrize("option", ["include_files", "log_func_repr"])
-def test_what_a_tool_does_not_take_is_the_user_s_and_leaves_no_hook(
+def test_options_that_a_tool_refuses_are_reported_and_leave_no_hook(
     tmp_path: Path, option: str
 ) -> None:
-    """Training goes on without the profiler, which says which options the tool refused."""
+    """Training continues without the profiler, and the warning has the options."""
     profiler = VizTracer(schedule=Fixed(2, 2), **{option: 3})
     with pytest.warns(PerfWarning) as caught:
         trainer(tmp_path, profiler, logger=Records()).fit(Small())
-    (told,) = ours(caught)
-    assert option in told
-    assert "report" not in told
+    (message,) = ours(caught)
+    assert option in message
+    assert "report" not in message
     assert python_profiler() is None
     assert threading.getprofile() is None
 
@@ -108,7 +108,7 @@ def test_what_a_tool_does_not_take_is_the_user_s_and_leaves_no_hook(
 def test_a_tracer_that_fails_when_it_starts_leaves_no_hook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped, and a process that is forked later finds none."""
+    """The tracer is stopped."""
     from viztracer import VizTracer as Tracer
 
     plain = Tracer.start
@@ -129,8 +129,8 @@ KINDS = [PyTorch, VizTracer, Memray, MemorySnapshot]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_switch_and_number_is_checked(kind: Any) -> None:
-    """A text or a number for a switch, or a switch for a number, is refused with its name."""
+def test_every_flag_and_number_is_checked(kind: Any) -> None:
+    """Values of another type are refused with the name of the argument."""
     defaults = {
         name: each.default
         for name, each in signature(kind).parameters.items()
@@ -148,14 +148,14 @@ def test_every_switch_and_number_is_checked(kind: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["output_path_prefix", "folder", "filename", "remote_file_name"])
 def test_every_name_is_checked(kind: Any, name: str) -> None:
-    """What is no text is refused as a name, and not found out in the middle of training."""
+    """A name must be a string."""
     with pytest.raises(ConfigError) as caught:
         kind(**{name: 3})
     assert caught.value.field == name
 
 
 class Copying(Small):
-    """Copies its trainer's callbacks in each batch, in both ways."""
+    """Copies and pickles its trainer's first callback in each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def both(profiler: Any) -> list[Any]:
 )
 @pytest.mark.filterwarnings("ignore:.*no CUDA device")
 def test_copies_can_be_made_at_any_time_and_record(tmp_path: Path, make: Any) -> None:
-    """Before, within and after a fit a profiler pickles; its copies have its settings, and work."""
+    """Before, during and after a fit; the copies have the same settings and record."""
     profiler, model = make(), Copying()
     copies = both(profiler)
     trainer(tmp_path, profiler, logger=Records(), limit_train_batches=5).fit(model)

@@ -1,4 +1,4 @@
-"""What all recorders do with windows, whatever they record: the base's behaviour, for each."""
+"""Windows of batches: the behaviour of the base class, with each profiler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MEAL = 5_123_456
 
 
 class Hungry(Small):
-    """Leaves a mark that every recorder sees: in each batch of each stage, one call of eat."""
+    """Calls ``eat`` once per batch in each stage, which every profiler records."""
 
     def eat(self) -> int:
         with torch.profiler.record_function("eat"):
@@ -57,7 +57,7 @@ class Hungry(Small):
 
 
 class Failing(Hungry):
-    """Fails in its fourth batch."""
+    """Raises in its fourth batch."""
 
     def __init__(self, error: type[BaseException]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def meals(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Recorder:
-    """A profiler, and how to count the batches in one of its files."""
+    """A profiler, and a function that counts the batches in one of its files."""
 
     kind: Callable[..., Profiler]
     folder: str
@@ -99,7 +99,7 @@ class Recorder:
     batches: Callable[[Path], int]
 
     def found(self, root: Path) -> dict[str, int]:
-        """The batches of each file of the run, by its name."""
+        """Number of batches in each file of the run."""
         folder = root / "records-version_0" / self.folder
         return {
             str(path.relative_to(folder)).removesuffix(self.suffix): self.batches(path)
@@ -154,20 +154,20 @@ def recorder(request: pytest.FixtureRequest) -> Recorder:
 def test_windows_become_files(
     tmp_path: Path, recorder: Recorder, schedule: Any, options: Any, files: dict[str, int]
 ) -> None:
-    """Each window is one file, named by the batches done, with exactly its batches inside."""
+    """Each window is one file with exactly its batches, named by the completed batches."""
     assert recorder.fit(tmp_path, recorder.kind(schedule=schedule), **options) == files
 
 
 def test_long_windows_are_cut_into_files_of_bounded_size(
     tmp_path: Path, recorder: Recorder
 ) -> None:
-    """batches_per_trace bounds every file; the window goes on in the next one."""
+    """The window continues in the next file after batches_per_trace batches."""
     profiler = recorder.kind(schedule=Always(), batches_per_trace=6)
     assert recorder.fit(tmp_path, profiler) == {"rank0.6": 6, "rank0.12": 6, "rank0.16": 4}
 
 
 def test_one_callback_serves_all_stages(tmp_path: Path, recorder: Recorder) -> None:
-    """Fit with validation inside, test and predict write into folders that do not collide."""
+    """Validation inside of fit, test and predict write to subfolders."""
     profiler = recorder.kind(schedule="first 2ba")
     run = trainer(tmp_path, profiler, logger=Records(), limit_val_batches=4)
     model = Hungry()
@@ -179,15 +179,15 @@ def test_one_callback_serves_all_stages(tmp_path: Path, recorder: Recorder) -> N
 
 
 def test_one_callback_serves_two_fits(tmp_path: Path, recorder: Recorder) -> None:
-    """A second fit of another trainer records as the first one did, into its own folder."""
+    """A second trainer's fit records like the first one, into its own folder."""
     profiler = recorder.kind(schedule="every 8ba")
     for folder in (tmp_path / "first", tmp_path / "second"):
         assert recorder.fit(folder, profiler) == {"rank0.9": 1}
         assert [stamp.batch for stamp, _ in profiler.saved_traces] == [9]
 
 
-def test_a_fit_that_goes_on_keeps_counting(tmp_path: Path, recorder: Recorder) -> None:
-    """The second fit of one trainer goes on where the first one ended."""
+def test_a_second_fit_of_a_trainer_keeps_counting(tmp_path: Path, recorder: Recorder) -> None:
+    """Batches are counted from the end of the first fit."""
     run = trainer(tmp_path, recorder.kind(schedule="every 10ba"), logger=Records())
     model = Hungry()
     run.fit(model)
@@ -197,10 +197,10 @@ def test_a_fit_that_goes_on_keeps_counting(tmp_path: Path, recorder: Recorder) -
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_what_was_recorded_outlives_an_exception(
+def test_an_exception_closes_the_open_window(
     tmp_path: Path, recorder: Recorder, error: type[BaseException]
 ) -> None:
-    """The window that is open when training fails is closed whole, and the tool is free again."""
+    """The file is complete, and the tool can be used again."""
     run = trainer(tmp_path / "failed", recorder.kind(schedule=Always()), logger=Records())
     with pytest.raises((error, SystemExit)):
         run.fit(Failing(error))
@@ -209,7 +209,7 @@ def test_what_was_recorded_outlives_an_exception(
 
 
 def test_two_of_one_kind_record_in_turn(tmp_path: Path, recorder: Recorder) -> None:
-    """Different windows are all recorded; where two meet, the second is left out, told once."""
+    """Different windows are all recorded; of overlapping ones the second is left out."""
     apart = [recorder.kind(schedule=Fixed(2, 3)), recorder.kind(schedule=Fixed(8, 2), folder="b")]
     assert recorder.fit(tmp_path / "apart", *apart) == {"rank0.5": 3}
     assert len(apart[1].saved_traces) == 1
@@ -225,7 +225,7 @@ def test_two_of_one_kind_record_in_turn(tmp_path: Path, recorder: Recorder) -> N
 
 @pytest.mark.parametrize("late_first", [False, True], ids=["in order", "the later one first"])
 def test_windows_that_follow_one_another_are_all_recorded(tmp_path: Path, late_first: bool) -> None:
-    """Whoever stands first in the list: a window that is over makes room for the next one."""
+    """A window may begin where another profiler's ends, in any order of the callbacks."""
     early, late = PyTorch(schedule="first 3ba"), VizTracer(schedule="at 3ba for 2ba")
     profilers = [late, early] if late_first else [early, late]
     trainer(tmp_path, *profilers, limit_train_batches=6).fit(Small())
@@ -235,8 +235,8 @@ def test_windows_that_follow_one_another_are_all_recorded(tmp_path: Path, late_f
     ]
 
 
-def test_validation_is_recorded_by_who_stands_first(tmp_path: Path) -> None:
-    """The training window of another profiler is over when validation inside of fit begins."""
+def test_validation_may_be_recorded_by_an_earlier_callback(tmp_path: Path) -> None:
+    """The training window of the later callback ends before validation begins."""
     inner = VizTracer(schedule=Stages("validate") & Always())
     outer = PyTorch(schedule=Stages("train") & Always())
     limits = {"limit_train_batches": 4, "limit_val_batches": 2, "val_check_interval": 2}
@@ -246,10 +246,12 @@ def test_validation_is_recorded_by_who_stands_first(tmp_path: Path) -> None:
     assert [path.name for path in left_in(tmp_path)] == [*traces, *calls]
 
 
-def test_two_of_one_kind_need_names_of_their_own(tmp_path: Path, recorder: Recorder) -> None:
-    """The same folder and file name are refused in words that say what to change."""
+def test_two_of_one_kind_need_different_names(tmp_path: Path, recorder: Recorder) -> None:
+    """The error says which arguments to change."""
     twins = [recorder.kind(schedule=Fixed(2, 1)), recorder.kind(schedule=Fixed(8, 2))]
-    with pytest.raises(ConfigError, match=r"another .* of this Trainer: give .* `filename` or"):
+    with pytest.raises(
+        ConfigError, match=r"also that of another .* of this Trainer: give .* `filename` or"
+    ):
         recorder.fit(tmp_path, *twins)
     with pytest.raises(ConfigError, match="another `filename`"):
         recorder.fit(tmp_path, Suite(twins))
@@ -259,7 +261,7 @@ def test_two_of_one_kind_need_names_of_their_own(tmp_path: Path, recorder: Recor
 
 
 @pytest.mark.parametrize(
-    ("schedule", "told"),
+    ("schedule", "expected"),
     [
         (Fixed(100, 2), "would have begun after batch 100; training ended after batch 16"),
         ("every 1000ba", "would have begun after batch 1000; training ended after batch 16"),
@@ -270,12 +272,12 @@ def test_two_of_one_kind_need_names_of_their_own(tmp_path: Path, recorder: Recor
     ],
     ids=str,
 )
-def test_a_schedule_that_never_fired_is_told(tmp_path: Path, schedule: Any, told: str) -> None:
-    """One warning at the end of training says when the first window would have begun."""
+def test_a_schedule_without_a_window_warns(tmp_path: Path, schedule: Any, expected: str) -> None:
+    """One warning at the end of training has the start of the first window."""
     with pytest.warns(PerfWarning, match="recorded nothing: no window of") as caught:
         trainer(tmp_path, PyTorch(schedule=schedule), logger=Records()).fit(Small())
     (message,) = ours(caught)
-    assert told in message
+    assert expected in message
 
 
 @pytest.mark.parametrize(
@@ -292,8 +294,8 @@ def test_a_schedule_that_never_fired_is_told(tmp_path: Path, schedule: Any, told
     ],
     ids=str,
 )
-def test_a_schedule_that_waits_for_something_is_not_told(
+def test_a_schedule_that_waits_for_an_event_does_not_warn(
     tmp_path: Path, schedule: Any, options: dict[str, Any]
 ) -> None:
-    """Triggers, other stages and ranks, and trials may end without a window."""
+    """Triggers, schedules for other stages and trial runs may end without a window."""
     trainer(tmp_path, PyTorch(schedule=schedule), logger=Records(), **options).fit(Small())

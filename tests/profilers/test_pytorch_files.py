@@ -1,4 +1,4 @@
-"""PyTorch: what lies beside a trace, and who can read it."""
+"""PyTorch: files beside a trace, and the tools that read them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from helpers.outcome import outcome
+from helpers.pages import loaded_from_elsewhere
 from helpers.small import Records, Small, left_in, ours, trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import MLFlowLogger
@@ -34,7 +35,7 @@ MEMORY: dict[str, Any] = {
 
 
 def fit(root: Path, profiler: PyTorch, **options: Any) -> dict[str, Path]:
-    """The files of a run, by their name in its folder."""
+    """The files of a run, by name."""
     trainer(root, profiler, **{"logger": Records(), **options}).fit(Small())
     folder = root / "records-version_0" / "torch_traces"
     return {path.name: path for path in left_in(folder)}
@@ -44,22 +45,22 @@ def fit(root: Path, profiler: PyTorch, **options: Any) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_a_memory_timeline_lies_beside_its_trace(tmp_path: Path, compress: bool) -> None:
-    """The page tells what the memory was for, and needs neither network nor script."""
+def test_a_memory_timeline_beside_each_trace(tmp_path: Path, compress: bool) -> None:
+    """The page shows memory by category, and works offline."""
     found = fit(tmp_path, PyTorch(schedule=Fixed(2, 2), compress=compress, **MEMORY))
     suffix = ".gz" if compress else ""
     assert list(found) == [f"rank0.4.pt.trace.json{suffix}", "rank0.4.pt.trace.memory.html"]
     page = found["rank0.4.pt.trace.memory.html"].read_text()
     assert "Memory timeline of cpu" in page
-    assert "<title>Parameter</title>" in page
-    assert "<title>Gradient</title>" in page
-    assert not re.search(r"https?://|<script|<link|src=", page)
+    assert "</span>Parameter</td>" in page
+    assert "</span>Gradient</td>" in page
+    assert not loaded_from_elsewhere(page)
 
 
-def test_memory_timelines_go_to_mlflow_by_their_own_name(
+def test_memory_timelines_have_their_own_artifact_name(
     tmp_path: Path, mlflow_database: str
 ) -> None:
-    """The reference's default: torch_memory_traces, and no .gz, which no browser previews."""
+    """The reference's default: torch_memory_traces, without .gz."""
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="wren")
     fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY), logger=logger)
     client = MlflowClient(mlflow_database)
@@ -72,7 +73,7 @@ def test_memory_timelines_go_to_mlflow_by_their_own_name(
 
 
 def test_a_timeline_needs_no_upload(tmp_path: Path, mlflow_database: str) -> None:
-    """memory_remote_file_name=None keeps the page here; the trace is uploaded all the same."""
+    """memory_remote_file_name=None disables the upload of the page only."""
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="rook")
     profiler = PyTorch(schedule="first 1ba", memory_remote_file_name=None, **MEMORY)
     fit(tmp_path, profiler, logger=logger)
@@ -81,24 +82,24 @@ def test_a_timeline_needs_no_upload(tmp_path: Path, mlflow_database: str) -> Non
     assert list(tmp_path.rglob("*.memory.html"))
 
 
-def test_without_torch_s_timeline_the_page_shows_what_was_allocated(
+def test_without_torch_s_timeline_the_page_shows_totals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """export_memory_timeline is deprecated: where it is gone, one warning, and totals instead."""
+    """In torch versions without export_memory_timeline there is one warning."""
     monkeypatch.delattr("torch.profiler.profiler._KinetoProfile.export_memory_timeline")
     assert not hasattr(profile, "export_memory_timeline")
-    with pytest.warns(PerfWarning, match="does not tell what the memory was for") as caught:
+    with pytest.warns(PerfWarning, match="cannot classify the memory") as caught:
         found = fit(tmp_path, PyTorch(schedule="every 6ba", **MEMORY))
     assert len(ours(caught)) == 1
     pages = [path.read_text() for name, path in found.items() if name.endswith(".html")]
     assert len(pages) == 2
-    assert all("<title>Allocated</title>" in page for page in pages)
+    assert all("</span>Allocated</td>" in page for page in pages)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_timeline_is_of_the_rank_s_device(tmp_path: Path) -> None:
-    """On CUDA the page is about the device that the rank trains on."""
+    """On CUDA the page is about the rank's device."""
     found = fit(tmp_path, PyTorch(schedule=Fixed(2, 2), **MEMORY), accelerator="cuda")
     page = found["rank0.4.pt.trace.memory.html"].read_text()
     assert "Memory timeline of cuda:0" in page
@@ -106,7 +107,7 @@ def test_the_timeline_is_of_the_rank_s_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"memory_filename": "a.json"}, "memory_filename='a.json' does not end in .html"),
         ({"memory_remote_file_name": "a.json"}, "memory_remote_file_name='a.json' does not end"),
@@ -122,9 +123,9 @@ def test_the_timeline_is_of_the_rank_s_device(tmp_path: Path) -> None:
             "needs with_stack=True and record_shapes=True and profile_memory=True",
         ),
         ({"use_gzip": True, "compress": False}, "use_gzip=True contradicts compress=False"),
-        ({"activities": ["gpu"]}, "activities=['gpu'] is no list of activities out of cpu"),
+        ({"activities": ["gpu"]}, "activities=['gpu'] is not a list of activities: cpu"),
         ({"activities": "cpu"}, "Try activities=['cpu', 'cuda']"),
-        ({"activities": [3]}, "activities=[3] is no list of activities"),
+        ({"activities": [3]}, "activities=[3] is not a list of activities"),
         (
             {"experimental_config": {"profile_all_thread": True, "verbose": True}},
             f"holds {{'profile_all_thread': True}}, which torch {torch.__version__} does not take",
@@ -133,18 +134,18 @@ def test_the_timeline_is_of_the_rank_s_device(tmp_path: Path) -> None:
         ({"use_gzip": "no"}, "use_gzip='no' is neither True nor False"),
     ],
 )
-def test_what_cannot_work_is_refused_at_construction(options: dict[str, Any], told: str) -> None:
-    """The message names the field, the value, what is missing and an example that works."""
+def test_invalid_values_are_refused_at_construction(options: dict[str, Any], expected: str) -> None:
+    """The message has the field, the value, the problem and a valid example."""
     with pytest.raises(ConfigError) as caught:
         PyTorch(**options)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
 # -- the table of operators ---------------------------------------------------------------------
 
 
-def test_a_table_of_operators_lies_beside_its_trace(tmp_path: Path) -> None:
-    """As text, which MLflow shows; with the calls of exactly the window's batches."""
+def test_a_table_of_operators_beside_each_trace(tmp_path: Path) -> None:
+    """The text has the calls of exactly the window's batches."""
     found = fit(tmp_path, PyTorch(schedule=Fixed(2, 3), key_averages=True))
     assert list(found) == ["rank0.5.pt.trace.json.gz", "rank0.5.pt.trace.txt"]
     lines = found["rank0.5.pt.trace.txt"].read_text().splitlines()
@@ -154,10 +155,10 @@ def test_a_table_of_operators_lies_beside_its_trace(tmp_path: Path) -> None:
     assert calls["aten::addmm"] == 6
 
 
-def test_a_table_that_fails_costs_the_table_alone(
+def test_a_failing_table_warns_and_keeps_the_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trace is there, and one warning tells what the process said."""
+    """One warning has the message of the process."""
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.warns(PerfWarning, match=r"rank0\.1\.pt\.trace\.txt was not finished") as caught:
         found = fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True))
@@ -165,8 +166,10 @@ def test_a_table_that_fails_costs_the_table_alone(
     assert list(found) == ["rank0.1.pt.trace.json.gz"]
 
 
-def test_what_is_made_waits_for_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one holds the sender up to the end, trace, table and page are made all the same."""
+def test_files_are_made_while_a_server_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trace, table and page exist at the end."""
     start = Worker._start
     monkeypatch.setattr(
         Worker, "_start", lambda self: self._name == "lightning_perf" or start(self)
@@ -177,8 +180,8 @@ def test_what_is_made_waits_for_no_server(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(found) == [f"rank0.1.pt.trace.{suffix}" for suffix in suffixes]
 
 
-def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    """All that can be recorded changes no loss, no weight and no draw of the generator."""
+def test_training_is_bitwise_identical(tmp_path: Path) -> None:
+    """Recording with all options changes no loss, weight or random number."""
     profiler = PyTorch(schedule="every 9ba for 2ba", key_averages=True, **MEMORY)
     plain = outcome(tmp_path / "plain", logger=Records())
     watched = outcome(tmp_path / "on", profiler, logger=Records())
@@ -200,17 +203,17 @@ def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
         ({"use_gzip": True, "filename": "{batch}.pt.trace.json.gz"}, "1.pt.trace.json.gz"),
     ],
 )
-def test_use_gzip_is_composer_s_word_for_compress(
+def test_use_gzip_is_composer_s_name_for_compress(
     tmp_path: Path, options: dict[str, Any], name: str
 ) -> None:
-    """Both names of the setting mean the same, and .gz is appended once."""
+    """Both arguments have the same effect, and .gz is appended once."""
     assert list(fit(tmp_path, PyTorch(schedule="first 1ba", **options))) == [name]
 
 
 def test_no_secret_of_the_environment_enters_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands in environment variables stays out of all files."""
+    """No value of an environment variable is in any file."""
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "planted-password")
     profiler = PyTorch(schedule="first 2ba", compress=False, key_averages=True, **MEMORY)
     found = fit(tmp_path, profiler)
@@ -224,8 +227,8 @@ def test_no_secret_of_the_environment_enters_a_trace(
 PLUGIN = re.compile(r"^(?P<worker>.*?)(?P<span>\.\d+)?\.pt\.trace\.json(?:\.gz)?$")
 
 
-def test_names_are_those_that_tensorboard_looks_for(tmp_path: Path) -> None:
-    """Each rank is a worker and each window a span; other files of the folder are no traces."""
+def test_names_follow_tensorboard_s_pattern(tmp_path: Path) -> None:
+    """Each rank is a worker and each window a span; other files do not match."""
     profiler = PyTorch(schedule="every 6ba", key_averages=True, **MEMORY)
     matches = [PLUGIN.match(name) for name in fit(tmp_path, profiler)]
     assert len(matches) == 6
@@ -237,7 +240,7 @@ def test_names_are_those_that_tensorboard_looks_for(tmp_path: Path) -> None:
 def test_tensorboard_s_plugin_reads_the_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch_tb_profiler is installed, its own code reads the steps of a window."""
+    """torch_tb_profiler, if installed, reads the steps of a window."""
     pytest.importorskip("torch_tb_profiler")
     from torch_tb_profiler import consts
     from torch_tb_profiler.profiler.data import RunProfileData
@@ -255,7 +258,7 @@ def test_tensorboard_s_plugin_reads_the_traces(
 # -- arguments of torch.profiler ----------------------------------------------------------------
 
 
-def test_yaml_can_say_what_torch_wants_as_objects(
+def test_yaml_has_names_for_objects_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dict_kwargs reach torch.profiler: activities by name, experimental options as a mapping."""
@@ -279,14 +282,14 @@ def test_yaml_can_say_what_torch_wants_as_objects(
 
 
 def test_activities_may_be_names_members_or_mappings() -> None:
-    """All forms that torch takes, with names in place of members."""
+    """All forms that torch accepts, and names."""
     cpu, cuda = ProfilerActivity.CPU, ProfilerActivity.CUDA
     named = torch_options({"activities": ["cpu", cuda, {"CUDA": ["KERNEL"]}], "acc_events": None})
     assert named == {"activities": [cpu, cuda, {cuda: ["KERNEL"]}]}
 
 
-def test_a_profiler_with_options_can_be_sent_to_another_process() -> None:
-    """Spawned ranks get the callback by pickle."""
+def test_a_profiler_with_options_pickles() -> None:
+    """Spawned ranks receive the callback by pickle."""
     options: dict[str, Any] = {"experimental_config": {"verbose": True}, "activities": ["cpu"]}
     sent = pickle.loads(pickle.dumps(PyTorch(key_averages=True, **MEMORY, **options)))
     assert sent.options == options
@@ -298,13 +301,13 @@ def test_a_profiler_with_options_can_be_sent_to_another_process() -> None:
 
 @pytest.mark.parametrize("with_stack", [False, True])
 def test_stacks_are_not_recorded_beside_a_python_profiler(tmp_path: Path, with_stack: bool) -> None:
-    """While cProfile runs, only windows with stacks are left out, with one warning."""
+    """Beside cProfile, windows with stacks are left out, with one warning."""
     profiler = PyTorch(schedule="every 6ba", with_stack=with_stack)
     watch = cProfile.Profile()
     watch.enable()
     try:
         if with_stack:
-            with pytest.warns(PerfWarning, match="while a profiler of Python's calls") as caught:
+            with pytest.warns(PerfWarning, match="while another Python profiler") as caught:
                 assert fit(tmp_path, profiler) == {}
             assert len(ours(caught)) == 1
         else:
@@ -313,10 +316,10 @@ def test_stacks_are_not_recorded_beside_a_python_profiler(tmp_path: Path, with_s
         watch.disable()
 
 
-def test_a_torch_profiler_of_the_user_s_own_goes_on(tmp_path: Path) -> None:
-    """Windows that fall into it are left out, with one warning, and it loses nothing."""
+def test_a_torch_profiler_of_the_user_continues(tmp_path: Path) -> None:
+    """Windows are left out meanwhile, with one warning, and its trace is complete."""
     with profile(activities=[ProfilerActivity.CPU]) as own:
-        with pytest.warns(PerfWarning, match="while a torch.profiler that is not ours") as caught:
+        with pytest.warns(PerfWarning, match="while another torch.profiler") as caught:
             assert fit(tmp_path, PyTorch(schedule="every 6ba")) == {}
         torch.ones(2).sum()
     assert len(ours(caught)) == 1
@@ -327,8 +330,8 @@ def test_a_torch_profiler_of_the_user_s_own_goes_on(tmp_path: Path) -> None:
 # -- how to open --------------------------------------------------------------------------------
 
 
-def test_the_text_names_every_file_and_the_reference_s_commands(tmp_path: Path) -> None:
-    """Whoever finds the folder reads how to open each of its files."""
+def test_the_readme_explains_every_file(tmp_path: Path) -> None:
+    """It has each kind of file, and the commands of the reference."""
     found = fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY))
     for name in found:
         patterns = re.findall(r"`(\*[^`]+)`", PyTorch.how_to_open)
@@ -337,8 +340,8 @@ def test_the_text_names_every_file_and_the_reference_s_commands(tmp_path: Path) 
     assert "tensorboard --logdir path/to/torch/trace_folder" in PyTorch.how_to_open
 
 
-def test_the_trace_of_a_window_with_a_page_is_whole(tmp_path: Path) -> None:
-    """The trace that the other files are made of is the one that is kept."""
+def test_the_trace_of_a_window_with_a_page_is_complete(tmp_path: Path) -> None:
+    """The other files are made of the trace that is kept."""
     found = fit(tmp_path, PyTorch(schedule=Fixed(2, 2), key_averages=True, **MEMORY))
     trace = json.loads(gzip.decompress(found["rank0.4.pt.trace.json.gz"].read_bytes()))
     names = [event.get("name", "") for event in trace["traceEvents"]]

@@ -1,4 +1,4 @@
-"""PyTorch: windows of batches become trace files that their readers can open."""
+"""PyTorch: traces of windows of batches."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def fit(folder: Path, profiler: PyTorch, **options: Any) -> dict[str, dict[str, 
     ids=str,
 )
 def test_windows_become_files(tmp_path: Path, schedule: Any, files: dict[str, list[int]]) -> None:
-    """Each window is one file, named by the batches done, with the steps of its batches inside."""
+    """Each window is one file with the steps of its batches."""
     found = fit(tmp_path, PyTorch(schedule=schedule))
     assert {name.removesuffix(".pt.trace.json.gz"): steps(t) for name, t in found.items()} == files
 
 
-def test_a_trace_says_which_rank_and_which_part_of_the_run(tmp_path: Path) -> None:
-    """Rank, world size, stage and batch stand in the trace, for tools that line ranks up."""
+def test_a_trace_has_metadata(tmp_path: Path) -> None:
+    """Rank, world size, stage and batch are in the trace, for tools that align ranks."""
     (trace,) = fit(tmp_path, PyTorch(schedule="first 2ba")).values()
     assert trace["rank"] == 0
     assert trace["world_size"] == 1
@@ -66,7 +66,7 @@ def test_a_trace_says_which_rank_and_which_part_of_the_run(tmp_path: Path) -> No
 
 
 def test_uncompressed_traces_keep_their_name(tmp_path: Path) -> None:
-    """compress=False leaves plain JSON under the plain name."""
+    """compress=False writes plain JSON without .gz."""
     profiler = PyTorch(schedule="first 2ba", compress=False)
     trainer(tmp_path, profiler, logger=Records()).fit(Small())
     (path,) = left_in(tmp_path / "records-version_0" / "torch_traces")
@@ -74,8 +74,8 @@ def test_uncompressed_traces_keep_their_name(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["traceEvents"]
 
 
-def test_other_stages_have_folders_of_their_own(tmp_path: Path) -> None:
-    """Validation inside of fit, test and predict do not collide with training."""
+def test_other_stages_have_subfolders(tmp_path: Path) -> None:
+    """Validation inside of fit, test and predict write to subfolders."""
     profiler = PyTorch(schedule="first 2ba")
     run = trainer(tmp_path, profiler, logger=Records(), limit_val_batches=4)
     model = Small()
@@ -95,7 +95,7 @@ def test_other_stages_have_folders_of_their_own(tmp_path: Path) -> None:
 
 
 def test_saved_traces_lists_the_latest_by_rank(tmp_path: Path) -> None:
-    """At most num_traces_to_keep entries stay, the latest last, and the same files on disk."""
+    """It has at most num_traces_to_keep entries, the latest last, as does the disk."""
     profiler = PyTorch(schedule="every 4ba", num_traces_to_keep=2)
     found = fit(tmp_path, profiler)
     assert sorted(found) == ["rank0.13.pt.trace.json.gz", "rank0.9.pt.trace.json.gz"]
@@ -104,7 +104,7 @@ def test_saved_traces_lists_the_latest_by_rank(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_later_run_is_refused_before_training(tmp_path: Path) -> None:
-    """overwrite=False raises for a trace from further on, and overwrite=True replaces it."""
+    """overwrite=False raises for a trace of a later batch, and overwrite=True replaces it."""
     fit(tmp_path, PyTorch(schedule="first 2ba"))
     run = trainer(tmp_path, PyTorch(schedule="first 2ba"), logger=Records())
     advice = r"overwrite=True.*another folder or filename.*resume.*ckpt_path"
@@ -115,10 +115,10 @@ def test_a_folder_of_a_later_run_is_refused_before_training(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
-def test_a_job_that_its_cluster_starts_again_is_not_refused(
+def test_a_job_that_the_cluster_restarts_is_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """Preempted before its first checkpoint, it begins anew: one warning, and no file is lost."""
+    """Preempted before its first checkpoint, it starts again: one warning, no file is lost."""
     fit(tmp_path, PyTorch(schedule="first 2ba"))
     monkeypatch.setenv(variable, "1")
     with pytest.warns(PerfWarning, match=r"rank0\.2\.\S+ was written after") as caught:
@@ -128,14 +128,14 @@ def test_a_job_that_its_cluster_starts_again_is_not_refused(
 
 
 def test_only_the_named_ranks_record(tmp_path: Path) -> None:
-    """A rank that is not named leaves no file, and a rank that is not there is refused."""
+    """Other ranks leave no file, and a rank beyond the world size is refused."""
     with pytest.raises(ConfigError, match=r"ranks=\[1\].*beyond"):
         fit(tmp_path, PyTorch(ranks=[1]))
     assert fit(tmp_path, PyTorch(ranks=0, schedule="first 1ba"))
 
 
-def test_windows_that_meet_lightning_s_own_profiler_are_left_out(tmp_path: Path) -> None:
-    """Both traces are whole: ours before and after, theirs between, with one warning."""
+def test_windows_during_lightning_s_profiler_are_left_out(tmp_path: Path) -> None:
+    """All traces are complete: ours before and after, Lightning's between; one warning."""
     theirs = theirs_in(tmp_path / "theirs")
     profiler = PyTorch(schedule="every 2ba")
     with pytest.warns(
@@ -151,10 +151,8 @@ def test_windows_that_meet_lightning_s_own_profiler_are_left_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize("batches", [4, 16])
-def test_lightning_s_own_profiler_with_its_own_schedule_goes_on(
-    tmp_path: Path, batches: int
-) -> None:
-    """Trainer(profiler="pytorch") trains and reports as it does without us."""
+def test_lightning_s_profiler_with_a_schedule_continues(tmp_path: Path, batches: int) -> None:
+    """Trainer(profiler="pytorch") behaves as without our callback."""
     profiler = PyTorch(schedule="first 9ba")
     run = trainer(tmp_path, profiler, profiler="pytorch", limit_train_batches=batches)
     with warnings.catch_warnings(record=True) as caught:
@@ -166,8 +164,8 @@ def test_lightning_s_own_profiler_with_its_own_schedule_goes_on(
     assert [stamp.batch for stamp, _ in profiler.saved_traces] == ([] if batches == 4 else [9])
 
 
-def test_a_window_ends_where_lightning_s_own_profiler_begins(tmp_path: Path) -> None:
-    """What was recorded until then is kept, and the rest is recorded when it is over."""
+def test_a_window_ends_where_lightning_s_profiler_begins(tmp_path: Path) -> None:
+    """The first part of the window is kept, and the rest is recorded afterwards."""
     theirs = theirs_in(tmp_path / "theirs")
     profiler = PyTorch(schedule="always")
     with pytest.warns(PerfWarning, match="left out"):
@@ -176,8 +174,8 @@ def test_a_window_ends_where_lightning_s_own_profiler_begins(tmp_path: Path) -> 
     assert list((tmp_path / "theirs").rglob("*.pt.trace.json"))
 
 
-def test_nothing_is_written_outside_of_the_named_folder(tmp_path: Path) -> None:
-    """Folder, stage and a hostile run name stay below the root; no partial file is left."""
+def test_nothing_is_written_outside_of_the_folder(tmp_path: Path) -> None:
+    """A hostile run name stays below the root, and no partial file is left."""
 
     class Hostile(Records):
         @property
@@ -213,30 +211,33 @@ def test_nothing_is_written_outside_of_the_named_folder(tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field: str) -> None:
-    """The message names the field, the value and an example that works."""
+    """The message has the field, the value and a valid example."""
     with pytest.raises(ConfigError, match=f"{field}="):
         PyTorch(**options)
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "expected"),
     [
-        ("record_shape", "record_shape=True is no option of PyTorch: did you mean record_shapes?"),
+        (
+            "record_shape",
+            "record_shape=True is not an option of PyTorch: did you mean record_shapes?",
+        ),
         ("num_trace_to_keep", "did you mean num_traces_to_keep?"),
         ("acc_event", "did you mean acc_events?"),
-        ("zzz", "zzz=True is no option of PyTorch; torch.profiler has acc_events"),
+        ("zzz", "zzz=True is not an option of PyTorch; torch.profiler has acc_events"),
     ],
 )
-def test_an_unknown_option_is_told_with_the_nearest(option: str, told: str) -> None:
-    """Options of ours and of torch.profiler are suggested, and nothing else is."""
+def test_an_unknown_option_gets_a_suggestion(option: str, expected: str) -> None:
+    """Arguments of PyTorch and of torch.profiler are suggested."""
     with pytest.raises(ConfigError) as caught:
         PyTorch(**{option: True})
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert "Try" not in str(caught.value)
 
 
-def test_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
-    """Two loggers of the same name and version write their traces apart, and so does a third."""
+def test_runs_of_the_same_name_do_not_share_a_folder(tmp_path: Path) -> None:
+    """Loggers of the same name and version have different folders."""
     for logs in ("a", "b", "c"):
         logger = CSVLogger(tmp_path / logs)
         trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger).fit(Small())
@@ -248,8 +249,10 @@ def test_runs_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
         assert trace["run_name"] == path.split("/")[0]  # a trace says which folder it is from
 
 
-def test_runs_of_one_name_are_told_apart_by_their_id(tmp_path: Path, mlflow_database: str) -> None:
-    """MLflow draws equal names for runs of equal seeds; each is alone among its artifacts."""
+def test_mlflow_runs_of_the_same_name_do_not_share_a_folder(
+    tmp_path: Path, mlflow_database: str
+) -> None:
+    """MLflow generates equal names for runs with equal seeds."""
     found, folders = [], []
     for _ in range(2):
         logger = MLFlowLogger("twice", tracking_uri=mlflow_database, run_name="owl-7")
@@ -261,14 +264,14 @@ def test_runs_of_one_name_are_told_apart_by_their_id(tmp_path: Path, mlflow_data
 
 
 def test_a_profiler_that_records_nothing_writes_nothing(tmp_path: Path) -> None:
-    """Neither the run's folder nor its marker is there before there is a trace."""
+    """The run's folder does not exist before the first trace."""
     trainer(tmp_path, PyTorch(schedule="never"), logger=Records()).fit(Small())
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_a_resume_from_an_older_checkpoint_goes_on(tmp_path: Path) -> None:
-    """Later traces of the same run stay, with one warning, and new ones get numbers."""
+def test_a_resume_from_an_older_checkpoint(tmp_path: Path) -> None:
+    """Later traces of the run are kept, with one warning, and new ones get numbers."""
     keep = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", save_top_k=-1)
 
     def run(*callbacks: Callback) -> Trainer:
@@ -287,8 +290,8 @@ def test_a_resume_from_an_older_checkpoint_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_steps": 6}])
-def test_no_recorder_starts_where_no_batch_comes(tmp_path: Path, limits: dict[str, int]) -> None:
-    """A window that reaches the end of training is closed there, and none is begun for nothing."""
+def test_no_recording_starts_at_the_end_of_training(tmp_path: Path, limits: dict[str, int]) -> None:
+    """A window is closed at the end of training, and no other one begins."""
     begun = []
 
     class Noting(PyTorch):
@@ -306,18 +309,18 @@ def test_no_recorder_starts_where_no_batch_comes(tmp_path: Path, limits: dict[st
     [Cyclic(warmup=100, active=1), Cyclic(warmup=100, per_epoch=True), Cyclic(wait=50, warmup=9)],
     ids=str,
 )
-def test_a_schedule_with_a_long_warm_up_idles(tmp_path: Path, schedule: Schedule) -> None:
-    """Where no window can be near, no batch is looked at ahead."""
-    asked = []
+def test_no_look_ahead_while_no_window_is_near(tmp_path: Path, schedule: Schedule) -> None:
+    """A long warm-up does not cost a search in every batch."""
+    looked_at = []
 
     class Counted(Cyclic):
         def window(self, moment: Moment) -> Any:
-            asked.append(moment.timestamp.batch)
+            looked_at.append(moment.timestamp.batch)
             return super().window(moment)
 
     counted = Counted(**schedule._arguments())
     with warnings.catch_warnings(record=True):  # of schedules that never fired
         warnings.simplefilter("always")
         fit(tmp_path, PyTorch(schedule=counted), max_epochs=2, limit_train_batches=16)
-    # At the end the first window is looked for beyond the training's 32 batches.
-    assert sum(batch < 32 for batch in asked) <= 16 * 2 + 100
+    # At the end the first window is searched beyond the 32 batches.
+    assert sum(batch < 32 for batch in looked_at) <= 16 * 2 + 100

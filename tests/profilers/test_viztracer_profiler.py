@@ -1,4 +1,4 @@
-"""VizTracer: windows of batches become timelines of calls that their readers can open."""
+"""VizTracer: timelines of calls in windows of batches."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from lightning_perf import (
     PyTorch,
     VizTracer,
 )
-from lightning_perf.profilers.tools import python_profiler
+from lightning_perf.profilers.conflicts import python_profiler
 
 
 def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The events of all finished traces below a folder, by their path in it."""
+    """The events of the finished traces below a folder, by their path in it."""
     return {
         str(path.relative_to(folder)): json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         for path in sorted(folder.rglob("*.json.gz"))
@@ -47,7 +47,7 @@ def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def calls(events: list[dict[str, Any]], name: str) -> int:
-    """How often a function of that name was called."""
+    """Number of calls of a function."""
     return sum(event["name"].split(" ")[0].endswith(name) for event in events)
 
 
@@ -57,22 +57,22 @@ def fit(folder: Path, *profilers: Any, model: Any = None, **options: Any) -> dic
     return traces(folder / "records-version_0" / "viztracer")
 
 
-def test_the_first_batch_s_fetch_is_in_its_window(tmp_path: Path) -> None:
-    """A window opens at the end of the batch before, so that waiting for data is seen."""
+def test_the_fetch_of_the_first_batch_is_in_the_window(tmp_path: Path) -> None:
+    """A window opens at the end of the batch before."""
     (events,) = fit(tmp_path, VizTracer(schedule=Fixed(4, 1))).values()
     assert calls(events, "_SingleProcessDataLoaderIter._next_data") == 1
 
 
-def test_ranks_can_be_told_apart_in_a_merged_trace(tmp_path: Path) -> None:
-    """The process has the rank's name, and the same small id wherever it runs."""
+def test_ranks_differ_in_a_merged_trace(tmp_path: Path) -> None:
+    """The process has the name of the rank, and an id made of the rank."""
     (events,) = fit(tmp_path, VizTracer(schedule="first 1ba")).values()
     assert {event["pid"] for event in events} == {1}
     (name,) = (event["args"]["name"] for event in events if event["name"] == "process_name")
     assert name == "rank 0"
 
 
-def test_a_compressed_trace_is_one_of_viztracer_s_own(tmp_path: Path) -> None:
-    """compress=True leaves a .cvf that VizTracer decompresses."""
+def test_compress_writes_viztracer_s_format(tmp_path: Path) -> None:
+    """VizTracer decompresses the .cvf."""
     assert fit(tmp_path, VizTracer(schedule="first 2ba", compress=True)) == {}
     folder = tmp_path / "records-version_0" / "viztracer"
     (path,) = left_in(folder)
@@ -81,8 +81,8 @@ def test_a_compressed_trace_is_one_of_viztracer_s_own(tmp_path: Path) -> None:
     assert calls(events, "Small.training_step") == 2
 
 
-def test_torch_s_operators_can_be_recorded_too(tmp_path: Path) -> None:
-    """log_torch puts the operators beside the calls, whatever the file is called."""
+def test_log_torch_records_operators(tmp_path: Path) -> None:
+    """Operators are in the trace, for any file name."""
     profiler = VizTracer(schedule=Fixed(2, 1), log_torch=True, filename="{batch}.trace")
     trainer(tmp_path, profiler, logger=Records()).fit(Small())
     (path,) = left_in(tmp_path / "records-version_0" / "viztracer")
@@ -92,20 +92,20 @@ def test_torch_s_operators_can_be_recorded_too(tmp_path: Path) -> None:
     assert calls(events, "aten::addmm")
 
 
-def test_operators_do_not_fit_into_viztracer_s_own_form(tmp_path: Path) -> None:
-    """The combination is refused at construction, not when the first trace is lost."""
+def test_log_torch_is_refused_with_compress(tmp_path: Path) -> None:
+    """VizTracer's format cannot hold operators."""
     with pytest.raises(ConfigError, match=r"compress=True cannot hold.*Try compress=False"):
         VizTracer(log_torch=True, compress=True)
 
 
-def test_the_buffer_bounds_a_file(tmp_path: Path) -> None:
-    """Of more calls than tracer_entries, the last ones stay."""
+def test_tracer_entries_limits_a_file(tmp_path: Path) -> None:
+    """The last calls are kept."""
     (events,) = fit(tmp_path, VizTracer(schedule=Always(), tracer_entries=100)).values()
     assert 90 < len(events) < 110
 
 
-def test_recorders_that_exclude_each_other_record_in_turn(tmp_path: Path) -> None:
-    """The window that falls into another recorder's is left out, with one warning."""
+def test_conflicting_windows_are_left_out(tmp_path: Path) -> None:
+    """A window during another profiler's recording is left out, with one warning."""
     torchs = PyTorch(schedule=Fixed(2, 4))
     with pytest.warns(PerfWarning, match="VizTracer cannot record while PyTorch does") as caught:
         found = fit(tmp_path, torchs, VizTracer(schedule="every 4ba"))
@@ -114,12 +114,12 @@ def test_recorders_that_exclude_each_other_record_in_turn(tmp_path: Path) -> Non
     assert len(torchs.saved_traces) == 1
 
 
-def test_a_profiler_of_the_user_s_own_keeps_the_hook(tmp_path: Path) -> None:
-    """While cProfile runs, windows are left out with one warning, and cProfile goes on."""
+def test_a_profiler_of_the_user_continues(tmp_path: Path) -> None:
+    """Beside cProfile, windows are left out, with one warning."""
     watch = cProfile.Profile()
     watch.enable()
     try:
-        with pytest.warns(PerfWarning, match="while a profiler of Python's calls does") as caught:
+        with pytest.warns(PerfWarning, match="while another Python profiler does") as caught:
             found = fit(tmp_path, VizTracer(schedule="every 3ba"))
         assert len(ours(caught)) == 1
         assert python_profiler() is not None
@@ -128,8 +128,8 @@ def test_a_profiler_of_the_user_s_own_keeps_the_hook(tmp_path: Path) -> None:
     assert found == {}
 
 
-def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
-    """Recording changes no loss, no weight and no draw of the random generator."""
+def test_training_is_bitwise_identical(tmp_path: Path) -> None:
+    """Recording changes no loss, weight or random number."""
     plain = outcome(tmp_path / "plain", logger=Records())
     watched = outcome(tmp_path / "on", VizTracer(schedule="every 9ba for 2ba"), logger=Records())
     assert list((tmp_path / "on").rglob("*.json.gz"))
@@ -139,32 +139,32 @@ def test_training_is_the_same_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "expected"),
     [
-        ("log_torchs", "log_torchs=True is no option of VizTracer: did you mean log_torch?"),
+        ("log_torchs", "log_torchs=True is not an option of VizTracer: did you mean log_torch?"),
         ("batch_per_trace", "did you mean batches_per_trace?"),
-        ("zzz", "zzz=True is no option of VizTracer; viztracer has exclude_files"),
-        ("register_global", "register_global=True is no option of VizTracer"),
+        ("zzz", "zzz=True is not an option of VizTracer; viztracer has exclude_files"),
+        ("register_global", "register_global=True is not an option of VizTracer"),
     ],
 )
-def test_an_unknown_option_is_told_with_the_nearest(option: str, told: str) -> None:
-    """Options of ours and of VizTracer are suggested, and what we set ourselves is refused."""
+def test_an_unknown_option_gets_a_suggestion(option: str, expected: str) -> None:
+    """Arguments of both classes are suggested; those that we set are refused."""
     with pytest.raises(ConfigError) as caught:
         VizTracer(**{option: True})
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
-def test_a_missing_viztracer_is_told_before_training(
+def test_a_missing_package_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the package the set-up says how to install it."""
+    """The error has the command that installs it."""
     monkeypatch.setattr("lightning_perf.profilers.tools.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs viztracer.*pip install viztracer"):
         fit(tmp_path, VizTracer())
 
 
-def test_windows_hold_their_own_batches_and_no_others(tmp_path: Path) -> None:
-    """A call that belongs to a batch outside of the window is not in its file."""
+def test_a_file_contains_only_batches_of_its_window(tmp_path: Path) -> None:
+    """Calls of other batches are not in the file."""
 
     class Telling(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -183,7 +183,7 @@ def test_windows_hold_their_own_batches_and_no_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers_are_in_the_trace_of_each_window(tmp_path: Path, context: str) -> None:
-    """patch=True records workers that were there before the window, and only while it is open."""
+    """patch=True records workers that were started before the window, only while it is open."""
     start = BaseProcess.start
     profiler = VizTracer(schedule=Cyclic(wait=2, warmup=0, active=5, repeat=2), patch=True)
     model = Loading(profiler, context)
@@ -193,12 +193,12 @@ def test_data_loader_workers_are_in_the_trace_of_each_window(tmp_path: Path, con
         assert calls(events, "Loading.training_step") == 5
         by = Counter(e["pid"] for e in events if e["name"].startswith("Work.work"))
         assert set(by) == {10001, 10002}
-        # Five batches are taken out in the window, so that at most as many are asked for, besides
+        # Five batches are taken out in the window, so that at most as many are requested, besides
         # those that were under way.
         assert 8 <= by.total() <= 4 * (5 + 4)
         ours = [e["ts"] for e in events if e["pid"] == 1 and "ts" in e]
         theirs = [e["ts"] for e in events if e["pid"] > 1 and "ts" in e]
-        # In microseconds; a worker may begin as soon as it is told, before the parent does.
+        # In microseconds; a worker may start before the parent does.
         assert min(ours) - 1e5 < min(theirs) <= max(theirs) < max(ours) + 1e5
         names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
         assert sorted(names)[0] == "rank 0"
@@ -207,8 +207,8 @@ def test_data_loader_workers_are_in_the_trace_of_each_window(tmp_path: Path, con
     assert len(model.losses) == 20
 
 
-def test_workers_do_the_same_with_and_without_us(tmp_path: Path) -> None:
-    """What workers hand over, and so what is learnt, does not change."""
+def test_recording_workers_does_not_change_training(tmp_path: Path) -> None:
+    """Losses are the same with and without patch=True."""
     losses = []
     for folder, profiler in (
         ("on", VizTracer(schedule="every 6ba for 3ba", patch=True)),
@@ -225,26 +225,26 @@ def test_workers_do_the_same_with_and_without_us(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_process_that_is_forked_in_a_window_does_not_go_on_recording(tmp_path: Path) -> None:
-    """The tracer of the parent is no burden to the child, whatever forked it."""
-    told, tell = os.pipe()
+def test_a_process_forked_in_a_window_does_not_record(tmp_path: Path) -> None:
+    """The parent's tracer is stopped in the child."""
+    reader, writer = os.pipe()
 
     class Forking(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             pid = os.fork()
             if pid == 0:
-                os.write(tell, b"." if python_profiler() is None else b"!")
+                os.write(writer, b"." if python_profiler() is None else b"!")
                 os._exit(0)
             os.waitpid(pid, 0)
             return super().training_step(batch, batch_idx)
 
     (events,) = fit(tmp_path, VizTracer(schedule="first 2ba"), model=Forking()).values()
     assert calls(events, "Forking.training_step") == 2
-    assert os.read(told, 100) == b"." * 16
+    assert os.read(reader, 100) == b"." * 16
 
 
-def test_a_page_of_flame_graphs_needs_no_network(tmp_path: Path) -> None:
-    """html=True draws each thread's time by the path of calls, and loads nothing."""
+def test_a_page_of_flame_graphs_works_offline(tmp_path: Path) -> None:
+    """html=True draws a flame graph per thread, and loads nothing."""
     profiler = VizTracer(schedule="first 2ba", html=True, compress=True)
     fit(tmp_path, profiler)
     folder = tmp_path / "records-version_0" / "viztracer"
@@ -257,8 +257,8 @@ def test_a_page_of_flame_graphs_needs_no_network(tmp_path: Path) -> None:
     assert "src=" not in page
 
 
-def test_settings_and_tool_options_are_written_in_yaml(tmp_path: Path) -> None:
-    """VizTracer's own arguments stand under dict_kwargs."""
+def test_yaml(tmp_path: Path) -> None:
+    """Arguments of viztracer are in dict_kwargs."""
     written = yaml.safe_load("""
         class_path: lightning_perf.VizTracer
         init_args: {schedule: every 8ba for 2ba, patch: true, html: true}
@@ -293,8 +293,8 @@ print("whole", len(gc.callbacks), len(os.listdir("/proc/self/fd")) < 50)
 """
 
 
-def test_thousands_of_windows_end_well(tmp_path: Path) -> None:
-    """A process that opens 3,000 windows lives on, and each file opens."""
+def test_thousands_of_windows(tmp_path: Path) -> None:
+    """A process can open 3,000 windows, and each file opens."""
     done = subprocess.run(
         [sys.executable, "-c", THOUSANDS], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -334,8 +334,8 @@ print(sum(number != 2**29 + i for i, number in enumerate(numbers)), "were overwr
 """
 
 
-def test_threads_may_outlive_the_windows_that_saw_them(tmp_path: Path) -> None:
-    """When such a thread ends, VizTracer writes to its tracer: it must be there still.
+def test_threads_may_end_after_the_window(tmp_path: Path) -> None:
+    """When such a thread ends, VizTracer writes to its tracer, which must still exist.
 
     From Python 3.12 on it sees all threads; with a tracer for each window, which were then freed,
     a hundred objects of the process were overwritten here.
@@ -347,22 +347,22 @@ def test_threads_may_outlive_the_windows_that_saw_them(tmp_path: Path) -> None:
 
 
 class Feeding(Small):
-    """Has two workers, whose feeding threads end after the windows that saw them."""
+    """Has two workers, whose feeder threads end after the window."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(Work(), 4, num_workers=2)
 
 
 def test_data_loader_workers_come_and_go_between_windows(tmp_path: Path) -> None:
-    """Windows of several epochs, with new workers in each, are whole, and training ends well."""
+    """Windows of several epochs, with new workers in each, are complete."""
     profiler = VizTracer(schedule="every 10ba for 2ba")
     found = fit(tmp_path, profiler, model=Feeding(), max_epochs=3)
     assert len(found) == 5
     assert all(calls(events, "Small.training_step") == 2 for events in found.values())
 
 
-def test_lightning_s_own_profiler_keeps_its_windows(tmp_path: Path) -> None:
-    """With log_torch, windows that meet it are left out; without, there is nothing to share."""
+def test_lightning_s_profiler_beside_log_torch(tmp_path: Path) -> None:
+    """Windows in conflict are left out with log_torch, and recorded without."""
     theirs = theirs_in(tmp_path / "theirs")
     with pytest.warns(PerfWarning, match=r"VizTracer cannot record while Trainer\(profiler=PyTo"):
         found = fit(tmp_path, VizTracer(schedule="every 3ba", log_torch=True), profiler=theirs)

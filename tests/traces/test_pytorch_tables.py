@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from inspect import signature
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lightning_perf.charts.memory import CATEGORIES, Timeline, of_events, of_points, page
 from lightning_perf.traces.reading import key_averages, read_events, table
 
 
@@ -146,72 +144,8 @@ def test_a_file_that_is_no_trace_is_told(tmp_path: Path, content: str) -> None:
         read_events(path)
 
 
-@pytest.mark.parametrize("module", ["operator_table", "memory_page"])
-def test_the_processes_beside_start_without_torch(module: str) -> None:
-    """They are ready in milliseconds, since they import nothing large."""
-    code = f"import sys, lightning_perf.profilers.{module}; print(*sys.modules)"
+def test_the_table_program_imports_nothing_large() -> None:
+    """``python -m lightning_perf.traces.reading`` starts in milliseconds."""
+    code = "import sys, lightning_perf.traces.reading; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "lightning"} & set(done.stdout.split())
-
-
-def test_the_categories_are_torch_s(tmp_path: Path) -> None:
-    """The names stand for the columns that torch writes, in its order."""
-    from torch.profiler import _memory_profiler as theirs
-
-    order = [(category.name if category else "UNKNOWN") for category in theirs._CATEGORY_TO_INDEX]
-    assert [name.upper().replace(" ", "_") for name in CATEGORIES] == order
-
-
-def test_a_page_tells_the_peak_and_what_it_was_for() -> None:
-    """The peak's bytes, its moment, and each category's share of it."""
-    sizes = [[0, 500, 0, 0, 0, 0, 0, 0, 0], [0, 500, 0, 0, 0, 1_500, 0, 0, 0]]
-    text = page(of_points([1_000, 3_000, 5_000], [*sizes, sizes[0]]), "cuda:1")
-    assert "Peak 2.00 kB, 2.000 ms after the first of 3 changes." in text
-    assert "Activation</td><td>1.50 kB</td><td>75.0%</td>" in text
-    assert "Parameter</td><td>500 B</td><td>25.0%</td>" in text
-    assert "Memory timeline of cuda:1" in text
-
-
-def test_a_short_peak_is_not_lost_among_many_changes() -> None:
-    """Of changes that fall on one point of the chart, the highest is drawn."""
-    times = list(range(100_000))
-    sizes = [[10_000_000 if time == 54_321 else 1_000] for time in times]
-    text = page(Timeline(times, sizes, ["Allocated"]), "cpu")
-    assert len(text) < 10_000
-    assert "V0.0H" in text  # up to the top of the chart
-
-
-@pytest.mark.parametrize(
-    ("device", "expected"),
-    [("cpu", [1, 3]), ("cuda:0", [2]), ("cuda:1", [4]), ("cuda", [2])],
-)
-def test_allocations_are_told_apart_by_device(device: str, expected: list[int]) -> None:
-    """A page is about one device."""
-    devices = [(0, -1), (1, 0), (0, -1), (1, 1)]
-    events = [
-        {
-            "name": "[memory]",
-            "ts": float(number),
-            "args": {"Device Type": kind, "Device Id": index, "Total Allocated": number},
-        }
-        for number, (kind, index) in enumerate(devices, 1)
-    ]
-    assert [size for (size,) in of_events(events, device).sizes] == expected
-
-
-def test_a_page_without_allocations_says_so(tmp_path: Path) -> None:
-    """No chart of nothing; and names are text, not markup."""
-    text = page(of_events([], "<b>"), "<b>")
-    assert "No allocation was recorded." in text
-    assert "<b>" not in text
-
-
-def test_a_page_is_made_of_points_or_of_a_trace(tmp_path: Path) -> None:
-    """The process beside takes both forms."""
-    trace = {"name": "[memory]", "ts": 1.0, "args": {"Device Type": 0, "Total Allocated": 7}}
-    row = [0, 7, 0, 0, 0, 0, 0, 0, 0]
-    for name, content in (("trace", {"traceEvents": [trace]}), ("points", [[1], [row]])):
-        (tmp_path / name).write_text(json.dumps(content))
-        command = [sys.executable, "-P", "-m", "lightning_perf.charts.memory"]
-        subprocess.run([*command, tmp_path / name, tmp_path / f"{name}.html", "cpu"], check=True)
-        assert "Peak 7 B" in (tmp_path / f"{name}.html").read_text()

@@ -1,0 +1,165 @@
+"""Windows of batches: the recording of one, and when the first one comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, ClassVar
+
+from lightning_perf.errors import RecorderBusy
+
+if TYPE_CHECKING:
+    from lightning_perf.core.progress import Moment
+    from lightning_perf.schedule import Schedule
+
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The work that is left when a recorder has stopped; it runs on a worker thread."""
+
+    #: Completes the file.
+    finish: Callable[[], None] | None = None
+    #: Writes further files, by their name in ``Profiler.further_files``; called before ``finish``.
+    further: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    # At the end of a run the training thread does what the worker has not begun. It must not move
+    # the recording while the worker still reads it.
+    _turn: Lock = field(default_factory=Lock)
+
+    def make(self, name: str, target: Path) -> None:
+        """Write one of the further files."""
+        with self._turn:
+            self.further[name](target)
+
+    def complete(self) -> None:
+        """Complete the recording, once no further file is being made of it."""
+        with self._turn:
+            if self.finish is not None:
+                self.finish()
+
+
+#: Starts a recorder; yields a function to call after each batch, or None; stops the recorder.
+Recording = Generator[Tick | None, None, Recorded | None]
+
+
+class OpenRecording:
+    """A recording in progress; a process has one at a time.
+
+    Args:
+        owner: The profiler.
+        recording: From its ``record``; started here.
+        path: The file.
+        stage: The stage of its batches.
+        window: The schedule's window.
+        warmup: Batches before the window begins.
+
+    Raises:
+        RecorderBusy: Another recording is in progress.
+    """
+
+    #: The one of this process.
+    current: ClassVar[OpenRecording | None] = None
+    _lock: ClassVar[Lock] = Lock()
+
+    def __init__(
+        self,
+        owner: object,
+        recording: Recording,
+        path: Path,
+        stage: str,
+        window: Hashable,
+        warmup: int,
+    ) -> None:
+        self.owner, self.path, self.stage, self.warmup = owner, path, stage, warmup
+        self.batches = 0
+        self._recording, self._window = recording, window
+        self._claim()
+        try:
+            self.tick = next(recording)
+        except BaseException:
+            self._release()
+            raise
+
+    def count(self) -> None:
+        """Count a batch that has ended."""
+        if self.warmup:
+            self.warmup -= 1
+        else:
+            self.batches += 1
+
+    def includes(self, window: Hashable | None, most: int) -> bool:
+        """Whether the next batch belongs to this recording.
+
+        Args:
+            window: The schedule's window for that batch.
+            most: The maximum number of batches in a file.
+        """
+        warming_up = self.warmup > 0 and window is None
+        return warming_up or (self._window == window and self.batches < most)
+
+    def stop(self) -> Recorded:
+        """Stop the recorder."""
+        try:
+            next(self._recording)
+        except StopIteration as stopped:
+            return stopped.value if isinstance(stopped.value, Recorded) else Recorded()
+        finally:
+            self._release()
+        raise RuntimeError("record() yielded twice")
+
+    def _claim(self) -> None:
+        with OpenRecording._lock:
+            current = OpenRecording.current
+            if current is not None:
+                wanted, other = type(self.owner).__name__, type(current.owner).__name__
+                raise RecorderBusy(wanted, f"another {other}" if other == wanted else other)
+            OpenRecording.current = self
+
+    def _release(self) -> None:
+        with OpenRecording._lock:
+            if OpenRecording.current is self:
+                OpenRecording.current = None
+
+
+#: Batches after the end of training that are searched for the first window.
+_FURTHEST = 20_000
+#: A training this many times as long is assumed for schedules by samples, tokens or seconds.
+_MUCH_LONGER = 1_000_000
+
+
+def first_window(schedule: Schedule, moment: Moment) -> str | None:
+    """When the first window would have begun, had training gone on.
+
+    Args:
+        schedule: A schedule without any window before ``moment``.
+        moment: The end of training.
+
+    Returns:
+        A clause, or None if no window can be foreseen.
+    """
+    start = _next_window(schedule, moment)
+    if start is not None:
+        return f"begun after batch {start}"
+    now = moment.timestamp
+    later = replace(
+        now,
+        sample=now.sample * _MUCH_LONGER,
+        token=now.token * _MUCH_LONGER,
+        total_wct=now.total_wct * _MUCH_LONGER,
+    )
+    return "come later" if schedule(replace(moment, timestamp=later, previous=now)) else None
+
+
+def _next_window(schedule: Schedule, moment: Moment) -> int | None:
+    """The number of batches before the next window, unless it is too far away."""
+    furthest = moment.timestamp.batch + _FURTHEST
+    while schedule.window(moment) is None:
+        batch = moment.timestamp.batch
+        following = max(schedule.quiet_until(moment), batch + 1)
+        if following > furthest:
+            return None
+        moment = moment.ahead(following - batch)
+    return moment.timestamp.batch

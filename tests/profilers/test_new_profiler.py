@@ -1,0 +1,109 @@
+"""How to write a profiler: an example that records cProfile statistics, in fewer than 60 lines."""
+
+from __future__ import annotations
+
+import cProfile
+import inspect
+import pstats
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from helpers.small import Records, Small, ours, trainer
+
+from lightning_perf import ConfigError, PerfWarning, Profiler, Suite, VizTracer
+from lightning_perf.profilers.base import shared
+from lightning_perf.profilers.conflicts import refuse_python_profiler
+from lightning_perf.profilers.windows import Recorded, Recording
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lightning_perf.run.context import RunContext
+    from lightning_perf.schedule import Schedule
+
+
+class CProfile(Profiler):
+    """Records the time per Python function with cProfile, for ``snakeviz`` or ``pstats``.
+
+    Args:
+        schedule: The batches to record.
+        ranks: Global ranks that record; None for all.
+        folder: Format string of the folder.
+        filename: Format string of the file.
+        remote_file_name: Format string of the artifact in MLflow; None disables the upload.
+        top: Number of functions in a text beside each file; 0 for no text.
+    """
+
+    how_to_open = "- `.pstats`: `snakeviz FILE`, or `python -m pstats FILE`.\n"
+
+    def __init__(
+        self,
+        schedule: Schedule | str | None = None,
+        ranks: list[int] | int | None = None,
+        folder: str = "{run_name}/cprofile",
+        filename: str = "rank{rank}.{batch}.pstats",
+        remote_file_name: str | None = "{run_name}/cprofile/rank{rank}.{batch}.pstats",
+        top: int = 20,
+    ) -> None:
+        super().__init__(**shared(locals()))
+        self.top = top
+
+    @property
+    def further_files(self) -> dict[str, tuple[str, str | None]]:
+        """A text with the most costly functions."""
+        return {"table": self.beside(".txt")} if self.top else {}
+
+    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
+        """Record on the training thread; write the files on the worker thread."""
+        refuse_python_profiler(self)  # raises RecorderBusy: the window is left out
+        profiler = cProfile.Profile()
+        profiler.enable()
+        yield None
+        profiler.disable()
+        return Recorded(
+            finish=lambda: profiler.dump_stats(path),
+            further={"table": lambda target: self._table(profiler, target)} if self.top else {},
+        )
+
+    def _table(self, profiler: cProfile.Profile, target: Path) -> None:
+        with target.open("w") as text:
+            pstats.Stats(profiler, stream=text).sort_stats("cumulative").print_stats(self.top)
+
+
+def test_a_new_profiler_takes_at_most_60_lines() -> None:
+    """The example above is complete."""
+    assert len(inspect.getsource(CProfile).splitlines()) <= 60
+
+
+def test_it_records_windows_uploads_and_explains(tmp_path: Path) -> None:
+    """It has windows, stages, names, the README and ``saved_traces`` from the base class."""
+    profiler = CProfile(schedule="every 4ba for 2ba")
+    run = trainer(tmp_path, profiler, logger=Records(), limit_val_batches=6)
+    run.fit(Small())
+    folder = tmp_path / "records-version_0" / "cprofile"
+    assert sorted(path.name for path in folder.glob("*.pstats")) == [
+        "rank0.10.pstats", "rank0.14.pstats", "rank0.6.pstats",
+    ]  # fmt: skip
+    assert [path.name for path in (folder / "validate").glob("*.pstats")] == ["rank0.6.pstats"]
+    calls = pstats.Stats(str(folder / "rank0.6.pstats")).stats  # type: ignore[attr-defined]
+    assert {count for (_, _, name), (_, count, *_) in calls.items() if name == "training_step"} == {
+        2
+    }
+    assert "cumulative" in (folder / "rank0.6.txt").read_text()
+    assert "snakeviz" in (folder / "README.md").read_text()
+    assert sorted(stamp.batch for stamp, _ in profiler.saved_traces) == [6, 6, 10, 14]
+
+
+def test_it_does_not_record_beside_a_profiler_of_the_same_hook(tmp_path: Path) -> None:
+    """Conflicting windows are left out, with one warning; in a Suite as well."""
+    profilers: list[Any] = [VizTracer(schedule="first 4ba"), CProfile(schedule="first 2ba")]
+    with pytest.warns(PerfWarning, match="Conflicting windows of CProfile are left out") as caught:
+        trainer(tmp_path, Suite(profilers), logger=Records()).fit(Small())
+    assert len(ours(caught)) == 1
+    assert [len(each.saved_traces) for each in profilers] == [1, 0]
+
+
+def test_its_arguments_are_checked() -> None:
+    """The base class validates the arguments of the base class."""
+    with pytest.raises(ConfigError, match="nonsense"):
+        CProfile(folder="{nonsense}")
