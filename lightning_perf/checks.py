@@ -166,7 +166,8 @@ def whole(field: str, value: int, minimum: int, example: str) -> int:
         if isinstance(value, str | float) and re.fullmatch(r"\d{1,15}(?:\.0*)?", str(value)):
             meant = int(float(value))
             example = str(meant) if meant >= minimum else example
-        raise ConfigError(field, value, f"is not valid, expected a whole number of at least {minimum}", example)
+        problem = f"is not valid, expected a whole number of at least {minimum}"
+        raise ConfigError(field, value, problem, example)
     return value
 
 
@@ -219,7 +220,8 @@ def stage_list(field: str, value: list[str] | str) -> list[str]:
     if not names or any(name not in STAGES for name in names):
         near = [_near_stage(name) for name in names] or ["train"]
         example = json.dumps(near if isinstance(value, list | tuple) else near[0])
-        raise ConfigError(field, value, f"is not valid, expected one of {', '.join(STAGES)}", example)
+        problem = f"is not valid, expected one of {', '.join(STAGES)}"
+        raise ConfigError(field, value, problem, example)
     return names
 
 

@@ -1,4 +1,4 @@
-"""What torch knows of a run's hardware: which GPUs it sees, and what its allocator holds."""
+"""The GPUs that torch sees, and the state of its CUDA allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.core.progress import Ranks
 
-#: Composer's names of what the allocator tells, by its own: a state, or a peak since the start.
+#: Keys of torch.cuda.memory_stats_as_nested_dict by Composer's names.
 _MEMORY = {
     f"{moment}_{name}_mem": (kind, moment)
     for moment in ("current", "peak")
@@ -25,15 +25,15 @@ _MEMORY = {
         "reserved": "reserved_bytes",
     }.items()
 }
-#: All names of what `cuda_memory` tells.
+#: All keys of `cuda_memory`.
 CUDA_MEMORY = (*_MEMORY, "alloc_retries")
 
 
 def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
-    """The sampler of this node, on the first of its ranks; None on the others."""
+    """Return the sampler of this node on its first rank, None on the others."""
     if ranks.local_rank != 0:
         return None
-    # torch calls AMD's devices "cuda", too: NVML does not know them.
+    # torch calls AMD devices "cuda" too, but NVML does not support them.
     on_gpu = trainer.strategy.root_device.type == "cuda" and torch.version.hip is None
     return Sampler(
         partial(
@@ -45,24 +45,24 @@ def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
 
 
 def _visible() -> list[str] | None:
-    """The UUIDs of the GPUs that torch sees, whatever mask and order made it so."""
+    """Return the UUIDs of the GPUs that torch sees, after CUDA_VISIBLE_DEVICES."""
     try:
         return [
             str(torch.cuda.get_device_properties(number).uuid)
             for number in range(torch.cuda.device_count())
         ]
-    except AttributeError:  # a torch that does not tell
+    except AttributeError:  # an older torch
         return None
 
 
 def cuda_memory(device: torch.device) -> dict[str, float]:
-    """What CUDA's caching allocator holds of one device; empty for devices of other kinds.
+    """Return the state of CUDA's caching allocator; empty for other devices.
 
     Args:
-        device: The rank's.
+        device: The device of this rank.
 
     Returns:
-        Gigabytes to five digits, and the number of retries, by Composer's names.
+        Gigabytes to five significant digits, and the number of retries, by Composer's names.
     """
     if device.type != "cuda":
         return {}
@@ -76,7 +76,7 @@ def cuda_memory(device: torch.device) -> dict[str, float]:
 
 
 def gigabytes(number: float) -> float:
-    """Bytes in units of 1e9, to five significant digits.
+    """Convert bytes to gigabytes (1e9), to five significant digits.
 
     Example:
         >>> gigabytes(12345678901)

@@ -9,7 +9,7 @@ import torch
 from helpers import TESTS
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops import TransformerConfig, formula_for, megatron, nanogpt, palm
+from lightning_perf.flops.formulas import TransformerConfig, formula_for, megatron, nanogpt, palm
 
 MODELS = json.loads((TESTS / "data" / "transformer_flops.json").read_text())
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256}
@@ -132,9 +132,9 @@ def test_a_function_of_the_users():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("chinchilla", "chinchilla.*none of palm, megatron, nanogpt"),
-        (6.0, "neither a name"),
-        ({"kind": "palm", "sizes": 1}, "no use for sizes"),
+        ("chinchilla", "chinchilla.*expected one of palm, megatron, nanogpt"),
+        (6.0, "expected a name"),
+        ({"kind": "palm", "sizes": 1}, "unknown keys: sizes"),
         ({"kind": "palm"}, "no config and no hparams"),
         ({"kind": "palm", "config": {"n_layer": 2, "n_head": 2}}, "lacks hidden, vocab"),
         ({"kind": "palm", "config": TINY, "passes": 2}, "passes=2"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor
-from lightning_perf.run.flop_meter import MOST_COUNTED
+from lightning_perf.flops.cost import MOST_COUNTED
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_perf.flops import estimate_from_properties, peak_flops
+from lightning_perf.flops import peak_flops
+from lightning_perf.flops.peak import estimate_from_properties
 
 
 @pytest.mark.parametrize(

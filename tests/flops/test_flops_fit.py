@@ -8,7 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_perf.flops import Counts, FlopCounter, fit, signature
+from lightning_perf.flops import FlopCounter
+from lightning_perf.flops.counter import Counts
+from lightning_perf.flops.fit import fit
+from lightning_perf.flops.signature import signature
 
 SHAPES = [(1 + i % 5, 4 + 3 * i) for i in range(12)]
 

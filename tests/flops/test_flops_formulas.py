@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops import FlopCounter, TransformerConfig, megatron, nanogpt, palm
+from lightning_perf.flops import FlopCounter, TransformerConfig, palm
+from lightning_perf.flops.formulas import megatron, nanogpt
 
 MODELS = json.loads((TESTS / "data" / "transformer_flops.json").read_text())
 LETTERS = {

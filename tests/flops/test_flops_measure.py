@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from lightning_perf.flops import measure, measure_peak
-from lightning_perf.flops.measure import plausible_rate
+from lightning_perf.flops import measure
+from lightning_perf.flops.measure import measure_peak, plausible_rate
 
 CPU = torch.device("cpu")
 

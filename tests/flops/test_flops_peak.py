@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops import Peak, check_peak, device_name, peak, resolve_peak, tf32_is_on
+from lightning_perf.flops import check_peak, device_name, peak, tf32_is_on
+from lightning_perf.flops.peak import Peak, resolve_peak
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -55,9 +55,7 @@ every_kind = pytest.mark.parametrize("schedule", EVERY_KIND, ids=lambda s: type(
 
 
 #: A run in which every schedule works.
-CONTEXT = Context(
-    ranks=Ranks(world_size=2), limits=Limits(max_steps=100), clock=lambda: 0.0
-)
+CONTEXT = Context(ranks=Ranks(world_size=2), limits=Limits(max_steps=100), clock=lambda: 0.0)
 
 
 class Spy(Schedule):
