@@ -271,10 +271,8 @@ def _sizes(config: object, module: object) -> tuple[TransformerConfig, bool]:
         found = (getattr(module, name, None) for name in ("config", "hparams"))
         config = next((one for one in found if one), None)
     if config is None:
-        raise ConfigError(
-            "formula", config, "needs the sizes of the model: the module has no config and no hparams",
-            "{'kind': 'palm', 'config': {...}}",
-        )  # fmt: skip
+        problem = "needs the sizes of the model: the module has no config and no hparams"
+        raise ConfigError("formula", config, problem, "{'kind': 'palm', 'config': {...}}")
     if isinstance(config, TransformerConfig):
         return config, True
     try:

@@ -100,7 +100,7 @@ def test_refuses_a_fraction_that_is_not_finite(value):
 
 def test_refuses_an_unknown_unit():
     """An unknown unit is named beside those that there are."""
-    with pytest.raises(ConfigError, match=r"unit='fortnight' is none of ep, ba, sp"):
+    with pytest.raises(ConfigError, match=r"unit='fortnight' is not a unit, expected one of ep, ba, sp"):
         Time(1, "fortnight")
 
 

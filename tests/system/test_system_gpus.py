@@ -141,7 +141,8 @@ def test_one_reading_that_fails_is_left_out_and_said_once(monkeypatch: Patch) ->
     assert "gpu_0/gpu_power" not in first
     assert "gpu_0/gpu_util" in first
     assert ours(caught) == [
-        "lightning_perf: gpu_0 tells its power no more (NVMLError_Unknown: bus)."
+        "lightning_perf: gpu_0: reading power failed (NVMLError_Unknown: bus); it is no longer "
+        "sampled."
     ]
 
 
@@ -156,5 +157,5 @@ def test_a_gpu_that_cannot_be_opened_does_not_hide_the_others(monkeypatch: Patch
         return handle(index)
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", broken)
-    with pytest.warns(PerfWarning, match="GPU 1 is not measured"):
+    with pytest.warns(PerfWarning, match="GPU 1 is not sampled"):
         assert keys() == ["gpu_0", "gpu_2"]
