@@ -91,7 +91,6 @@ class Latch:
         self._openings.clear()
 
 
-_ONE_BATCH = Time(1, TimeUnit.BATCH)
 # Equal on all ranks, and predicted by `Moment.ahead`.
 _SHARED_UNITS = {TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.STEP, TimeUnit.DURATION}
 

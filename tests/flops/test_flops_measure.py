@@ -163,7 +163,7 @@ def test_one_thread_is_one_thread(monkeypatch):
     seen = []
     openmp = measure._openmp()
     if not openmp:
-        pytest.skip("this system does not tell which OpenMP it has")
+        pytest.skip("no OpenMP runtime was found")
     before = torch.get_num_threads(), openmp[0].omp_get_max_threads()
 
     def search():

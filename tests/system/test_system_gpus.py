@@ -105,7 +105,7 @@ def test_an_instance_reports_memory_only(
     install(monkeypatch, FakeGpu(UUIDS[0]), split(UUIDS[1], "MIG-dddd", "MIG-eeee"))
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    # torch may tell an instance's UUID or that of its GPU.
+    # torch may report an instance's UUID or that of its GPU.
     with gpus(visible=["bbbbbbbb-2222"]) as (gpu,):
         key = "gpu_1_mig_1" if mask else "gpu_1_mig_0"
         assert gpu(0.0) == {f"{key}/gpu_free_memory": 3e10, f"{key}/gpu_used_memory": 5e10}

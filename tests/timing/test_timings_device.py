@@ -168,7 +168,7 @@ def test_device_times_by_category(
     assert found["device/backward"] == 4.0 * passes
     assert found["device/optimizer_step"] == 0.5 * passes
     assert found["device/other"] == 0.0
-    # The work of the hook after ours lies before the next batch's fetch.
+    # The work of the hook after ours runs before the next batch is fetched.
     assert found["exposed_input"] == 8.0
 
 
