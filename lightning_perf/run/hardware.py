@@ -1,4 +1,4 @@
-"""The GPUs that torch sees, and the state of its CUDA allocator."""
+"""What torch knows of a run's hardware: which GPUs it sees, and what its allocator holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MEMORY = {
         "reserved": "reserved_bytes",
     }.items()
 }
-#: All keys of `cuda_memory`.
+#: All names of what `cuda_memory` tells.
 CUDA_MEMORY = (*_MEMORY, "alloc_retries")
 
 

@@ -1,4 +1,4 @@
-"""Samples the hardware of a node during training. Uses neither torch nor Lightning."""
+"""What the hardware of a node does, read beside the training: no torch, no Lightning."""
 
 from lightning_perf.system.figures import GPU, HOST, MOST_GPUS, pack, unpack
 from lightning_perf.system.sampler import Sampler

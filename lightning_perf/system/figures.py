@@ -1,4 +1,4 @@
-"""Names of all figures, and their encoding as a row of numbers for the gather across nodes."""
+"""The names of all figures, and the row of numbers that brings them from node to node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-#: Figures of a node; docs/system_metrics.md defines them and their units.
+#: Of a node. docs/system_metrics.md says what each is, and in which unit.
 HOST = (
     "net_throughput_sent", "net_throughput_recv",
     "disk_iops", "disk_throughput_read", "disk_throughput_write",
@@ -16,24 +16,24 @@ HOST = (
     "cpu_util_simple", "cpu_util_max", "cpu_iowait",
     "process_rss", "process_cpu",
 )  # fmt: skip
-#: Figures of a GPU.
+#: Of one of its GPUs.
 GPU = (
     "gpu_util", "gpu_free_memory", "gpu_used_memory", "gpu_power", "gpu_temperature",
     "gpu_sm_clock", "gpu_memory_clock",
     "gpu_throttled", "gpu_throttled_power", "gpu_throttled_thermal", "gpu_throttled_hardware",
 )  # fmt: skip
-#: Maximum number of GPUs or MIG instances per node.
+#: GPUs, or MIG instances, of one node that are looked at.
 MOST_GPUS = 16
 
 _MIG = 100
 
 
 def gpu_name(index: int, instance: int | None = None) -> str:
-    """Return the key of a GPU or of a MIG instance.
+    """The key of a GPU, or of one MIG instance of it.
 
     Args:
-        index: Index of the GPU in nvidia-smi.
-        instance: Index of the instance in nvidia-smi.
+        index: nvidia-smi's number of the GPU.
+        instance: nvidia-smi's number of the instance within.
 
     Example:
         >>> gpu_name(3), gpu_name(3, 0)
@@ -43,14 +43,14 @@ def gpu_name(index: int, instance: int | None = None) -> str:
 
 
 def pack(figures: Mapping[str, float]) -> list[float]:
-    """Encode a node's figures as a row of numbers, with NaN for missing ones.
+    """Write a node's figures as a row of numbers; NaN for what is not there.
 
     Args:
-        figures: Figures by name, those of GPUs as ``gpu_0/gpu_util``.
+        figures: Numbers by name, those of GPUs as ``gpu_0/gpu_util``.
 
     Returns:
-        An empty list without figures. Otherwise one number per name in ``HOST``, then for each GPU
-        its index and one number per name in ``GPU``.
+        Nothing for no figures, else one number for each of ``HOST``, then for each GPU its number
+        and one for each of ``GPU``.
 
     Example:
         >>> unpack(pack({"disk_iops": 3.0, "gpu_1/gpu_util": 50.0}))
@@ -66,7 +66,7 @@ def pack(figures: Mapping[str, float]) -> list[float]:
 
 
 def unpack(row: Sequence[float]) -> dict[str, float]:
-    """Decode the result of `pack`, which may be padded with NaN."""
+    """Read what `pack` wrote, with or without NaN after its end."""
     found = dict(zip(HOST, row, strict=False))
     for start in range(len(HOST), len(row), 1 + len(GPU)):
         if isnan(row[start]):

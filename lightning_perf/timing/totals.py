@@ -93,11 +93,11 @@ class Totals:
         return sum(cost.seconds for cost in self.costs.values())
 
     def by_category(self, stage: str) -> dict[str, float]:
-        """Return seconds by category, which add up to ``seconds``.
+        """Seconds of each of ``CATEGORIES``, which add up to ``seconds``.
 
         Args:
-            stage: The stage of the report. For training, everything in validation is of category
-                ``validation``, except checkpoints.
+            stage: Whose view. To training, validation inside of it is one thing, of which only
+                the checkpoints are told apart.
         """
         found = dict.fromkeys(CATEGORIES, 0.0)
         for action, cost in self.costs.items():

@@ -100,14 +100,14 @@ def test_objects_are_inspected(make):
     ],
     ids=["iterator", "generator", "memory", "set", "objects", "too many"],
 )
-def test_hidden_state_makes_the_signature_unique(hidden):
-    """Batches with parts that cannot be inspected are never equal."""
+def test_what_cannot_be_looked_into_is_always_new(hidden):
+    """No two batches are taken for equal where one may hold what the other does not."""
     one = signature([torch.zeros(2), hidden])
     assert one == one
     assert one != signature([torch.zeros(2), hidden])
 
 
-def test_containers_make_new_signatures():
+def test_containers_tell_batches_apart():
     """The same tensors in another container have another signature."""
     assert len({signature(batch(kind, 2, 3)) for kind in KINDS}) == len(KINDS)
     x = torch.zeros(2)

@@ -140,10 +140,10 @@ class TensorParallel(Small):
      (TensorParallel, {"data_parallel_size": 1, "tensor_parallel_size": 2}, 1)],
     ids=["fully_shard", "tensor parallel"],
 )  # fmt: skip
-def test_sharded_models_are_counted_by_the_share_of_each_rank(
+def test_sharded_models_are_counted_by_the_work_of_each_rank(
     tmp_path: Path, model: type[Small], sizes: dict[str, int], batches: int
 ) -> None:
-    """Sharding parameters keeps the FLOPs; splitting the units halves those of each rank."""
+    """Sharding parameters changes no FLOPs; splitting the units halves each rank's."""
     torch.set_num_threads(1)
     script = tmp_path / "train.py"
     script.write_text(

@@ -50,8 +50,8 @@ def test_devices_come_and_go_without_a_spike() -> None:
     assert rates({}, 4.0) == {}
 
 
-def test_averages_are_weighted_by_time() -> None:
-    """Longer intervals have more weight, and each point is used once."""
+def test_averages_weigh_by_time_and_keep_no_point_twice() -> None:
+    """A long interval counts for more than a short one; what was taken is gone."""
     averages = Averages()
     averages.add({"util": 100.0, "first": 1.0}, 0.0)
     assert averages.take() == {}
@@ -61,8 +61,8 @@ def test_averages_are_weighted_by_time() -> None:
     assert averages.take() == {}
 
 
-def test_figures_of_the_largest_node_can_be_packed() -> None:
-    """All figures of a node with 16 GPUs are packed and unpacked unchanged."""
+def test_the_largest_node_fits_into_one_message() -> None:
+    """All figures of a node with sixteen GPUs, beside a rank's own, and back again."""
     figures = {name: float(number) for number, name in enumerate(HOST)}
     for index in range(MOST_GPUS - 1):
         figures |= {f"gpu_{index}/{name}": index + 0.5 for name in GPU}

@@ -174,7 +174,7 @@ def test_the_last_report_covers_the_whole_run(
 def test_events_are_reused_without_reports(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Events are read from time to time even without reports."""
+    """They are read now and then though nobody asks for a report."""
     monkeypatch.setattr(windows, "_MOST_UNTOLD", 10)
     device.pace = 1e9
     device.stands_in(monkeypatch)
