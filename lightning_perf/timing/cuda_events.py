@@ -123,7 +123,7 @@ class Events(Generic[Tag]):
 #: Batches to wait before an event is queried.
 _LAG = 2
 #: Maximum of pending events: about forty batches.
-_MOST_SEGMENTS = 256
+_MOST_SEGMENTS_WAITING = 256
 _SEGMENTS_LOST = "timings/device is no longer reported"
 #: The category of the last segment of a batch.
 _END = "other"
@@ -137,7 +137,7 @@ class DeviceSegmentTimer:
     """
 
     def __init__(self, events: Events[tuple[int, Action]] | None = None) -> None:
-        self._events = events or Events(_SEGMENTS_LOST, _MOST_SEGMENTS)
+        self._events = events or Events(_SEGMENTS_LOST, _MOST_SEGMENTS_WAITING)
         self._stage = ""
         self._batch = 0
         self._costs: dict[Action, Cost] = {}
@@ -169,7 +169,7 @@ class DeviceSegmentTimer:
 
 
 #: Maximum of pending events: more than a GPU can queue.
-_MOST_BATCHES = 2048
+_MOST_BATCHES_WAITING = 2048
 _BATCHES_LOST = "throughput and utilization now use host time"
 
 
@@ -192,7 +192,7 @@ class DeviceBatchTimer:
     """
 
     def __init__(self, events: Events[tuple[DeviceBatchTime, bool]] | None = None) -> None:
-        self._events = events or Events(_BATCHES_LOST, _MOST_BATCHES)
+        self._events = events or Events(_BATCHES_LOST, _MOST_BATCHES_WAITING)
         self._open: list[DeviceBatchTime] = []
         #: Whether device times are used.
         self.wanted = False
