@@ -132,7 +132,7 @@ class Time:
             return cls.from_timedelta(value)
         if isinstance(value, _NUMBER) and default_unit is not None:
             return cls(value, default_unit)
-        raise RuntimeError(f"{value!r} is not a time, expected a string with a unit, such as '10ba'.")
+        raise RuntimeError(f"{value!r} is not a time, expected a string with a unit (10ba).")
 
     @classmethod
     def from_timedelta(cls, value: timedelta | str) -> Time:
