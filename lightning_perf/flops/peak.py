@@ -107,7 +107,7 @@ def check_peak(given: object, field: str = "peak_flops") -> None:
     if not _LEAST <= number <= _MOST:
         # A small number is probably in TFLOP/s, as in data sheets.
         example = f"{number:g}e12" if _LEAST <= number * 1e12 <= _MOST else "312e12"
-        problem = "is out of range, expected FLOP/s of one device (not TFLOP/s)"
+        problem = "is out of range for one device, expected a value in FLOP/s (not TFLOP/s)"
         raise ConfigError(field, given, problem, example)
 
 
