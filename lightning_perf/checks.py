@@ -1,4 +1,4 @@
-"""Checks of arguments, with errors that name the argument and show an example."""
+"""Argument checks, whose errors name the argument and suggest a value."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SECONDS: dict[str, Fraction | int] = {
     **{"m": 60, "h": 3600, "d": 86400},
 }
 _SCALE = {"": 1, "k": 10**3, "m": 10**6}
-#: Units that stand for one of themselves: "every epoch".
+#: Words for one unit, as in "every epoch".
 ONE = {
     "epoch": "1ep",
     "batch": "1ba",
@@ -63,7 +63,7 @@ _HALF_PAST = re.compile(r"(\d+)h(\d+)")
 
 
 def percent_as_dur(word: str) -> str:
-    """A percentage as the fraction of the training that it is; another word as it is.
+    """Convert a percentage to a fraction of the training; return other words unchanged.
 
     Example:
         >>> percent_as_dur("50%"), percent_as_dur("5ba")
@@ -74,7 +74,7 @@ def percent_as_dur(word: str) -> str:
 
 
 def nearest_time(text: str) -> str:
-    """The time that was probably meant; the text itself where there is none.
+    """Return the time that was probably meant, or the text itself if there is no guess.
 
     Example:
         >>> nearest_time("10 Batches"), nearest_time("10setp"), nearest_time("100")
@@ -106,7 +106,7 @@ def nearest_time(text: str) -> str:
 
 
 def nearest_schedule(text: str) -> str:
-    """The schedule that was probably meant; it may still be none.
+    """Return the schedule that was probably meant. It may still be invalid.
 
     Example:
         >>> nearest_schedule("evry 10 batches for 3step")
@@ -114,7 +114,7 @@ def nearest_schedule(text: str) -> str:
     """
     text = re.sub(r"[,;](?!\d)", " ", text.lower())
     text = re.sub(r"^\s*([a-z]+)(?=\d)", r"\1 ", text)
-    # What belongs to a number is joined with it: units, the rest of 1h 20m, a misspelt unit.
+    # Join each number with its unit, also a misspelt one, and parts such as 1h 20m.
     joined = re.sub(rf"(\d[km]?)\s+(?=(?:{'|'.join(_UNIT)})\b|%)", r"\1", text)
     joined = re.sub(r"(\d[hm])\s+(?=\d+[ms]\b)", r"\1", joined)
     joined = re.sub(rf"(\d)\s+(?!(?:{'|'.join(_WORD)})\b)(?=[a-z])", r"\1", joined)
@@ -136,7 +136,7 @@ def _nearest_word(word: str) -> str:
 
 
 def _closest(word: str, known: Mapping[str, str]) -> str | None:
-    """What a word means, if it is one letter or so from one that is known; short ones are exact."""
+    """Return the meaning of the closest word; words under 3 letters must match exactly."""
     if word in known or len(word) < 3:
         return known.get(word)
     near = get_close_matches(word, [each for each in known if len(each) > 2], n=1)
@@ -144,11 +144,11 @@ def _closest(word: str, known: Mapping[str, str]) -> str | None:
 
 
 ALL_UNITS = frozenset(TimeUnit)
-#: What a trigger can last: the fraction done may stand still or be unknown.
+#: Units for the length of a window: the fraction of training may be unknown.
 COUNTED_UNITS = ALL_UNITS - {TimeUnit.DURATION}
 
 
-# Beyond any training, and still exact as a float.
+# Exact as a float, and longer than any training.
 _LONGEST = 10**15
 _STAGE = {
     **dict.fromkeys(("val", "valid", "validation", "eval", "evaluate"), "validate"),
@@ -161,17 +161,18 @@ _OFF = ("no", "off", "false", "0", "n", "f", "")
 
 
 def whole(field: str, value: int, minimum: int, example: str) -> int:
-    """Check a whole number against a minimum."""
+    """Return a whole number if it is at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         if isinstance(value, str | float) and re.fullmatch(r"\d{1,15}(?:\.0*)?", str(value)):
             meant = int(float(value))
             example = str(meant) if meant >= minimum else example
-        raise ConfigError(field, value, f"is not a whole number from {minimum} up", example)
+        problem = f"is not valid, expected a whole number of at least {minimum}"
+        raise ConfigError(field, value, problem, example)
     return value
 
 
 def flag(field: str, value: bool) -> bool:
-    """Check a switch: a text is always true, "no" included."""
+    """Return a bool; refuse anything else, because the string "no" would be true."""
     if not isinstance(value, bool):
         meant = str(value).strip().lower() not in _OFF
         raise ConfigError(field, value, "is neither True nor False", str(meant))
@@ -186,50 +187,51 @@ def times(
     units: Collection[TimeUnit] = ALL_UNITS,
     positive: bool = True,
 ) -> Time:
-    """Parse a time and check its unit and its sign.
+    """Parse a time and check its unit and sign.
 
     Args:
-        field: The argument, for the message.
+        field: Name of the argument, for the message.
         value: The time as the user wrote it.
-        example: One that works.
-        units: The units that make sense here.
-        positive: Whether zero is refused; what is negative always is.
+        example: A valid time.
+        units: The units to accept.
+        positive: Whether to refuse zero. Negative times are always refused.
     """
     try:
         time = Time.from_input(value)
     except (RuntimeError, TypeError, ValueError):
-        problem = f"is not an amount of time (units: {UNITS}; only dur takes fractions)"
+        problem = f"is not a valid time (units: {UNITS}; only dur can be a fraction)"
         near = _near(value, units) or example
         raise ConfigError(field, value, problem, f'"{near}"') from None
     example = f'"{example}"'
     if time.unit not in units:
         known = " ".join(unit for unit in TimeUnit if unit in units)
-        raise ConfigError(field, str(time), f"is in none of the units {known}", example)
+        raise ConfigError(field, str(time), f"has a wrong unit, expected one of {known}", example)
     if time.value < 0 or (positive and time.value == 0):
         problem = "is not positive" if positive else "is negative"
         raise ConfigError(field, str(time), problem, example)
     if time.value > _LONGEST:
-        raise ConfigError(field, value, "is longer than any training", example)
+        raise ConfigError(field, value, "is too large", example)
     return time
 
 
 def stage_list(field: str, value: list[str] | str) -> list[str]:
-    """Check one or more names of stages."""
+    """Return one or more names of stages as a list."""
     names: list[str] = list(value) if isinstance(value, list | tuple) else [str(value)]
     if not names or any(name not in STAGES for name in names):
         near = [_near_stage(name) for name in names] or ["train"]
         example = json.dumps(near if isinstance(value, list | tuple) else near[0])
-        raise ConfigError(field, value, f"is not of {', '.join(STAGES)}", example)
+        problem = f"is not valid, expected one of {', '.join(STAGES)}"
+        raise ConfigError(field, value, problem, example)
     return names
 
 
 def rank_list(field: str, value: list[int] | int) -> list[int]:
-    """Check one or more ranks."""
+    """Return one or more ranks as a list."""
     ranks = list(value) if isinstance(value, list | tuple) else [value]
     for rank in ranks:
         whole(field, rank, 0, "0")
     if not ranks:
-        raise ConfigError(field, value, "names no rank", "0")
+        raise ConfigError(field, value, "is empty, expected at least one rank", "0")
     return ranks
 
 

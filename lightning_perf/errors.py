@@ -1,4 +1,4 @@
-"""Errors for users, and warnings that are given once."""
+"""Errors and warnings for users."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ConfigError(ValueError):
 
     Args:
         field: The setting, as the user writes it.
-        value: What it was given; an address loses what may be secret in it.
-        problem: Why that cannot work, as a clause.
-        example: A value that works; None where no value would.
+        value: Its value; credentials in URLs are removed.
+        problem: Why the value cannot work, as a clause.
+        example: A value that works, or None.
 
     Example:
         >>> raise ConfigError("window_size", 0, "is not a positive number of batches", "100")
@@ -42,45 +42,41 @@ Try window_size=100.
             _LastLine.announce(str(self))
 
     def __str__(self) -> str:
-        told = f"{self.field}={shown(self.value)} {self.problem}"
-        told += "" if told.endswith("?") else "."
-        return told if self.example is None else f"{told} Try {self.field}={self.example}."
+        text = f"{self.field}={shown(self.value)} {self.problem}"
+        text += "" if text.endswith("?") else "."
+        return text if self.example is None else f"{text} Try {self.field}={self.example}."
 
 
 class _LastLine:
-    """Repeats a message as the last line of what is printed about an error that it is part of.
+    """An excepthook that repeats a message after the traceback of an error that contains it.
 
-    LightningCLI constructs callbacks by jsonargparse, which wraps the errors of constructors in one
-    of its own, of a hundred lines with ours in the middle. Only what is printed changes: the same
-    error is raised, and hooks that were there are called.
+    LightningCLI constructs callbacks with jsonargparse, which wraps constructor errors in one of a
+    hundred lines, with ours in the middle. The error and earlier hooks are unchanged.
 
     Args:
         message: The message.
-        before: The hook that was there.
+        previous: The earlier hook.
     """
 
-    def __init__(self, message: str, before: Callable[..., object]) -> None:
-        self._message, self._before = message, before
+    def __init__(self, message: str, previous: Callable[..., object]) -> None:
+        self._message, self._previous = message, previous
 
     @classmethod
     def announce(cls, message: str) -> None:
-        """Repeat this message, and no earlier one, should it be part of an uncaught error."""
+        """Install the hook for this message, in place of that for an earlier one."""
         hook = sys.excepthook
-        sys.excepthook = cls(message, hook._before if isinstance(hook, cls) else hook)
+        sys.excepthook = cls(message, hook._previous if isinstance(hook, cls) else hook)
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        self._before(kind, error, trace)
+        self._previous(kind, error, trace)
         if not isinstance(error, ConfigError) and self._message in str(error):
             print(f"\nlightning_perf: {self._message}", file=sys.stderr)  # noqa: T201
 
 
 def shown(value: object) -> str:
-    """How a message shows a value: as Python would write it, cut where it is long.
-
-    Args:
-        value: Anything.
+    """Return the repr of a value, shortened if it is long.
 
     Example:
         >>> shown("10 batches"), len(shown("9" * 5000))
@@ -91,12 +87,12 @@ def shown(value: object) -> str:
 
 
 class RecorderBusy(RuntimeError):
-    """Two recorders that cannot run at the same time in one process.
+    """Two profilers cannot record at the same time in one process.
 
     Args:
-        wanted: The recorder that was to start.
-        holder: The one that is recording.
-        remedy: What the user can do about it, as an imperative.
+        wanted: The profiler that was about to start.
+        holder: The profiler that is recording.
+        remedy: What the user can do, as an imperative.
 
     Example:
         >>> raise RecorderBusy("Memray", "VizTracer")
@@ -116,17 +112,17 @@ give them different windows.
 
 
 class PerfWarning(UserWarning):
-    """Something of ours could not be done; training goes on."""
+    """A function of lightning_perf failed or is limited. Training continues."""
 
 
 def warn(message: str) -> None:
-    """Warn in the one form that all our warnings have, without what may be secret in addresses.
+    """Issue a `PerfWarning`, with credentials in URLs removed.
 
-    It never raises: where the user has turned warnings into errors, it is a line in the log, since
-    ours must neither stop training nor keep what follows them from being done.
+    Never raises: if the user has turned warnings into errors, the message is logged instead,
+    because our warnings must not stop training or skip the code after them.
 
     Args:
-        message: What happened, and what to do about it.
+        message: What happened, and what the user can do.
     """
     text = f"lightning_perf: {_redacted(message)}"
     try:
@@ -136,10 +132,7 @@ def warn(message: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An error's class and message, short and without what may be secret in addresses.
-
-    Args:
-        error: What was raised.
+    """Return the class and message of an error, shortened and without credentials in URLs.
 
     Example:
         >>> describe(OSError("PUT https://me:secret@host/x?signature=abc failed"))
@@ -149,10 +142,7 @@ def describe(error: BaseException) -> str:
 
 
 def without_credentials(address: str) -> str:
-    """A text whose addresses have lost their user names and passwords.
-
-    Args:
-        address: An address, or a text with addresses in it.
+    """Remove user names and passwords from the URLs in a text.
 
     Example:
         >>> without_credentials("https://me:secret@host/path")
@@ -162,36 +152,33 @@ def without_credentials(address: str) -> str:
 
 
 def _redacted(text: str) -> str:
-    # urllib3 tells an address without its host: "Max retries exceeded with url: /x?signature=abc".
+    # From urllib3: "Max retries exceeded with url: /x?signature=abc".
     return re.sub(r"((?:://|\burl: )[^\s?]*)\?[^\s'\"]*", r"\1", without_credentials(text))
 
 
 class WarningDigest:
-    """Says each kind of trouble when it first comes, and at the end how often it came again.
-
-    A server that is gone for a million windows fills no terminal, and no registry of warnings.
-    """
+    """Warns once per kind of problem, and at the end about the number of repetitions."""
 
     def __init__(self) -> None:
-        self._again: dict[str, int] = {}
+        self._repeated: dict[str, int] = {}
 
     def once(self, kind: str, message: str, count: int = 1) -> None:
-        """Warn, unless this kind of trouble was told before.
+        """Warn, unless this kind of problem was reported before.
 
         Args:
-            kind: What to say of the number that came again, such as "files were not uploaded".
-            message: What to say the first time.
-            count: How many this is about.
+            kind: Text for the repetitions, after their number: "files were not uploaded".
+            message: Text for the first time.
+            count: Number of items concerned.
         """
-        if kind in self._again:
-            self._again[kind] += count
+        if kind in self._repeated:
+            self._repeated[kind] += count
             return
-        self._again[kind] = 0
+        self._repeated[kind] = 0
         warn(message)
 
     def summarize(self) -> None:
-        """Say how often each kind of trouble came again, once."""
-        for kind, count in self._again.items():
+        """Warn about the number of repetitions of each kind, once."""
+        for kind, count in self._repeated.items():
             if count:
-                self._again[kind] = 0
+                self._repeated[kind] = 0
                 warn(f"{count} more {kind}.")

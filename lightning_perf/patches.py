@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class MethodPatch:
-    """Is called in place of a method, and passes for it in all else.
+    """Replaces a method and is equal to it in all other respects.
 
-    Once released it only calls the method: somebody else's patch may still refer to it.
+    After its release it only calls the method, because foreign patches may still refer to it.
 
     Args:
-        original: The method, or another stand-in for it.
+        original: The method, or another patch of it.
     """
 
-    #: Where it was put, once it is released.
+    #: The patched object and the method's name, once released.
     _place: tuple[Callable[[], Any], str] | None = None
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -33,26 +33,25 @@ class MethodPatch:
         return self.original(*args, **kwargs)
 
     def _release(self, place: tuple[Callable[[], Any], str]) -> None:
-        """Do nothing more, and refer to nothing but the method."""
+        """Become a plain `MethodPatch` that refers only to the method."""
         original = self.original
         vars(self).clear()
         vars(self).update(original=original, _place=place)
         self.__class__ = MethodPatch
 
     def _clear(self) -> None:
-        """Remove what was released, where somebody else's patch above it is gone by now."""
-        assert self._place is not None  # the caller looked
+        """Remove this released patch if the foreign patch around it is gone."""
+        assert self._place is not None  # checked by the caller
         find, name = self._place
         with suppress(Exception):
             _clear(find(), name)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "original":  # a copy that has nothing yet
+        if name == "original":  # an uninitialized copy
             raise AttributeError(name)
         return getattr(self.original, name)
 
-    # Lightning compares the functions by which metrics are reduced, also with those of earlier
-    # runs.
+    # Lightning compares reduction functions of metrics, also with those of earlier runs.
     def __eq__(self, other: object) -> bool:
         return bool(self.original == (other.original if isinstance(other, MethodPatch) else other))
 
@@ -60,16 +59,16 @@ class MethodPatch:
         return hash(self.original)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of its owner has the method itself.
+        # A copy of the owner gets the method itself.
         return _same, (self.original,)
 
 
 class ContextPatch(MethodPatch):
-    """A method that runs within a context: a span, or a count.
+    """Runs the method inside a context, such as a span or a counter.
 
     Args:
         original: The method.
-        context: Makes the context, once a call.
+        context: Creates the context for each call.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class ContextPatch(MethodPatch):
 
 
 class PatchSet:
-    """The methods that one owner of patches wraps now, each once; it keeps no object alive."""
+    """The active patches of one owner. Holds only weak references to the patched objects."""
 
     def __init__(self) -> None:
         self._patched: dict[tuple[int, str], tuple[Callable[[], Any], MethodPatch]] = {}
@@ -93,24 +92,18 @@ class PatchSet:
     def wrap_in_context(
         self, owner: Any, name: str, context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        """Time a method of one object from now on, if it has it and lets us.
-
-        Args:
-            owner: The object.
-            name: The method's name.
-            context: Makes the context, once a call.
-        """
+        """Run a method of one object inside a context from now on, if possible."""
         self.wrap(owner, name, lambda original: ContextPatch(original, context))
 
     def wrap(
         self, owner: Any, name: str, make: Callable[[Callable[..., Any]], MethodPatch]
     ) -> None:
-        """Wrap a method of one object from now on, if it has it and lets us.
+        """Replace a method of one object by a patch, if possible. Idempotent.
 
         Args:
             owner: The object.
-            name: The method's name.
-            make: Makes what is called in its place.
+            name: The name of the method.
+            make: Creates the patch from the method.
         """
         if not callable(getattr(owner, name, None)):
             return
@@ -119,7 +112,7 @@ class PatchSet:
         if find is not None and ours is not None and find() is owner:
             if any(each is ours for each in _chain(owner, name)):
                 return
-            # Exchanged, or below somebody else's patch: one of ours at a time has an effect.
+            # Replaced, or below a foreign patch: only one of ours may be active.
             _take_out(owner, name, ours)
         with suppress(Exception):
             _clear(owner, name)
@@ -128,7 +121,7 @@ class PatchSet:
             self._patched[key] = _reference(owner), ours
 
     def restore(self) -> None:
-        """Remove all of them, and nothing else that was put there before or since."""
+        """Remove all patches of this set, and leave foreign ones in place."""
         while self._patched:
             (_, name), (find, ours) = self._patched.popitem()
             owner = find()
@@ -138,13 +131,13 @@ class PatchSet:
 
 
 def is_of_class(owner: object, name: str, method: object) -> bool:
-    """Whether what an object has by a name is its class's, and not put on the object itself."""
-    # Not by vars(): an object whose __dict__ was once asked for is slower from then on.
+    """Whether a method of an object is its class's, and not set on the object itself."""
+    # Not with vars(): once an object's __dict__ was accessed, it is slower.
     return getattr(method, "__func__", method) is getattr(type(owner), name, None)
 
 
 def _chain(owner: Any, name: str) -> list[MethodPatch]:
-    """Our stand-ins for a method, from the outermost in; those below a foreign patch are unseen."""
+    """Return our patches of a method from the outermost; those below a foreign patch are hidden."""
     found: list[MethodPatch] = []
     here = getattr(owner, name, None)
     while isinstance(here, MethodPatch):
@@ -163,13 +156,13 @@ def _take_out(owner: Any, name: str, ours: MethodPatch) -> None:
 
 
 def _clear(owner: Any, name: str) -> None:
-    """Remove what is released from the outside of a method."""
+    """Remove the outermost patches of a method that are released."""
     here = getattr(owner, name, None)
     if not (type(here) is MethodPatch and here._place is not None):
         return
     while type(here) is MethodPatch and here._place is not None:
         here = here.original
-    # A stand-in passes for the class's method as well.
+    # A patch is equal to the method of the class, too.
     if not isinstance(here, MethodPatch) and is_of_class(owner, name, here):
         delattr(owner, name)
     else:
@@ -179,7 +172,7 @@ def _clear(owner: Any, name: str) -> None:
 def _reference(owner: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(owner)
-    except TypeError:  # an object of slots
+    except TypeError:  # an object with __slots__
         return lambda: owner
 
 

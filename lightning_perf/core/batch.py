@@ -1,4 +1,4 @@
-"""How many samples and tokens a batch holds, found by its shape and without torch."""
+"""Infers the number of samples and tokens of a batch from its shapes, without torch."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from math import prod
 from typing import Any
 
 _ADVICE = "define get_num_samples_in_batch on the LightningModule or the DataModule."
-# Passed over without a further look: a list of a thousand strings is looked through in every batch.
+# Skipped at once: a batch may contain a list of a thousand strings.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def get_num_samples(batch: Any) -> int:
-    """Count the samples of a batch by the first dimension of the tensors in it.
+    """Return the number of samples: the first dimension of the tensors in a batch.
 
-    Parts that are not tensors (None, numbers, strings, other objects) are passed over, and so are
-    tensors without dimensions.
+    Tensors without dimensions and other values (None, numbers, strings, objects) are ignored.
 
     Args:
         batch: A tensor, a packed sequence, a batch of graphs (``num_graphs``), or a list, tuple,
-            mapping, named tuple or dataclass with any of these in it, at any depth. Where there are
-            ``input_ids``, they decide.
+            mapping, named tuple or dataclass that contains any of these at any depth.
+            ``input_ids`` take precedence.
 
     Raises:
-        NotImplementedError: If the batch is empty or of another kind.
-        ValueError: If no part of it can be counted, or the parts disagree.
+        NotImplementedError: If the batch is empty or has another type.
+        ValueError: If it contains no tensors or their first dimensions differ.
 
     Example:
         >>> import numpy as np
         >>> get_num_samples([np.zeros((128, 8)), np.zeros(128)])
         128
     """
-    # A plain list or tuple, the usual batch, cannot tell by itself: do not ask it.
+    # A plain list or tuple, the usual batch, has no size of its own.
     size = None if type(batch) in (list, tuple) else _size(batch)
     if size is not None:
         return size
@@ -43,23 +42,21 @@ def get_num_samples(batch: Any) -> int:
         return sizes.pop()
     if sizes:
         raise ValueError(
-            f"Unable to determine the number of samples: first dimensions {sorted(sizes)} "
-            f"disagree; {_ADVICE}"
+            f"Unable to determine the number of samples: the first dimensions {sorted(sizes)} "
+            f"differ; {_ADVICE}"
         )
     problem = (
-        f"Unable to determine the samples in {type(batch).__name__} without tensors: {_ADVICE}"
+        f"Unable to determine the number of samples: {type(batch).__name__} has no tensors; "
+        f"{_ADVICE}"
     )
     raise ValueError(problem) if parts else NotImplementedError(problem)
 
 
 def get_num_tokens(batch: Any) -> int:
-    """Count the tokens of a batch.
-
-    Args:
-        batch: Anything; only ``input_ids`` and packed sequences tell their tokens.
+    """Return the number of tokens in a batch with ``input_ids`` or of a packed sequence.
 
     Returns:
-        The tokens, padding included; 0 where they are not known.
+        The number of tokens, padding included; 0 for other batches.
 
     Example:
         >>> import numpy as np
@@ -78,14 +75,14 @@ def get_num_tokens(batch: Any) -> int:
 
 
 def checked_count(value: Any, name: str) -> int:
-    """Check what a counter given by the user returned.
+    """Check the result of a user's counter.
 
     Args:
-        value: A whole number that is not negative, or a tensor without dimensions that holds one.
-        name: The counter, for the message.
+        value: A non-negative int, or a tensor without dimensions that contains one.
+        name: Name of the counter, for the message.
 
     Raises:
-        ValueError: If it is anything else.
+        ValueError: If the value is anything else.
 
     Example:
         >>> checked_count(8, "get_num_tokens_in_batch")
@@ -93,14 +90,14 @@ def checked_count(value: Any, name: str) -> int:
     """
     number = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ValueError(f"{name} returned {value!r}; it must return an int that is not negative.")
+        raise ValueError(f"{name} returned {value!r}; expected a non-negative int.")
     return number
 
 
 def _size(value: Any) -> int | None:
-    """Count what tells its samples by itself; None for what does not."""
+    """Return the number of samples of a value with a size of its own, else None."""
     shape = getattr(value, "shape", None)
-    # A pandas index (names of columns) has a shape too; only tensors and arrays have strides.
+    # A pandas index has a shape too; only tensors and arrays have strides.
     if (
         shape
         and isinstance(shape, tuple)
@@ -115,14 +112,14 @@ def _size(value: Any) -> int | None:
     graphs = getattr(value, "num_graphs", None)
     if isinstance(graphs, int):
         return graphs
-    # A dataclass with a length of its own, such as chemprop's graphs: its tensors count atoms.
+    # A dataclass with a length, such as chemprop's graphs: the rows of its tensors are atoms.
     if is_dataclass(value) and isinstance(value, Sized) and not isinstance(value, Mapping):
         return len(value)
     return None
 
 
 def _input_ids(batch: Any) -> Any:
-    """Find the token ids of a Hugging Face batch, or None."""
+    """Return the token ids of a Hugging Face batch, or None."""
     if isinstance(batch, Mapping):
         input_ids = batch.get("input_ids")
     else:
@@ -131,7 +128,7 @@ def _input_ids(batch: Any) -> Any:
 
 
 def _parts(value: Any) -> Collection[Any]:
-    """What a container holds; nothing in anything else."""
+    """Return the items of a container; nothing for other values."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, Mapping):
@@ -142,7 +139,7 @@ def _parts(value: Any) -> Collection[Any]:
 
 
 def _collect(parts: Collection[Any], sizes: set[int]) -> None:
-    """Add the sizes of all parts that have one."""
+    """Add the sizes of all parts to ``sizes``, recursively."""
     for part in parts:
         if type(part) in _PLAIN:
             continue

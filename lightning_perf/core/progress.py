@@ -1,4 +1,4 @@
-"""How far a run is: timestamps, limits, ranks, and moments."""
+"""Progress of a run: timestamps, limits, ranks and moments."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Timestamp:
     """What one stage has completed so far, on one rank.
 
-    A count is also taken as a `Time` or a time string of its unit, and wall-clock seconds as a
-    ``timedelta``; another unit is a `ConfigError`. Compared with a time or a time string, it is its
-    count in that unit.
+    Counts may also be given as a `Time` or a time string of their unit, and seconds as a
+    ``timedelta``; another unit raises `ConfigError`. Comparison with a time or time string uses the
+    count in its unit.
 
     Example:
         >>> now = Timestamp().to_next_batch(samples=10, tokens=20, duration=0.5, steps=1)
@@ -31,11 +31,11 @@ class Timestamp:
     """
 
     epoch: int = 0
-    #: Batches since the beginning, so also the index of the batch that comes next.
+    #: Completed batches, which is also the index of the next batch.
     batch: int = 0
     sample: int = 0
     token: int = 0
-    #: Optimizer steps; fewer than batches where gradients accumulate.
+    #: Optimizer steps; fewer than batches with gradient accumulation.
     step: int = 0
     batch_in_epoch: int = 0
     sample_in_epoch: int = 0
@@ -46,7 +46,7 @@ class Timestamp:
     batch_wct: float = 0.0
 
     def __post_init__(self) -> None:
-        # Sums, because this runs once a batch, and then there is nothing but plain numbers.
+        # Fast check for the usual case, plain numbers, because this runs for every batch.
         try:
             counts = self.epoch + self.batch + self.sample + self.token + self.step
             counts += self.batch_in_epoch + self.sample_in_epoch + self.token_in_epoch
@@ -93,17 +93,17 @@ class Timestamp:
         duration: float | timedelta = 0.0,
         steps: int = 0,
     ) -> Timestamp:
-        """Count one more batch.
+        """Return the timestamp after one more batch.
 
         Args:
-            samples: Samples in it.
-            tokens: Tokens in it; 0 where they are not tracked.
+            samples: Samples in the batch.
+            tokens: Tokens in the batch; 0 if not tracked.
             duration: Seconds that it took.
             steps: Optimizer steps that it completed.
         """
         if isinstance(duration, timedelta):
             duration = duration.total_seconds()
-        # By position, because this runs once a batch: dataclasses.replace takes four times as long.
+        # Positional, because this runs for every batch: dataclasses.replace is four times slower.
         return Timestamp(
             self.epoch,
             self.batch + 1,
@@ -119,7 +119,7 @@ class Timestamp:
         )
 
     def to_next_epoch(self, duration: float | timedelta = 0.0) -> Timestamp:
-        """Count one more epoch and begin the counts within it again.
+        """Return the timestamp after the end of an epoch, with the counts within it reset.
 
         Args:
             duration: Seconds since the last batch.
@@ -136,32 +136,32 @@ class Timestamp:
         )
 
     def get(self, unit: TimeUnit | str) -> Time:
-        """Tell the total in one unit; seconds are cut to whole ones.
+        """Return the total in one unit; seconds are rounded down.
 
         Raises:
-            ConfigError: For ``dur``, which needs to know how long the training will be.
+            ConfigError: For ``dur``, which depends on the limits of the training.
         """
         unit = TimeUnit(unit)
         if unit is TimeUnit.DURATION:
-            raise ConfigError("unit", "dur", "is no count that a timestamp keeps", '"ba"')
+            raise ConfigError("unit", "dur", "is not a count of a timestamp", '"ba"')
         if unit is TimeUnit.SECOND:
             return Time(int(self.total_wct), unit)
         return Time(getattr(self, unit.name.lower()), unit)
 
     def state_dict(self) -> dict[str, int | float]:
-        """Give plain numbers by name, which a checkpoint can hold."""
+        """Return plain numbers by name, for a checkpoint."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Timestamp:
-        """Read what `state_dict` gave; a missing count is zero, an unknown one is left out."""
+        """Restore from `state_dict`; missing counts are 0, unknown ones are ignored."""
         zero = cls()
         counts = {field.name: getattr(zero, field.name) for field in fields(cls)}
         return cls(**{name: type(start)(state.get(name, start)) for name, start in counts.items()})
 
 
 def _plain(name: str, value: Any) -> int | float:
-    """A field's value as the plain number that a checkpoint can hold."""
+    """Convert the value of a field to a plain number."""
     wct = name.endswith("_wct")
     unit = TimeUnit.SECOND if wct else TimeUnit(name.partition("_")[0])
     if isinstance(value, timedelta) and wct:
@@ -174,7 +174,7 @@ def _plain(name: str, value: Any) -> int | float:
     except (TypeError, RuntimeError, ValueError):
         raise ConfigError(name, value, f"is not a number in {unit}", example) from None
     if time.unit is not unit:
-        raise ConfigError(name, str(time), f"is not in {unit}", example)
+        raise ConfigError(name, str(time), f"has a wrong unit, expected {unit}", example)
     return float(time.value) if wct else time.value
 
 
@@ -183,7 +183,7 @@ STAGES = ("train", "validate", "test", "predict")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Where a process stands among the processes of a run."""
+    """The ranks of a process, and the sizes of the run and the node."""
 
     global_rank: int = 0
     local_rank: int = 0
@@ -194,33 +194,29 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What ends a stage, as far as it is known; None where it is not."""
+    """What ends a stage; None if not set or unknown."""
 
     max_steps: int | None = None
     max_epochs: int | None = None
     max_seconds: float | None = None
     batches_per_epoch: int | None = None
-    #: Samples that this rank sees in an epoch, for where its batches are not known.
+    #: Samples of this rank per epoch, if the number of batches is unknown.
     samples_per_epoch: int | None = None
-    #: Batches that one optimizer step takes (gradient accumulation).
+    #: Batches per optimizer step (gradient accumulation).
     batches_per_step: int = 1
 
     @property
     def known(self) -> bool:
-        """Whether the fraction of training done can be told at all."""
+        """Whether a limit is set, so that the fraction of training is defined."""
         return not (self.max_steps is None and self.max_epochs is None and self.max_seconds is None)
 
     def fraction(self, timestamp: Timestamp) -> float | None:
-        """The fraction done at a time: the largest of the fractions of the limits that are set.
-
-        Args:
-            timestamp: Where the stage stands.
+        """Return the completed fraction: the largest of the fractions of the limits that are set.
 
         Returns:
             A number from 0 to 1, or None without a limit.
 
         Example:
-            >>> from lightning_perf.core.progress import Timestamp
             >>> Limits(max_epochs=2, batches_per_epoch=4).fraction(Timestamp(batch_in_epoch=3))
             0.375
         """
@@ -243,31 +239,30 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The point in time before a batch begins and after the one before it has ended.
+    """The point in time between two batches: everything a schedule may depend on.
 
-    Everything a schedule may judge by, and nothing that it may change. Counts are this rank's own.
+    Counts are those of this rank.
 
     Example:
-        >>> from lightning_perf.core.progress import Timestamp
         >>> now = Moment("train", Timestamp(batch=9), Timestamp(batch=8))
         >>> now.ahead(2).timestamp.batch
         11
     """
 
     stage: str
-    #: Completed so far: ``timestamp.batch`` is the index of the batch that comes next.
+    #: Progress so far; ``timestamp.batch`` is the index of the next batch.
     timestamp: Timestamp
-    #: The same one batch earlier; equal to ``timestamp`` before the first batch.
+    #: Progress one batch earlier; equal to ``timestamp`` before the first batch.
     previous: Timestamp
     limits: Limits = Limits()
     ranks: Ranks = Ranks()
     run_name: str = ""
-    #: Seconds that the last batch took, waiting for its data included.
+    #: Duration of the last batch in seconds, including the wait for its data.
     batch_seconds: float = 0.0
 
     @property
     def fraction(self) -> float | None:
-        """The fraction of the stage done, or None where nothing limits it."""
+        """The completed fraction of the stage, or None without a limit."""
         return self.limits.fraction(self.timestamp)
 
     @property
@@ -276,17 +271,14 @@ class Moment:
         return self.limits.fraction(self.previous)
 
     def ahead(self, batches: int) -> Moment:
-        """The moment some batches later, as far as it can be foreseen.
+        """Return the expected moment a number of batches later.
 
-        Batches, epochs and steps are foreseen; samples, tokens and seconds stay as they are.
-
-        Args:
-            batches: How many; 0 gives the same moment.
+        Batches, epochs and steps are predicted; samples, tokens and seconds are kept unchanged.
         """
         timestamp, previous = self.timestamp, self.previous
         for _ in range(batches):
             previous, timestamp = timestamp, self._next(timestamp)
-        # By position, because profilers look ahead in every batch.
+        # Positional for speed, because profilers look ahead after every batch.
         return Moment(
             self.stage,
             timestamp,
@@ -300,6 +292,6 @@ class Moment:
     def _next(self, timestamp: Timestamp) -> Timestamp:
         limits, batch = self.limits, timestamp.batch_in_epoch + 1
         ends_epoch = batch == limits.batches_per_epoch
-        # Lightning accumulates within an epoch: the last batch of one always makes a step.
+        # Accumulation ends with the epoch: its last batch always makes a step.
         later = timestamp.to_next_batch(steps=ends_epoch or batch % limits.batches_per_step == 0)
         return later.to_next_epoch() if ends_epoch else later

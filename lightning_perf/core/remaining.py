@@ -1,4 +1,4 @@
-"""How long a training will still take: arithmetic that knows no trainer."""
+"""Estimates the remaining time of a training."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lightning_perf.core.progress import Limits, Timestamp
 
-#: A batch that takes this many times as long as its predecessors is a stall.
+#: A batch that takes this many times as long as the mean of the earlier ones is a stall.
 _STALL = 5.0
-#: Intervals between validations may be means of uneven ones.
+#: Tolerance: the mean interval between validations may be inexact.
 _ALMOST = 1e-6
 
 
 class RemainingTime:
-    """Estimates how long a training goes on, from its pace in this run.
+    """Estimates the remaining time of a training from the speed of this run.
 
-    Three parts are projected, each at the pace that foretells it best:
+    The estimate has three parts:
 
-    - batches, at the mean pace of the most recent ones, so that a slowdown is followed;
-    - stalls (an epoch that starts, a checkpoint), at their mean over all of this run, since the
-      recent batches hold either none of them or too many;
-    - validation, as often as it was seen, each as long as those before; the first one, which warms
-      up, counts only until there is a second.
+    - batches, at the mean duration of recent batches, so that it follows a slowdown;
+    - stalls (start of an epoch, checkpoints), at their mean over the whole run, because recent
+      batches contain either none or too many;
+    - validations, at the frequency and mean duration so far. The first one, which includes its
+      warm-up, counts only until there is a second.
 
-    What a resumed run did before the resume counts as done, not as pace.
+    After a resume, earlier batches count as done but do not affect the speed.
 
     Args:
         limits: What ends the training.
-        start: Where this run starts: zero, or what it resumes from.
-        validations: How many there were before this run.
-        horizon: Batches that the pace looks back.
+        start: Progress at the start of this run: zero, or the progress of the checkpoint.
+        validations: Number of validations before this run.
+        horizon: Number of recent batches to average.
 
     Example:
-        >>> from lightning_perf.core.progress import Limits
-        >>> from lightning_perf.core.progress import Timestamp
+        >>> from lightning_perf.core.progress import Limits, Timestamp
         >>> remaining = RemainingTime(Limits(max_epochs=2, batches_per_epoch=5), Timestamp())
         >>> remaining.add(0.5)
         >>> remaining.seconds(Timestamp(batch=2, batch_in_epoch=2))
@@ -46,47 +45,48 @@ class RemainingTime:
         self, limits: Limits, start: Timestamp, validations: int = 0, horizon: int = 100
     ) -> None:
         self._limits, self._start, self._horizon = limits, start, horizon
-        self._batches, self._pace, self._stalled = 0, 0.0, 0.0
+        self._batches, self._batch_seconds, self._stall_seconds = 0, 0.0, 0.0
         self._before = validations if start.batch else 0
         self._validations, self._validated_at = 0, 0
-        #: Batches and seconds of validation from which validations are measured.
+        #: Batches and validation seconds at the start of the measured validations.
         self._since = 0.0, 0.0
 
     def add(self, seconds: float) -> None:
-        """Take in a batch that tells the pace: neither the first nor one that we slowed down.
+        """Add the duration of a batch, without validation.
 
-        Args:
-            seconds: How long it took, without validation.
+        Leave out the first batch, and batches that this package slowed down.
         """
         self._batches += 1
-        if self._batches > 1 and seconds > _STALL * self._pace:
-            self._stalled += seconds - self._pace
+        if self._batches > 1 and seconds > _STALL * self._batch_seconds:
+            self._stall_seconds += seconds - self._batch_seconds
         else:
-            self._pace += (seconds - self._pace) / min(self._batches, self._horizon)
+            self._batch_seconds += (seconds - self._batch_seconds) / min(
+                self._batches, self._horizon
+            )
 
     def validation_begins(self, batch: int, validation_seconds: float) -> None:
-        """Take in a validation.
+        """Add a validation.
 
         Args:
             batch: Training batches before it.
-            validation_seconds: Seconds of all validation before it.
+            validation_seconds: Total seconds of validation before it.
         """
         if self._validations == 0:
-            # A run that resumed shortly before it has seen no whole interval yet.
+            # A resumed run may not have seen a whole interval yet.
             self._since = batch - batch / (self._before + 1), validation_seconds
         elif self._validations == 1:
             self._since = self._validated_at, validation_seconds
         self._validations, self._validated_at = self._validations + 1, batch
 
     def seconds(self, now: Timestamp, validation_seconds: float = 0.0) -> float | None:
-        """The seconds left at the end of a batch.
+        """Return the remaining seconds.
 
         Args:
-            now: Where training stands.
-            validation_seconds: Seconds of all validation so far.
+            now: The current progress.
+            validation_seconds: Total seconds of validation so far.
 
         Returns:
-            None where nothing limits the training, or its pace is not known yet.
+            None if nothing limits the training or no batch was added yet.
         """
         if not self._batches:
             return None
@@ -96,15 +96,15 @@ class RemainingTime:
         batches = self._batches_left(now)
         if batches < inf:
             validations, each = self._validations_left(now.batch + batches, validation_seconds)
-            pace = self._pace + self._stalled / self._batches
-            left = min(left, batches * pace + validations * each)
+            per_batch = self._batch_seconds + self._stall_seconds / self._batches
+            left = min(left, batches * per_batch + validations * each)
         return left if left < inf else None
 
     def _batches_left(self, now: Timestamp) -> float:
         limits, left = self._limits, inf
         batches, steps = now.batch - self._start.batch, now.step - self._start.step
         if limits.max_steps and steps > 0:
-            # Steps a batch are measured: gradients accumulate, optimizers may be several.
+            # Measured steps per batch: covers gradient accumulation and several optimizers.
             left = (limits.max_steps - now.step) * batches / steps
         if limits.max_epochs:
             each = self._batches_per_epoch(now)
@@ -120,7 +120,7 @@ class RemainingTime:
         return (now.batch - now.batch_in_epoch) / now.epoch if now.epoch else inf
 
     def _validations_left(self, last_batch: float, spent: float) -> tuple[float, float]:
-        """How many are still to come, and the seconds that each takes."""
+        """Return the number of remaining validations and the seconds of each."""
         measured = max(self._validations - 1, 1)
         every = (self._validated_at - self._since[0]) / measured
         if not every:

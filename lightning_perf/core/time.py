@@ -1,4 +1,4 @@
-"""How far, and in which unit: epochs, batches, samples, tokens, steps, seconds or a fraction."""
+"""Amounts of training, in epochs, batches, samples, tokens, steps, seconds or a fraction."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from lightning_perf.errors import ConfigError
 
 
 class TimeUnit(StrEnum):
-    """The units of a `Time`, by the suffix that stands for each.
+    """The units of a `Time`, by suffix.
 
-    A unit is found by its suffix or its name in any case; another word is a `ConfigError`.
+    Units can be looked up by suffix or name, in upper or lower case. Other values raise
+    `ConfigError`.
 
     Example:
         >>> TimeUnit("ba") is TimeUnit("Batch") is TimeUnit.BATCH
@@ -38,22 +39,22 @@ class TimeUnit(StrEnum):
         for unit in cls:
             if str(value).lower() in (unit.value, unit.name.lower()):
                 return unit
-        raise ConfigError("unit", value, f"is none of {', '.join(cls)}", '"ba"')
+        raise ConfigError("unit", value, f"is not a unit, expected one of {', '.join(cls)}", '"ba"')
 
 
-# Whole numbers of other packages, as numpy's, are no int.
+# numpy's integers are not int.
 _NUMBER = (float, SupportsIndex)
 
-# In groups, as in Python: 4_000.
+# Underscores are allowed as in Python: 4_000.
 _DIGITS = r"\d+(?:_\d+)*"
-# Python reads no whole number of more than 4300 digits.
+# Python refuses integers of more than 4300 digits.
 _LONGEST_TEXT = 100
-# Three digits of exponent are beyond any training, and 1e999999999ba would fill the memory.
+# The exponent is limited to three digits: 1e999999999ba would fill the memory.
 _COUNT = re.compile(
     rf"([+-]?(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:e[+-]?\d{{1,3}})?)({'|'.join(TimeUnit)})",
     re.ASCII | re.IGNORECASE,
 )
-_NO_TIME = "is not an amount of time", '"10ba", "0.5dur" or "1h30m"'
+_NOT_A_TIME = "is not a valid time", '"10ba", "0.5dur" or "1h30m"'
 _CLOCK = re.compile(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
 
 
@@ -62,16 +63,16 @@ _CLOCK = re.compile(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
 class Time:
     """An amount of training in one unit.
 
-    Amounts of the same unit add, subtract, divide and compare, and so do strings and plain numbers,
-    which are taken in the unit of the other side. An amount times a ``dur`` is that fraction of it,
-    cut to a whole. Whole numbers keep their full precision.
+    Times of the same unit can be added, subtracted, divided and compared. Other operands may be
+    strings, or numbers in the same unit. A time multiplied by a ``dur`` is that fraction of it,
+    rounded down. Whole numbers keep their full precision.
 
     Args:
         value: A whole number; for ``dur``, a fraction of the whole training.
         unit: A `TimeUnit`, or its suffix or name.
 
     Raises:
-        TypeError: If the value is not a whole number, or the operands make no sense together.
+        TypeError: If the value is not a whole number or an operand is not a time.
         RuntimeError: If the operands have different units.
         ConfigError: If the unit is unknown or the value is not finite.
 
@@ -92,14 +93,14 @@ class Time:
 
     @classmethod
     def from_timestring(cls, timestring: str) -> Time:
-        """Read ``10ep``, ``4_000tok``, ``0.7dur``, ``30sec``, ``1h20m40s`` and the like.
+        """Parse a string such as ``10ep``, ``4_000tok``, ``0.7dur``, ``30sec`` or ``1h20m40s``.
 
         Raises:
-            ConfigError: If the text is none of these.
-            TypeError: If a unit other than ``dur`` has a fraction.
+            ConfigError: If the string is malformed.
+            TypeError: If the value is a fraction and the unit is not ``dur``.
         """
         if len(timestring) > _LONGEST_TEXT:
-            raise ConfigError("time", timestring[:20] + "...", *_NO_TIME)
+            raise ConfigError("time", timestring[:20] + "...", *_NOT_A_TIME)
         if match := _COUNT.fullmatch(timestring):
             number, unit = match[1], TimeUnit(match[2])
             if unit is TimeUnit.DURATION:
@@ -114,14 +115,14 @@ class Time:
         value: Time | str | timedelta | SupportsIndex | float,
         default_unit: TimeUnit | str | None = None,
     ) -> Time:
-        """Make a time of whatever stands for one.
+        """Convert a value to a time.
 
         Args:
             value: A time, a string, a timedelta, or a number of the default unit.
             default_unit: The unit of a plain number.
 
         Raises:
-            RuntimeError: If the value is something else, or a number without a default unit.
+            RuntimeError: If the value has another type, or is a number without a default unit.
         """
         if isinstance(value, Time):
             return value
@@ -131,56 +132,56 @@ class Time:
             return cls.from_timedelta(value)
         if isinstance(value, _NUMBER) and default_unit is not None:
             return cls(value, default_unit)
-        raise RuntimeError(f"{value!r} is not a time: give a string such as '10ba', or a unit.")
+        raise RuntimeError(f"{value!r} is not a time, expected a string with a unit (10ba).")
 
     @classmethod
     def from_timedelta(cls, value: timedelta | str) -> Time:
-        """Take whole seconds from a timedelta, or from text such as ``90m`` or ``1h20s``."""
+        """Convert a timedelta, or a string such as ``90m`` or ``1h20s``, to whole seconds."""
         if isinstance(value, timedelta):
             return cls(int(value.total_seconds()), TimeUnit.SECOND)
         match = _CLOCK.fullmatch(value)
         if match is None:
-            raise ConfigError("time", value, *_NO_TIME)
+            raise ConfigError("time", value, *_NOT_A_TIME)
         hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return cls(hours * 3600 + minutes * 60 + seconds, TimeUnit.SECOND)
 
     @classmethod
     def from_epoch(cls, epoch: int) -> Time:
-        """Take that many epochs."""
+        """Create a time in epochs."""
         return cls(epoch, TimeUnit.EPOCH)
 
     @classmethod
     def from_batch(cls, batch: int) -> Time:
-        """Take that many batches."""
+        """Create a time in batches."""
         return cls(batch, TimeUnit.BATCH)
 
     @classmethod
     def from_sample(cls, sample: int) -> Time:
-        """Take that many samples."""
+        """Create a time in samples."""
         return cls(sample, TimeUnit.SAMPLE)
 
     @classmethod
     def from_token(cls, token: int) -> Time:
-        """Take that many tokens."""
+        """Create a time in tokens."""
         return cls(token, TimeUnit.TOKEN)
 
     @classmethod
     def from_step(cls, step: int) -> Time:
-        """Take that many optimizer steps."""
+        """Create a time in optimizer steps."""
         return cls(step, TimeUnit.STEP)
 
     @classmethod
     def from_duration(cls, duration: float) -> Time:
-        """Take that fraction of the whole training."""
+        """Create a time as a fraction of the whole training."""
         return cls(duration, TimeUnit.DURATION)
 
     @classmethod
     def from_second(cls, second: int) -> Time:
-        """Take that many seconds."""
+        """Create a time in seconds."""
         return cls(second, TimeUnit.SECOND)
 
     def to_timestring(self) -> str:
-        """Write the time so that `from_timestring` reads the same one."""
+        """Return the string that `from_timestring` parses to this time."""
         return f"{self.value}{self.unit}"
 
     def __str__(self) -> str:
@@ -222,15 +223,15 @@ class Time:
 
     def __truediv__(self, other: Time | str | float) -> Time:
         if isinstance(other, _NUMBER):
-            return Time(_cut(_exact(self.value) / _exact(other), self.unit), self.unit)
+            return Time(_rounded_down(_exact(self.value) / _exact(other), self.unit), self.unit)
         return Time(self.value / self._operand(other).value, TimeUnit.DURATION)
 
     def __mul__(self, other: Time | str | float) -> Time:
         if isinstance(other, _NUMBER):
-            return Time(_cut(_exact(self.value) * _exact(other), self.unit), self.unit)
+            return Time(_rounded_down(_exact(self.value) * _exact(other), self.unit), self.unit)
         time = self._read(other)
         if TimeUnit.DURATION not in (self.unit, time.unit):
-            raise RuntimeError(f"{self} and {time} do not multiply: neither is a fraction.")
+            raise RuntimeError(f"cannot multiply {self} by {time}: neither is a fraction (dur).")
         return self * time.value if time.unit is TimeUnit.DURATION else time * self.value
 
     __rmul__ = __mul__
@@ -239,7 +240,7 @@ class Time:
         try:
             return Time.from_input(other, self.unit)
         except RuntimeError:
-            raise TypeError(f"{self} does not go together with {other!r}.") from None
+            raise TypeError(f"cannot combine {self} with {other!r}.") from None
 
     def _operand(self, other: Time | str | SupportsIndex | float) -> Time:
         time = self._read(other)
@@ -249,7 +250,7 @@ class Time:
 
 
 def ensure_time(value: Time | str | timedelta | float, unit: TimeUnit | str) -> Time:
-    """Take a time as it is, or a number in a unit.
+    """Convert a value to a time; numbers are in the given unit.
 
     Example:
         >>> ensure_time(5, "ba")
@@ -260,7 +261,7 @@ def ensure_time(value: Time | str | timedelta | float, unit: TimeUnit | str) -> 
 
 def _checked(value: SupportsIndex | float, unit: TimeUnit) -> int | float:
     if isinstance(value, bool):
-        raise TypeError(f"{value} is no amount of {unit}.")
+        raise TypeError(f"{value} is not a number of {unit}.")
     if unit is TimeUnit.DURATION:
         if not isfinite(value):
             raise ConfigError("time", value, "is not a finite fraction", '"0.5dur"')
@@ -272,9 +273,9 @@ def _checked(value: SupportsIndex | float, unit: TimeUnit) -> int | float:
 
 
 def _exact(number: float) -> Fraction:
-    # What is written: 0.29 means 29/100, so that 0.29dur of 100ep is 29ep and not 28.
+    # The decimal value: 0.29 is 29/100, so that 0.29dur of 100ep is 29ep, not 28.
     return Fraction(str(number))
 
 
-def _cut(exact: Fraction, unit: TimeUnit) -> int | float:
+def _rounded_down(exact: Fraction, unit: TimeUnit) -> int | float:
     return float(exact) if unit is TimeUnit.DURATION else int(exact)

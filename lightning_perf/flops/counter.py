@@ -1,4 +1,4 @@
-"""Counting the FLOPs of whatever runs, operator by operator."""
+"""Counts the FLOPs of executed operators."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _AUTOGRAD_BACKWARD = torch.autograd.backward.__code__
 
 
 def is_recomputation() -> bool:
-    """Whether activation checkpointing is running a part of the forward again, in a backward."""
+    """Whether activation checkpointing is recomputing a forward during a backward."""
     if torch._C._current_graph_task_id() == -1:
         return False
     frame: FrameType | None = sys._getframe()
     callee = None
     while frame is not None:
         code = frame.f_code
-        # A reentrant checkpoint first runs the forward again, then the backward of what it got.
+        # A reentrant checkpoint first recomputes the forward, then runs its backward.
         if (
             code.co_name in _RECOMPUTING
             and code.co_filename == _CHECKPOINT_FILE
@@ -63,43 +63,43 @@ _SPARSE = frozenset(
 
 @dataclass(frozen=True)
 class Counts:
-    """The work of what ran under a counter.
+    """FLOPs and operator calls under a counter.
 
-    FLOPs are given by the dtype of the operands (``"bfloat16"``), which decides the peak that they
-    are held against. Complex numbers count as four times their parts.
+    FLOPs are grouped by the dtype of the operands (``"bfloat16"``), because the peak depends on it.
+    A complex product counts as four real ones.
     """
 
     #: FLOPs without recomputation, for MFU.
     model: Mapping[str, int] = field(default_factory=dict)
-    #: FLOPs with the recomputation that activation checkpointing adds, for HFU.
+    #: FLOPs including recomputation by activation checkpointing, for HFU.
     hardware: Mapping[str, int] = field(default_factory=dict)
-    #: Calls of operators that were counted.
+    #: Calls of counted operators.
     tracked_operations: int = 0
-    #: Calls of operators that do work which could not be counted, by name.
+    #: Calls of operators with unknown FLOPs, by name.
     untracked_names: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def untracked_operations(self) -> int:
-        """Calls of operators that do work which could not be counted."""
+        """Calls of operators with unknown FLOPs."""
         return sum(self.untracked_names.values())
 
     @property
     def model_flops(self) -> int:
-        """FLOPs of all dtypes without recomputation."""
+        """FLOPs of all dtypes, without recomputation."""
         return sum(self.model.values())
 
     @property
     def hardware_flops(self) -> int:
-        """FLOPs of all dtypes with recomputation."""
+        """FLOPs of all dtypes, including recomputation."""
         return sum(self.hardware.values())
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the FLOPs of all that runs inside, forward and backward.
+    """Counts the FLOPs of all operators that run inside, forward and backward.
 
-    It changes no result, and an operator that it cannot count is named, never an error. Entered
-    again inside itself it counts once; entered again later it goes on counting. Tensor parallel
-    modules are counted by the work of this rank.
+    Results do not change. Operators that cannot be counted are listed by name and never raise. The
+    counter is reentrant, and continues when entered again later. For tensor-parallel modules it
+    counts the share of this rank.
 
     Example:
         >>> layer = torch.nn.Linear(4, 8)
@@ -113,7 +113,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code stay so: else one counted step would leave it eager for good."""
+        """Keep compiled code compiled: torch would otherwise run it eagerly from then on."""
         return True
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def counts(self) -> Counts:
-        """What was counted so far."""
+        """The counts so far."""
         return Counts(
             dict(self._model), dict(self._hardware), self._tracked, dict(self._untracked_names)
         )
@@ -164,8 +164,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator and count it."""
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A subclass around other tensors (DTensor, nested, quantised): count what it does to
-            # them, which for a DTensor is this rank's share.
+            # A wrapper subclass (DTensor, nested, quantized): count the operators on the inner
+            # tensors, which for a DTensor are the share of this rank.
             return NotImplemented
         kwargs = kwargs or {}
         if is_composite(operator):
@@ -175,13 +175,13 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return self._run_parts(operator, args, kwargs)
         formula = classify(operator)
         out = operator(*args, **kwargs)
-        # A fake mode of someone else's only finds out shapes, as DTensor does with the global ones.
+        # Another fake mode only computes shapes, as DTensor does for global shapes.
         if formula is not Kind.LIGHT and _fake_mode() is self._fake_mode:
             self._count(operator, formula, args, out)
         return out
 
     def _run_parts(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Not `with self`, which would see that it was entered before and stay out.
+        # Not `with self`, which has no effect inside itself.
         self._push()
         try:
             # Not `operator.decompose`, which prefers decompositions in Python for tracing.
@@ -212,10 +212,10 @@ def _dispatch_keys(args: Sequence[Any]) -> DispatchKeySet:
 
 @contextmanager
 def _as_uncounted(operator: Any, keys: DispatchKeySet) -> Iterator[None]:
-    """Dispatch the parts of an operator as if no mode stood before it.
+    """Dispatch the parts of an operator as they would be without a dispatch mode.
 
-    A mode is called with autograd, autocast and the tracking of views behind it. Under
-    inference_mode composite operators are called before the latter two.
+    A mode runs after autograd, autocast and view tracking. Under inference_mode, composite
+    operators run before the latter two.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -239,7 +239,7 @@ def _work(formula: Formula | Kind, args: tuple[Any, ...], out: object) -> tuple[
             return None
         dtype = tensors[0].dtype
         return _real_name(dtype), int(formula(args, out)) * (4 if dtype.is_complex else 1)
-    except Exception:  # A shape that we did not foresee must not stop the training step.
+    except Exception:  # An unexpected shape must not stop training.
         return None
 
 

@@ -1,7 +1,7 @@
-"""What devices can do at most: dense peaks by dtype, each with its source.
+"""Peak FLOP/s of devices by dtype, without sparsity, each with its source.
 
-The table is ``device_peaks.json``. Peaks are those of the matrix units, without sparsity, for one
-device as ``torch`` sees it.
+The table is ``device_peaks.json``. Peaks are those of the matrix units of one device as ``torch``
+sees it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 
-#: The column of the table that holds the peak of a dtype.
+#: The column of the table for each dtype.
 COLUMNS = {
     "float64": "fp64",
     "float32": "fp32",
@@ -27,19 +27,19 @@ COLUMNS = {
     "float4_e2m1fn_x2": "fp4",
 }
 _MOBILE = re.compile(r"laptop|max-?q|mobile", re.IGNORECASE)
-# A slice of a device has the name of the whole.
+# A MIG slice has the name of the whole device.
 _SLICE = re.compile(r"\bMIG\b")
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePeaks:
-    """What one kind of device can do at most, in FLOP/s; None where it cannot, or is not known."""
+    """Peak FLOP/s of one device model; None if unsupported or unknown."""
 
     name: str
-    #: Regular expressions, any of which is found in the names of such devices.
+    #: Regular expressions; the name of the device matches at least one.
     patterns: tuple[str, ...]
     fp64: float | None
-    #: Without the matrix units, where that differs.
+    #: Without the matrix units, if different.
     fp64_vector: float | None
     fp32: float | None
     tf32: float | None
@@ -50,13 +50,13 @@ class DevicePeaks:
     fp4: float | None
     #: Where the values come from.
     source: str
-    #: How well they are founded: ``datasheet``, ``derived`` from units and clock, ``secondary``
-    #: where only others than the maker tell, or which of the values are which.
+    #: Quality of the source: ``datasheet``, ``derived`` from units and clock, or ``secondary`` for
+    #: third-party sources; or which of these applies to which value.
     confidence: str
     note: str = ""
 
     def matches(self, device_name: str) -> bool:
-        """Whether a device of this name is of this kind; a laptop's is not the desktop's."""
+        """Whether a device name is of this model. Laptop and desktop models differ."""
         if _SLICE.search(device_name):
             return False
         if _MOBILE.search(device_name) and not _MOBILE.search(self.name):
@@ -66,7 +66,7 @@ class DevicePeaks:
 
 @cache
 def table() -> tuple[DevicePeaks, ...]:
-    """All devices that are known, in the order in which they are tried."""
+    """Return all known devices in the order of matching."""
     text = resources.files(__package__).joinpath("device_peaks.json").read_text("utf-8")
     known = [field.name for field in fields(DevicePeaks)]
     return tuple(
@@ -79,13 +79,13 @@ def table() -> tuple[DevicePeaks, ...]:
 
 
 def lookup(device_name: str) -> DevicePeaks | None:
-    """The peaks of a device.
+    """Return the table entry of a device.
 
     Args:
-        device_name: As ``torch.cuda.get_device_name`` gives it.
+        device_name: The result of ``torch.cuda.get_device_name``.
 
     Returns:
-        The first entry that matches, or None for a device that the table does not have.
+        The first match, or None if the device is not in the table.
 
     Example:
         >>> lookup("NVIDIA A100-SXM4-40GB").bf16 / 1e12
@@ -95,15 +95,15 @@ def lookup(device_name: str) -> DevicePeaks | None:
 
 
 def peak_flops(device_name: str, dtype: str, tf32: bool = False) -> float | None:
-    """The peak of a device for products of one dtype, in FLOP/s.
+    """Return the peak of a device for matrix products of one dtype, in FLOP/s.
 
     Args:
-        device_name: As ``torch.cuda.get_device_name`` gives it.
-        dtype: The operands', as in ``"bfloat16"``.
-        tf32: Whether float32 products run as TensorFloat-32 where the device can.
+        device_name: The result of ``torch.cuda.get_device_name``.
+        dtype: Operand dtype, such as ``"bfloat16"``.
+        tf32: Whether float32 products use TensorFloat-32 if the device supports it.
 
     Returns:
-        The peak, or None if the device, or the dtype on it, is not known.
+        The peak, or None if unknown.
 
     Example:
         >>> peak_flops("NVIDIA A100-SXM4-40GB", "float32", tf32=True) / 1e12

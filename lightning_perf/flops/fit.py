@@ -1,8 +1,8 @@
-"""FLOPs of batches of new shapes, predicted from those of shapes that were counted.
+"""Predicts the FLOPs of batches with new shapes from counted ones.
 
-The sizes that vary freely (samples, lengths, nodes, edges, pixels) are the variables of a
-polynomial with exact coefficients. A law is taken only if counts that it was not made from confirm
-it to the digit; shapes that vary in a way that was not seen are refused instead of guessed.
+The sizes that vary independently (samples, lengths, nodes, edges, pixels) are the variables of a
+polynomial with exact coefficients. A polynomial is accepted only if it predicts held-out counts
+exactly. Shapes that vary in a way that was not counted are not predicted.
 """
 
 from __future__ import annotations
@@ -23,24 +23,21 @@ if TYPE_CHECKING:
 
     from lightning_perf.flops.signature import Signature
 
-# A dimension of some tensor: the tensor's place in the signature, and the dimension's in it.
+# A dimension of a tensor: index of the shape in the signature, index of the dimension.
 Place = tuple[int, int]
 # The exponents of the variables.
 Monomial = tuple[int, ...]
 Row = list[Fraction]
 
 _FEWEST, _EVERY = 8, 4
-# Counts beyond those that determine the coefficients.
+# Counts required beyond the number of coefficients.
 _SURPLUS = 2
 _MOST_VARIABLES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FlopModel:
-    """A law that gives the FLOPs of a signature.
-
-    Make it with `fit`.
-    """
+    """Predicts the FLOPs of a signature. Created by `fit`."""
 
     _shapes: _Shapes
     _polynomial: _Polynomial
@@ -48,14 +45,11 @@ class FlopModel:
     _tracked_operations: int
 
     def predict(self, signature: Signature) -> Counts | None:
-        """The FLOPs of a batch.
-
-        Args:
-            signature: Of a batch that need not have been seen.
+        """Return the FLOPs of a batch with this signature.
 
         Returns:
-            Model and hardware FLOPs; operations are those of a batch that was counted. None if the
-            shapes differ from the known ones in more than what the law is about.
+            Model and hardware FLOPs, with the operation count of a counted batch. None if the
+            shapes differ from the counted ones in other dimensions than the fitted ones.
         """
         values = self._shapes.variables(signature)
         found = None if values is None else self._polynomial.at(values)
@@ -68,19 +62,19 @@ class FlopModel:
 
 
 def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
-    """Find the law that known counts follow, if there is one.
+    """Fit a polynomial in the sizes to counted FLOPs.
 
-    Every fourth of them is held out, and has to be predicted exactly from the others.
+    Every fourth count is held out and must be predicted exactly from the others.
 
     Args:
-        known: Counts by signature, at least eight that differ in sizes alone.
+        known: Counts by signature; at least eight that differ in sizes only.
 
     Returns:
-        The model, or None where no law holds.
+        The model, or None if no polynomial fits.
 
     Example:
         >>> from torch import empty
-        >>> from lightning_perf.flops import signature
+        >>> from lightning_perf.flops.signature import signature
         >>> def cost(b, t):
         ...     return Counts(*2 * [{"float32": 6 * b * t + 2 * b * t**2}])
         >>> shapes = [(b, t) for b in (2, 3) for t in (4, 5, 7, 8)]
@@ -117,10 +111,10 @@ _KINDS: dict[str, Callable[[Counts], Mapping[str, int]]] = {
 
 
 def _bases(variables: int) -> Iterator[list[Monomial]]:
-    """What costs may be made of, from the simplest: two that fit differ where nothing was seen."""
+    """Yield the sets of monomials to try, from the simplest."""
     zero = (0,) * variables
     units = [tuple(int(i == j) for i in range(variables)) for j in range(variables)]
-    # Graphs: so much for a node, so much for an edge.
+    # Graphs: a cost per node and a cost per edge.
     yield [zero, *units]
     # Layers: samples, elements, and elements times those of one sample (attention).
     for samples in (*units, zero):
@@ -129,7 +123,7 @@ def _bases(variables: int) -> Iterator[list[Monomial]]:
     yield list(product((0, 1), repeat=variables))
     # Attention between all nodes of a graph.
     yield [one for one in product((0, 1, 2), repeat=variables) if sum(one) <= 2]
-    # Encoders and decoders with lengths of their own.
+    # Encoders and decoders with different lengths.
     for samples in units:
         yield [
             one
@@ -157,16 +151,16 @@ def _checked(basis: Sequence[Monomial], points: Sequence[_Point]) -> _Polynomial
 
 @dataclass(frozen=True, slots=True)
 class _Polynomial:
-    """Polynomials in some variables, one for each of several values."""
+    """Several polynomials in the same variables."""
 
-    #: The monomials that the points tell apart, with their coefficient in each value.
+    #: Linearly independent monomials, with their coefficient in each polynomial.
     terms: Sequence[tuple[Monomial, Sequence[Fraction | int]]]
-    #: The others, as sums of those: beyond where this holds nothing is known.
+    #: The other monomials as sums of these, which limits where the polynomials are valid.
     ties: Sequence[tuple[Monomial, Sequence[tuple[Monomial, Fraction | int]]]]
 
     @classmethod
     def through(cls, basis: Sequence[Monomial], points: Sequence[_Point]) -> _Polynomial | None:
-        """The polynomials through all points, or None if there are none."""
+        """Return the polynomials through all points, or None."""
         pivots: dict[int, Row] = {}
         for values, target in points:
             row = [Fraction(_power(values, one)) for one in basis] + [Fraction(t) for t in target]
@@ -193,7 +187,7 @@ class _Polynomial:
         )
 
     def at(self, values: Sequence[int]) -> list[int] | None:
-        """The values at a point, or None where they are not known."""
+        """Return the values at a point, or None if the polynomials are not valid there."""
         powers = {one: _power(values, one) for one, _ in self.terms}
         for one, parts in self.ties:
             if _power(values, one) != sum(factor * powers[part] for part, factor in parts):
@@ -205,7 +199,7 @@ class _Polynomial:
 
 
 def _plain(value: Fraction) -> Fraction | int:
-    """The same number, a tenth as slow where it is whole."""
+    """Return an int if possible, which is ten times as fast."""
     return int(value) if value.denominator == 1 else value
 
 
@@ -221,23 +215,23 @@ def _power(values: Sequence[int], exponents: Monomial) -> int:
 
 
 def _template(signature: Signature) -> Signature:
-    """All of a signature but the sizes."""
+    """Return a signature without its sizes."""
     return tuple((Size, len(part)) if isinstance(part, Size) else part for part in signature)
 
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """How the sizes of a batch hang together."""
+    """How the sizes of a batch depend on each other."""
 
     template: Signature
-    #: The dimensions that vary, each in its own way.
+    #: The dimensions that vary independently.
     free: Sequence[Place]
-    #: Each other dimension: by how much it is larger than a free one, or than nothing.
+    #: Each other dimension, with its difference to a free one (or to 0).
     tied: Sequence[tuple[Place, Place | None, int]]
 
     @classmethod
     def of(cls, template: Signature, signatures: Sequence[Signature]) -> _Shapes:
-        """What all signatures of one template have in common."""
+        """Analyze the sizes of signatures with the same template."""
         first = signatures[0]
         free: dict[Place, list[int]] = {}
         tied: list[tuple[Place, Place | None, int]] = []
@@ -257,7 +251,7 @@ class _Shapes:
         return cls(template, list(free), tied)
 
     def variables(self, signature: Signature) -> list[int] | None:
-        """The sizes that vary freely; None if the others do not follow as they did."""
+        """Return the independent sizes; None if the others depend on them differently."""
         if _template(signature) != self.template:
             return None
         for (place, i), base, more in self.tied:

@@ -1,4 +1,4 @@
-"""FLOPs of transformers by published formulas."""
+"""FLOPs of transformers from published formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_perf.errors import ConfigError
 
-# What others call our fields, in the order in which they are looked for.
+# Names of our fields in other configurations, in the order of lookup.
 _ALIASES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -41,24 +41,24 @@ class TransformerConfig:
     hidden: int
     heads: int
     vocab: int
-    #: Tokens in a sequence.
+    #: Tokens per sequence.
     sequence: int
-    #: Heads of keys and values; None for as many as query heads.
+    #: Key and value heads; None for the number of query heads.
     kv_heads: int | None = None
-    #: Features of a head; None for ``hidden / heads``.
+    #: Features per head; None for ``hidden / heads``.
     head_dim: int | None = None
     #: Features between the two feed-forward layers; None for ``4 * hidden``.
     ffn: int | None = None
     #: Whether the feed-forward part is gated: three matrices instead of two.
     swiglu: bool = False
-    #: Whether norms have a scale only.
+    #: Whether norms have a scale but no bias.
     rms: bool = False
     bias: bool = True
     #: Whether positions are learned.
     positions: bool = True
     #: Whether the output layer shares the embedding's matrix.
     tied: bool = True
-    #: Feed-forward parts in a layer, and how many of them a token goes through.
+    #: Experts per layer, and experts per token.
     experts: int = 1
     top_k: int = 1
 
@@ -66,17 +66,19 @@ class TransformerConfig:
         for field in ("layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k"):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(field, value, "is not a positive whole number", "12")
+                raise ConfigError(
+                    field, value, "is not valid, expected a positive whole number", "12"
+                )
 
     @classmethod
     def from_config(cls, config: object, **known: Any) -> TransformerConfig:
-        """Read the sizes from a configuration with the names of others.
+        """Read the sizes from another library's configuration.
 
         Args:
-            config: A mapping, or an object with attributes, such as a Hugging Face or nanoGPT
-                configuration, or a module's hyperparameters.
-            known: Fields that the configuration lacks, or that shall be taken instead: a model's
-                ``sequence`` is often shorter in training than what it could take.
+            config: A mapping or an object with attributes, such as a Hugging Face or nanoGPT
+                configuration or a module's hyperparameters.
+            known: Fields that the configuration lacks, or values that replace its own: training
+                ``sequence`` is often shorter than the maximum.
 
         Raises:
             ConfigError: If a size is missing.
@@ -87,7 +89,7 @@ class TransformerConfig:
             118528
         """
         read = config if isinstance(config, Mapping) else _Attributes(config)
-        # Since LLaMA these go together; what came before has neither.
+        # These go together since LLaMA; earlier models have none of them.
         modern = read.get("rms_norm_eps") is not None
         values = {"swiglu": modern, "rms": modern, "bias": not modern, "positions": not modern}
         values["tied"] = not modern
@@ -106,7 +108,7 @@ class TransformerConfig:
 
     @property
     def attention_width(self) -> int:
-        """Features of all query heads together."""
+        """Total features of all query heads."""
         return self.heads * (self.head_dim or self.hidden // self.heads)
 
     @property
@@ -125,7 +127,7 @@ class TransformerConfig:
 
     @property
     def matmul_parameters(self) -> int:
-        """Parameters that a token is multiplied with: the output layer and active experts too."""
+        """Parameters in matrix products per token, with the output layer and active experts."""
         return self.layers * self._layer_matrices(self.top_k) + self.vocab * self.hidden
 
     @property
@@ -135,7 +137,7 @@ class TransformerConfig:
 
     @property
     def parameters(self) -> int:
-        """All parameters, every expert among them."""
+        """All parameters, including all experts."""
         biases = self.attention_width + 2 * self._kv_width + self.hidden
         biases += self.experts * (self._ffn * (1 + self.swiglu) + self.hidden)
         norm = self.hidden * (1 if self.rms else 2)
@@ -153,14 +155,14 @@ class _Attributes:
 
 
 def palm(config: TransformerConfig, passes: int = 3) -> int:
-    """The formula of PaLM with the parameters of matrix products: a counter finds the same.
+    """Return FLOPs per token by PaLM's formula, which equals counting the matrix products.
 
     Args:
         config: The model.
-        passes: 1 forward, 3 with the backward, 4 with the forward again.
+        passes: 1 for the forward, 3 with the backward, 4 with recomputation of the forward.
 
     Returns:
-        FLOPs of one token, with attention in full: ``6 N + 12 L H Q T`` for three passes.
+        FLOPs with full attention: ``6 N + 12 L H Q T`` for three passes.
 
     Example:
         >>> gpt2 = TransformerConfig(layers=12, hidden=768, heads=12, vocab=50257, sequence=1024)
@@ -171,12 +173,12 @@ def palm(config: TransformerConfig, passes: int = 3) -> int:
 
 
 def megatron(config: TransformerConfig, passes: int = 3) -> int:
-    """The formula of Megatron-LM: as PaLM's, with attention halved by the causal mask."""
+    """Return FLOPs per token by Megatron-LM's formula: like PaLM's, but half the attention."""
     return passes * (2 * config.matmul_parameters + _attention(config) // 2)
 
 
 def nanogpt(config: TransformerConfig, passes: int = 3) -> int:
-    """The formula of nanoGPT: as PaLM's, with all parameters but those of positions."""
+    """Return FLOPs per token by nanoGPT's formula: all parameters except positions."""
     parameters = config.parameters - config.position_parameters
     return passes * (2 * parameters + _attention(config))
 
@@ -197,24 +199,22 @@ _EXAMPLE = "'palm'"
 
 
 def formula_for(spec: object, module: object = None, passes: int | None = None) -> BatchFormula:
-    """The formula that a user asks for.
+    """Return a function that computes the FLOPs of a batch by a formula.
 
-    It is called with a batch, whose token ids are its ``input_ids`` or its first tensor of whole
-    numbers, ``[batch, sequence]``. The length of its sequences is the batch's, if it has one.
-    A batch without any is an error at first, and 0 once others had some.
+    The function reads the token ids from ``input_ids``, or from the first tensor of whole numbers,
+    ``[batch, sequence]``. The sequence length is that of the batch, if it has one. A batch without
+    token ids raises ValueError at first, and counts as 0 after a batch with token ids.
 
     Args:
-        spec: A function of the batch, which is taken as it is; or one of the names ``palm``,
-            ``megatron`` and ``nanogpt``; or a mapping with the name as ``kind`` and perhaps the
-            sizes as ``config`` (a mapping or an object, as for `TransformerConfig.from_config`)
-            and ``passes``.
-        module: Where the sizes are looked for if ``spec`` has none: in its ``config``, then in its
-            ``hparams``.
-        passes: 1 forward, 3 with the backward, 4 with the forward again (activation
-            checkpointing). By default what ``spec`` says, or 3.
+        spec: A function of the batch, which is returned unchanged; or ``palm``, ``megatron`` or
+            ``nanogpt``; or a mapping with the name as ``kind`` and optionally ``config`` (as for
+            `TransformerConfig.from_config`) and ``passes``.
+        module: Provides the sizes if ``spec`` does not: in its ``config`` or else its ``hparams``.
+        passes: 1 for the forward, 3 with the backward, 4 with recomputation of the forward
+            (activation checkpointing). None for the value in ``spec``, or 3.
 
     Raises:
-        ConfigError: No such formula is known, or a size that it needs.
+        ConfigError: If the formula is unknown or a size is missing.
 
     Example:
         >>> sizes = dict(layers=2, hidden=64, heads=4, vocab=256)
@@ -228,19 +228,23 @@ def formula_for(spec: object, module: object = None, passes: int | None = None) 
         return _from_mapping(spec, module, passes)
     if callable(spec):
         return spec
-    raise ConfigError("formula", spec, "is neither a name, nor a mapping, nor callable", _EXAMPLE)
+    raise ConfigError(
+        "formula", spec, "is not valid, expected a name, a mapping or a function", _EXAMPLE
+    )
 
 
 def _from_mapping(spec: Mapping[str, Any], module: object, passes: int | None) -> BatchFormula:
     if unknown := sorted(spec.keys() - {"kind", "config", "passes"}):
-        problem = f"has no use for {', '.join(map(str, unknown))}"
+        problem = f"has unknown keys: {', '.join(map(str, unknown))}"
         raise ConfigError("formula", dict(spec), problem, "{'kind': 'palm', 'config': {...}}")
     kind = spec.get("kind")
     if kind not in _KINDS:
-        raise ConfigError("formula", kind, f"is none of {', '.join(_KINDS)}", _EXAMPLE)
+        raise ConfigError(
+            "formula", kind, f"is not valid, expected one of {', '.join(_KINDS)}", _EXAMPLE
+        )
     chosen = spec.get("passes", 3) if passes is None else passes
     if chosen not in (1, 3, 4):
-        raise ConfigError("passes", chosen, "is none of 1, 3 and 4", "3")
+        raise ConfigError("passes", chosen, "is not valid, expected 1, 3 or 4", "3")
     sizes, known_length = _sizes(spec.get("config"), module)
     found = False
 
@@ -248,29 +252,27 @@ def _from_mapping(spec: Mapping[str, Any], module: object, passes: int | None) -
         nonlocal found
         ids = _token_ids(batch)
         if ids is None:
-            if found:  # of several loaders that take turns, some may have none
+            if found:  # with several loaders, some may have no token ids
                 return 0.0
-            raise ValueError("no tensor of token ids is in the batch: its tokens are not known")
+            raise ValueError("the batch has no tensor of token ids")
         found = True
         if ids.dim() < 2 and not known_length:
-            raise ValueError("the sequences' length is neither in the batch nor in the config")
+            raise ValueError("neither the batch nor the config has the sequence length")
         config = sizes if ids.dim() < 2 else replace(sizes, sequence=ids.shape[-1])
-        # Positions that are learned are parameters of the longest sequence; no formula has them.
+        # The parameters of learned positions belong to the maximum length; no formula uses them.
         return ids.numel() * _KINDS[kind](config, chosen)
 
     return flops
 
 
 def _sizes(config: object, module: object) -> tuple[TransformerConfig, bool]:
-    """The sizes, and whether the length of a sequence is among them."""
+    """Return the sizes, and whether they include the sequence length."""
     if config is None:
         found = (getattr(module, name, None) for name in ("config", "hparams"))
         config = next((one for one in found if one), None)
     if config is None:
-        raise ConfigError(
-            "formula", config, "finds no sizes: the module has no config and no hparams",
-            "{'kind': 'palm', 'config': {...}}",
-        )  # fmt: skip
+        problem = "needs the sizes of the model: the module has no config and no hparams"
+        raise ConfigError("formula", config, problem, "{'kind': 'palm', 'config': {...}}")
     if isinstance(config, TransformerConfig):
         return config, True
     try:

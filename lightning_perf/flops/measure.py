@@ -1,7 +1,7 @@
-"""What a device does in fact: the best rate of a square matrix product.
+"""Measures the peak of a device: the best rate of a square matrix product.
 
-On a busy CPU the threads of one product wait for one another, which makes it up to a thousand times
-slower than one thread alone. So one thread is measured too, and bounds the rate from below.
+On a busy CPU the threads of a product wait for each other, which can make it a thousand times
+slower than a single thread. A single thread is therefore measured too, as a lower bound.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ if TYPE_CHECKING:
 
     _Product = Callable[[], Tensor]
 
-#: What a measurement may take in all: it delays the start of training.
+#: Time limit of a measurement, which delays the start of training.
 BUDGET_SECONDS = 0.05
 
 _SIZES = [2**power for power in range(7, 14)]
-# One thread comes near its best rate soon, in calls that are short against the time slices of a
-# busy machine.
+# A single thread nears its best rate at small sizes, in calls much shorter than a time slice.
 _SIZES_ALONE = [2**power for power in range(6, 9)]
 _SHARE_ALONE = 0.4
-# Each size is tried so often at least, and for this share of the time; the best try counts, if
-# another one agrees with it.
-_TRIES, _SHARE_A_SIZE, _AGREEMENT = 5, 0.1, 1.1
-# Seconds after its time that a size is tried on until two tries agree.
+# Minimum tries per size, and the share of the time limit per size. The best try counts if the
+# second best is within this factor.
+_TRIES, _SHARE_PER_SIZE, _AGREEMENT = 5, 0.1, 1.1
+# Extra seconds to wait for two tries that agree.
 _LATE = 0.2
-# A larger size is worth trying until so many in a row were no faster than this factor.
+# Stop after this many sizes in a row without a gain of this factor.
 _PATIENCE, _GAIN = 2, 1.02
-# All cores together may do this much less than as many cores alone: clocks fall, and two hardware
-# threads share one core.
+# Lowest plausible rate of all cores relative to single cores: clocks drop under load, and two
+# hardware threads share a core.
 _SHARED = 0.5
-# FLOP/s of one core; every CPU that runs torch does more.
-_LEAST_A_CORE = 1e8
+# FLOP/s per core that every CPU exceeds.
+_MIN_PER_CORE = 1e8
 
 _measured: dict[tuple[torch.dtype, torch.device, int], float | None] = {}
 _now = time.perf_counter
@@ -53,18 +52,18 @@ _now = time.perf_counter
 def measure_peak(
     dtype: torch.dtype, device: torch.device, budget_seconds: float = BUDGET_SECONDS
 ) -> float | None:
-    """The best rate of a square matrix product, measured once a process and number of threads.
+    """Measure the best rate of a square matrix product, once per process and thread count.
 
-    It draws no random number, and leaves autocast, gradients and settings as they are.
+    Uses no random numbers and does not change autocast, gradients or settings.
 
     Args:
-        dtype: The operands'.
-        device: Where the product runs, as fast as its current settings (threads, TF32) let it.
-        budget_seconds: About how long to measure at most.
+        dtype: Operand dtype.
+        device: The device, with its current settings (threads, TF32).
+        budget_seconds: Approximate time limit.
 
     Returns:
-        FLOP/s, or None if the device has no product of this dtype, or if what was measured cannot
-        be, as on a machine that is too busy.
+        FLOP/s, or None if the device does not support the dtype or the result is implausible, as
+        on a busy machine.
     """
     key = dtype, torch.device(device), torch.get_num_threads()
     if key not in _measured:
@@ -76,16 +75,16 @@ def measure_peak(
 
 
 def plausible_rate(alone: float | None, together: float, cores: int) -> float | None:
-    """What a CPU does, by what one thread and what all of them were measured to do.
+    """Combine the measured rates of one thread and of all threads of a CPU.
 
     Args:
-        alone: FLOP/s of one thread; 0 if its measurements did not agree, None if there are none.
-        together: The same of all threads at once.
-        cores: The cores that they may use.
+        alone: FLOP/s of one thread; 0 if its tries did not agree, None if not measured.
+        together: FLOP/s of all threads.
+        cores: Number of usable cores.
 
     Returns:
-        The rate of all threads, unless they waited for one another: then that of one thread on each
-        core. None if neither is plausible.
+        The rate of all threads; that of one thread times ``cores`` if the threads waited for each
+        other; None if neither is plausible.
 
     Example:
         >>> plausible_rate(alone=1e11, together=1.8e11, cores=2) / 1e9
@@ -95,8 +94,8 @@ def plausible_rate(alone: float | None, together: float, cores: int) -> float | 
     """
     bound = None if alone is None else alone * cores
     rate = together if bound is None or together >= _SHARED * bound else bound
-    trusted = bound is None or bound >= cores * _LEAST_A_CORE
-    return rate if trusted and rate >= cores * _LEAST_A_CORE else None
+    trusted = bound is None or bound >= cores * _MIN_PER_CORE
+    return rate if trusted and rate >= cores * _MIN_PER_CORE else None
 
 
 def _rate(dtype: torch.dtype, device: torch.device, budget: float) -> float | None:
@@ -105,7 +104,7 @@ def _rate(dtype: torch.dtype, device: torch.device, budget: float) -> float | No
         return _best_rate(_SIZES, make, device, budget) or None
     threads = torch.get_num_threads()
     cores = min(threads, _usable_cores())
-    # Made here, since that takes all threads; and the first product loads what they all need.
+    # Created here, because this uses all threads; the first product loads the libraries.
     small = {size: make(size) for size in _SIZES_ALONE}
     small[_SIZES_ALONE[0]]()
     search = partial(_best_rate, _SIZES_ALONE, small.__getitem__, device, _SHARE_ALONE * budget)
@@ -117,13 +116,13 @@ def _rate(dtype: torch.dtype, device: torch.device, budget: float) -> float | No
 def _best_rate(
     sizes: Sequence[int], make: Callable[[int], _Product], device: torch.device, budget: float
 ) -> float:
-    """The best rate over growing sizes; 0 if no two tries agree."""
+    """Return the best rate over growing sizes; 0 if no two tries agree."""
     best, without_gain, deadline = 0.0, 0, _now() + budget
     for size in sizes:
         work = 2 * size**3
         if best and (1 + _TRIES) * work / best > deadline - _now():
             break
-        fastest = _fastest(make(size), device, _SHARE_A_SIZE * budget, deadline)
+        fastest = _fastest(make(size), device, _SHARE_PER_SIZE * budget, deadline)
         rate = work / fastest if fastest else 0.0
         without_gain = 0 if rate > _GAIN * best else without_gain + 1
         best = max(best, rate)
@@ -135,11 +134,11 @@ def _best_rate(
 def _fastest(
     product: _Product, device: torch.device, enough: float, deadline: float
 ) -> float | None:
-    """The seconds of the fastest try, or None if the second fastest does not agree with it."""
-    _seconds(product, device)  # The first call wakes threads.
+    """Return the seconds of the fastest try, or None if the second fastest disagrees."""
+    _seconds(product, device)  # warm-up: starts the threads
     tries: list[float] = []
     end = min(_now() + enough, deadline)
-    # The machine may stall for all of the time in one try: some more are made then.
+    # One try may stall for the whole time limit: make some more then.
     while _now() < end or len(tries) < _TRIES or not (_agree(tries) or _now() > _LATE + deadline):
         insort(tries, _seconds(product, device))
     return tries[0] if _agree(tries) else None
@@ -150,8 +149,8 @@ def _agree(tries: Sequence[float]) -> bool:
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> _Product:
-    # Small numbers of both signs, none of them denormal, and not random: the user's generators
-    # must stay where they are.
+    # Small numbers of both signs, not denormal, and not random, to leave the user's generators
+    # unchanged.
     values = torch.arange(size * size, device=device) % 13 - 6
     a = values.to(torch.float32).reshape(size, size).to(dtype)
     multiply = torch._int_mm if dtype == torch.int8 else torch.mm
@@ -192,11 +191,10 @@ def _usable_cores() -> int:
 
 
 def _on_one_thread(search: Callable[[], float]) -> float | None:
-    """What a search finds where a product has one thread; None where that cannot be had.
+    """Run a search with one OpenMP thread; return None if that is not possible.
 
-    ``torch.set_num_threads`` would change the whole process, and for good: it also tells MKL never
-    to choose by itself. OpenMP's own number belongs to the thread that sets it, so a new thread
-    sets it and ends.
+    ``torch.set_num_threads`` would change the whole process permanently: it also switches off MKL's
+    own choice. OpenMP's setting is per thread, so a new thread sets it and ends.
     """
     runtimes = _openmp()
     found: list[float] = []
@@ -215,7 +213,7 @@ def _on_one_thread(search: Callable[[], float]) -> float | None:
 
 @cache
 def _openmp() -> list[ctypes.CDLL]:
-    """The OpenMP runtimes that this process has loaded, where the system tells."""
+    """Return the OpenMP runtimes that this process has loaded, on Linux."""
     try:
         maps = Path("/proc/self/maps").read_text()
         paths = set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)\b\S*\.so\S*", maps))

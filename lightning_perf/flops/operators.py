@@ -1,4 +1,4 @@
-"""FLOPs of each operator, by its tensors' shapes."""
+"""FLOP formulas of operators, from the shapes of their tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Args = Sequence[Any]
 
 
 def product(args: Args, out: Tensor) -> int:
-    """Any product that contracts the last dimension of its first argument.
+    """A product that contracts the last dimension of its first argument.
 
     Args:
         args: ``a, ...`` with ``a`` of shape ``[..., k]``.
@@ -30,7 +30,7 @@ def product(args: Args, out: Tensor) -> int:
 
 
 def _contracted(a: Tensor) -> int:
-    # A 4-bit dtype such as float4_e2m1fn_x2 holds two values in an element.
+    # A 4-bit dtype such as float4_e2m1fn_x2 has two values per element.
     return int(a.size(-1)) * (2 if str(a.dtype).endswith("_x2") else 1)
 
 
@@ -40,44 +40,44 @@ def added_product(args: Args, out: Tensor) -> int:
 
 
 def summed_product(args: Args, out: Tensor) -> int:
-    """A batch of products, added up over the batch to the first argument."""
+    """A batch of products, summed and added to the first argument."""
     return int(args[1].size(0)) * product(args[1:], out)
 
 
 def listed_products(args: Args, out: Sequence[Tensor]) -> int:
-    """One product for each pair of two lists."""
+    """One product per pair of two lists."""
     return sum(product([a], one) for a, one in zip(args[0], out, strict=True))
 
 
 def grouped_product(args: Args, out: Tensor) -> int:
-    """One product for each expert."""
+    """One product per expert."""
     a, b = args[:2]
     if a.dim() == b.dim() == 2:
-        # The groups split the contracted dimension; the output has a matrix for each of them.
+        # The groups split the contracted dimension; the output has one matrix per group.
         return 2 * int(a.size(0) * b.size(1)) * _contracted(a)
     return product(args, out)
 
 
 def linear_backward(args: Args, _: object) -> int:
-    """A product for each gradient of input and weight that is asked for."""
+    """One product for each requested gradient of input and weight."""
     x, grad, _weight, mask = args
     return int(sum(mask[:2])) * product([x], grad)
 
 
 def matmul_backward(args: Args, _: object) -> int:
-    """A product for each gradient that is asked for."""
+    """One product per requested gradient."""
     grad, a, _b, mask = args
     return int(sum(mask)) * product([a], grad)
 
 
 def plain_convolution(args: Args, out: Tensor) -> int:
-    """One filter, over the channels of one group, for every output element."""
+    """One filter over the channels of a group per output element."""
     weight = args[1]
     return int(2 * out.numel() * (weight.numel() // weight.size(0)))
 
 
 def transposed_convolution(args: Args, _: object) -> int:
-    """One filter for every input element."""
+    """One filter per input element."""
     return plain_convolution(args, args[0])
 
 
@@ -88,18 +88,18 @@ def convolution(args: Args, out: Tensor) -> int:
 
 
 def convolution_backward(args: Args, _: object) -> int:
-    """The forward's cost for each gradient of input and weight, whatever the groups."""
+    """The cost of the forward for each requested gradient of input and weight."""
     grad, *forward, mask = args
     return int(sum(mask[:2])) * convolution(forward, grad)
 
 
 def convolution_backward_overrideable(args: Args, out: object) -> int:
-    """The same, called without the sizes of the bias."""
+    """Like `convolution_backward`, but called without the sizes of the bias."""
     return convolution_backward([*args[:3], None, *args[3:]], out)
 
 
 def recurrent(args: Args, _: object) -> int:
-    """Every weight matrix of every layer and direction, once a step of every sequence.
+    """Every weight matrix of every layer and direction, once per step of every sequence.
 
     Args:
         args: Input ``[time, batch, features]`` or packed ``[total, features]``, then the list of
@@ -111,25 +111,25 @@ def recurrent(args: Args, _: object) -> int:
 
 
 def recurrent_backward(args: Args, out: object) -> int:
-    """The gradients of the data, which are always made, and of the weights if asked for."""
+    """The gradients of the data, which are always computed, and of the weights if requested."""
     mask = args[-1]
     forward = recurrent(args, out)
     return 2 * forward if mask[3] else forward
 
 
 def recurrent_mps(args: Args, out: object) -> int:
-    """The forward, called with the state before the weights."""
+    """Like `recurrent`, but called with the state before the weights."""
     x, _state, weights = args[:3]
     return recurrent([x, weights], out)
 
 
 def recurrent_layer(args: Args, out: object) -> int:
-    """One layer in one direction, with the weights of input and state."""
+    """One layer in one direction, with separate weights of input and state."""
     return recurrent([args[0], args[1:3]], out)
 
 
 def recurrent_layer_backward(args: Args, out: object) -> int:
-    """The gradients of the data and of the weights, which are always made."""
+    """The gradients of the data and the weights, which are always computed."""
     return 2 * recurrent_layer(args, out)
 
 
@@ -152,12 +152,12 @@ def attention(args: Args, _: object) -> int:
 
 
 def attention_backward(args: Args, out: object) -> int:
-    """The gradients of query, key, value and scores, called with the output's gradient in front."""
+    """The gradients of query, key, value and scores; the first argument is the output gradient."""
     return 2 * attention(args[1:], out)
 
 
 def flex_attention_backward(args: Args, out: object) -> int:
-    """The same, called with the query in front."""
+    """Like `attention_backward`, but the first argument is the query."""
     return 2 * attention(args, out)
 
 
@@ -176,34 +176,34 @@ def _lengths(ends: Tensor) -> list[int]:
 
 
 def flash_attention(args: Args, _: object) -> int:
-    """Attention over a padded batch or over packed sequences of their own lengths.
+    """Attention over a padded batch or over packed sequences.
 
     Args:
         args: Query, key and value ``[batch, length, heads, features]`` or packed ``[total, heads,
-            features]``, then where queries and keys of each packed sequence end (with a zero in
-            front), or None twice.
+            features]``, then the cumulative lengths of the packed queries and keys (starting at 0),
+            or None twice.
     """
     query, key, value, *ends = args[:5]
     return _packed(query, key, value, ends)
 
 
 def flash_attention_backward(args: Args, _: object) -> int:
-    """Its backward: gradient, query, key, value, output, log-sum-exp, ends."""
+    """Backward of `flash_attention`: gradient, query, key, value, output, log-sum-exp, ends."""
     return 2 * _packed(args[1], args[2], args[3], args[6:8])
 
 
 def efficient_attention(args: Args, _: object) -> int:
-    """The same with a bias before the ends."""
+    """Like `flash_attention`, with a bias before the cumulative lengths."""
     return _packed(args[0], args[1], args[2], args[4:6])
 
 
 def efficient_attention_backward(args: Args, _: object) -> int:
-    """Its backward: gradient, query, key, value, bias, output, ends."""
+    """Backward of `efficient_attention`: gradient, query, key, value, bias, output, ends."""
     return 2 * _packed(args[1], args[2], args[3], args[6:8])
 
 
 def _sequences(x: Tensor) -> list[int]:
-    # The fast paths of nn.TransformerEncoder turn a padded batch into a nested tensor.
+    # The fast path of nn.TransformerEncoder converts a padded batch to a nested tensor.
     if x.is_nested:
         return [int(length) for length in x._nested_tensor_size()[:, 0]]
     return [x.size(1)] * x.size(0)

@@ -1,4 +1,4 @@
-"""Which peak a device's work is held against, and where that number comes from."""
+"""Resolves the peak FLOP/s of a device: given, from the table, estimated or measured."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_perf.errors import ConfigError
 from lightning_perf.flops.devices import COLUMNS, lookup, peak_flops
 from lightning_perf.flops.measure import BUDGET_SECONDS, measure_peak
 
-# Dense FLOPs per clock and multiprocessor by compute capability, after NVIDIA's architecture white
-# papers. What follows from the 16-bit rate is derived below.
+# Dense FLOPs per clock and multiprocessor by compute capability, from NVIDIA's architecture white
+# papers. `_all_rates` derives the others from the 16-bit rate.
 _RATES: dict[tuple[int, int], dict[str, int]] = {
     (6, 0): {"fp64": 64, "fp32": 128, "fp16": 256},
     (6, 1): {"fp64": 8, "fp32": 256, "int8": 1024},
@@ -28,7 +28,7 @@ _RATES: dict[tuple[int, int], dict[str, int]] = {
     (10, 0): {"fp64": 128, "fp32": 256, "fp16": 8192, "int8": 16384},
     (12, 0): {"fp64": 4, "fp32": 256, "fp16": 1024, "int8": 2048},
 }
-# GeForce parts run floating-point products that add up in float32 at half the rate.
+# GeForce devices run products with float32 accumulation at half the rate.
 _HALVED_ON_GEFORCE = frozenset([(7, 5), (8, 6), (8, 9), (12, 0)])
 
 
@@ -41,18 +41,18 @@ def estimate_from_properties(
     tf32: bool = False,
     geforce: bool = False,
 ) -> float | None:
-    """The dense peak of an NVIDIA device in FLOP/s: multiprocessors x clock x rate.
+    """Estimate the dense peak of an NVIDIA device in FLOP/s: multiprocessors x clock x rate.
 
     Args:
-        sm_count: Multiprocessors.
-        clock_hz: Their highest clock, in hertz.
+        sm_count: Number of multiprocessors.
+        clock_hz: Maximum clock in hertz.
         capability: Compute capability, such as ``(8, 0)``.
-        dtype: The operands', as in ``"bfloat16"``.
-        tf32: Whether float32 products run as TensorFloat-32 where the device can.
-        geforce: Whether it is a GeForce, whose tensor cores are slowed down.
+        dtype: Operand dtype, such as ``"bfloat16"``.
+        tf32: Whether float32 products use TensorFloat-32 if the device supports it.
+        geforce: Whether it is a GeForce, whose tensor cores run at a reduced rate.
 
     Returns:
-        The estimate, or None if the capability is not known or has no unit for the dtype.
+        The estimate, or None if the capability is unknown or does not support the dtype.
 
     Example:
         >>> round(estimate_from_properties(108, 1.41e9, (8, 0), "bfloat16") / 1e12)
@@ -82,7 +82,7 @@ def _all_rates(capability: tuple[int, int], *, geforce: bool) -> dict[str, int]:
     return rates
 
 
-# FLOP/s of one device: a slow core does more, and nothing does as much.
+# Limits for the FLOP/s of one device.
 _LEAST, _MOST = 1e9, 1e18
 
 
@@ -97,46 +97,38 @@ class Peak:
 
 
 def check_peak(given: object, field: str = "peak_flops") -> None:
-    """Refuse a peak that cannot be one.
-
-    Args:
-        given: None, ``"measure"``, or FLOP/s of one device.
-        field: The setting, as the user writes it.
-
-    Raises:
-        ConfigError: If it is anything else.
-    """
+    """Raise ConfigError unless given is None, ``"measure"`` or plausible FLOP/s of one device."""
     if given is None or given == "measure":
         return
     number = given if isinstance(given, int | float) and not isinstance(given, bool) else 0.0
     if not 0 < number < math.inf:
-        problem = "is neither a positive number of FLOP/s nor 'measure'"
+        problem = "is not a valid peak, expected FLOP/s of one device or 'measure'"
         raise ConfigError(field, given, problem, "312e12")
     if not _LEAST <= number <= _MOST:
-        # What is small was meant in TFLOP/s, as data sheets give it.
+        # A small number is probably in TFLOP/s, as in data sheets.
         example = f"{number:g}e12" if _LEAST <= number * 1e12 <= _MOST else "312e12"
-        problem = "cannot be the peak of one device in FLOP/s (not TFLOP/s)"
+        problem = "is out of range for one device, expected a value in FLOP/s (not TFLOP/s)"
         raise ConfigError(field, given, problem, example)
 
 
 def resolve_peak(
     device: torch.device, dtype_name: str, given: float | str | None = None
 ) -> Peak | None:
-    """The peak of a device: what the user gave, else the table's, else an estimate.
+    """Return the peak of a device: the given one, else from the table, else an estimate.
 
     A CPU is measured, and so is any device with ``given="measure"``. For float32 on CUDA the peak
-    is that of TensorFloat-32 while products are set to use it.
+    is that of TensorFloat-32 if it is enabled.
 
     Args:
-        device: Where the work runs.
-        dtype_name: The operands', as in ``"bfloat16"``.
+        device: The device.
+        dtype_name: Operand dtype, such as ``"bfloat16"``.
         given: None, ``"measure"``, or FLOP/s of one device.
 
     Returns:
-        The peak, or None if it cannot be had.
+        The peak, or None if it is unknown.
 
     Raises:
-        ConfigError: If ``given`` cannot be a peak.
+        ConfigError: If ``given`` is not valid.
 
     Example:
         >>> resolve_peak(torch.device("cuda"), "bfloat16", given=312e12)
@@ -153,16 +145,16 @@ def resolve_peak(
 def measured_peak(
     device: torch.device | str, dtype_name: str, budget_seconds: float = BUDGET_SECONDS
 ) -> Peak | None:
-    """What a matrix product reaches, measured once a process.
+    """Return the measured rate of a matrix product, measured once per process.
 
     Args:
-        device: Where it runs, such as ``"cpu"``.
-        dtype_name: The operands', as in ``"bfloat16"``.
-        budget_seconds: About how long to measure at most.
+        device: The device, such as ``"cpu"``.
+        dtype_name: Operand dtype, such as ``"bfloat16"``.
+        budget_seconds: Approximate time limit.
 
     Returns:
-        The peak, or None if there is no such device, no product of this dtype on it, or no rate
-        that can be.
+        The peak, or None if the device does not exist or does not support the dtype, or if the
+        measurement is implausible.
     """
     dtype = getattr(torch, dtype_name, None)
     try:
@@ -185,7 +177,7 @@ def _from_table(device: torch.device, dtype_name: str) -> Peak | None:
 
 
 def device_name(device: torch.device | str) -> str:
-    """What the maker calls a device, or its type where nothing tells.
+    """Return the product name of a device, or its type if there is none.
 
     Example:
         >>> device_name(torch.device("meta"))
@@ -212,7 +204,7 @@ def _cpu_name() -> str:
 
 
 def _estimated(device: torch.device, dtype_name: str) -> Peak | None:
-    # AMD's devices are called cuda too, but count their units and capabilities in another way.
+    # torch calls AMD devices cuda too, but their units and capabilities differ.
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -228,6 +220,6 @@ def _estimated(device: torch.device, dtype_name: str) -> Peak | None:
 
 
 def tf32_is_on() -> bool:
-    """Whether float32 matrix products may run as TensorFloat-32."""
+    """Whether float32 matrix products may use TensorFloat-32."""
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return precision == "tf32" or (precision is None and torch.backends.cuda.matmul.allow_tf32)

@@ -1,6 +1,6 @@
-"""Which operators do work that counts, and how to know the others.
+"""Maps operators to FLOP formulas, and detects operators that need one.
 
-Elementwise work, reductions, outer products and data movement are left out, as is usual for MFU.
+Elementwise operators, reductions, outer products and data movement do not count, as usual for MFU.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _TABLE: dict[Formula, str] = {
     ops.transformer_encoder_layer: "_transformer_encoder_layer_fwd",
 }
 
-#: Formulas by the operator's name, namespace included, without overload.
+#: Formulas by qualified name of the operator, without overload.
 FORMULAS: dict[str, Formula] = {
     name if "::" in name else f"aten::{name}": formula
     for formula, names in _TABLE.items()
     for name in names.split()
 }
 
-# Looked for in aten, where most operators are light; elsewhere most are not.
+# Names in aten without a formula that do count; in other namespaces most operators do.
 _HEAVY = re.compile(
     r"""_?(
     linalg_(?!check_errors|_powsum|vecdot|cross|diagonal|vector_norm|matrix_norm)
@@ -84,7 +84,7 @@ _HEAVY = re.compile(
 _LIGHT_NAMESPACE = re.compile(r"prims?|_?c10d\w*|_dtensor|fsdp|symm_mem|profiler|inductor")
 
 
-#: Where autocast sits, on every device.
+#: The autocast keys of all devices.
 AUTOCAST = DispatchKeySet(DispatchKey.Undefined)
 for _name, _key in DispatchKey.__members__.items():
     if _name.startswith("Autocast"):
@@ -92,20 +92,20 @@ for _name, _key in DispatchKey.__members__.items():
 
 
 class Kind(Enum):
-    """What an operator without a formula is."""
+    """The kind of an operator without a formula."""
 
-    #: No work that counts.
+    #: Its work does not count.
     LIGHT = "light"
-    #: Work that counts, or that cannot be seen into.
+    #: Its work counts or is unknown.
     OPAQUE = "opaque"
 
 
 @cache
 def classify(operator: Any) -> Formula | Kind:
-    """The formula of an operator, or what it is if it has none.
+    """Return the formula of an operator, or its kind if it has none.
 
     Args:
-        operator: An overload or a higher-order operator, as a dispatch mode gets it.
+        operator: An overload or a higher-order operator, as passed to a dispatch mode.
 
     Example:
         >>> import torch
@@ -123,7 +123,7 @@ def classify(operator: Any) -> Formula | Kind:
 
 @cache
 def is_composite(operator: Any) -> bool:
-    """Whether an operator is made of others on devices that have no kernel for it.
+    """Whether an operator is composed of others on devices without a kernel for it.
 
     Args:
         operator: As for `classify`.
@@ -136,20 +136,20 @@ def is_composite(operator: Any) -> bool:
     namespace = qualified_name(operator).partition("::")[0]
     if namespace == "higher_order" or _LIGHT_NAMESPACE.fullmatch(namespace):
         return False
-    # Operators that return no tensor tell sizes and strides: for some subclasses these decompose
-    # into themselves. Not by `_can_decompose`: it also knows decompositions in Python, which run
-    # only where something is traced, and outside aten it can abort the process.
+    # Operators without a tensor result return sizes and strides: for some subclasses these
+    # decompose into themselves. `_can_decompose` is not used: it includes decompositions in Python,
+    # which apply to tracing only, and it can abort the process outside aten.
     returns = operator._schema.returns
     tensors = any("Tensor" in str(one.type) for one in returns)
     return tensors and _registered(operator.name(), "CompositeImplicitAutograd")
 
 
 def has_own_kernel(operator: Any, keys: DispatchKeySet) -> bool:
-    """Whether a composite operator has a kernel for some tensors, which runs in place of its parts.
+    """Whether a composite operator has a kernel for some tensors, which replaces its parts.
 
     Args:
         operator: An overload.
-        keys: The dispatch keys of the tensors that it is called with.
+        keys: The dispatch keys of its arguments.
 
     Example:
         >>> import torch
@@ -165,17 +165,17 @@ def has_own_kernel(operator: Any, keys: DispatchKeySet) -> bool:
 
 
 def is_autocast(operator: Any, keys: DispatchKeySet) -> bool:
-    """Whether autocast knows an operator by name, so that it does not look into its parts.
+    """Whether autocast handles the operator itself, and not its parts.
 
     Args:
         operator: An overload.
-        keys: The dispatch keys of the tensors that it is called with.
+        keys: The dispatch keys of its arguments.
     """
     return _has_kernel(operator.name(), keys & AUTOCAST)
 
 
 def qualified_name(operator: Any) -> str:
-    """``aten::addmm`` for ``aten.addmm_.default`` and ``aten.addmm.out``."""
+    """Return ``aten::addmm`` for ``aten.addmm_.default`` and ``aten.addmm.out``."""
     name = str(operator.name())
     if "::" not in name:
         return f"higher_order::{name}"

@@ -1,4 +1,4 @@
-"""Counting a compiled module on a fake copy, so that it stays compiled."""
+"""Counts a compiled module on a fake copy (a shadow), so that it stays compiled."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _WRAPPERS = "external_utils.py"
 def is_compiled(module: nn.Module) -> bool:
     """Whether any part of a module is compiled by ``torch.compile``.
 
-    Found are wrapped modules, ``module.compile()``, Lightning's ``from_compiled``, and compiled
-    functions and methods of a module or of its class. A compiled free function that a ``forward``
-    calls is not.
+    Detects wrapped modules, ``module.compile()``, Lightning's ``from_compiled``, and compiled
+    functions and methods of a module or its class, but not compiled global functions that a
+    ``forward`` calls. Imports and runs nothing.
 
     Args:
-        module: Asked with all its submodules. Nothing is imported and nothing is run.
+        module: The module, which is checked with all its submodules.
 
     Example:
         >>> from torch import nn
@@ -55,7 +55,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
-    """The module that ``torch.compile(module)`` was called with, or None if this is no wrapper."""
+    """Return the module inside a ``torch.compile(module)`` wrapper, or None."""
     dynamo = sys.modules.get("torch._dynamo")
     kind = getattr(dynamo, "OptimizedModule", ())
     inner: nn.Module | None = (
@@ -65,10 +65,10 @@ def wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def original(function: Any) -> Any:
-    """What a compiled function or method was before it was compiled."""
+    """Return the function or method before compilation."""
     while is_compiled_function(function):
         function = vars(function)[_MARK]
-        # The compiler puts a function of its own around one of torch's.
+        # The compiler wraps functions of torch once more.
         code = getattr(function, "__code__", None)
         if code is not None and code.co_filename.endswith(_WRAPPERS):
             function = function.__wrapped__
@@ -85,7 +85,7 @@ def _values(spaces: list[Mapping[str, object]]) -> Iterator[object]:
 
 
 def is_compiled_function(value: object) -> bool:
-    """Whether a value is what ``torch.compile`` makes of a function or method."""
+    """Whether a value is a function or method compiled by ``torch.compile``."""
     # Read from the dictionary: an attribute lookup would run the code of proxies and mocks.
     function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
     return isinstance(function, FunctionType) and _MARK in vars(function)
@@ -96,7 +96,7 @@ _SILENT = ("log", "log_dict", "print", "clip_gradients")
 
 
 class Sink:
-    """Takes whatever is done to it and does nothing: a logger or a learning-rate scheduler.
+    """Accepts any call or access and does nothing: replaces loggers and schedulers.
 
     Example:
         >>> Sink().experiment.add_scalar("loss", 1.0)[0] is not None
@@ -114,12 +114,12 @@ class Sink:
 
 
 class IdleOptimizer:
-    """An optimizer's settings over the parameters of the shadow; it changes none of them.
+    """An optimizer of the shadow's parameters that never changes them.
 
     Args:
         original: The optimizer of the real module.
-        shadow: The shadow, which may be told to compute this optimizer's gradients only.
-        copies: What the originals became, by their ids.
+        shadow: The shadow module.
+        copies: The copies of all objects by id of the original.
     """
 
     def __init__(self, original: Any, shadow: nn.Module, copies: Mapping[int, Any]) -> None:
@@ -130,22 +130,22 @@ class IdleOptimizer:
         ]
 
     def step(self, closure: Callable[[], Any] | None = None, **_: object) -> Any:
-        """Run the closure, which may do all the work of a step."""
+        """Run the closure only."""
         return closure() if closure is not None else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing, as the shadow makes one step only."""
+        """Do nothing: the shadow runs a single step."""
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:  # noqa: ARG002 (Lightning's)
-        """Inside, the parameters of other optimizers have no gradients."""
+        """Disable gradients for the parameters of other optimizers inside the block."""
         self._shadow.toggle_optimizer(self)
         yield
         self._shadow.untoggle_optimizer(self)
 
 
 class DetachedTrainer:
-    """The numbers, strings and flags of a trainer. What could change it is out of reach."""
+    """Gives read access to the numbers, strings and flags of a trainer, and to nothing else."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -156,16 +156,16 @@ class DetachedTrainer:
         value = getattr(self._original, name)
         if isinstance(value, _READABLE):
             return value
-        raise AttributeError(f"trainer.{name} is out of reach while FLOPs are counted")
+        raise AttributeError(f"trainer.{name} is not available while FLOPs are counted")
 
 
 def detach(shadow: nn.Module, module: nn.Module, copies: dict[int, Any]) -> None:
-    """Cut a shadow and its parts off what they were attached to.
+    """Detach a shadow and its submodules from the trainer.
 
     Args:
         shadow: The copy.
         module: The original.
-        copies: What the originals became, by their ids.
+        copies: The copies of all objects by id of the original.
     """
     original = vars(module).get("_trainer")
     trainer = None if original is None else DetachedTrainer(original)
@@ -198,11 +198,11 @@ def _manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 class ShadowError(RuntimeError):
-    """A module whose work depends on more than shapes, so that it can be counted only by running.
+    """A module whose FLOPs depend on more than shapes.
 
     Args:
-        module: The module's class.
-        problem: What it needed.
+        module: Class name of the module.
+        problem: Why counting failed.
     """
 
     def __init__(self, module: str, problem: str) -> None:
@@ -210,27 +210,26 @@ class ShadowError(RuntimeError):
         self.module, self.problem = module, problem
 
     def __str__(self) -> str:
-        return f"{self.module} cannot be counted by shapes alone: {self.problem}"
+        return f"{self.module} cannot be counted from shapes alone: {self.problem}"
 
 
 def count_on_shadow(
     module: Module, batch: Any, step: Callable[[Module, Any], Tensor | None]
 ) -> Counts:
-    """Count the FLOPs of a step without computing anything.
+    """Count the FLOPs of a step on fake tensors, without computing it.
 
-    Parameters, gradients, buffers, random numbers and compiled code stay as they are, and no weight
-    is copied. What the step does to objects that are not the module's own, it does to them.
+    Parameters, gradients, buffers, random state and compiled code do not change, and no weights are
+    copied. Side effects of the step on objects outside the module do happen.
 
     Args:
-        module: Compiled or not; a LightningModule may be attached to its trainer, whose numbers and
-            flags the shadow can read.
+        module: Compiled or not. The shadow of a LightningModule can read numbers and flags of its
+            trainer.
         batch: Any nesting of tensors that can be copied.
-        step: Called with the shadow and a fake batch, in the present grad mode. The backward of the
-            loss that it returns is counted too, unless the module optimizes manually and has done
-            that itself.
+        step: Called with the shadow and a fake batch, in the current grad mode. The backward of the
+            returned loss is counted too, except with manual optimization.
 
     Raises:
-        ShadowError: The module cannot be copied, or its work depends on values.
+        ShadowError: If the module cannot be copied or its FLOPs depend on values.
 
     Example:
         >>> layer = torch.nn.Linear(4, 8)
@@ -239,9 +238,9 @@ def count_on_shadow(
     """
     name = type(module).__name__
     if isinstance(batch, Iterator):
-        raise ShadowError(name, "a copy would take its batches from the iterator that has them")
+        raise ShadowError(name, "the batch is an iterator, which a copy would consume")
     try:
-        with _unchanged():
+        with _preserved_state():
             counts = _count(module, batch, step)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
@@ -253,10 +252,10 @@ def count_on_shadow(
 
 def _count(module: Any, batch: Any, step: Callable[[Any, Any], Any]) -> Counts:
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-    # Real tensors that the copy has missed are refused: their gradients would be fake ones.
+    # Refuse real tensors that were not copied: they would get fake gradients.
     mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=shapes)
     shadow, fake = _copy(module, batch, mode)
-    # Compiled functions that no module owns cannot be found: the stance runs them as written.
+    # Runs compiled global functions, which cannot be found, without compilation.
     with torch.compiler.set_stance("force_eager"), mode, FlopCounter() as counter:
         loss = step(shadow, fake)
         automatic = getattr(module, "automatic_optimization", True)
@@ -273,7 +272,7 @@ def _copy(module: Any, batch: Any, mode: FakeTensorMode) -> tuple[Any, Any]:
         if (value := vars(part).get(name)) is not None
     }
     with FakeCopyMode(mode):
-        # From the innermost: a wrapper may hold modules that hold wrappers.
+        # From the innermost: wrappers may be nested.
         for wrapper in reversed([part for part in module.modules() if wrapped(part) is not None]):
             copies[id(wrapper)] = deepcopy(wrapped(wrapper), copies)
         shadow, fake = deepcopy((module, batch), copies)
@@ -286,7 +285,7 @@ def _copy(module: Any, batch: Any, mode: FakeTensorMode) -> tuple[Any, Any]:
 def _uncompile(part: nn.Module, copies: dict[int, Any]) -> None:
     own = vars(part)
     own.pop("_compiled_call_impl", None)
-    # Copying leaves functions as they are: bound to the original.
+    # deepcopy keeps functions, bound to the original module.
     own |= {
         name: deepcopy(original(value), copies)
         for name, value in own.items()
@@ -295,8 +294,8 @@ def _uncompile(part: nn.Module, copies: dict[int, Any]) -> None:
 
 
 @contextmanager
-def _unchanged() -> Iterator[None]:
-    """Put back random numbers and the grad mode, whatever a step does to them."""
+def _preserved_state() -> Iterator[None]:
+    """Restore random state and grad mode afterwards."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), numpy and numpy.random.get_state()

@@ -1,4 +1,4 @@
-"""The shapes of a batch, by which batches that cost the same are told."""
+"""Signatures of batches: batches with equal signatures cost the same FLOPs."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from torch import Size, Tensor
 
 Signature = tuple[Any, ...]
 
-#: What holds no tensor, and costs the same whatever its value.
+#: Types without tensors, whose values do not affect the cost.
 _LEAVES = (
     type(None), int, float, str, bytes, range, slice, type, ModuleType, Enum, date, time, timedelta,
     Decimal, PurePath, UUID, np.generic, torch.dtype, torch.device, torch.layout, weakref.ref,
     Number,
 )  # fmt: skip
-#: Objects that are looked into in one batch.
+#: Maximum number of objects to inspect per batch.
 _MOST_OBJECTS = 256
-#: The flag of classes that were made while Python ran.
+#: The flag of classes that are created at run time.
 _HEAP_TYPE = 1 << 9
 
 
 def signature(*args: object) -> Signature:
-    """A hashable description of the shapes and dtypes of all tensors in some arguments.
+    """Return a hashable description of the shapes and dtypes of all tensors in the arguments.
 
-    Lists, tuples, mappings, arrays and the attributes of objects are walked. Numbers, strings and
-    the like stand for themselves by their type alone: two batches that differ only by a number have
-    one signature. What cannot be looked into (iterators, objects without attributes) makes a
-    signature that equals no other.
+    Walks lists, tuples, mappings, arrays and attributes of objects. Numbers, strings and similar
+    values count by type only: batches that differ in a number have the same signature. Objects that
+    cannot be inspected (iterators, objects without attributes) make the signature unique.
 
     Args:
-        args: A batch, or what a step is called with.
+        args: A batch, or the arguments of a step.
 
     Example:
         >>> import torch
@@ -56,17 +55,6 @@ def signature(*args: object) -> Signature:
     return tuple(parts)
 
 
-def numel(signature: Signature) -> int:
-    """The number of elements of all tensors that a signature describes.
-
-    Example:
-        >>> import torch
-        >>> numel(signature({"x": torch.ones(2, 3), "y": torch.ones(2)}))
-        8
-    """
-    return sum(part.numel() for part in signature if isinstance(part, Size))
-
-
 def _describe(value: Any, parts: list[Any], seen: set[int]) -> None:
     kind = type(value)
     if kind is Tensor:
@@ -74,7 +62,7 @@ def _describe(value: Any, parts: list[Any], seen: set[int]) -> None:
     elif kind is tuple or kind is list:
         parts += (kind, len(value))
         for item in value:
-            if type(item) is Tensor and not item.is_nested:  # a call less
+            if type(item) is Tensor and not item.is_nested:  # saves a call
                 parts += (item.dtype, item.shape)
             else:
                 _describe(item, parts, seen)
@@ -83,7 +71,7 @@ def _describe(value: Any, parts: list[Any], seen: set[int]) -> None:
 
 
 def _describe_tensor(tensor: Tensor, parts: list[Any]) -> None:
-    # A nested tensor has no shape; what it costs goes with its elements.
+    # A nested tensor has no shape; its cost depends on the number of elements.
     parts += (tensor.dtype, Size([tensor.numel()]) if tensor.is_nested else tensor.shape)
 
 
@@ -111,7 +99,7 @@ def _describe_rare(value: Any, kind: type, parts: list[Any], seen: set[int]) -> 
 
 
 def _describe_extras(container: Any, parts: list[Any]) -> None:
-    """Describe the tensors that a container has as attributes, beside its items."""
+    """Describe the tensors in the attributes of a container."""
     for name, attribute in getattr(container, "__dict__", {}).items():
         if isinstance(attribute, Tensor):
             parts.append(name)
@@ -119,8 +107,8 @@ def _describe_extras(container: Any, parts: list[Any]) -> None:
 
 
 def _describe_object(value: Any, parts: list[Any], seen: set[int]) -> None:
-    """Describe an object by its attributes, wherever they are kept."""
-    if id(value) in seen:  # described already, or being so
+    """Describe an object by its attributes, in ``__dict__`` and slots."""
+    if id(value) in seen:  # already described, or a cycle
         return
     seen.add(id(value))
     attributes = None if isinstance(value, Iterator) else _attributes(value)
@@ -133,14 +121,14 @@ def _describe_object(value: Any, parts: list[Any], seen: set[int]) -> None:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """What an object consists of; None if some of it is out of sight."""
+    """Return all attributes of an object, or None if it may have hidden state."""
     found: dict[str, Any] = {}
     own = getattr(value, "__dict__", None)
     if own is not None:
         found |= own
     for base in type(value).__mro__[:-1]:
         slots = vars(base).get("__slots__")
-        # A class of C keeps things elsewhere; one of Python has slots or a dictionary.
+        # Classes written in C may have hidden state; Python classes have slots or a dictionary.
         if not base.__flags__ & _HEAP_TYPE or (slots is None and own is None):
             return None
         slots = slots or ()

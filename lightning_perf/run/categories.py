@@ -1,4 +1,4 @@
-"""What the names of Lightning's spans mean."""
+"""Maps the names of Lightning's profiler spans to time categories."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_perf.patches import is_of_class
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-#: By the last part of the name: the classes before it are the user's.
+#: By the last part of a span's name; the parts before it are classes of the user.
 _CATEGORIES = {
     "train_dataloader_next": "dataloader_next",
     "val_next": "dataloader_next",
@@ -31,25 +31,25 @@ _CATEGORIES = {
     "run_training_epoch": "other",
     "on_predict_batch_end": "other",
 }
-#: Hooks that matter although the user has not written them.
-_AT_WORK = {"optimizer_step", "lr_scheduler_step", "on_predict_batch_end"}
-#: Where Lightning's own hooks are, which do nothing.
+#: Hooks that do work even if the user does not override them.
+_ALWAYS_ACTIVE = {"optimizer_step", "lr_scheduler_step", "on_predict_batch_end"}
+#: Lightning's base classes, whose hooks are empty.
 _EMPTY = {"Callback", "LightningModule", "LightningDataModule", "ModelHooks", "DataHooks"}
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
-#: Hooks that only run while a checkpoint is written.
-_SAVES = "on_save_checkpoint"
+#: Runs only while a checkpoint is written.
+_SAVE_HOOK = "on_save_checkpoint"
 _MODULES = ("[LightningModule]", "[LightningDataModule]")
 
 
 def classify(action: str, trainer: Trainer) -> tuple[str, str] | None:
-    """The category and the name under which a span is kept.
+    """Return the category and the name under which a span is recorded.
 
     Args:
         action: Lightning's name of the span.
-        trainer: Whose callbacks and modules are looked up.
+        trainer: Its callbacks and modules show which hooks are overridden.
 
     Returns:
-        None for a span that is not told apart: one that does nothing, or of the user's own.
+        None for spans that are not recorded: empty hooks, and the user's own spans.
     """
     owner, _, hook = action.rpartition(".")
     if owner.startswith("[Callback]"):
@@ -69,21 +69,21 @@ def _callback(key: str, hook: str, trainer: Trainer) -> tuple[str, str] | None:
         return None
     name = type(owners[0]).__name__ if owners else key.partition("{")[0]
     saves = any(base.__name__ == "Checkpoint" for o in owners for base in type(o).__mro__)
-    return "checkpoint" if saves or hook == _SAVES else "callbacks", f"{name}.{hook}"
+    return "checkpoint" if saves or hook == _SAVE_HOOK else "callbacks", f"{name}.{hook}"
 
 
 def _module_hook(name: str, hook: str, trainer: Trainer) -> tuple[str, str] | None:
     owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     ours = any(_overrides(owner, hook) for owner in owners if type(owner).__name__ == name)
     if hook in _CATEGORIES:
-        return (_CATEGORIES[hook], hook) if ours or hook in _AT_WORK else None
-    category = "checkpoint" if hook == _SAVES else "other"
+        return (_CATEGORIES[hook], hook) if ours or hook in _ALWAYS_ACTIVE else None
+    category = "checkpoint" if hook == _SAVE_HOOK else "other"
     return (category, f"{name}.{hook}") if ours and hook.startswith("on_") else None
 
 
 def _overrides(owner: object, hook: str) -> bool:
     """Whether a hook is not the empty one of Lightning's base class."""
-    home = next((kind for kind in type(owner).__mro__ if hook in vars(kind)), None)
-    if home is None or not is_of_class(owner, hook, getattr(owner, hook, None)):
+    base = next((each for each in type(owner).__mro__ if hook in vars(each)), None)
+    if base is None or not is_of_class(owner, hook, getattr(owner, hook, None)):
         return True
-    return home.__name__ not in _EMPTY or not home.__module__.startswith(_LIGHTNING)
+    return base.__name__ not in _EMPTY or not base.__module__.startswith(_LIGHTNING)

@@ -1,4 +1,4 @@
-"""Everything private of Lightning that we read, each with what to do where it is gone."""
+"""Private attributes of Lightning that we read, each with a fallback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TrainingLoop:
-    """The counters of Lightning's training loop: looked up once, read at every batch."""
+    """Counters of Lightning's training loop, looked up once and read after every batch."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -22,9 +22,9 @@ class TrainingLoop:
 
     @property
     def counts(self) -> tuple[int, int, bool]:
-        """``step``, ``Trainer.global_step``, and whether the present batch ends its epoch.
+        """``step``, ``Trainer.global_step``, and whether the current batch ends its epoch.
 
-        Without the dozen properties that these are behind.
+        Reads the attributes directly, because Lightning's properties take several times as long.
         """
         try:
             loop = self._loop
@@ -40,9 +40,9 @@ class TrainingLoop:
 
     @property
     def step(self) -> int:
-        """The step at which Lightning writes its own metrics of the present batch.
+        """The step at which Lightning logs its own metrics of the current batch.
 
-        It counts batches that stepped, since ``global_step`` advances once an optimizer.
+        It counts batches with an optimizer step; ``global_step`` counts every optimizer.
         """
         try:
             step: int = self._loop._batches_that_stepped
@@ -52,7 +52,7 @@ class TrainingLoop:
 
     @property
     def accumulating(self) -> bool:
-        """Whether the present batch leaves the optimizers alone (gradient accumulation)."""
+        """Whether the current batch only accumulates gradients."""
         if self._accumulates is not None:
             return bool(self._accumulates())
         done = self._trainer.fit_loop.batch_idx + 1
@@ -61,17 +61,17 @@ class TrainingLoop:
 
 
 def batches_seen(trainer: Trainer) -> tuple[int, int]:
-    """Training batches that Lightning has worked on: in all, and in the present epoch."""
+    """Return the number of processed training batches: in total and in this epoch."""
     progress = getattr(trainer.fit_loop.epoch_loop, "batch_progress", None)
     if progress is None:
         return 0, 0
-    # "processed" and not "completed", which a checkpoint taken at a batch's end is behind in.
+    # Not "completed", which is one batch behind in a checkpoint written at the end of a batch.
     total, in_epoch = progress.total.processed, progress.current.processed
     return total, in_epoch if in_epoch < trainer.num_training_batches else 0
 
 
 def max_seconds(trainer: Trainer) -> float | None:
-    """Seconds that ``max_time`` allows the training, or None without it."""
+    """Return ``max_time`` in seconds, or None if it is not set."""
     for callback in getattr(trainer, "callbacks", ()):
         duration = getattr(callback, "_duration", None)
         if type(callback).__name__ == "Timer" and duration is not None:
@@ -80,24 +80,24 @@ def max_seconds(trainer: Trainer) -> float | None:
 
 
 def log_every_n_steps(trainer: Trainer) -> int:
-    """How often Lightning logs; 0 for never."""
+    """Return the trainer's ``log_every_n_steps``; 0 for never."""
     return int(getattr(trainer, "log_every_n_steps", 0) or 0)
 
 
 def profiler_name(trainer: Trainer) -> str:
-    """The class of Lightning's own profiler, such as ``PassThroughProfiler``."""
-    # Not type(): what stands in for a profiler says that it is one of its class.
+    """Return the class name of the user's profiler, such as ``PassThroughProfiler``."""
+    # Not type(): TeeProfiler overrides __class__.
     return str(getattr(trainer, "profiler", None).__class__.__name__)
 
 
 def precision(trainer: Trainer) -> str:
-    """Lightning's word for the precision, such as ``bf16-mixed``."""
+    """Return the precision of the trainer, such as ``bf16-mixed``."""
     value: Any = getattr(trainer, "precision", None) or "32-true"
     return str(value)
 
 
 class Unspanned(NamedTuple):
-    """A method whose time no span of Lightning shows, and what it is."""
+    """A method that Lightning's profiler spans do not cover, with its category and name."""
 
     owner: object
     method: str
@@ -106,19 +106,18 @@ class Unspanned(NamedTuple):
 
 
 def unspanned(trainer: Trainer) -> Iterator[Unspanned]:
-    """Methods of Lightning whose time is shown in no span; one that is gone stays untold."""
+    """Yield the methods of Lightning that its profiler spans do not cover."""
     fit = getattr(trainer, "fit_loop", None)
     epoch = getattr(fit, "epoch_loop", None)
     if trainer.world_size > 1:
         yield Unspanned(epoch, "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm")
-    # Iterators are made in these, and the first batches of unsized data are fetched: for the first
-    # epoch, that is.
+    # These create the iterators and, in the first epoch, fetch the first batches of unsized data.
     yield Unspanned(fit, "setup_data", "dataloader_next", "iter")
     loops = ("validate_loop", "test_loop", "predict_loop")
     for loop in (validation_loop(trainer), *(getattr(trainer, name, None) for name in loops)):
         yield Unspanned(loop, "setup_data", "dataloader_next", "iter")
         yield Unspanned(loop, "reset", "dataloader_next", "iter")
-    # Logged values are brought to the host in the first two, and reduced in the others.
+    # The first two copy logged values to the host, the others reduce them.
     connector = getattr(trainer, "_logger_connector", None)
     yield Unspanned(connector, "on_batch_end", "from_device", "Trainer.logged_values")
     yield Unspanned(connector, "log_metrics", "from_device", "Trainer.logged_values")
@@ -129,5 +128,5 @@ def unspanned(trainer: Trainer) -> Iterator[Unspanned]:
 
 
 def validation_loop(trainer: Trainer) -> Any:
-    """The loop of validation inside of fit, or None."""
+    """Return the loop of validation inside fit, or None."""
     return getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.core.progress import Ranks
 
-#: Composer's names of what the allocator tells, by its own: a state, or a peak since the start.
+#: Keys of torch.cuda.memory_stats_as_nested_dict by Composer's names.
 _MEMORY = {
     f"{moment}_{name}_mem": (kind, moment)
     for moment in ("current", "peak")
@@ -38,10 +38,10 @@ _NOTHING = (0.0, 0.0)
 
 
 def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
-    """The sampler of this node, on the first of its ranks; None on the others."""
+    """Return the sampler of this node on its first rank, None on the others."""
     if ranks.local_rank != 0:
         return None
-    # torch calls AMD's devices "cuda", too: NVML does not know them.
+    # torch calls AMD devices "cuda" too, but NVML does not support them.
     on_gpu = trainer.strategy.root_device.type == "cuda" and torch.version.hip is None
     return Sampler(
         partial(
@@ -53,24 +53,24 @@ def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
 
 
 def _visible() -> list[str] | None:
-    """The UUIDs of the GPUs that torch sees, whatever mask and order made it so."""
+    """Return the UUIDs of the GPUs that torch sees, after CUDA_VISIBLE_DEVICES."""
     try:
         return [
             str(torch.cuda.get_device_properties(number).uuid)
             for number in range(torch.cuda.device_count())
         ]
-    except AttributeError:  # a torch that does not tell
+    except AttributeError:  # an older torch
         return None
 
 
 def cuda_memory(device: torch.device) -> dict[str, float]:
-    """What CUDA's caching allocator holds of one device; empty for devices of other kinds.
+    """Return the state of CUDA's caching allocator; empty for other devices.
 
     Args:
-        device: The rank's.
+        device: The device of this rank.
 
     Returns:
-        Gigabytes to five digits, and the number of retries, by Composer's names.
+        Gigabytes to five significant digits, and the number of retries, by Composer's names.
     """
     if device.type != "cuda":
         return {}
@@ -84,7 +84,7 @@ def cuda_memory(device: torch.device) -> dict[str, float]:
 
 
 def gigabytes(number: float) -> float:
-    """Bytes in units of 1e9, to five significant digits.
+    """Convert bytes to gigabytes (1e9), to five significant digits.
 
     Example:
         >>> gigabytes(12345678901)

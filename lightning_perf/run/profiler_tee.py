@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NullProfiler(PassThroughProfiler):
-    """Does nothing as well, without making a generator for each span."""
+    """Does nothing, like Lightning's default, but without a generator per span."""
 
     @override
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -29,10 +29,10 @@ class NullProfiler(PassThroughProfiler):
 
 
 class SpanProfiler(PassThroughProfiler):
-    """Hears every span of a trainer that has no profiler.
+    """Records every span of a trainer without a profiler.
 
     Args:
-        find: Gives our span by Lightning's name for it.
+        find: Returns our span for Lightning's name of it.
     """
 
     def __init__(self, find: Find) -> None:
@@ -49,35 +49,35 @@ class SpanProfiler(PassThroughProfiler):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the trainer has no run of ours.
+        # A copy of the trainer gets the default profiler.
         return PassThroughProfiler, ()
 
 
 class TeeProfiler:
-    """Hears every span, and passes each on to the profiler that it stands in for.
+    """Records every span and forwards it to the user's profiler.
 
-    All else, its class included, is that profiler's.
+    All other attributes, ``__class__`` included, are those of the user's profiler.
 
     Args:
-        theirs: The trainer's own.
-        find: Gives our span by Lightning's name for it.
+        theirs: The user's profiler.
+        find: Returns our span for Lightning's name of it.
     """
 
     def __init__(self, theirs: Any, find: Find) -> None:
-        # Past __setattr__, which would write to theirs.
+        # Bypasses __setattr__, which writes to the user's profiler.
         vars(self).update(_theirs=theirs, _find=find)
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
-        """A span, as a context."""
+        """Return the context of a span."""
         return _TeeSpan(self._find(action_name), self._theirs.profile(action_name))
 
     def start(self, action_name: str) -> None:
-        """The beginning of a span."""
+        """Start a span."""
         self._find(action_name).__enter__()
         self._theirs.start(action_name)
 
     def stop(self, action_name: str) -> None:
-        """The end of a span."""
+        """Stop a span."""
         try:
             self._theirs.stop(action_name)
         finally:
@@ -98,7 +98,7 @@ class TeeProfiler:
 
 
 class _TeeSpan:
-    """Our span around the user's profiler's, which thereby measures what it would without us."""
+    """Our span around that of the user's profiler, so that theirs excludes our overhead."""
 
     __slots__ = ("_ours", "_theirs")
 

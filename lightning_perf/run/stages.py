@@ -28,10 +28,10 @@ _INFERRED: dict[str, _Counter] = {
 
 
 class Counters:
-    """Where one stage stands, counted in place: a step that nobody asks about makes no Timestamp.
+    """Progress of one stage, updated in place so that a batch creates no Timestamp.
 
     Args:
-        stamp: Where it stands already.
+        stamp: The progress to start from.
     """
 
     __slots__ = (
@@ -59,10 +59,10 @@ class Counters:
         """Count a batch.
 
         Args:
-            samples: Samples in it, None where they cannot be told.
-            tokens: Tokens in it, None where they cannot be told.
-            seconds: How long it took.
-            step: Optimizer steps so far, this batch's included.
+            samples: Samples in it, None if unknown.
+            tokens: Tokens in it, None if unknown.
+            seconds: Its duration.
+            step: Optimizer steps so far, including this batch.
         """
         self.batch += 1
         self.sample += samples or 0
@@ -73,12 +73,12 @@ class Counters:
         self._last_epoch = self.epoch
 
     def end_epoch(self) -> None:
-        """Begin the counts within an epoch again."""
+        """Count an epoch and reset the counts within it."""
         self.epoch += 1
         self._epoch_began = self.batch, self.sample, self.token, self.total_wct
 
     def timestamp(self) -> Timestamp:
-        """All counts as a value."""
+        """Return the counts as a value."""
         batch, sample, token, wct = self._epoch_began
         return Timestamp(
             self.epoch,
@@ -95,7 +95,7 @@ class Counters:
         )
 
     def previous(self) -> Timestamp:
-        """The totals one batch earlier; the same as now before the first batch."""
+        """Return the totals one batch earlier; the current ones before the first batch."""
         if not self.last_seconds:
             return self.timestamp()
         return Timestamp(
@@ -109,24 +109,24 @@ class Counters:
 
 
 class Progress:
-    """The counters of all stages, kept as long as a trainer lives and across resume."""
+    """The counters of all stages. Lives as long as the trainer and survives resume."""
 
     def __init__(self) -> None:
         self.stages = {stage: Counters() for stage in STAGES}
-        #: Seconds spent in validation inside of fit.
+        #: Seconds spent in validation inside fit.
         self.validation_seconds = 0.0
 
     def timestamp(self, stage: str) -> Timestamp:
-        """Where a stage stands."""
+        """Return the progress of a stage."""
         return self.stages[stage].timestamp()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain ints, floats and dicts, as ``weights_only=True`` asks for."""
+        """Return plain ints, floats and dicts, as ``weights_only=True`` requires."""
         stages = {stage: self.timestamp(stage).state_dict() for stage in STAGES}
         return {"stages": stages, "validation_seconds": self.validation_seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a checkpoint stood."""
+        """Continue from the progress in a checkpoint."""
         for stage in STAGES:
             if stage in state.get("stages", {}):
                 self.stages[stage] = Counters(Timestamp.from_state_dict(state["stages"][stage]))
@@ -134,12 +134,12 @@ class Progress:
 
 
 class BatchCounter:
-    """Counts samples and tokens of a batch, by the user's own functions or by inference.
+    """Counts the samples and tokens of a batch, with the user's functions or by inference.
 
-    A batch that cannot be counted is said once, and its figure is None.
+    A count that fails is None, with one warning for samples and one for tokens.
 
     Args:
-        owners: Where the user's functions are looked for; the first one wins.
+        owners: Objects that may define the user's functions; the first takes precedence.
     """
 
     def __init__(self, owners: Iterable[object]) -> None:
@@ -147,12 +147,12 @@ class BatchCounter:
         self._samples = _find(owners, "get_num_samples_in_batch")
         self._tokens = _find(owners, "get_num_tokens_in_batch")
         self._inferred = (self._samples, self._tokens) == (get_num_samples, get_num_tokens)
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def count(self, batch: Any) -> tuple[int | None, int | None]:
-        """Samples and tokens in a batch; None where they cannot be told, 0 if not tracked."""
+        """Return the samples and tokens of a batch; None if unknown, 0 if not tracked."""
         if self._inferred and (type(batch) is list or type(batch) is tuple):
-            # Tensors of one length, the usual batch: the rules would say the same, more slowly.
+            # The common case, tensors of one length: same result as the general rules, but faster.
             try:
                 first, *others = [part.shape[0] for part in batch]
             except (AttributeError, IndexError, TypeError, ValueError):
@@ -160,19 +160,18 @@ class BatchCounter:
             else:
                 if all(other == first for other in others):
                     return first, 0
-        if batch is None:  # Lightning lets a loader skip a batch
+        if batch is None:  # a batch that the data loader skips
             return 0, 0
-        return self._told(self._samples, "samples", batch), self._told(
-            self._tokens, "tokens", batch
-        )
+        samples = self._try(self._samples, "samples", batch)
+        return samples, self._try(self._tokens, "tokens", batch)
 
-    def _told(self, counter: _Counter, what: str, batch: Any) -> int | None:
+    def _try(self, counter: _Counter, what: str, batch: Any) -> int | None:
         try:
             return counter(batch)
         except Exception as error:
-            if what not in self._said:
-                self._said.add(what)
-                _say(what, error)
+            if what not in self._warned:
+                self._warned.add(what)
+                _warn(what, error)
             return None
 
 
@@ -188,21 +187,21 @@ def _checked(counter: Callable[[Any], object], name: str, batch: Any) -> int:
     return checked_count(counter(batch), name)
 
 
-def _say(what: str, error: Exception) -> None:
+def _warn(what: str, error: Exception) -> None:
     warn(
-        f"cannot count the {what} of a batch ({type(error).__name__}: {error}), so {what} per "
-        f"second are left out. Define get_num_{what}_in_batch(batch) -> int on the "
+        f"cannot count the {what} of a batch ({type(error).__name__}: {error}): {what} per "
+        f"second are not reported. Define get_num_{what}_in_batch(batch) -> int on the "
         "LightningModule or the LightningDataModule."
     )
 
 
 @dataclass(slots=True)
 class _Stage:
-    """One stage on the stack: validation inside of fit lies on top of train."""
+    """One stage on the stack. Validation inside fit is above train."""
 
     name: str
     entered: float
-    #: Where the next batch's seconds are counted from.
+    #: Start of the next batch's duration, in seconds of the clock.
     mark: float
     limits: Limits
     counters: Counters
@@ -211,13 +210,13 @@ class _Stage:
 
 
 class StageStack:
-    """Keeps the stages, their clocks and their timestamps.
+    """The active stages, with their progress and the durations of their batches.
 
     Args:
         progress: The counters, which outlive this object.
-        ranks: Where this process stands.
-        run_name: The run's name.
-        device_timer: Measures batches on the device, where it has a clock of its own.
+        ranks: The ranks of this process.
+        run_name: The name of the run.
+        device_timer: Measures batches on the device, if it supports events.
     """
 
     def __init__(
@@ -236,34 +235,34 @@ class StageStack:
 
     @property
     def stage(self) -> str:
-        """The stage that is running, in Lightning's words; empty between stages."""
+        """The current stage, by Lightning's name; empty between stages."""
         return self._stages[-1].name if self._stages else ""
 
     @property
     def nested(self) -> bool:
-        """Whether the present stage is validation inside of fit."""
+        """Whether the current stage is validation inside fit."""
         return len(self._stages) > 1
 
     @property
     def counters(self) -> Counters:
-        """The counters of the present stage."""
+        """The counters of the current stage."""
         return self._stages[-1].counters
 
     @property
     def batches(self) -> int:
-        """Batches since the present stage was entered."""
+        """Batches since the current stage was entered."""
         return self._stages[-1].batches
 
     @property
     def timestamp(self) -> Timestamp:
-        """Where the present stage stands."""
+        """The progress of the current stage."""
         if self._timestamp is None:
             self._timestamp = self.counters.timestamp()
         return self._timestamp
 
     @property
     def moment(self) -> Moment:
-        """The present moment, as the next batch sees it: after the last one, in the next epoch."""
+        """The current moment, before the next batch: in the next epoch if this one is over."""
         if self._moment is None:
             stage, stamp = self._stages[-1], self.timestamp
             self._moment = Moment(
@@ -278,24 +277,24 @@ class StageStack:
         return self._moment
 
     def enter(self, name: str, limits: Limits) -> None:
-        """A stage begins."""
+        """Begin a stage."""
         now = time.perf_counter()
         self._stages.append(_Stage(name, now, now, limits, self.progress.stages[name]))
         if self._device_timer is not None:
             self._device_timer.enter()
-        self._changed()
+        self._invalidate()
 
     def count(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> int:
-        """A batch has ended.
+        """Count a batch of the current stage.
 
         Args:
-            samples: Samples in it, None where they cannot be told.
-            tokens: Tokens in it, None where they cannot be told.
+            samples: Samples in it, None if unknown.
+            tokens: Tokens in it, None if unknown.
             step: Optimizer steps so far.
-            epoch_ends: Whether it was the last of its epoch.
+            epoch_ends: Whether it was the last batch of its epoch.
 
         Returns:
-            Batches since the stage was entered.
+            The number of batches since the stage was entered.
         """
         stage, now = self._stages[-1], time.perf_counter()
         stage.counters.add(samples, tokens, now - stage.mark, step)
@@ -305,30 +304,32 @@ class StageStack:
         return stage.batches
 
     def end_epoch(self) -> None:
-        """An epoch of the present stage is over."""
+        """End an epoch of the current stage."""
         self.counters.end_epoch()
-        self._changed()
+        self._invalidate()
 
     def exit(self) -> None:
-        """The present stage is over."""
-        if self._stages[-1].name != "train":  # its epochs end by themselves; others are one
+        """End the current stage."""
+        if (
+            self._stages[-1].name != "train"
+        ):  # training epochs end in `end_epoch`; another stage is one epoch
             self.end_epoch()
         ended = self._stages.pop()
         if self._device_timer is not None:
             self._device_timer.exit()
-        self._changed()
+        self._invalidate()
         if self._stages:
-            # Validation inside of fit is left out of the training batch around it.
+            # The enclosing training batch excludes validation inside fit.
             seconds = time.perf_counter() - ended.entered
             self.progress.validation_seconds += seconds
             self._stages[-1].mark += seconds
 
-    def _changed(self) -> None:
+    def _invalidate(self) -> None:
         self._epoch_ends, self._moment, self._timestamp = False, None, None
 
     @contextmanager
     def exclude_from_batch_time(self) -> Iterator[None]:
-        """Leave what happens within out of the batch's seconds: it is ours, not training."""
+        """Exclude the time of the block, which is our overhead, from the batch's duration."""
         start = time.perf_counter()
         if self._device_timer is not None:
             self._device_timer.pause()

@@ -1,11 +1,11 @@
-"""Where a batch's work begins: the methods of a strategy that do it."""
+"""Patches of a strategy's step methods: where the work of a batch begins."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.patches import ContextPatch, MethodPatch, PatchSet
+from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.timing.clock import NOTHING
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.flops import FlopCounter
 
-#: What of a strategy takes a batch, by stage.
+#: The strategy's method that processes a batch, by stage.
 STEPS = {
     "train": "training_step",
     "validate": "validation_step",
@@ -24,66 +24,60 @@ STEPS = {
 
 
 class StepHooks:
-    """Stands before the steps of a strategy, and counts what they do while it is asked to.
+    """Patches ``strategy.*_step`` to announce each batch and to count its FLOPs on request.
 
-    A hook would tell of the batch as well, but Lightning takes several times as long to call one.
+    A Lightning hook would announce the batch too, but takes several times as long to call.
 
     Args:
-        strategy: Whose steps they are.
-        begins: Told of a stage and its batch before each step, several times where a step has
-            several closures. Must not fail.
+        strategy: The strategy to patch.
+        on_step: Called with the stage and the batch before each step, several times if a step has
+            several closures. Must not raise.
     """
 
-    def __init__(self, strategy: Any, begins: Callable[[str, Any], None]) -> None:
-        self.begins = begins
-        #: Counts what the steps do now, if there is one.
+    def __init__(self, strategy: Any, on_step: Callable[[str, Any], None]) -> None:
+        self.on_step = on_step
+        #: The active counter, if any.
         self.counter: FlopCounter | None = None
-        #: Whether a backward was counted.
+        #: Whether a backward ran under the counter.
         self.backward_seen = False
         self._strategy = strategy
-        self._watched: set[str] = set()
         self._steps, self._backward = PatchSet(), PatchSet()
 
     def watch(self, stage: str) -> None:
-        """Stand before the steps of a stage from now on."""
-        if stage not in self._watched:
-            self._watched.add(stage)
-            make = partial(_Step, stage=stage, steps=self)
-            self._steps.wrap(self._strategy, STEPS[stage], make)
+        """Patch the step method of a stage. Idempotent."""
+        self._steps.wrap(self._strategy, STEPS[stage], partial(_Step, stage=stage, hooks=self))
 
     def count(self, counter: FlopCounter) -> None:
-        """Count what the steps and the backwards of the present batch do."""
+        """Run the steps and backwards of the current batch under a counter."""
         self.counter, self.backward_seen = counter, False
-        make = partial(ContextPatch, context=self._in_backward)
-        self._backward.wrap(self._strategy, "backward", make)
+        self._backward.wrap_in_context(self._strategy, "backward", self._in_backward)
 
     def _in_backward(self) -> AbstractContextManager[Any]:
         self.backward_seen = True
         return self.counter or NOTHING
 
     def stop_counting(self) -> None:
-        """Count no more."""
+        """Remove the counter."""
         self.counter = None
         self._backward.restore()
 
-    def leave(self) -> None:
-        """Stand before nothing any more, whatever happened."""
+    def close(self) -> None:
+        """Remove the counter and all patches."""
         self.stop_counting()
         self._steps.restore()
-        self._watched.clear()
 
 
 class _Step(MethodPatch):
-    """Tells of the batch first, and runs counted where that is asked for then."""
+    """Calls ``on_step``, then the original step, under the counter if there is one."""
 
-    def __init__(self, original: Callable[..., Any], stage: str, steps: StepHooks) -> None:
+    def __init__(self, original: Callable[..., Any], stage: str, hooks: StepHooks) -> None:
         super().__init__(original)
-        self._stage, self._steps = stage, steps
+        self._stage, self._hooks = stage, hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        steps = self._steps
-        steps.begins(self._stage, args[0] if args else None)
-        if steps.counter is None:
+        hooks = self._hooks
+        hooks.on_step(self._stage, args[0] if args else None)
+        if hooks.counter is None:
             return self.original(*args, **kwargs)
-        with steps.counter:
+        with hooks.counter:
             return self.original(*args, **kwargs)

@@ -1,7 +1,6 @@
-"""When: predicates over moments of training, their algebra and their strings."""
+"""Schedules: which batches to record or report."""
 
-from lightning_perf.schedule.base import FOREVER, Context, Schedule
-from lightning_perf.schedule.combine import All, AnyOf, Not
+from lightning_perf.schedule.base import FOREVER, All, AnyOf, Context, Not, Schedule
 from lightning_perf.schedule.conditions import Elapsed, GlobalRank, HasTag, LocalRank, Stages
 from lightning_perf.schedule.cycles import Cyclic, Fixed
 from lightning_perf.schedule.intervals import Always, At, Every, Never

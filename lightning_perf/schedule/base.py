@@ -1,6 +1,6 @@
-"""What every schedule is, and what it is told about the run."""
+"""The base class of schedules, and the schedules that combine others with ``&``, ``|``, ``~``."""
 
-# ruff: noqa: B027 - what most schedules need not do is empty, and not abstract.
+# ruff: noqa: B027 - optional methods are empty, not abstract.
 from __future__ import annotations
 
 import inspect
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.core.progress import Limits, Moment, Ranks
+from lightning_perf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
 
-#: The index of a batch that never comes.
+#: A batch index that training never reaches.
 FOREVER = sys.maxsize
 
 
@@ -26,26 +27,23 @@ def _no_tags() -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class Context:
-    """What schedules need from outside, handed to `Schedule.setup`.
-
-    Args:
-        ranks: Where this process stands.
-        limits: What ends the training.
-        read_tags: Gives the tags of the run as last known, without blocking.
-        clock: Gives seconds that only grow.
-    """
+    """What `Schedule.setup` receives from the run."""
 
     ranks: Ranks = field(default_factory=Ranks)
     limits: Limits = field(default_factory=Limits)
+    #: Returns the cached tags of the MLflow run, without blocking.
     read_tags: Callable[[], Mapping[str, str]] = _no_tags
+    #: Returns monotonic time in seconds.
     clock: Callable[[], float] = time.monotonic
 
 
 class Schedule(ABC):
-    """When to do something: a predicate over moments.
+    """Decides which batches belong to a window.
 
-    A subclass writes `window` and keeps its constructor's arguments under their own names; from
-    those it gets its representation, its equality and its pickle, in which nothing else survives.
+    A subclass implements `window` and stores each constructor argument in an attribute of the same
+    name. Representation, equality and pickling use these arguments; other state is not pickled.
+    The other methods and properties are optional.
+
     Schedules combine with ``&``, ``|`` and ``~``, also with strings.
 
     Example:
@@ -57,99 +55,80 @@ class Schedule(ABC):
 
     @abstractmethod
     def window(self, moment: Moment) -> Hashable | None:
-        """Tell which window the batch that begins at a moment belongs to.
+        """Return the window of the next batch, without side effects.
 
-        Asking changes nothing. Batches in a row with the same window are recorded as one.
+        Consecutive batches with the same window form one recording.
 
         Args:
-            moment: The present one, or one `Moment.ahead` of it.
+            moment: The current moment, or a later one from `Moment.ahead`.
 
         Returns:
-            The window, or None for no window.
+            The window, or None if the batch belongs to no window.
         """
 
     def __call__(self, moment: Moment) -> bool:
-        """Tell whether the batch that begins at a moment belongs to any window."""
+        """Return whether the next batch belongs to a window."""
         return self.window(moment) is not None
 
     @property
     def lead(self) -> int:
-        """How many batches ahead a recorder that warms up should look."""
+        """How many batches a profiler needs for its warm-up before a window."""
         return 1
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks of a run come to the same decision, whatever happens on each."""
+        """Whether all ranks always get the same window for the same batch. Valid after `setup`."""
         return False
 
     @property
     def watches(self) -> bool:
-        """Whether it has to observe every batch."""
+        """Whether `observe` must be called after every batch."""
         return type(self).observe is not Schedule.observe
 
     def quiet_until(self, moment: Moment) -> int:
-        """Tell how long a caller outside of any window need not ask again.
+        """Return the index of the first batch that may belong to the next window.
+
+        Callers do not call `window` again before that batch, unless the schedule `watches`.
 
         Args:
-            moment: The present one, at which there is no window.
-
-        Returns:
-            The batch of the stage, as an index, before which no window opens; at least the next.
+            moment: A moment without a window.
         """
         return moment.timestamp.batch + 1
 
     def setup(self, context: Context) -> None:
-        """Begin to watch the run; what was seen of an earlier one is forgotten.
+        """Prepare for a run and discard the state of an earlier one.
 
         Raises:
             ConfigError: If the schedule cannot work in this run.
         """
 
     def observe(self, moment: Moment) -> None:
-        """Take note of a moment: once a batch, before `window` is asked about it."""
+        """Update internal state. Called after every batch, before `window`."""
 
     def close(self) -> None:
-        """Let go of what `setup` acquired; once or more often."""
+        """Release what `setup` acquired. Idempotent."""
 
     def validate(self, limits: Limits) -> None:
-        """Check the schedule against what ends the training.
-
-        Raises:
-            ConfigError: If it needs a limit and there is none.
-        """
+        """Do nothing: `setup` validates. Kept until no caller is left."""
 
     def __and__(self, other: Schedule | str) -> Schedule:
-        # Here and not above: the algebra coerces strings, and what they make are schedules.
-        from lightning_perf.schedule.combine import All
-
         return All(schedules=[self, other])
 
     def __or__(self, other: Schedule | str) -> Schedule:
-        from lightning_perf.schedule.combine import AnyOf
-
         return AnyOf(schedules=[self, other])
 
     def __rand__(self, other: str) -> Schedule:
-        from lightning_perf.schedule.combine import All
-
         return All(schedules=[other, self])
 
     def __ror__(self, other: str) -> Schedule:
-        from lightning_perf.schedule.combine import AnyOf
-
         return AnyOf(schedules=[other, self])
 
-    def __bool__(self) -> bool:
-        # `a and b` would be `b`, without a word.
-        raise TypeError(
-            "a schedule is neither true nor false before it is asked about a moment. "
-            "Combine schedules with & | ~ instead of and, or, not."
-        )
-
     def __invert__(self) -> Schedule:
-        from lightning_perf.schedule.combine import Not
-
         return Not(schedule=self)
+
+    def __bool__(self) -> bool:
+        # Without this, `a and b` would silently be `b`.
+        raise TypeError("a schedule has no truth value. Use & | ~ instead of and, or, not.")
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -164,13 +143,133 @@ class Schedule(ABC):
         return f"{type(self).__name__}({arguments})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A function with a name, which YAML asks for: loggers write hyperparameters as YAML.
-        return _made, (type(self), self._arguments())
+        # YAML needs a named function: loggers write hyperparameters as YAML.
+        return _construct, (type(self), self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
         parameters = inspect.signature(type(self)).parameters
         return {name: getattr(self, name) for name in parameters}
 
 
-def _made(kind: type[Schedule], arguments: Mapping[str, Any]) -> Schedule:
-    return kind(**arguments)
+def _construct(cls: type[Schedule], arguments: Mapping[str, Any]) -> Schedule:
+    return cls(**arguments)
+
+
+class Composed(Schedule):
+    """Base of schedules that contain others: forwards `setup`, `observe` and `close` to them."""
+
+    def __init__(self, parts: Iterable[Schedule]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def lead(self) -> int:
+        """The longest lead of the parts."""
+        return max(part.lead for part in self._parts)
+
+    @property
+    def shared(self) -> bool:
+        """Whether all parts are shared."""
+        return all(part.shared for part in self._parts)
+
+    @property
+    def watches(self) -> bool:
+        """Whether any part watches."""
+        return any(part.watches for part in self._parts)
+
+    def setup(self, context: Context) -> None:
+        """Set up each part."""
+        for part in self._parts:
+            part.setup(context)
+
+    def observe(self, moment: Moment) -> None:
+        """Forward the moment to each part."""
+        for part in self._parts:
+            part.observe(moment)
+
+    def close(self) -> None:
+        """Close each part."""
+        for part in self._parts:
+            part.close()
+
+
+class All(Composed):
+    """True where all of the given schedules are; ``a & b`` creates one.
+
+    Args:
+        schedules: Schedules, or their strings.
+
+    Raises:
+        ConfigError: If the list is empty or an item is not a valid schedule.
+    """
+
+    def __init__(self, schedules: list[Schedule | str]) -> None:
+        self.schedules = _schedule_list(schedules)
+        super().__init__(self.schedules)
+
+    def window(self, moment: Moment) -> Hashable | None:
+        """Return the tuple of the parts' windows, or None if a part has none."""
+        windows = []
+        for part in self._parts:
+            window = part.window(moment)
+            if window is None:
+                return None
+            windows.append(window)
+        return tuple(windows)
+
+    def quiet_until(self, moment: Moment) -> int:
+        """Return the latest of the batches that the parts without a window wait for."""
+        return max(part.quiet_until(moment) for part in self._parts if not part(moment))
+
+
+class AnyOf(Composed):
+    """True where at least one of the given schedules is; ``a | b`` creates one.
+
+    Args:
+        schedules: Schedules, or their strings.
+
+    Raises:
+        ConfigError: If the list is empty or an item is not a valid schedule.
+    """
+
+    def __init__(self, schedules: list[Schedule | str]) -> None:
+        self.schedules = _schedule_list(schedules)
+        super().__init__(self.schedules)
+
+    def window(self, moment: Moment) -> Hashable | None:
+        """Return the tuple of the parts' windows, or None if no part has one."""
+        windows = tuple([part.window(moment) for part in self._parts])
+        return None if windows.count(None) == len(windows) else windows
+
+    def quiet_until(self, moment: Moment) -> int:
+        """Return the earliest batch that a part waits for."""
+        return min(part.quiet_until(moment) for part in self._parts)
+
+
+class Not(Composed):
+    """True where another schedule is not; ``~a`` creates one.
+
+    Args:
+        schedule: The other schedule, or its string.
+
+    Raises:
+        ConfigError: If it is not a valid schedule.
+    """
+
+    def __init__(self, schedule: Schedule | str) -> None:
+        [self.schedule] = _schedule_list([schedule], "schedule")
+        super().__init__([self.schedule])
+
+    def window(self, moment: Moment) -> Hashable | None:
+        """Return the single window."""
+        return 0 if self.schedule.window(moment) is None else None
+
+
+def _schedule_list(schedules: list[Schedule | str], field: str = "schedules") -> list[Schedule]:
+    # The only import against the order of this package's modules: combining parses strings, and
+    # parsing constructs schedules.
+    from lightning_perf.schedule.parse import as_schedule
+
+    if not isinstance(schedules, list | tuple) or not schedules:
+        problem, example = "is not a list of schedules", '["every 100ba", "first 5ba"]'
+        raise ConfigError(field, schedules, problem, example)
+    return [as_schedule(schedule, field) for schedule in schedules]

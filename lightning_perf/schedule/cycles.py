@@ -1,4 +1,4 @@
-"""Schedules that count steps or batches: a fixed stretch, and cycles."""
+"""Schedules that count optimizer steps or batches: `Fixed` and `Cyclic`."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ if TYPE_CHECKING:
 
 
 class Fixed(Schedule):
-    """One stretch of optimizer steps.
+    """True once, for a number of optimizer steps after a warm-up.
 
     Args:
-        warmup_steps: Steps to let pass.
-        active_steps: Steps after these that the window lasts.
+        warmup_steps: Optimizer steps before the window.
+        active_steps: Length of the window in optimizer steps.
 
     Raises:
         ConfigError: If a number is out of range.
     """
+
+    shared = True
 
     def __init__(self, warmup_steps: int, active_steps: int) -> None:
         self.warmup_steps = whole("warmup_steps", warmup_steps, 0, "10")
         self.active_steps = whole("active_steps", active_steps, 1, "5")
 
-    @property
-    def shared(self) -> bool:
-        """True."""
-        return True
-
     def window(self, moment: Moment) -> Hashable | None:
-        """Give the one window."""
+        """Return the single window."""
         return 0 if 0 <= moment.timestamp.step - self.warmup_steps < self.active_steps else None
 
 
 class Cyclic(Schedule):
-    """The active part of a cycle of wait, warm-up and active batches, as in ``torch.profiler``.
+    """True in the active part of cycles of wait, warm-up and active batches.
+
+    The arguments have the same meaning as in ``torch.profiler.schedule``.
 
     Args:
         skip_first: Batches before the first cycle.
-        wait: Batches of each cycle to let pass.
-        warmup: Batches of each cycle after these, in which a recorder may warm up.
-        active: Batches of each cycle after these: the window.
-        repeat: Cycles to make; 0 never ends.
-        per_epoch: Whether to count from the start of each epoch, and not of the stage.
+        wait: Idle batches at the start of each cycle.
+        warmup: Batches after these in which a profiler may warm up.
+        active: Batches after these: the window.
+        repeat: Number of cycles; 0 for no limit.
+        per_epoch: Whether to count from the start of each epoch instead of the stage.
 
     Raises:
         ConfigError: If a number is out of range.
 
     Example:
-        >>> from lightning_perf.core.progress import Moment
-        >>> from lightning_perf.core.progress import Timestamp
+        >>> from lightning_perf.core.progress import Moment, Timestamp
         >>> schedule = Cyclic(wait=1, warmup=1, active=2, repeat=2)
         >>> [schedule.window(Moment("train", Timestamp(batch=batch), Timestamp()))
         ...  for batch in range(9)]
         [None, None, 0, 0, None, None, 1, 1, None]
     """
+
+    shared = True
 
     def __init__(
         self,
@@ -79,16 +79,11 @@ class Cyclic(Schedule):
 
     @property
     def lead(self) -> int:
-        """The warm-up."""
+        """The number of warm-up batches."""
         return self.warmup
 
-    @property
-    def shared(self) -> bool:
-        """True."""
-        return True
-
     def window(self, moment: Moment) -> Hashable | None:
-        """Give the number of the cycle, with its epoch if it is counted in each."""
+        """Return the number of the cycle, with the epoch if ``per_epoch``."""
         timestamp = moment.timestamp
         batch = timestamp.batch_in_epoch if self.per_epoch else timestamp.batch
         inactive = self.wait + self.warmup
@@ -98,19 +93,19 @@ class Cyclic(Schedule):
         return (timestamp.epoch, cycle) if self.per_epoch else cycle
 
     def quiet_until(self, moment: Moment) -> int:
-        """Foresee the next cycle's active part, in this epoch or the next if each is counted."""
+        """Return the first batch of the next active part."""
         timestamp, length = moment.timestamp, moment.limits.batches_per_epoch
         if not self.per_epoch:
-            return self._on_step(timestamp.batch)
+            return self._active_from(timestamp.batch)
         if length is None:
             return super().quiet_until(moment)
-        begins = self._on_step(timestamp.batch_in_epoch)
+        begins = self._active_from(timestamp.batch_in_epoch)
         if begins >= length:
-            begins = length + self._on_step(0)
+            begins = length + self._active_from(0)
         return max(timestamp.batch - timestamp.batch_in_epoch + begins, timestamp.batch + 1)
 
-    def _on_step(self, batch: int) -> int:
-        """Where the active part of the cycle that a batch without a window is in begins."""
+    def _active_from(self, batch: int) -> int:
+        """Return where the active part of the cycle of an inactive batch begins."""
         inactive = self.wait + self.warmup
         length = inactive + self.active
         cycle = max(0, (batch - self.skip_first) // length)

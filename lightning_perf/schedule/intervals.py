@@ -1,4 +1,4 @@
-"""Schedules by intervals of progress: Every, At, Always, Never."""
+"""Schedules by progress: `Always`, `Never`, `Every` and `At`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_perf.schedule.base import FOREVER, Context, Schedule
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from lightning_perf.core.progress import Limits, Moment
+    from lightning_perf.core.progress import Moment
 
 
-#: Fractions are quotients, so 3 of 10 steps are a little less than three times 0.1.
+#: Tolerance for fractions: the quotient 3 / 10 is slightly less than 3 * 0.1.
 ROUNDING = 1e-9
 
 
@@ -38,7 +38,7 @@ _COUNTS = {
     TimeUnit.STEP: "step",
     TimeUnit.SECOND: "total_wct",
 }
-#: How far a moment is, by unit; and how far the moment before it was.
+#: Progress at a moment and one batch earlier, by unit.
 POSITION: dict[TimeUnit, Callable[[Moment], float]] = {
     TimeUnit.DURATION: _fraction,
     **{unit: attrgetter(f"timestamp.{name}") for unit, name in _COUNTS.items()},
@@ -53,16 +53,12 @@ PREVIOUS: dict[TimeUnit, Callable[[Moment], float]] = {
 class _Opening:
     window: Hashable
     first_batch: int
-    #: Where the window began, in the unit of its length; None until it has.
+    #: Progress when the window began, in the unit of its length; None before that.
     origin: float | None = None
 
 
 class Latch:
-    """A window for each stage that something opens and that then lasts for a length.
-
-    Args:
-        lasting: The length.
-    """
+    """Keeps a window open for a given length, per stage."""
 
     def __init__(self, lasting: Time) -> None:
         self._position = POSITION[lasting.unit]
@@ -70,115 +66,105 @@ class Latch:
         self._openings: dict[str, _Opening] = {}
 
     def open(self, window: Hashable, moment: Moment, delay: int = 0) -> None:
-        """Open a window in the stage of a moment, some batches after it."""
+        """Open a window in the stage of the moment, ``delay`` batches after it."""
         self._openings[moment.stage] = _Opening(window, moment.timestamp.batch + delay)
         self.observe(moment)
 
     def observe(self, moment: Moment) -> None:
-        """Note where a window begins: once a batch."""
+        """Store the progress at which a window begins. Called after every batch."""
         opening = self._openings.get(moment.stage)
         if opening and opening.origin is None and moment.timestamp.batch >= opening.first_batch:
             opening.origin = self._position(moment)
 
     def window(self, moment: Moment) -> Hashable | None:
-        """Tell the window that is open at a moment, or None."""
+        """Return the window that is open at a moment, or None."""
         opening = self._openings.get(moment.stage)
         if opening is None or moment.timestamp.batch < opening.first_batch:
             return None
-        # Without an origin, the moment is one that is foreseen.
+        # There is no origin yet if the moment lies in the future.
         if opening.origin is None or self._position(moment) - opening.origin < self._length:
             return opening.window
         return None
 
     def reset(self) -> None:
-        """Forget every window."""
+        """Close all windows."""
         self._openings.clear()
 
 
-_ONE_BATCH = Time(1, TimeUnit.BATCH)
-# Counted alike on all ranks, and foreseen by `Moment.ahead`.
+# Equal on all ranks, and predicted by `Moment.ahead`.
 _SHARED_UNITS = {TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.STEP, TimeUnit.DURATION}
 
 
 class Always(Schedule):
-    """Every batch, all in one window."""
+    """True for every batch, in a single window."""
 
-    @property
-    def shared(self) -> bool:
-        """True."""
-        return True
+    shared = True
 
     def window(self, moment: Moment) -> Hashable | None:  # noqa: ARG002
-        """Give the one window."""
+        """Return the single window."""
         return 0
 
 
 class Never(Schedule):
-    """No batch."""
+    """True for no batch."""
+
+    shared = True
 
     def quiet_until(self, moment: Moment) -> int:  # noqa: ARG002
-        """For ever."""
+        """Return `FOREVER`."""
         return FOREVER
 
-    @property
-    def shared(self) -> bool:
-        """True."""
-        return True
-
     def window(self, moment: Moment) -> Hashable | None:  # noqa: ARG002
-        """Give None."""
+        """Return None."""
         return None
 
 
 class _Milestones(Schedule):
-    """Windows that open where training passes a milestone, and last from there.
+    """Base of schedules whose windows open when progress passes a milestone.
 
-    A window of one batch, or as long as a number of the units that its milestones are set in,
-    follows from the moment alone, so it can be foreseen; any other is latched by `observe`.
+    A window of one batch, or with a length in the unit of the milestones, depends on the moment
+    alone and can be predicted. The end of any other window is tracked by `observe` in a `Latch`.
     """
 
     def __init__(self, unit: TimeUnit, lasting: Time, stage: str | None = None) -> None:
         self._units = {unit, lasting.unit}
         self._position, self._previous = POSITION[unit], PREVIOUS[unit]
-        self._only_in = stage
-        self._by_clock = False
-        alike = lasting.unit is unit and unit in _SHARED_UNITS
-        self._length = lasting.value if alike else 0
-        self._latch = None if alike or str(lasting) == "1ba" else Latch(lasting)
+        self._stage = stage
+        self._timed = False
+        predictable = lasting.unit is unit and unit in _SHARED_UNITS
+        self._length = lasting.value if predictable else 0
+        self._latch = None if predictable or str(lasting) == "1ba" else Latch(lasting)
 
     @abstractmethod
     def _number(self, position: float) -> int:
-        """Count the milestones up to a position."""
+        """Return the number of milestones up to a position."""
 
     @abstractmethod
     def _next(self, number: int) -> int:
-        """Give the batch of the milestone after some, where they are set in batches."""
+        """Return the batch of the milestone after ``number``, for milestones in batches."""
 
     @abstractmethod
     def _place(self, number: int) -> float:
-        """Give the position of a milestone."""
+        """Return the position of a milestone."""
 
     @property
     def shared(self) -> bool:
-        """Whether its units are counted alike on all ranks: not samples, tokens and seconds."""
-        return self._units <= _SHARED_UNITS and not self._by_clock
+        """Whether its units are equal on all ranks: not samples, tokens and seconds."""
+        return self._units <= _SHARED_UNITS and not self._timed
 
     def setup(self, context: Context) -> None:
-        """Forget an earlier run."""
-        # The fraction of a limit in seconds is told by the clock of each rank.
-        timed = context.limits.max_seconds is not None
-        self._by_clock = timed and TimeUnit.DURATION in self._units
+        """Refuse ``dur`` if the length of the training is unknown, and discard earlier windows."""
+        limits, relative = context.limits, TimeUnit.DURATION in self._units
+        if relative and not limits.known:
+            problem = "needs max_steps, max_epochs or max_time on the Trainer"
+            raise ConfigError("schedule", self, problem, '"100ba"')
+        # The fraction of max_time depends on the clock of each rank.
+        self._timed = relative and limits.max_seconds is not None
         if self._latch:
             self._latch.reset()
 
-    def validate(self, limits: Limits) -> None:
-        """Refuse ``dur`` where nothing tells how long the training will be."""
-        if TimeUnit.DURATION in self._units and not limits.known:
-            problem = "needs max_steps, max_epochs or max_time on the Trainer"
-            raise ConfigError("schedule", self, problem, '"100ba"')
-
     def observe(self, moment: Moment) -> None:
-        """Latch the window that a milestone opens, if its end does not follow from the moment."""
+        """Open the latch at a milestone, if the end of the window cannot be predicted."""
         if self._latch is None:
             return
         number = self._number(self._position(moment))
@@ -188,10 +174,10 @@ class _Milestones(Schedule):
             self._latch.observe(moment)
 
     def window(self, moment: Moment) -> Hashable | None:
-        """Give the number of the milestone that opened the window."""
+        """Return the number of the milestone that opened the window."""
         position = self._position(moment)
         number = self._number(position)
-        if number < 1 or (self._only_in is not None and self._only_in != moment.stage):
+        if number < 1 or (self._stage is not None and self._stage != moment.stage):
             return None
         if position - self._place(number) < self._length or self._passed(number, moment):
             return number
@@ -199,41 +185,40 @@ class _Milestones(Schedule):
 
     @property
     def watches(self) -> bool:
-        """Whether the end of its windows has to be observed."""
+        """Whether the end of its windows cannot be predicted."""
         return self._latch is not None
 
     def quiet_until(self, moment: Moment) -> int:
-        """Foresee the next milestone, if milestones are set in batches."""
-        if self._only_in is not None and self._only_in != moment.stage:
+        """Return the batch of the next milestone if it can be predicted."""
+        if self._stage is not None and self._stage != moment.stage:
             return FOREVER
         if self._position is not POSITION[TimeUnit.BATCH]:
             return super().quiet_until(moment)
         return self._next(self._number(moment.timestamp.batch))
 
     def _passed(self, number: int, moment: Moment) -> bool:
-        # At the very first moment nothing came before, so what is due at zero is due now.
+        # There is no earlier moment before the first batch: a milestone at zero is passed now.
         before = self._number(self._previous(moment)) if moment.timestamp.batch else 0
         return number > before
 
 
 class Every(_Milestones):
-    """At intervals: whenever the last batch has crossed a multiple of the interval.
+    """True at intervals: after each batch that crosses a multiple of the interval.
 
-    No interval is missed, however many samples or seconds a batch takes, and two of them crossed by
-    one batch open one window. Nothing opens at the start itself.
+    No interval is missed, however many samples or seconds a batch takes. A batch that crosses
+    several multiples opens one window. No window opens at ``start`` itself.
 
     Args:
-        interval: The distance between windows, in any unit.
-        lasting: The length of a window, from the moment it opens, in any unit.
-        start: Where counting begins, in the unit of the interval unless zero.
-        stage: The only stage to open in; every stage, each by its own count, if None.
+        interval: The distance between the starts of two windows, in any unit.
+        lasting: The length of a window, in any unit.
+        start: Where counting starts, in the unit of the interval.
+        stage: The only stage with windows; None for all stages, each with its own count.
 
     Raises:
         ConfigError: If a time is malformed, out of range or never reached, or the stage is unknown.
 
     Example:
-        >>> from lightning_perf.core.progress import Moment
-        >>> from lightning_perf.core.progress import Timestamp
+        >>> from lightning_perf.core.progress import Moment, Timestamp
         >>> schedule = Every("100ba", lasting="3ba")
         >>> [batch for batch in range(250)
         ...  if schedule(Moment("train", Timestamp(batch=batch), Timestamp(batch=batch - 1)))]
@@ -251,7 +236,12 @@ class Every(_Milestones):
         length = checks.times("lasting", lasting, "3ba")
         begin = checks.times("start", start, f"10{every.unit}", positive=False)
         if begin.value and begin.unit is not every.unit:
-            raise ConfigError("start", str(begin), f"is not in {every.unit}", f'"10{every.unit}"')
+            raise ConfigError(
+                "start",
+                str(begin),
+                f"has another unit than interval, expected {every.unit}",
+                f'"10{every.unit}"',
+            )
         if every.unit is TimeUnit.DURATION:
             _check_reached("interval", every, every.value, "0.1dur")
             _check_reached("start", begin, begin.value + every.value, "0dur")
@@ -273,10 +263,10 @@ class Every(_Milestones):
 
 
 class At(_Milestones):
-    """Once: at the first moment at or past a time, in each stage by its own count.
+    """True once: from the first batch at or after a time, in each stage by its own count.
 
     Args:
-        time: The time, in any unit; zero is the beginning.
+        time: The time, in any unit; zero is the start of the stage.
         lasting: The length of the window, in any unit.
 
     Raises:
@@ -303,7 +293,7 @@ class At(_Milestones):
 
 
 def _check_reached(field: str, value: Time, first: float, example: str) -> None:
-    """Refuse fractions of which the first lies beyond the end of the training."""
+    """Refuse a fraction whose first milestone lies after the end of the training."""
     if first > 1.0 + ROUNDING:
         problem = "is never reached: training ends at 1dur"
         raise ConfigError(field, str(value), problem, f'"{example}"')

@@ -1,4 +1,4 @@
-"""Schedules written as text."""
+"""Schedules from strings."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _COMBINED = 'Every("10ba") & "first 5ba"'
 def as_schedule(
     value: Schedule | str | None, field: str = "schedule", default: Schedule | None = None
 ) -> Schedule:
-    """Make a schedule of whatever an argument takes for one.
+    """Convert an argument to a schedule.
 
     Args:
-        value: A schedule; text such as ``"100ba"``, ``"every 100ba for 3ba"``, ``"every epoch"``,
-            ``"first 5ba"``, ``"at 0.5dur"``, ``"at 50%"``, ``"always"``, ``"never"``; or None for
-            the default.
-        field: The argument, for the message.
-        default: The schedule for None; `Always` if None itself.
+        value: A schedule; a string such as ``"100ba"``, ``"every 100ba for 3ba"``,
+            ``"every epoch"``, ``"first 5ba"``, ``"at 0.5dur"``, ``"at 50%"``, ``"always"`` or
+            ``"never"``; or None for the default.
+        field: Name of the argument, for the message.
+        default: The schedule for None; `Always` if not given.
 
     Raises:
-        ConfigError: If the value is none of these.
+        ConfigError: If the value is not a valid schedule.
 
     Example:
         >>> as_schedule("every 100ba for 3ba")
@@ -42,15 +42,18 @@ def as_schedule(
     if value is None:
         return Always() if default is None else default
     if not isinstance(value, str):
-        problem = f"is not a schedule, and not the text of one (units: {UNITS})"
+        problem = f"is not a valid schedule, expected a string or a Schedule (units: {UNITS})"
         raise ConfigError(field, value, problem, _example(str(value)))
     if _OPERATOR.search(value):
-        problem = "combines strings, which do not combine: one side has to be a schedule"
+        problem = "is not a valid schedule: operators combine Schedule objects, not text"
         raise ConfigError(field, value, problem, _COMBINED)
     try:
         return _parse(value.strip())
     except ConfigError as error:
-        problem = f"is not a schedule: {shown(error.value)} {error.problem}"
+        reason = error.problem
+        if error.field != "text":  # a part of it
+            reason = f"{shown(error.value)} {reason}"
+        problem = f"is not a valid schedule: {reason}"
         raise ConfigError(field, value, problem, _example(value)) from None
 
 
@@ -59,7 +62,7 @@ def _parse(text: str) -> Schedule:
         return Always() if text == "always" else Never()
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise ConfigError("text", text, f"is none of {_FORMS} (units: {UNITS})", _EXAMPLE)
+        raise ConfigError("text", text, f"expected one of {_FORMS} (units: {UNITS})", _EXAMPLE)
     word, time, lasting, first = (part and percent_as_dur(part) for part in match.groups())
     if word == "every":
         time = ONE.get(time, time)

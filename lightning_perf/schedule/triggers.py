@@ -1,4 +1,4 @@
-"""Schedules that a slow batch or a signal triggers."""
+"""Schedules that an event triggers: a slow batch or a signal."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MIN_HISTORY = 20
 
 
 class Trigger(Schedule):
-    """A schedule that something sets off, and whose window then lasts.
+    """Base of schedules that open a window after an event.
 
-    The window opens one batch later, so that a recorder that warms up foresees it by the `lead` of
-    one. While it is open, nothing sets the trigger off.
+    The window opens one batch later, so that a profiler has one batch for its warm-up. The trigger
+    cannot fire again while its window is open.
 
     Args:
-        lasting: The length of a window, in any unit but ``dur``.
+        lasting: The length of a window, in any unit except ``dur``.
     """
 
     def __init__(self, lasting: Time | str) -> None:
@@ -45,34 +45,34 @@ class Trigger(Schedule):
 
     @abstractmethod
     def fired(self, moment: Moment) -> bool:
-        """Tell whether to open a window; asked once a batch while there is none."""
+        """Return whether to open a window. Called after every batch while none is open."""
 
     def setup(self, context: Context) -> None:  # noqa: ARG002
-        """Forget an earlier run."""
+        """Discard the state of an earlier run."""
         self._latch.reset()
 
     def observe(self, moment: Moment) -> None:
-        """Open a window if it was set off."""
+        """Open a window if the trigger fires."""
         if self.window(moment) is None and self.fired(moment):
             self._windows += 1
             self._latch.open(self._windows, moment, delay=1)
         self._latch.observe(moment)
 
     def window(self, moment: Moment) -> Hashable | None:
-        """Give the number of the window."""
+        """Return the number of the window."""
         return self._latch.window(moment)
 
 
 class OnSlowBatch(Trigger):
-    """After a batch that took much longer than usual: the anomaly triggers its own capture.
+    """True after a batch that took much longer than the median batch.
 
-    Usual is the median of the last 100 batches of the stage, once there are 20. Batches inside a
-    window are left out, because a recorder slows them.
+    The median covers the last 100 batches of the stage and needs at least 20. It excludes batches
+    inside a window, because profiling slows them down.
 
     Args:
-        factor: How many times the median is slow.
-        lasting: The length of a window, in any unit but ``dur``.
-        cooldown: How long after a window nothing sets it off, in any unit but ``dur``.
+        factor: A batch is slow if it takes more than this multiple of the median.
+        lasting: The length of a window, in any unit except ``dur``.
+        cooldown: The time after a window in which no other opens, in any unit except ``dur``.
 
     Raises:
         ConfigError: If an argument is malformed or out of range.
@@ -84,42 +84,44 @@ class OnSlowBatch(Trigger):
         super().__init__(lasting)
         number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not number or not 1 < factor < inf:
-            raise ConfigError("factor", factor, "is not a number above 1", "2.0")
-        quiet = checks.times(
+            raise ConfigError(
+                "factor", factor, "is not a valid factor, expected a number greater than 1", "2.0"
+            )
+        pause = checks.times(
             "cooldown", cooldown, "200ba", units=checks.COUNTED_UNITS, positive=False
         )
-        self.factor, self.cooldown = float(factor), str(quiet)
-        self._quiet = Latch(quiet)
-        self._forget()
+        self.factor, self.cooldown = float(factor), str(pause)
+        self._cooldown = Latch(pause)
+        self._reset()
 
     def setup(self, context: Context) -> None:
-        """Forget an earlier run."""
+        """Discard the state of an earlier run."""
         super().setup(context)
-        self._quiet.reset()
-        self._forget()
+        self._cooldown.reset()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._usual: defaultdict[str, _RunningMedian] = defaultdict(_RunningMedian)
-        self._captured: set[str] = set()
+    def _reset(self) -> None:
+        self._medians: defaultdict[str, _RunningMedian] = defaultdict(_RunningMedian)
+        self._fired: set[str] = set()
 
     def fired(self, moment: Moment) -> bool:
-        """Compare the last batch with the median of those before it."""
-        # The first time since a window, whose last batch is no more usual than the others in it.
-        if moment.stage in self._captured:
-            self._captured.remove(moment.stage)
-            self._quiet.open(True, moment)
+        """Compare the last batch with the median of the batches before it."""
+        # The first call after a window: the last batch was still inside it.
+        if moment.stage in self._fired:
+            self._fired.remove(moment.stage)
+            self._cooldown.open(True, moment)
             return False
-        usual, seconds = self._usual[moment.stage], moment.batch_seconds
-        slow = len(usual) >= _MIN_HISTORY and seconds > self.factor * usual.median
-        usual.add(seconds)
-        if not slow or self._quiet.window(moment):
+        history, seconds = self._medians[moment.stage], moment.batch_seconds
+        slow = len(history) >= _MIN_HISTORY and seconds > self.factor * history.median
+        history.add(seconds)
+        if not slow or self._cooldown.window(moment):
             return False
-        self._captured.add(moment.stage)
+        self._fired.add(moment.stage)
         return True
 
 
 class _RunningMedian:
-    """The median of the last values, kept sorted because it is asked for once a batch."""
+    """The median of the last values, kept sorted because it is read after every batch."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque()
@@ -139,23 +141,22 @@ class _RunningMedian:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
 
-# They end or stop a process, or Lightning ends training by them: not ours to take.
+# These end or stop the process, or Lightning uses them to end training.
 _REFUSED = {"SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT", "SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE"}
 
 
 class OnSignal(Trigger):
-    """On demand: when the process is sent a signal, as by ``kill -USR2 PID``.
+    """True after the process receives a signal, as from ``kill -USR2 PID``.
 
-    A handler that was there is still called, and is put back when the schedule is closed. A signal
-    that comes while a window is open opens another one after it. SLURM's auto-requeue needs
-    ``SIGUSR1`` for itself.
+    The earlier handler of the signal is still called, and is restored by `close`. A signal during
+    a window opens another window after it. SLURM's auto-requeue uses ``SIGUSR1``.
 
     Args:
         signal: The name of the signal.
-        lasting: The length of a window, in any unit but ``dur``.
+        lasting: The length of a window, in any unit except ``dur``.
 
     Raises:
-        ConfigError: If the signal is unknown or cannot be taken, or the length is malformed.
+        ConfigError: If the signal is unknown or reserved, or the length is malformed.
     """
 
     def __init__(self, signal: str = "SIGUSR2", lasting: Time | str = "5ba") -> None:
@@ -165,85 +166,85 @@ class OnSignal(Trigger):
         self._handler: _Handler | None = None
 
     def setup(self, context: Context) -> None:
-        """Take the signal, which only the main thread can."""
+        """Install the handler, which Python allows on the main thread only."""
         super().setup(context)
         self.close()
         if threading.current_thread() is threading.main_thread():
             self._handler = _Handler(self._number)
         else:
-            warn(f"OnSignal({self.signal!r}) does nothing: training is not on the main thread.")
+            warn(f"OnSignal({self.signal!r}) is off: training does not run on the main thread.")
 
     def close(self) -> None:
-        """Let the signal go."""
+        """Restore the earlier handler."""
         if self._handler:
             self._handler.release()
             self._handler = None
 
     def fired(self, moment: Moment) -> bool:  # noqa: ARG002
-        """Look whether the signal came."""
+        """Return whether the signal was received."""
         return self._handler is not None and self._handler.take()
 
 
 class _Handler:
-    """A handler that notes the signal and passes it on; once released, it only passes it on.
+    """A signal handler that stores the signal and calls the earlier handler.
 
-    It outlives its release where others have stored it: Lightning puts back at the end of a run
-    what it found at the beginning.
+    Others may install it again after its release: Lightning restores at the end of a run the
+    handlers that it found at the start. It then only calls the earlier handler.
     """
 
     def __init__(self, number: signal.Signals) -> None:
         self.released = False
         self._number = number
         self._received = False
-        self._before = _in_use(signal.getsignal(number))
+        self._previous = _in_use(signal.getsignal(number))
         signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self._received = True
-        before = _in_use(self._before)
-        if callable(before):
-            before(number, frame)
-        elif self.released and before == signal.SIG_DFL:
-            signal.signal(number, before)
+        previous = _in_use(self._previous)
+        if callable(previous):
+            previous(number, frame)
+        elif self.released and previous == signal.SIG_DFL:
+            signal.signal(number, previous)
             signal.raise_signal(number)
 
     def take(self) -> bool:
-        """Tell whether the signal came since this was last asked."""
+        """Return whether the signal was received since the last call."""
         received, self._received = self._received, False
         return received
 
     def release(self) -> None:
-        """Stop noting, and put back what was there unless another handler came since."""
+        """Restore the earlier handler, unless another one was installed since."""
         self.released = True
         ours = signal.getsignal(self._number) is self
-        # Python cannot put back a handler that was not set from Python.
+        # Python cannot restore a handler that was not installed from Python.
         if (
             ours
-            and self._before is not None
+            and self._previous is not None
             and threading.current_thread() is threading.main_thread()
         ):
-            signal.signal(self._number, _in_use(self._before))
+            signal.signal(self._number, _in_use(self._previous))
 
 
 def _in_use(handler: Any) -> Any:
-    """Find the first handler of a chain that is not one of ours and released."""
+    """Return the first handler of a chain that is not a released one of ours."""
     while isinstance(handler, _Handler) and handler.released:
-        handler = handler._before
+        handler = handler._previous
     return handler
 
 
 def _signal_number(name: str) -> signal.Signals:
     known = signal.Signals.__members__
     if isinstance(name, str) and name in _REFUSED:
-        raise ConfigError("signal", name, "is not free to be used", '"SIGUSR2"')
+        raise ConfigError("signal", name, "is a reserved signal", '"SIGUSR2"')
     if not isinstance(name, str) or name not in known:
-        near = next((each for each in known if _same_signal(each, name)), "SIGUSR2")
+        near = next((each for each in known if _means_signal(each, name)), "SIGUSR2")
         example = f'"{near if near not in _REFUSED else "SIGUSR2"}"'
-        raise ConfigError("signal", name, "is not the name of a signal of this system", example)
+        raise ConfigError("signal", name, "is not the name of a signal on this system", example)
     return known[name]
 
 
-def _same_signal(known: str, written: object) -> bool:
-    """Whether a signal was written in lower case, without its SIG, or as its number."""
+def _means_signal(known: str, written: object) -> bool:
+    """Whether the text means a signal: lower case, without ``SIG``, or its number."""
     meant = str(written).upper()
     return meant in (known, known.removeprefix("SIG"), str(int(signal.Signals[known])))

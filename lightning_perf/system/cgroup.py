@@ -1,4 +1,4 @@
-"""What a container may use of its machine: the limits of Linux control groups, v1 and v2."""
+"""Resource limits of a container: Linux control groups, v1 and v2."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Cgroup:
-    """The control group of this process, and those that it lies in.
+    """The control group of this process and its parents.
 
     Args:
-        root: Where the hierarchies are mounted.
-        membership: The file that says which group this is.
+        root: Mount point of the hierarchies.
+        membership: The file that names the group.
     """
 
     root: Path = Path("/sys/fs/cgroup")
     membership: Path = Path("/proc/self/cgroup")
 
     def quota(self) -> tuple[float, Callable[[], float]] | None:
-        """The tightest quota: cores' worth of it, and what tells the CPU seconds used of it."""
+        """Return the smallest CPU quota in cores, and a function for the CPU seconds used of it."""
         found: list[tuple[float, Callable[[], float]]] = []
         for folder in self._folders("cpu"):
             if cores := _quota(folder):
@@ -37,7 +37,7 @@ class Cgroup:
         return min(found, key=lambda each: each[0], default=None)
 
     def cpus(self) -> set[int]:
-        """The CPUs that it is confined to; empty for all."""
+        """Return the CPUs that the group is limited to; empty for all."""
         for folder in self._folders("cpuset"):
             for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
                 if text := _text(folder / name):
@@ -45,9 +45,9 @@ class Cgroup:
         return set()
 
     def memory(self) -> Callable[[], float] | None:
-        """What tells the bytes left below the limits; None without a limit.
+        """Return a function for the bytes left below the limits; None without a limit.
 
-        File pages that the kernel would drop first are no use of memory.
+        Inactive file pages, which the kernel can drop, count as free.
         """
         limits = [
             (folder, version, limit)
@@ -60,7 +60,7 @@ class Cgroup:
         return lambda: min(limit - _used(folder, version) for folder, version, limit in limits)
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """The group's folder for a controller, and those above it, whose limits hold as well."""
+        """Yield the folders of a controller's group and of its parents, which also limit it."""
         for line in (_text(self.membership) or "").splitlines():
             _, names, path = line.split(":", 2)
             if controller in names.split(","):
@@ -77,7 +77,7 @@ class Cgroup:
 def _upward(base: Path, path: str) -> Iterator[Path]:
     parts = [part for part in path.split("/") if part]
     if ".." in parts or not base.joinpath(*parts).is_dir():
-        parts = []  # a container sees its own group as the root
+        parts = []  # in a container, its own group is the root
     for depth in range(len(parts), -1, -1):
         yield base.joinpath(*parts[:depth])
 
@@ -94,7 +94,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _stat(file: Path, name: str) -> float:
-    """One line of a file of names and numbers."""
+    """Return one number from a file of names and numbers."""
     for line in (_text(file) or "").splitlines():
         if line.startswith(f"{name} "):
             return float(line.split()[1])
@@ -106,7 +106,7 @@ _USED_CPU: dict[str, Callable[[Path], float]] = {
     "cpu.stat": lambda folder: _stat(folder / "cpu.stat", "usage_usec") / 1e6,  # v2
 }
 
-#: The files of limit and use, and the name of what of it can be dropped: v2 and v1.
+#: File of the limit, file of the usage, and name of the droppable part: v2 and v1.
 _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -131,7 +131,7 @@ def _number(file: Path) -> float | None:
 
 
 def _ranges(text: str) -> Iterator[int]:
-    """The numbers of a list such as ``0-3,8``."""
+    """Yield the numbers of a list such as ``0-3,8``."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

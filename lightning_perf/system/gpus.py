@@ -1,4 +1,4 @@
-"""Sensors of NVIDIA GPUs, by NVML: it needs no CUDA context and does not disturb the device."""
+"""Sensors of NVIDIA GPUs. NVML needs no CUDA context and does not disturb the device."""
 
 from __future__ import annotations
 
@@ -14,38 +14,33 @@ from lightning_perf.system.figures import MOST_GPUS, gpu_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-# Reasons for which a GPU's clocks are below what they could be: bits of NVML. Being idle, or held
-# at clocks that somebody set, is no throttling.
-_POWER = 0x04 | 0x80  # the power cap; the brake of the power supply
-_THERMAL = 0x20 | 0x40  # in software, in hardware
-_HARDWARE = 0x08  # clocks halved or worse
-_OTHER = 0x10  # kept in step with a slower GPU
+# NVML's bits for the reasons of reduced clocks. Idling and clocks set by the user are not
+# throttling.
+_POWER = 0x04 | 0x80  # power cap, power brake of the supply
+_THERMAL = 0x20 | 0x40  # software, hardware
+_HARDWARE = 0x08  # clocks reduced by half or more
+_OTHER = 0x10  # synchronized with a slower GPU
 
 
 @dataclass(frozen=True)
 class _Device:
-    """A GPU, or an instance of one that is split (MIG)."""
+    """A GPU or a MIG instance."""
 
     handle: Any
     key: str
     index: int
-    #: Its own, and of an instance its GPU's as well.
+    #: Its UUID; for an instance also that of its GPU.
     uuids: tuple[str, ...]
 
-    def answers_to(self, name: str) -> bool:
-        """Whether a name in CUDA_VISIBLE_DEVICES, or a UUID of torch's, means this."""
+    def matches(self, name: str) -> bool:
+        """Whether an entry of CUDA_VISIBLE_DEVICES or a UUID from torch means this device."""
         if name.isdigit():
             return self.index == int(name)
         return any(uuid.startswith(name) or uuid.endswith(name) for uuid in self.uuids)
 
 
 class Gpu:
-    """One GPU.
-
-    Args:
-        nvml: The module ``pynvml``.
-        device: Which.
-    """
+    """The sensor of one GPU or MIG instance."""
 
     def __init__(self, nvml: Any, device: _Device) -> None:
         self._nvml, self._device = nvml, device
@@ -55,7 +50,7 @@ class Gpu:
         ]  # fmt: skip
 
     def __call__(self, _now: float, /) -> dict[str, float]:
-        """The present state; what this kind of GPU does not tell is left out from then on."""
+        """Return the current values. Readings that the GPU does not support are not tried again."""
         nvml = self._nvml
         found: dict[str, float] = {}
         for reading in list(self._readings):
@@ -68,7 +63,10 @@ class Gpu:
             except nvml.NVMLError as error:
                 self._readings.remove(reading)
                 what = reading.__name__.strip("_")
-                warn(f"{self.name} tells its {what} no more ({describe(error)}).")
+                warn(
+                    f"{self.name}: reading {what} failed ({describe(error)}); it is no longer "
+                    "sampled."
+                )
         return {f"{self._device.key}/{name}": float(value) for name, value in found.items()}
 
     def _memory(self, handle: Any) -> dict[str, float]:
@@ -104,11 +102,11 @@ class Gpu:
 
 @contextmanager
 def gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[list[Gpu]]:
-    """The GPUs that the processes of this node see; none where there is no NVML.
+    """Open the sensors of the GPUs that this node's processes use; none without NVML.
 
     Args:
-        visible: UUIDs of those that torch sees; None to go by CUDA_VISIBLE_DEVICES.
-        ranks: Processes of this job on this node that train on a GPU of their own.
+        visible: UUIDs of the GPUs that torch sees; None to use CUDA_VISIBLE_DEVICES.
+        ranks: Number of this node's ranks that train on a GPU.
     """
     try:
         nvml = import_module("pynvml")
@@ -116,7 +114,7 @@ def gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[list[
         nvml = None
     if nvml is None or not _initialized(nvml):
         if ranks:
-            warn("GPUs are not measured: NVML is missing. Install the package nvidia-ml-py.")
+            warn("GPUs are not sampled: NVML is missing. Install the package nvidia-ml-py.")
         yield []
         return
     try:
@@ -151,20 +149,20 @@ def _chosen(nvml: Any, visible: Sequence[str] | None, ranks: int) -> list[_Devic
     devices = list(_devices(nvml))
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     masked = None if mask is None else [name.strip() for name in mask.split(",")]
-    # Numbers in the mask are CUDA's, which may order GPUs otherwise than NVML: torch knows. UUIDs
-    # are plain, those of instances included.
+    # CUDA and NVML may number GPUs differently, so numbers in the mask are resolved by torch. UUIDs
+    # are unambiguous, also those of instances.
     by_uuid = masked is not None and masked[0].startswith(("GPU-", "MIG-"))
     names = masked if by_uuid or visible is None else visible
     chosen = devices if names is None else _named(names, devices)
-    # Where each rank has a mask of its own, this one's does not speak for the node.
+    # If each rank has its own mask, this rank's mask does not cover the node.
     return (devices if len(chosen) < ranks else chosen)[:MOST_GPUS]
 
 
 def _named(names: Sequence[str], devices: Sequence[_Device]) -> list[_Device]:
     chosen: list[_Device] = []
     for name in names:
-        found = next((device for device in devices if name and device.answers_to(name)), None)
-        if found is None:  # CUDA ignores what follows, too
+        found = next((device for device in devices if name and device.matches(name)), None)
+        if found is None:  # CUDA ignores the rest too
             break
         if found not in chosen:
             chosen.append(found)
@@ -172,25 +170,25 @@ def _named(names: Sequence[str], devices: Sequence[_Device]) -> list[_Device]:
 
 
 def _devices(nvml: Any) -> Iterator[_Device]:
-    """All GPUs in nvidia-smi's order, instances in place of those that are split."""
+    """Yield all GPUs in the order of nvidia-smi; MIG instances replace their GPU."""
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = _string(nvml.nvmlDeviceGetUUID(handle))
         except nvml.NVMLError as error:
-            warn(f"GPU {index} is not measured ({describe(error)}).")
+            warn(f"GPU {index} is not sampled ({describe(error)}).")
             continue
-        if not _split(nvml, handle):
+        if not _has_mig(nvml, handle):
             yield _Device(handle, gpu_name(index), index, (uuid,))
             continue
         for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            with suppress(nvml.NVMLError):  # no instance of that number
+            with suppress(nvml.NVMLError):  # no instance with this index
                 instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
                 own = _string(nvml.nvmlDeviceGetUUID(instance))
                 yield _Device(instance, gpu_name(index, number), index, (own, uuid))
 
 
-def _split(nvml: Any, handle: Any) -> bool:
+def _has_mig(nvml: Any, handle: Any) -> bool:
     try:
         present, _ = nvml.nvmlDeviceGetMigMode(handle)
     except nvml.NVMLError:  # not supported

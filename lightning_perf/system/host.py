@@ -1,4 +1,4 @@
-"""Sensors of the machine and of the training's processes."""
+"""Sensors of the host and of the training processes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Set
 
 
-#: Listing children reads every process of the machine: it may take this part of the time.
+#: Maximum share of time spent on listing child processes, which reads all processes.
 _SHARE = 0.01
 
 
 class Processes:
-    """Memory and CPU time of some processes and of all that they started.
+    """Memory and CPU time of processes and their descendants.
 
     Args:
-        roots: Ids of the processes; more may be added to it while this is in use.
+        roots: Ids of the processes. The set may grow later.
     """
 
     name = "processes"
@@ -36,7 +36,7 @@ class Processes:
         self._listed, self._until = 0, 0.0
 
     def __call__(self, now: float, /) -> dict[str, float]:
-        """The present memory, and CPU time since the last call in percent of one CPU."""
+        """Return current memory, and CPU time since the last call in percent of one CPU."""
         if now >= self._until or len(self._roots) > self._listed:
             self._list(now)
         rss, cpu = 0.0, {}
@@ -45,7 +45,7 @@ class Processes:
                 with process.oneshot():
                     rss += process.memory_info().rss
                     times = process.cpu_times()
-            except psutil.Error:  # it has ended
+            except psutil.Error:  # the process has ended
                 del self._tree[pid]
                 continue
             cpu[pid] = {"process_cpu": 100 * (times.user + times.system)}
@@ -56,7 +56,7 @@ class Processes:
         roots, start = list(self._roots), time.perf_counter()
         found: dict[int, psutil.Process] = {}
         for root in roots:
-            if root in found:  # a process that another rank started
+            if root in found:  # a child of another rank
                 continue
             try:
                 process = psutil.Process(root)
@@ -70,7 +70,7 @@ class Processes:
 
 
 def _high_water(status: Path = Path("/proc/self/status")) -> float:
-    """The most memory that this process ever had, in bytes; 0 where the system does not tell."""
+    """Return the peak memory of this process in bytes; 0 if unknown."""
     try:
         lines = status.read_text().splitlines()
     except OSError:
@@ -82,7 +82,7 @@ Times = dict[int, tuple[float, float, float]]
 
 
 class Cpu:
-    """Busy and waiting for disks, in percent of the CPUs that this container may use."""
+    """Utilization and I/O wait, in percent of the CPUs that this container may use."""
 
     name = "CPU use"
 
@@ -94,75 +94,75 @@ class Cpu:
         self._last: Times = {}
 
     def __call__(self, now: float, /) -> dict[str, float]:
-        """Percent since the last call."""
+        """Return percentages since the last call."""
         times = self._times()
         last, self._last = self._last or times, times
-        spent = {cpu: _grown(times[cpu], last[cpu]) for cpu in times if cpu in last}
+        spent = {cpu: _difference(times[cpu], last[cpu]) for cpu in times if cpu in last}
         spent = {cpu: each for cpu, each in spent.items() if sum(each) > 0 and min(each) >= 0}
         total = sum(sum(each) for each in spent.values())
         if not total:
-            return self._of_quota(now)
-        overrides = sum(each[0] for each in spent.values())
+            return self._quota_use(now)
+        busy = sum(each[0] for each in spent.values())
         waited = sum(each[1] for each in spent.values())
         return {
-            "cpu_util_simple": 100 * overrides / total,
+            "cpu_util_simple": 100 * busy / total,
             "cpu_util_max": max(100 * each[0] / sum(each) for each in spent.values()),
             "cpu_iowait": 100 * waited / total,
-        } | self._of_quota(now)
+        } | self._quota_use(now)
 
     def _times(self) -> Times:
-        """Seconds busy, waiting for disks and idle, by CPU."""
+        """Return seconds busy, waiting for I/O and idle, by CPU."""
         times = dict(enumerate(psutil.cpu_times(percpu=True)))
         allowed = self._cpus & times.keys() or times.keys()
         return {cpu: _split(times[cpu]) for cpu in allowed}
 
-    def _of_quota(self, now: float) -> dict[str, float]:
+    def _quota_use(self, now: float) -> dict[str, float]:
         if self._quota is None:
             return {}
         cores, used = self._quota
-        grown = self._rates({"": {"cpu_util_simple": 100 * used() / cores}}, now)
-        return {name: min(value, 100.0) for name, value in grown.items()}
+        rates = self._rates({"": {"cpu_util_simple": 100 * used() / cores}}, now)
+        return {name: min(value, 100.0) for name, value in rates.items()}
 
 
 def _split(times: Any) -> tuple[float, float, float]:
     waited, idle = getattr(times, "iowait", 0.0), times.idle
-    # Guests' time is in the user's as well.
+    # Guest time is included in user time.
     guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
     return sum(times) - guests - waited - idle, waited, idle
 
 
-def _grown(
+def _difference(
     now: tuple[float, float, float], then: tuple[float, float, float]
 ) -> tuple[float, float, float]:
     return now[0] - then[0], now[1] - then[1], now[2] - then[2]
 
 
 class Memory:
-    """Bytes that are left, to the machine or below the container's limit."""
+    """Free memory in bytes: of the machine or below the container's limit, whichever is smaller."""
 
     name = "memory"
 
     def __init__(self, cgroup: Cgroup | None = None) -> None:
-        self._left: Callable[[], float] | None = (cgroup or Cgroup()).memory()
+        self._below_limit: Callable[[], float] | None = (cgroup or Cgroup()).memory()
 
     def __call__(self, _now: float, /) -> dict[str, float]:
-        """The present state."""
+        """Return the current value."""
         free = float(psutil.virtual_memory().available)
-        return {"free_memory": min(free, self._left()) if self._left else free}
+        return {"free_memory": min(free, self._below_limit()) if self._below_limit else free}
 
 
 class Swap:
-    """Bytes that were moved from memory to disks."""
+    """Swap space in use, in bytes."""
 
     name = "swap"
 
     def __call__(self, _now: float, /) -> dict[str, float]:
-        """The present state."""
+        """Return the current value."""
         return {"swap_used": float(psutil.swap_memory().used)}
 
 
 class Network:
-    """Bytes a second over all interfaces, the loopback included."""
+    """Bytes per second over all network interfaces, including loopback."""
 
     name = "network"
 
@@ -170,7 +170,7 @@ class Network:
         self._rates = Rates[str]()
 
     def __call__(self, now: float, /) -> dict[str, float]:
-        """Rates since the last call."""
+        """Return rates since the last call."""
         counters = {
             interface: {
                 "net_throughput_sent": count.bytes_sent,
@@ -182,7 +182,7 @@ class Network:
 
 
 class Disks:
-    """Operations and bytes a second over all physical disks."""
+    """Operations and bytes per second over all physical disks."""
 
     name = "disks"
 
@@ -190,7 +190,7 @@ class Disks:
         self._rates = Rates[str]()
 
     def __call__(self, now: float, /) -> dict[str, float]:
-        """Rates since the last call."""
+        """Return rates since the last call."""
         counters = {
             disk: {
                 "disk_iops": count.read_count + count.write_count,
@@ -204,11 +204,11 @@ class Disks:
 
 
 def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:
-    """Whether a block device is a disk and no part of one, nor something that lies on others.
+    """Whether a block device is a physical disk, and not a partition or a virtual device.
 
     Args:
-        disk: Its name, as ``sda`` or ``sda1``.
-        blocks: Where Linux lists disks; elsewhere psutil knows only disks.
+        disk: Name of the device, such as ``sda`` or ``sda1``.
+        blocks: Linux's list of disks. On other systems psutil lists physical disks only.
     """
     # A "!" stands for the slash of names such as cciss/c0d0.
     return not blocks.exists() or (blocks / disk.replace("/", "!") / "device").exists()

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class Sensor(Protocol):
-    """Something that can be read again and again."""
+    """Something that can be sampled repeatedly."""
 
     @property
     def name(self) -> str:
-        """What it measures, for people."""
+        """What it measures, for messages."""
         ...
 
     def __call__(self, now: float, /) -> Mapping[str, float]:
-        """Numbers by name: present states, and rates since the last call.
+        """Return values by name: current values, and rates since the last call.
 
         Args:
-            now: The time in seconds.
+            now: The current time in seconds.
         """
         ...
 
@@ -33,12 +33,12 @@ class Sensor(Protocol):
 def node_sensors(
     processes: Set[int], visible: Sequence[str] | None = None, ranks: int = 0
 ) -> Iterator[list[Sensor]]:
-    """The sensors that work here, for as long as they are needed.
+    """Open the sensors that are available on this node.
 
     Args:
         processes: Ids of this job's processes on this node.
-        visible: As for `lightning_perf.system.gpus.gpus`.
-        ranks: Likewise.
+        visible: See `lightning_perf.system.gpus.gpus`.
+        ranks: See `lightning_perf.system.gpus.gpus`.
     """
     with gpus(visible, ranks) as devices:
         yield [*_host_sensors(processes), *devices]
@@ -48,7 +48,7 @@ def _host_sensors(processes: Set[int]) -> Iterator[Sensor]:
     try:
         from lightning_perf.system.host import Cpu, Disks, Memory, Network, Processes, Swap
     except ImportError:
-        warn("CPU, memory, network and disks are not measured. Install the package psutil.")
+        warn("CPU, memory, network and disks are not sampled. Install the package psutil.")
         return
     makers: list[Callable[[], Sensor]] = [
         Cpu, Memory, Swap, Network, Disks, lambda: Processes(processes),
@@ -57,4 +57,4 @@ def _host_sensors(processes: Set[int]) -> Iterator[Sensor]:
         try:
             yield make()
         except Exception as error:
-            warn(f"a sensor does not work here ({type(error).__name__}: {error}).")
+            warn(f"a sensor failed to start ({type(error).__name__}: {error}).")

@@ -1,4 +1,4 @@
-"""Exclusive times: at every moment one account is running, so accounts add up to the wall time."""
+"""Exclusive times: exactly one timer runs at any moment, so timers add up to the wall time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
-#: What runs where no span does.
+#: Category and name of the time outside all spans.
 _LOOP = ("other", "loop")
 
 
 class Timer:
-    """What one action took so far."""
+    """Total seconds and calls of one action."""
 
     __slots__ = ("action", "calls", "seconds")
 
@@ -30,14 +30,14 @@ class Timer:
 
 
 class Span:
-    """Runs an account while it is the innermost span; made once, entered again and again.
+    """Runs a timer while it is the innermost span. Reusable, but not on other threads.
 
-    Another thread than the clock's may enter and leave it: nothing happens.
+    On a thread other than the clock's, entering and leaving has no effect.
 
     Args:
-        clock: Whose accounts it switches.
-        what: The category and the name of its actions.
-        name: What the context gives.
+        clock: The clock whose timers it switches.
+        what: Category and name of the action.
+        name: The value of the ``with`` statement.
     """
 
     __slots__ = ("_clock", "_name", "_what", "timer")
@@ -47,7 +47,7 @@ class Span:
         self.move()
 
     def move(self) -> None:
-        """Belong to the clock's stage from now on."""
+        """Switch to the timer of the clock's current stage."""
         self.timer = self._clock.timer(*self._what)
 
     def __enter__(self) -> str:
@@ -61,7 +61,7 @@ class Span:
             timer.calls += 1
         return self._name
 
-    # Named, since a tuple of them takes a tenth of the span's time.
+    # Named parameters: packing *error into a tuple takes a tenth of the span's time.
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         clock = self._clock
         if get_ident() == clock.thread:
@@ -77,13 +77,13 @@ class Span:
 
 
 class InclusiveSpan(Span):
-    """Keeps its whole duration besides, with all that is within, as the clock's ``whole``."""
+    """Also adds its inclusive duration, nested spans included, to the clock's ``whole``."""
 
     __slots__ = ("_began",)
 
     @override
     def __enter__(self) -> str:
-        name = Span.__enter__(self)  # quicker than super()
+        name = Span.__enter__(self)  # faster than super()
         self._began = self._clock.mark
         return name
 
@@ -95,7 +95,7 @@ class InclusiveSpan(Span):
 
 
 class SpanWithCallbacks(Span):
-    """Tells when it was entered and left, each right after its account was switched."""
+    """Calls functions after it was entered and left."""
 
     __slots__ = ("_entered", "_left")
 
@@ -125,7 +125,7 @@ class SpanWithCallbacks(Span):
 
 
 class SaveSpan(Span):
-    """Writing a checkpoint: each action names the class whose hook asked for it."""
+    """Writing a checkpoint. The action names the class whose hook requested it."""
 
     __slots__ = ()
 
@@ -133,13 +133,13 @@ class SaveSpan(Span):
     def __enter__(self) -> str:
         clock = self._clock
         owner, dot, _ = clock.open[-1].timer.action.name.partition(".")
-        asked = owner if dot else "Trainer.save_checkpoint"
-        self.timer = clock.timer(self._what[0], f"checkpoint writing ({asked})")
+        origin = owner if dot else "Trainer.save_checkpoint"
+        self.timer = clock.timer(self._what[0], f"checkpoint writing ({origin})")
         return Span.__enter__(self)
 
 
 class UntrackedSpan:
-    """A span that is not told apart: its time stays with what is around it."""
+    """A span without a timer: its time belongs to the enclosing span."""
 
     __slots__ = ("name",)
 
@@ -154,78 +154,78 @@ class UntrackedSpan:
 
 
 class _Nothing:
-    """A context that does nothing, in half the time: this takes what it is given, and gives ""."""
+    """An empty context at half the cost: ``"".format`` accepts any arguments and returns ""."""
 
     __slots__ = ()
 
     __enter__ = __exit__ = "".format
 
 
-#: In place of spans of Lightning's that nobody asked for.
+#: Replaces spans of Lightning that nobody uses.
 NOTHING: AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
 
 
 class Clock:
-    """Keeps the accounts of the thread that makes it, and knows which one is running."""
+    """The timers of the thread that creates it, of which one is running."""
 
     def __init__(self) -> None:
-        #: The one whose time is kept; None for none any more.
+        #: The measured thread; None after the clock was stopped.
         self.thread: int | None = get_ident()
         self._stage = ""
         self._timers: dict[Action, Timer] = {}
         root = Span(self, _LOOP, "")
-        #: From the outermost to the innermost; the root is never left.
+        #: Open spans from the outermost to the innermost; the root is never left.
         self.open: list[Span] = [root]
         self.running = root.timer
-        #: Up to when accounts are settled.
+        #: The time up to which ``running`` is complete.
         self.mark = perf_counter()
-        #: Seconds within a ``WholeSpan``.
+        #: Inclusive seconds of all ``InclusiveSpan``.
         self.whole = 0.0
 
     @property
     def stage(self) -> str:
-        """The one that time belongs to."""
+        """The current stage."""
         return self._stage
 
     def timer(self, category: str, name: str) -> Timer:
-        """The account of an action in the present stage, opened if there is none."""
+        """Return the timer of an action in the current stage; create it if needed."""
         action = Action(self._stage, category, name)
         return self._timers.setdefault(action, Timer(action))
 
     def begin(self, stage: str, spans: Iterable[Span]) -> None:
-        """Time belongs to another stage from now on.
+        """Switch to another stage.
 
         Args:
             stage: The stage.
-            spans: All that there are.
+            spans: All existing spans.
         """
-        self._settle()
+        self._update()
         self._stage = stage
         for span in (self.open[0], *spans):
             span.move()
         self.running = self.open[-1].timer
 
     def run(self, category: str, name: str) -> None:
-        """Let an account run until the next span is entered or left."""
+        """Run a timer until the next span is entered or left."""
         self.running = self.timer(category, name)
 
     def unwind(self, span: Span) -> None:
-        """Leave a span and those within that were never left, for an exception came by."""
+        """Close a span and the spans inside it that an exception left open."""
         if span in self.open:
             while self.open.pop() is not span:
                 pass
 
     @property
     def costs(self) -> dict[Action, Cost]:
-        """What every action took up to now."""
-        self._settle()
+        """The cost of every action so far."""
+        self._update()
         return {
             action: Cost(timer.seconds, timer.calls)
             for action, timer in self._timers.items()
             if timer.calls or timer.seconds
         }
 
-    def _settle(self) -> None:
+    def _update(self) -> None:
         now = perf_counter()
         self.running.seconds += now - self.mark
         self.mark = now

@@ -1,4 +1,4 @@
-"""Times on a GPU, from CUDA events that are read late and never waited for."""
+"""Times on a GPU, from CUDA events that are read later, without synchronizing."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-#: Devices that have events.
+#: Device types that support events.
 CLOCKED = {"cuda"}
 
 Tag = TypeVar("Tag")
 
 
 def clocked(device: torch.device) -> bool:
-    """Whether a device has a clock of its own."""
+    """Whether times on a device can be measured with events."""
     return device.type in CLOCKED
 
 
@@ -32,17 +32,17 @@ def _make_event() -> Any:
 
 
 class Events(Generic[Tag]):
-    """Marks boundaries, and tells later how far they lay apart.
+    """Records events at boundaries and later returns the time between neighbours.
 
-    The time between two events belongs to the later one's tag. Events show no idle time between
-    them, and nothing of other streams. What is captured into a CUDA graph has none. An error of
-    the device's is said once, and ends them.
+    The time between two events belongs to the tag of the later one. It includes idle time, but no
+    other streams. Work captured into a CUDA graph has no events. After an error of the device, no
+    more events are recorded, with one warning.
 
     Args:
-        loss: What the user does without if they fail.
-        most: How many may be on their way.
-        make: Makes an event with ``record``, ``query`` and ``elapsed_time`` (milliseconds).
-        capturing: Tells whether the stream is being captured, when events may not be touched.
+        loss: What is lost if events fail, for the warning.
+        most: Maximum number of pending events.
+        make: Creates an event with ``record``, ``query`` and ``elapsed_time`` (milliseconds).
+        capturing: Returns whether the stream is being captured, when events must not be used.
     """
 
     def __init__(
@@ -55,85 +55,85 @@ class Events(Generic[Tag]):
         self._loss, self._most = loss, most
         self._make, self._capturing = make, capturing
         self._free: list[Any] = []
-        # The tag, whether something connected precedes it, the event.
-        self._waiting: deque[tuple[Tag, bool, Any]] = deque()
+        # Tag, whether the previous event is the start of this interval, and the event.
+        self._pending: deque[tuple[Tag, bool, Any]] = deque()
         self._last: Any = None
         self._connected = False
-        #: Whether there was an error.
+        #: Whether an error ended the recording.
         self.failed = False
 
     @property
     def waiting(self) -> bool:
-        """Whether some have not been read."""
-        return bool(self._waiting)
+        """Whether events are pending."""
+        return bool(self._pending)
 
     def cut(self) -> None:
-        """What lies between the last event and the next one belongs to none."""
+        """Ignore the time between the last event and the next one."""
         self._connected = False
 
     def mark(self, tag: Tag) -> bool:
-        """What came since the last mark is this.
+        """Record an event that ends an interval.
 
         Returns:
-            Whether the time of it will be told: not if nothing connected precedes it.
+            Whether the time of the interval will be known: not after `cut` or a failure.
         """
         preceded, self._connected = self._connected, False
         try:
-            if self.failed or self._capturing() or len(self._waiting) >= self._most:
+            if self.failed or self._capturing() or len(self._pending) >= self._most:
                 return False
             event = self._free.pop() if self._free else self._make()
             event.record()
         except Exception as error:
-            self._give_up(error)
+            self._fail(error)
             return False
-        self._waiting.append((tag, preceded, event))
+        self._pending.append((tag, preceded, event))
         self._connected = True
         return preceded
 
     def read(self, due: Callable[[Tag], bool] = lambda _: True) -> list[tuple[Tag, float]]:
-        """The tags that the device has come past, in order, with their seconds.
+        """Return the completed intervals in order, as tag and seconds.
 
         Args:
-            due: Whether to ask for a tag already.
+            due: Whether the event of a tag may be queried already.
         """
         found: list[tuple[Tag, float]] = []
         try:
             if not (self.failed or self._capturing()):
                 self._read(due, found)
         except Exception as error:
-            self._give_up(error)
+            self._fail(error)
         return found
 
     def _read(self, due: Callable[[Tag], bool], found: list[tuple[Tag, float]]) -> None:
-        waiting = self._waiting
-        while waiting and due(waiting[0][0]) and waiting[0][2].query():
-            tag, preceded, event = waiting.popleft()
+        pending = self._pending
+        while pending and due(pending[0][0]) and pending[0][2].query():
+            tag, preceded, event = pending.popleft()
             if preceded:
                 found.append((tag, self._last.elapsed_time(event) / 1e3))
             if self._last is not None:
                 self._free.append(self._last)
             self._last = event
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         self.failed = True
-        self._waiting.clear()
-        warn(f"CUDA events failed ({describe(error)}): {self._loss}. Training goes on.")
+        self._pending.clear()
+        warn(f"CUDA events failed ({describe(error)}): {self._loss}. Training continues.")
 
 
-#: Batches that pass before an event is asked whether it is done.
+#: Batches to wait before an event is queried.
 _LAG = 2
-#: Events on their way at most: some forty batches.
+#: Maximum of pending events: about forty batches.
 _MOST_SEGMENTS_WAITING = 256
-_SEGMENTS_LOST = "no timings/device from here on"
-#: The mark that ends a batch.
+_SEGMENTS_LOST = "timings/device is no longer reported"
+#: The category of the last segment of a batch.
 _END = "other"
 
 
 class DeviceSegmentTimer:
-    """Records an event at each boundary and reads them when the device has come past them.
+    """Measures the segments of a batch on the device.
 
     Args:
-        events: The boundaries: of each its batch, and what it ends.
+        events: Records the ends of segments, tagged with batch and action.
     """
 
     def __init__(self, events: Events[tuple[int, Action]] | None = None) -> None:
@@ -144,20 +144,20 @@ class DeviceSegmentTimer:
 
     @property
     def costs(self) -> dict[Action, Cost]:
-        """Seconds by what they went into, as far as the device is known to have come."""
+        """Cost by action, as far as the device has completed them."""
         return dict(self._costs)
 
     def begin(self, stage: str) -> None:
-        """Another stage begins: what lies between belongs to none."""
+        """Begin a stage. The time since the last event is ignored."""
         self._stage = stage
         self._events.cut()
 
     def mark(self, category: str) -> None:
-        """What came since the last mark was of this category."""
+        """End a segment of this category."""
         self._events.mark((self._batch, Action(self._stage, category, "device")))
 
     def end_batch(self) -> None:
-        """A batch has ended: mark it, and read the events of earlier ones."""
+        """End a batch and read the events of earlier ones."""
         self.mark(_END)
         self._batch += 1
         for (_, ended), spent in self._events.read(self._due):
@@ -168,67 +168,67 @@ class DeviceSegmentTimer:
         return tag[0] + _LAG < self._batch
 
 
-#: Events on their way at most: more than a GPU takes launches ahead.
+#: Maximum of pending events: more than a GPU can queue.
 _MOST_BATCHES_WAITING = 2048
-_BATCHES_LOST = "throughput and utilization are by the host's clock from here on"
+_BATCHES_LOST = "throughput and utilization now use host time"
 
 
 @dataclass(slots=True)
 class DeviceBatchTime:
-    """One batch."""
+    """The device time of one batch."""
 
     seconds: float = 0.0
-    #: Whether the device has come to its end.
+    #: Whether the device has completed the batch.
     known: bool = False
-    #: Whether all of it was measured.
+    #: Whether the whole batch was measured.
     whole: bool = True
 
 
 class DeviceBatchTimer:
-    """The batches of all stages, of which an inner one interrupts the outer one's.
+    """Device times of batches. Nested validation pauses the enclosing training batch.
 
     Args:
-        events: The boundaries: of each its lap, and whether it ends it.
+        events: Records boundaries, tagged with the batch and whether they end it.
     """
 
     def __init__(self, events: Events[tuple[DeviceBatchTime, bool]] | None = None) -> None:
         self._events = events or Events(_BATCHES_LOST, _MOST_BATCHES_WAITING)
         self._open: list[DeviceBatchTime] = []
-        #: Whether somebody wants to know.
+        #: Whether device times are used.
         self.wanted = False
 
     @property
     def failed(self) -> bool:
-        """Whether nothing will be known any more."""
+        """Whether device times are no longer available."""
         return self._events.failed
 
     def enter(self) -> None:
-        """A stage begins."""
+        """Begin a stage."""
         self.pause()
         self._open.append(DeviceBatchTime())
         self.resume()
 
     def exit(self) -> None:
-        """The present stage is over."""
+        """End the current stage."""
         self._open.pop()
         self.resume()
 
     def pause(self) -> None:
-        """What follows is not the batch's."""
+        """Exclude the following time from the batch."""
         if self._open and self.wanted:
             self._mark(self._open[-1], False)
 
     def resume(self) -> None:
-        """What follows is the batch's."""
+        """Include the following time in the batch again."""
         self._events.cut()
         if self._open and self.wanted:
             self._events.mark((self._open[-1], False))
 
     def end(self) -> DeviceBatchTime | None:
-        """A batch has ended.
+        """End a batch.
 
         Returns:
-            What will be known of it; None if nothing will.
+            Its device time, filled in later; None if it is not measured.
         """
         device_time, self._open[-1] = self._open[-1], DeviceBatchTime()
         if not self.wanted or self.failed:
@@ -237,18 +237,14 @@ class DeviceBatchTimer:
         return device_time
 
     def read(self) -> bool:
-        """Find out how far the device has come: whether to the last event."""
+        """Read the completed events; return whether none is pending."""
         for (device_time, ends), seconds in self._events.read():
             device_time.seconds += seconds
             device_time.known |= ends
         return not self._events.waiting
 
     def wait(self, timeout: float) -> None:
-        """Wait a bounded time for the device to come to the last event.
-
-        Args:
-            timeout: Seconds at most.
-        """
+        """Wait up to ``timeout`` seconds for the device to complete all batches."""
         wait_until(self.read, timeout)
 
     def _mark(self, device_time: DeviceBatchTime, ends: bool) -> None:

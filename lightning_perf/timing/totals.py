@@ -1,4 +1,4 @@
-"""Where the time of a run went: totals by what was done."""
+"""Time totals by stage, category and name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    #: A step, the batches up to it since the last one, and the seconds of them all.
+    #: Step, number of batches since the previous row, and their total seconds by category.
     _Row = tuple[int, float, dict[str, float]]
 
-#: Every second of a run belongs to one of these, so that they add up to the wall time.
+#: Every second of a run belongs to one category, so they add up to the wall time.
 CATEGORIES = (
     "dataloader_next",
     "to_device",
@@ -31,37 +31,37 @@ CATEGORIES = (
 
 
 class Action(NamedTuple):
-    """One kind of work, as far as it is told apart."""
+    """Key of a timing: stage, category, name."""
 
-    #: The stage that it was done in; empty before the first one and after the last.
+    #: The stage; empty before the first one and after the last.
     stage: str
     #: One of ``CATEGORIES``.
     category: str
-    #: ``Class.hook``, ``Class.method``, or what else it is called.
+    #: ``Class.hook``, ``Class.method`` or another name.
     name: str
 
 
 class Cost(NamedTuple):
-    """What an action took."""
+    """Seconds and calls of an action."""
 
     seconds: float
     calls: int
 
 
 class Share(NamedTuple):
-    """One row of the table of what took time."""
+    """One row of the table of costs."""
 
     #: ``Class.hook`` or ``Class.method``.
     name: str
     seconds: float
     calls: int
-    #: Of the wall time, as a fraction.
+    #: Fraction of the wall time.
     share: float
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What every action took up to a moment, or, as a difference, between two.
+    """Cost of every action so far; the difference of two totals is that of the time between.
 
     Example:
         >>> step, wait = Action("train", "forward", "step"), Action("train", "other", "loop")
@@ -73,11 +73,11 @@ class Totals:
         3.5
     """
 
-    #: Exclusive: no second is in two of them.
+    #: Exclusive seconds: none is counted twice.
     costs: Mapping[Action, Cost]
-    #: Seconds of Lightning's ``run_training_batch`` with all that is within.
+    #: Inclusive seconds of Lightning's ``run_training_batch``.
     train_batch: float = 0.0
-    #: Seconds between the events of the device's own clock; the batches are the calls.
+    #: Seconds on the device, between CUDA events; ``calls`` is the number of batches.
     device: Mapping[Action, Cost] = field(default_factory=dict)
 
     def __sub__(self, earlier: Totals) -> Totals:
@@ -89,7 +89,7 @@ class Totals:
 
     @property
     def seconds(self) -> float:
-        """The wall time: all costs together."""
+        """The wall time: the sum of all costs."""
         return sum(cost.seconds for cost in self.costs.values())
 
     def by_category(self, stage: str, *, own: bool = False) -> dict[str, float]:
@@ -110,10 +110,10 @@ class Totals:
         return found
 
     def table(self, categories: Iterable[str]) -> list[Share]:
-        """What has a class and a method, and the writing of checkpoints; the most costly first.
+        """Return the costs of classes' methods and of checkpoints, the highest first.
 
         Args:
-            categories: Those that are looked at.
+            categories: The categories to include.
         """
         wanted, wall = set(categories), self.seconds or 1.0
         found: dict[str, Cost] = {}
@@ -136,21 +136,21 @@ def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) ->
 
 
 class Window(NamedTuple):
-    """Where the time of some batches went."""
+    """Time of some batches by category."""
 
     #: The first and the last step.
     first: int
     last: int
     batches: float
-    #: Of all batches together, by category.
+    #: Total seconds of all batches, by category.
     seconds: dict[str, float]
 
 
 class History:
-    """Seconds a batch by category, report by report, within a bound.
+    """Seconds per batch by category, one row per report.
 
     Args:
-        most: Rows that are kept; of more, neighbours are merged.
+        most: Maximum number of rows; beyond it, neighbours are merged.
 
     Example:
         >>> history = History(most=2)
@@ -165,12 +165,12 @@ class History:
     def __init__(self, most: int = 500) -> None:
         self._most = most
         self._rows: list[_Row] = []
-        #: The last report, without what came after it.
+        #: The last report, without what `extend` added.
         self.last: Window | None = None
 
     @property
     def rows(self) -> list[tuple[int, Mapping[str, float]]]:
-        """Steps, and the seconds a batch up to each since the one before."""
+        """Each step with the seconds per batch since the previous one."""
         return [
             (step, {key: value / batches for key, value in seconds.items()})
             for step, batches, seconds in self._rows
@@ -178,28 +178,28 @@ class History:
 
     @property
     def first(self) -> int:
-        """The step of the first batch that the first row is about."""
+        """The step of the first batch of the first row."""
         if not self._rows:
             return 0
         step, batches, _ = self._rows[0]
-        # Gradient accumulation has fewer steps than batches.
+        # With gradient accumulation there are fewer steps than batches.
         return max(step - int(batches) + 1, 0)
 
     @property
     def whole(self) -> Window | None:
-        """All that was reported, to the end of the run."""
+        """All reports as one window, to the end of the run."""
         if not self._rows:
             return None
         step, batches, seconds = _merge(self._rows)
         return Window(self.first, step, batches, seconds)
 
     def add(self, step: int, batches: float, seconds: Mapping[str, float]) -> None:
-        """Keep a report.
+        """Add a report.
 
         Args:
-            step: The loggers'.
-            batches: How many it is about.
-            seconds: A batch, by category.
+            step: The step at which it is logged.
+            batches: Number of batches.
+            seconds: Seconds per batch, by category.
         """
         whole = {key: value * batches for key, value in seconds.items()}
         first = self._rows[-1][0] + 1 if self._rows else max(step - int(batches) + 1, 0)
@@ -209,10 +209,10 @@ class History:
             self._rows = [_merge(self._rows[i : i + 2]) for i in range(0, len(self._rows), 2)]
 
     def extend(self, seconds: Mapping[str, float]) -> None:
-        """The last report again, with what came after its last batch.
+        """Replace the last report, to include the time after its last batch.
 
         Args:
-            seconds: A batch of the same batches, by category.
+            seconds: Seconds per batch of the same batches, by category.
         """
         if self.last is None:
             return
@@ -228,13 +228,13 @@ def _merge(rows: Sequence[_Row]) -> _Row:
 
 
 def windows_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, dict[str, object]]:
-    """The whole run and its last report, of a run that was cut off before it could tell them.
+    """Return the whole run and its last report, for a run that ended without writing them.
 
-    A report counts for as many batches as steps have passed since the one before, and the first
-    one for as many as the second.
+    Each report is weighted by the number of steps since the previous one; the first report like
+    the second.
 
     Args:
-        points: Of each key, which ends in a category, the steps and the seconds a batch.
+        points: Steps and seconds per batch by key. Each key ends in a category.
 
     Example:
         >>> points = {"timings/forward": [(9, 1.0), (19, 2.0), (24, 6.0)]}
@@ -256,15 +256,15 @@ def windows_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, d
     return {name: window._asdict() for name, window in windows.items() if window}
 
 
-#: A table tells nothing of callbacks that cost less than this share of the wall time.
+#: Rows below this share of the wall time are merged.
 _NEGLIGIBLE = 0.001
 
 
 def folded(table: Sequence[Share]) -> list[Share]:
-    """A table with one last row for all that hardly cost anything, as a page shows it.
+    """Merge the rows of a table with negligible costs into one last row.
 
     Args:
-        table: Its rows.
+        table: The rows.
 
     Example:
         >>> costs = [("A.log", 0.2), ("B.log", 0.0004), ("C.log", 0.0002)]
@@ -280,11 +280,11 @@ def folded(table: Sequence[Share]) -> list[Share]:
 
 
 def as_markdown(table: Sequence[Share], batches: int) -> str:
-    """A table as a page.
+    """Format a table as Markdown.
 
     Args:
-        table: Its rows.
-        batches: Over which seconds a batch are averaged.
+        table: The rows.
+        batches: Number of batches, for the milliseconds per batch.
     """
     lines = ["| what | seconds | ms a batch | calls | share |", "|---|---:|---:|---:|---:|"]
     for row in table:

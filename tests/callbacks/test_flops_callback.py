@@ -77,7 +77,7 @@ def test_both_callbacks_share_one_counter_and_one_peak(tmp_path: Path) -> None:
     speed = monitor.metrics
     assert speed["throughput/device/mfu"] == pytest.approx(speed["throughput/flops_per_sec"] / 2e9)
     with pytest.raises(
-        ConfigError, match=r"peak_flops=2000000000\.0 is not what gpu_flops_available=1"
+        ConfigError, match=r"peak_flops=2000000000\.0 contradicts gpu_flops_available=1"
     ):
         trainer(tmp_path, SpeedMonitor(4, gpu_flops_available=1e9), Flops(peak_flops=2e9)).fit(
             Small()

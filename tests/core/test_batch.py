@@ -1,4 +1,4 @@
-"""Batches of every usual kind, counted."""
+"""Counting samples and tokens in batches of all usual types."""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Text:
 
 
 class Columns:
-    """Like a pandas.Index of two columns: it has a shape, and is no tensor."""
+    """Like a pandas.Index of two columns: it has a shape, but is not a tensor."""
 
     shape = (2,)
 
@@ -89,7 +89,7 @@ class Encoding(UserDict):
     ids=lambda batch: type(batch).__name__,
 )
 def test_counts_samples(batch):
-    """Four samples are four in whatever the collate function put them."""
+    """Four samples are counted in every container that a collate function may return."""
     assert get_num_samples(batch) == 4
 
 
@@ -104,51 +104,51 @@ def test_counts_samples(batch):
     ids=lambda batch: type(batch).__name__,
 )
 def test_input_ids_decide(batch):
-    """Where there are input_ids, they alone tell samples and tokens, padding included."""
+    """input_ids take precedence for samples and tokens, padding included."""
     assert get_num_samples(batch) == 4
     assert get_num_tokens(batch) == 4 * 512
 
 
 def test_counts_the_tokens_of_a_packed_sequence():
-    """A packed sequence holds no padding, so its tokens are its rows."""
+    """A packed sequence has no padding, so its tokens are its rows."""
     assert get_num_tokens(PACKED) == 5 + 3 + 2 + 1
 
 
 @pytest.mark.parametrize("batch", [IMAGE, [IDS, IDS], {"x": IDS}, None, "text"])
-def test_tokens_elsewhere_are_not_tracked(batch):
-    """Nothing but input_ids and packed sequences tells tokens: the count is 0, never a guess."""
+def test_tokens_of_other_batches_are_not_tracked(batch):
+    """Other batches have a token count of 0."""
     assert get_num_tokens(batch) == 0
 
 
-def test_disagreeing_sizes_are_named():
-    """Parts that disagree cannot be counted, and the sizes are in the message."""
+def test_different_sizes_are_reported():
+    """Tensors with different first dimensions are an error that lists them."""
     with pytest.raises(ValueError, match=r"\[4, 128\]"):
         get_num_samples([IMAGE, torch.zeros(128)])
 
 
 @pytest.mark.parametrize("batch", [[1, 2], {"x": None}, [torch.tensor(1.0)], (["a"], Columns())])
 def test_a_batch_without_a_size_is_refused(batch):
-    """Where no part has a first dimension, the message says what to define."""
+    """Without a first dimension, the message says what to define."""
     with pytest.raises(ValueError, match="get_num_samples_in_batch"):
         get_num_samples(batch)
 
 
 @pytest.mark.parametrize("batch", [torch.tensor(1.0), "text", {1, 2}])
-def test_other_kinds_say_what_to_define(batch):
-    """A batch of another kind is refused with the method that would count it."""
+def test_other_types_are_refused(batch):
+    """The message names the method to define."""
     with pytest.raises(NotImplementedError, match="get_num_samples_in_batch"):
         get_num_samples(batch)
 
 
 @pytest.mark.parametrize("value", [8, torch.tensor(8), np.int64(8)])
 def test_checked_count_gives_a_plain_int(value):
-    """A whole number is taken in whatever form, and comes out as int."""
+    """Whole numbers of any type are converted to int."""
     count = checked_count(value, "counter")
     assert (count, type(count)) == (8, int)
 
 
 @pytest.mark.parametrize("value", [-1, True, 8.0, None, "8", torch.tensor(8.0), torch.ones(2)])
 def test_checked_count_refuses(value):
-    """What is no count is refused in the name of the counter."""
+    """An invalid count is an error that names the counter."""
     with pytest.raises(ValueError, match="my_counter returned"):
         checked_count(value, "my_counter")

@@ -1,4 +1,4 @@
-"""Moments: the fraction done, and what can be foreseen."""
+"""Moments: the completed fraction, and what can be predicted."""
 
 import pytest
 from hypothesis import given, settings
@@ -24,14 +24,14 @@ def start(limits):
     ],
 )
 def test_fraction_is_the_largest_of_the_limits(limits, expected):
-    """Training ends at the first limit it reaches, so that limit tells how far it is."""
+    """Training ends at the first limit it reaches, so the largest fraction counts."""
     now = Timestamp(epoch=1, batch=9, batch_in_epoch=3, step=2, total_wct=5.0)
     assert limits.fraction(now) == expected
     assert limits.known == (expected is not None)
 
 
-def test_a_moment_knows_its_fraction_and_the_one_before():
-    """Both fractions are told by the same limits."""
+def test_a_moment_has_its_fraction_and_the_previous_one():
+    """Both fractions use the same limits."""
     moment = Moment("train", Timestamp(step=2), Timestamp(step=1), Limits(max_steps=4))
     assert (moment.previous_fraction, moment.fraction) == (0.25, 0.5)
 
@@ -39,7 +39,7 @@ def test_a_moment_knows_its_fraction_and_the_one_before():
 @settings(deadline=None)
 @given(st.integers(1, 7), st.integers(1, 4), st.integers(0, 30))
 def test_ahead_counts_like_lightning(per_epoch, per_step, batches):
-    """Epochs end where they are known to, and each end of an epoch completes a step."""
+    """Epochs end after their known length, and each end completes an optimizer step."""
     ahead = start(Limits(batches_per_epoch=per_epoch, batches_per_step=per_step)).ahead(batches)
     epoch, within = divmod(batches, per_epoch)
     steps_per_epoch = -(-per_epoch // per_step)
@@ -54,13 +54,13 @@ def test_ahead_counts_like_lightning(per_epoch, per_step, batches):
 @settings(deadline=None)
 @given(st.integers(1, 5), st.integers(0, 9), st.integers(0, 9))
 def test_ahead_adds_up(per_epoch, a, b):
-    """Looking ahead twice is looking ahead by the sum."""
+    """Looking ahead twice equals looking ahead by the sum."""
     moment = start(Limits(batches_per_epoch=per_epoch))
     assert moment.ahead(a).ahead(b) == moment.ahead(a + b)
 
 
-def test_ahead_leaves_what_it_cannot_foresee():
-    """Samples, tokens and seconds stay, and so does all that is not a count."""
+def test_ahead_keeps_what_it_cannot_predict():
+    """Samples, tokens, seconds and all other fields stay the same."""
     now = Timestamp(batch=1, sample=32, token=64, total_wct=1.5)
     moment = Moment("test", now, Timestamp(), run_name="run", batch_seconds=0.5)
     ahead = moment.ahead(1)

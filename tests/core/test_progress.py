@@ -1,4 +1,4 @@
-"""What the driver counts: batches, samples, tokens and steps, however a training is fed."""
+"""Counting batches, samples, tokens and steps with all kinds of data loaders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stream(IterableDataset[Any]):
 
 
 def last(folder: Path, model: Small, data: Any = None, **options: Any) -> Timestamp:
-    """Where training stands after its last batch."""
+    """The progress of training after its last batch."""
     diary = Diary()
     trainer(folder, diary, **options).fit(model, data)
     stages = [moment.stage for moment in diary.moments]
@@ -57,13 +57,13 @@ def test_an_uneven_last_batch_is_counted_as_it_is(tmp_path: Path) -> None:
 
 
 def test_data_without_a_length_is_counted(tmp_path: Path) -> None:
-    """An iterable dataset needs no length, and its epochs end where they end."""
+    """An iterable dataset without a length is counted, epochs included."""
     stamp = last(tmp_path, Small(), DataLoader(Stream(), batch_size=4), max_epochs=2)
     assert counts(stamp) == (1, 6, 3, 20, 6)
 
 
-def test_samples_of_an_epoch_may_be_given_where_data_has_no_length(tmp_path: Path) -> None:
-    """num_samples of the datamodule, or of a callback, tells the fraction within an epoch."""
+def test_num_samples_replaces_a_missing_length(tmp_path: Path) -> None:
+    """num_samples of the datamodule or of a callback gives the fraction of an epoch."""
 
     class Data(L.LightningDataModule):
         num_samples = 10
@@ -87,7 +87,7 @@ def test_samples_of_an_epoch_may_be_given_where_data_has_no_length(tmp_path: Pat
 def test_combined_loaders_are_counted_once(
     tmp_path: Path, mode: Any, expected: tuple[int, ...]
 ) -> None:
-    """A batch of several loaders is one batch, of as many samples as each of them gives."""
+    """A batch of several loaders is one batch, with the samples of one loader."""
 
     class Both(Small):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -101,7 +101,7 @@ def test_combined_loaders_are_counted_once(
 
 
 def test_several_validation_loaders_are_one_stage(tmp_path: Path) -> None:
-    """Batches of all loaders count, and each run of validation is an epoch."""
+    """Batches of all loaders are counted, and each validation is one epoch."""
     diary = Diary()
     run = trainer(tmp_path, diary, limit_val_batches=2, val_check_interval=8)
     run.fit(Several(), loader(64, 4), [loader(8, 4), loader(12, 4)])
@@ -114,8 +114,8 @@ class Several(Small):
         super().validation_step(batch, batch_idx)
 
 
-def test_two_optimizers_take_two_steps_a_batch(tmp_path: Path) -> None:
-    """Steps are optimizer steps; batches and reports are not doubled by them."""
+def test_two_optimizers_make_two_steps_per_batch(tmp_path: Path) -> None:
+    """Steps are optimizer steps; batches and reports are not doubled."""
 
     records, diary = Records(), Diary()
     monitor = SpeedMonitor(window_size=4)
@@ -138,10 +138,10 @@ def test_two_optimizers_take_two_steps_a_batch(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_every_limit_is_counted_right(
+def test_counts_are_right_under_every_limit(
     tmp_path: Path, options: dict[str, Any], expected: tuple[int, ...] | None
 ) -> None:
-    """What ends an epoch or a training early does not disturb the counts."""
+    """Ending an epoch or the training early keeps the counts correct."""
     stamp = last(tmp_path, Small(), **options)
     if expected is None:  # time ended it: one batch an epoch
         assert stamp.batch == stamp.epoch + 1
@@ -149,8 +149,8 @@ def test_every_limit_is_counted_right(
         assert counts(stamp) == expected
 
 
-def test_time_is_a_limit_to_tell_the_fraction_by(tmp_path: Path) -> None:
-    """With max_time alone, the fraction done is that of the seconds."""
+def test_max_time_defines_the_fraction(tmp_path: Path) -> None:
+    """With max_time alone, the fraction is that of the elapsed seconds."""
     diary = Diary()
     options: dict[str, Any] = {"max_epochs": -1, "max_time": {"seconds": 1}}
     trainer(tmp_path, diary, **options).fit(Small())
@@ -159,8 +159,8 @@ def test_time_is_a_limit_to_tell_the_fraction_by(tmp_path: Path) -> None:
     assert 0.8 < (end.fraction or 0) <= 1.0
 
 
-def test_early_stopping_leaves_true_counts(tmp_path: Path) -> None:
-    """A training that is stopped has counted what it did, and its last report is there."""
+def test_early_stopping_keeps_counts_correct(tmp_path: Path) -> None:
+    """A stopped training has correct counts and its last report."""
 
     class Worse(Small):
         def on_train_epoch_end(self) -> None:
@@ -175,7 +175,7 @@ def test_early_stopping_leaves_true_counts(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_tuner_s_trials_are_not_counted(tmp_path: Path) -> None:
-    """Learning-rate and batch-size searches leave the counts of the training alone."""
+    """Learning-rate and batch-size searches do not affect the counts of training."""
 
     class Tunable(Small):
         def __init__(self) -> None:
@@ -195,8 +195,8 @@ def test_the_tuner_s_trials_are_not_counted(tmp_path: Path) -> None:
     assert stamp.sample == 64
 
 
-def test_skipped_batches_keep_the_counts_together(tmp_path: Path) -> None:
-    """training_step that returns None, and a module that ends the epoch early."""
+def test_skipped_batches_keep_counts_consistent(tmp_path: Path) -> None:
+    """A training_step that returns None, and a module that ends the epoch early."""
 
     class Skipping(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
@@ -210,8 +210,8 @@ def test_skipped_batches_keep_the_counts_together(tmp_path: Path) -> None:
     assert counts(last(tmp_path, Skipping(), max_epochs=2))[:4] == (1, 12, 6, 48)
 
 
-def test_counters_of_the_user_win_in_order(tmp_path: Path) -> None:
-    """The module's counter comes before the datamodule's, and that before a callback's."""
+def test_counters_of_the_user_have_an_order(tmp_path: Path) -> None:
+    """The module's counter takes precedence over the datamodule's, then the callback's."""
 
     class Data(L.LightningDataModule):
         def train_dataloader(self) -> Any:
@@ -242,8 +242,8 @@ def test_counters_of_the_user_win_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [8.0, None, -1, "8"])
-def test_a_counter_that_returns_nonsense_is_said_once(tmp_path: Path, bad: Any) -> None:
-    """Training goes on without the figure, and the warning names the function."""
+def test_a_counter_with_an_invalid_result_warns_once(tmp_path: Path, bad: Any) -> None:
+    """Training continues without the figure, and the warning names the function."""
 
     class Model(Small):
         def get_num_tokens_in_batch(self, batch: Any) -> Any:
@@ -256,8 +256,8 @@ def test_a_counter_that_returns_nonsense_is_said_once(tmp_path: Path, bad: Any) 
     assert "throughput/tokens_per_sec" not in monitor.metrics
 
 
-def test_one_batch_that_cannot_be_counted_spoils_only_its_own_window(tmp_path: Path) -> None:
-    """No rate is logged that is too low: the key stays away until the batch has left."""
+def test_one_batch_that_cannot_be_counted_affects_only_its_window(tmp_path: Path) -> None:
+    """The rate is not logged while the batch is in the window."""
 
     class Odd(Small):
         def get_num_samples_in_batch(self, batch: Any) -> int:
@@ -269,16 +269,16 @@ def test_one_batch_that_cannot_be_counted_spoils_only_its_own_window(tmp_path: P
     with pytest.warns(PerfWarning, match="this batch is strange") as caught:
         trainer(tmp_path, SpeedMonitor(window_size=3), logger=records).fit(Odd())
     assert len(ours(caught)) == 1
-    told = [step for step, _ in records.of("throughput/samples_per_sec")]
-    assert told == [3, 4, 8, 9, 10, 11, 12, 13, 14, 15]
+    steps = [step for step, _ in records.of("throughput/samples_per_sec")]
+    assert steps == [3, 4, 8, 9, 10, 11, 12, 13, 14, 15]
     for _, row in records.rows:
         if "throughput/samples_per_sec" in row:
             ratio = row["throughput/samples_per_sec"] / row["throughput/batches_per_sec"]
             assert ratio == pytest.approx(4)
 
 
-def test_hugging_face_batches_bring_their_tokens(tmp_path: Path) -> None:
-    """A mapping with input_ids is counted in samples and tokens, text beside it or not."""
+def test_tokens_of_hugging_face_batches_are_counted(tmp_path: Path) -> None:
+    """A mapping with input_ids gives samples and tokens, with or without text entries."""
 
     class Encoded(Small):
         def train_dataloader(self) -> Any:
@@ -294,8 +294,8 @@ def test_hugging_face_batches_bring_their_tokens(tmp_path: Path) -> None:
     assert (stamp.sample, stamp.token) == (12, 96)
 
 
-def test_batches_may_change_their_structure() -> None:
-    """After batches that begin with a tensor, one that begins with None is counted all the same."""
+def test_the_structure_of_batches_may_change() -> None:
+    """A batch that begins with None is counted after batches that begin with a tensor."""
     counter = BatchCounter([])
     tensor = torch.zeros(4, 2)
     batches = [(tensor, None), (None, tensor), (torch.tensor(1.0), tensor), (tensor, tensor)]

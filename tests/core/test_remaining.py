@@ -1,4 +1,4 @@
-"""How long a training will still take, on a clock that only the training moves."""
+"""Remaining time, with a fake clock that only training advances."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH, VALIDATION = 0.5, 8.0
 
 
 class Clock:
-    """Stands still but where a module moves it on."""
+    """A clock that only modules advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -36,14 +36,14 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    """The clock that batches and validations are timed by."""
+    """The clock that times batches and validations."""
     clock = Clock()
     monkeypatch.setattr(stages, "time", SimpleNamespace(perf_counter=clock))
     return clock
 
 
-class ContextPatch(Small):
-    """Batches and validations of a known length; 16 batches an epoch."""
+class Timed(Small):
+    """Batches and validations of a known duration; 16 batches per epoch."""
 
     def __init__(self, clock: Clock, seconds: Callable[[int], float] = lambda batch: BATCH) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ContextPatch(Small):
 
 
 def estimates(folder: Path, module: Small, fit: Any = None, **options: Any) -> list[float]:
-    """What a run says at each of its batches but the first."""
+    """The estimates at each batch of a run except the first."""
     records = Records()
     monitor = SpeedMonitor(time_unit="seconds")
     trainer(folder, monitor, logger=records, **options).fit(module, **fit or {})
@@ -75,37 +75,35 @@ def estimates(folder: Path, module: Small, fit: Any = None, **options: Any) -> l
         ({"max_epochs": 9, "max_steps": 20}, 20),
     ],
 )
-def test_constant_batches_are_foretold_exactly(
+def test_constant_batches_are_estimated_exactly(
     tmp_path: Path, clock: Clock, options: dict[str, Any], batches: int
 ) -> None:
-    """With n batches of t seconds left until the first limit, n * t seconds are left."""
+    """With n batches of t seconds left until the first limit, the estimate is n * t."""
     expected = [BATCH * left for left in range(batches - 2, -1, -1)]
-    assert estimates(tmp_path, ContextPatch(clock), **options) == pytest.approx(expected)
+    assert estimates(tmp_path, Timed(clock), **options) == pytest.approx(expected)
 
 
-def test_the_first_batch_does_not_count(tmp_path: Path, clock: Clock) -> None:
-    """A first batch that compiles for ten minutes is no pace."""
-    module = ContextPatch(clock, lambda batch: 600.0 if batch == 0 else BATCH)
+def test_the_first_batch_is_excluded(tmp_path: Path, clock: Clock) -> None:
+    """A first batch that compiles for ten minutes does not affect the estimate."""
+    module = Timed(clock, lambda batch: 600.0 if batch == 0 else BATCH)
     assert estimates(tmp_path, module)[0] == pytest.approx(14 * BATCH)
 
 
-def test_a_time_limit_counts_validation_and_decides_where_it_comes_first(
-    tmp_path: Path, clock: Clock
-) -> None:
-    """Of max_time is left what neither training nor validation has used up."""
-    found = estimates(tmp_path, ContextPatch(clock), max_time={"seconds": 20}, limit_val_batches=4)
+def test_max_time_includes_validation(tmp_path: Path, clock: Clock) -> None:
+    """max_time limits the estimate if it is reached first, with validation included."""
+    found = estimates(tmp_path, Timed(clock), max_time={"seconds": 20}, limit_val_batches=4)
     assert found[0] == pytest.approx(14 * BATCH)  # the epoch ends first
-    found = estimates(tmp_path, ContextPatch(clock), max_time={"seconds": 20}, max_epochs=99)
+    found = estimates(tmp_path, Timed(clock), max_time={"seconds": 20}, max_epochs=99)
     assert found[0] == pytest.approx(20 - 2 * BATCH)
     options = {"max_time": {"seconds": 20}, "max_epochs": 99, "limit_val_batches": 4}
-    found = estimates(tmp_path, ContextPatch(clock), **options)
+    found = estimates(tmp_path, Timed(clock), **options)
     assert found[15] == pytest.approx(20 - VALIDATION - 17 * BATCH)
 
 
-def test_without_a_limit_nothing_is_said(tmp_path: Path, clock: Clock) -> None:
-    """A training that only the user ends has no end to foretell."""
+def test_without_a_limit_there_is_no_estimate(tmp_path: Path, clock: Clock) -> None:
+    """A training without a limit has no estimate."""
 
-    class Ends(ContextPatch):
+    class Ends(Timed):
         def on_train_batch_end(self, *_: Any) -> None:
             self.trainer.should_stop = self.trained == 20
 
@@ -113,13 +111,13 @@ def test_without_a_limit_nothing_is_said(tmp_path: Path, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("interval", [4, 8, 1.0])
-def test_validation_is_projected_once_it_was_seen(
+def test_validation_is_estimated_after_the_first_one(
     tmp_path: Path, clock: Clock, interval: float
 ) -> None:
-    """After the first validation, those still to come are counted, the one at the end included."""
+    """After the first validation, the estimate includes all later ones."""
     every = int(interval * 16) if isinstance(interval, float) else interval
     options = {"max_epochs": 3, "val_check_interval": interval, "limit_val_batches": 4}
-    found = dict(enumerate(estimates(tmp_path, ContextPatch(clock), **options), start=2))
+    found = dict(enumerate(estimates(tmp_path, Timed(clock), **options), start=2))
     for batch, seconds in found.items():
         # That of a batch's end comes after its report.
         to_come = 48 // every - (batch - 1) // every if batch > every else 0
@@ -139,7 +137,7 @@ def test_uneven_intervals_of_validation_are_averaged() -> None:
 
 
 def test_the_first_validation_counts_until_there_is_another() -> None:
-    """It warms up: once there is a second one, that one tells how long they take."""
+    """The first one includes a warm-up: the second one replaces its duration."""
     remaining = RemainingTime(Limits(max_epochs=4, batches_per_epoch=10), Timestamp())
     remaining.add(1.0)
     remaining.validation_begins(10, 0.0)
@@ -148,13 +146,13 @@ def test_the_first_validation_counts_until_there_is_another() -> None:
     assert remaining.seconds(Timestamp(epoch=2, batch=20), 65.0) == pytest.approx(20 + 2 * 5)
 
 
-def test_a_resumed_run_tells_its_own_pace(tmp_path: Path, clock: Clock) -> None:
-    """A machine twice as fast halves what is left, whatever the run did before."""
+def test_a_resumed_run_uses_its_own_speed(tmp_path: Path, clock: Clock) -> None:
+    """A machine twice as fast halves the estimate, whatever the speed before the resume."""
     options = {"max_epochs": 2, "limit_val_batches": 4}
     first = trainer(tmp_path, SpeedMonitor(), **options)
-    first.fit(ContextPatch(clock))
+    first.fit(Timed(clock))
     first.save_checkpoint(tmp_path / "last.ckpt")
-    module = ContextPatch(clock, lambda batch: BATCH / 2)
+    module = Timed(clock, lambda batch: BATCH / 2)
     fit = {"ckpt_path": tmp_path / "last.ckpt"}
     found = estimates(tmp_path, module, fit, **options | {"max_epochs": 4})
     assert len(found) == 31
@@ -163,7 +161,7 @@ def test_a_resumed_run_tells_its_own_pace(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_a_resume_just_before_a_validation_does_not_multiply_it() -> None:
-    """One validation after one batch of this run is no sign of one after every batch."""
+    """A validation after the first batch of this run does not mean one after every batch."""
     limits = Limits(max_epochs=20, batches_per_epoch=100)
     start = Timestamp(epoch=9, batch=998, batch_in_epoch=98)
     for before, to_come in ((9, 10), (0, 1)):  # known from our state, or not
@@ -178,7 +176,7 @@ def test_a_resume_just_before_a_validation_does_not_multiply_it() -> None:
 
 
 def test_a_slowdown_is_followed() -> None:
-    """When batches take twice as long from now on, the estimate says so within the window."""
+    """When batches become twice as long, the estimate follows within the window."""
     remaining = RemainingTime(Limits(max_steps=1_000_000), Timestamp(), horizon=100)
     for _ in range(10_000):
         remaining.add(1.0)
@@ -189,7 +187,7 @@ def test_a_slowdown_is_followed() -> None:
 
 
 def test_rare_stalls_are_spread_over_the_run() -> None:
-    """A checkpoint of half a minute every 1,000 batches makes no saw-tooth of the estimate."""
+    """A checkpoint of 30 s every 1,000 batches does not make the estimate jump."""
     total, done, found = 10_000, Timestamp(), []
     remaining = RemainingTime(Limits(max_steps=total), done, horizon=100)
     for batch in range(1, 5_001):
@@ -203,13 +201,13 @@ def test_rare_stalls_are_spread_over_the_run() -> None:
 def test_an_epoch_of_unknown_length_is_as_long_as_those_before(
     tmp_path: Path, clock: Clock
 ) -> None:
-    """A stream tells nothing in its first epoch, and from the second on what is left."""
+    """A stream has no estimate in the first epoch and a correct one from the second on."""
 
     class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
             return iter([(torch.ones(8), torch.ones(1))] * 20)
 
-    class Streamed(ContextPatch):
+    class Streamed(Timed):
         def train_dataloader(self) -> DataLoader[Any]:
             return DataLoader(Stream(), batch_size=4)
 
@@ -217,15 +215,15 @@ def test_an_epoch_of_unknown_length_is_as_long_as_those_before(
     assert found == pytest.approx([BATCH * left for left in range(9, -1, -1)])
 
 
-def test_accumulated_gradients_are_understood(tmp_path: Path, clock: Clock) -> None:
-    """What max_steps leaves is counted in batches, of which each step takes four."""
+def test_gradient_accumulation_is_included(tmp_path: Path, clock: Clock) -> None:
+    """The steps left until max_steps are converted to batches, four per step."""
     options = {"max_epochs": -1, "max_steps": 10, "accumulate_grad_batches": 4}
-    found = estimates(tmp_path, ContextPatch(clock), **options)
+    found = estimates(tmp_path, Timed(clock), **options)
     assert found == pytest.approx([BATCH * left for left in range(36, -1, -4)])
 
 
-def test_two_optimizers_are_understood(tmp_path: Path, clock: Clock) -> None:
-    """Lightning's steps then advance by two in a batch: 24 steps are twelve batches."""
+def test_two_optimizers_are_included(tmp_path: Path, clock: Clock) -> None:
+    """Lightning counts two steps per batch: 24 steps are 12 batches."""
 
     class Both(TwoOptimizers):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -236,8 +234,8 @@ def test_two_optimizers_are_understood(tmp_path: Path, clock: Clock) -> None:
     assert found == pytest.approx([BATCH * left for left in range(10, -1, -1)])
 
 
-def test_it_is_told_in_the_unit_of_the_callback(tmp_path: Path, clock: Clock) -> None:
-    """time_unit holds for what is left as for what was spent."""
+def test_the_estimate_uses_the_callback_s_unit(tmp_path: Path, clock: Clock) -> None:
+    """time_unit applies to the remaining time as to the elapsed time."""
     records = Records()
-    trainer(tmp_path, SpeedMonitor(time_unit="minutes"), logger=records).fit(ContextPatch(clock))
+    trainer(tmp_path, SpeedMonitor(time_unit="minutes"), logger=records).fit(Timed(clock))
     assert records.of(KEY)[0] == (1, pytest.approx(14 * BATCH / 60))

@@ -1,4 +1,4 @@
-"""Times: what is read, written, computed and refused beyond the tables of the reference."""
+"""Times: parsing, formatting, arithmetic and errors beyond the reference cases."""
 
 import pickle
 from datetime import timedelta
@@ -22,7 +22,7 @@ times = whole_times | st.builds(Time.from_duration, fractions)
 @settings(deadline=None)
 @given(times)
 def test_reads_what_it_writes(time):
-    """Every time survives being written as text and read again."""
+    """Every time equals the one parsed from its string."""
     assert Time.from_timestring(str(time)) == time
     assert eval(repr(time)) == time
 
@@ -30,7 +30,7 @@ def test_reads_what_it_writes(time):
 @settings(deadline=None)
 @given(whole_numbers, whole_numbers, whole_units)
 def test_counts_like_whole_numbers(a, b, unit):
-    """Sums, differences, order and hashes of times are those of their values, at any size."""
+    """Sums, differences, order and hashes equal those of the values, at any size."""
     left, right = Time(a, unit), Time(b, unit)
     assert (left + right).value == a + b
     assert left + right - right == left
@@ -41,7 +41,7 @@ def test_counts_like_whole_numbers(a, b, unit):
 @settings(deadline=None)
 @given(whole_numbers, st.integers(1, 10**6), whole_units)
 def test_divides_like_whole_numbers(value, divisor, unit):
-    """A quotient is cut toward zero, and with the remainder gives the dividend."""
+    """A quotient is rounded toward zero, and with the remainder gives the dividend."""
     time = Time(abs(value), unit)
     assert time / divisor * divisor + time % divisor == time
     assert Time(-abs(value), unit) / divisor == (time / divisor) * -1
@@ -50,8 +50,8 @@ def test_divides_like_whole_numbers(value, divisor, unit):
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 10**6), whole_units)
 @example(100, 290000, TimeUnit.EPOCH)
-def test_a_fraction_of_a_time_is_cut_to_a_whole(total, millionths, unit):
-    """Times dur gives the floor of the exact product of what is written, in either order."""
+def test_a_fraction_of_a_time_is_rounded_down(total, millionths, unit):
+    """Multiplication by dur gives the floor of the exact decimal product, in either order."""
     part = Time.from_timestring(f"{millionths}e-6dur")
     expected = Time(total * millionths // 10**6, unit)
     assert Time(total, unit) * part == expected
@@ -71,7 +71,7 @@ def test_a_fraction_of_a_time_is_cut_to_a_whole(total, millionths, unit):
     ],
 )
 def test_reads(text, expected):
-    """Steps, unlimited hours and minutes, and every way to write a number are read."""
+    """Steps, unlimited hours and minutes, and all number formats are parsed."""
     assert Time.from_timestring(text) == expected
 
 
@@ -79,39 +79,41 @@ def test_reads(text, expected):
     "text", ["5", "1h5", "", "1d", "5s1h", "1.5h", "5 ba", "٣ba", "nandur", "1e999dur", "1e9999ba"]
 )
 def test_refuses_text(text):
-    """Text without a unit, out of order or beyond any training is refused with an example."""
+    """Text without a unit, out of order or too long is refused with an example."""
     with pytest.raises(ConfigError, match=r"10ba|0\.5dur"):
         Time.from_timestring(text)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "1", None])
-def test_refuses_what_is_no_whole_number(value):
-    """Only whole numbers count epochs, batches and the like."""
+def test_refuses_what_is_not_a_whole_number(value):
+    """Units other than dur require whole numbers."""
     with pytest.raises(TypeError):
         Time(value, "ep")
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_refuses_a_fraction_that_is_not_finite(value):
-    """Neither infinity nor nan is a fraction of training."""
+    """Infinity and nan are refused."""
     with pytest.raises(ConfigError, match="finite"):
         Time(value, "dur")
 
 
 def test_refuses_an_unknown_unit():
-    """An unknown unit is named beside those that there are."""
-    with pytest.raises(ConfigError, match=r"unit='fortnight' is none of ep, ba, sp"):
+    """The message lists the valid units."""
+    with pytest.raises(
+        ConfigError, match=r"unit='fortnight' is not a unit, expected one of ep, ba, sp"
+    ):
         Time(1, "fortnight")
 
 
-def test_takes_whole_numbers_of_other_packages():
-    """A numpy integer becomes a plain one, so that nothing foreign reaches a checkpoint."""
+def test_accepts_numpy_integers():
+    """A numpy integer becomes an int, so that checkpoints contain plain numbers."""
     assert type(Time(np.int64(3), "ba").value) is int
     assert Time(3, "ba") * np.int64(2) == "6ba"
 
 
-def test_from_input_takes_all_that_stands_for_a_time():
-    """Times, strings, timedeltas and numbers with a unit are taken; numbers alone are not."""
+def test_from_input_accepts_all_forms_of_a_time():
+    """Times, strings, timedeltas and numbers with a unit are accepted; plain numbers are not."""
     time = Time(90, "sec")
     for value in (time, "90sec", "1m30s", timedelta(seconds=90.7), 90):
         assert Time.from_input(value, "sec") == time
@@ -122,22 +124,22 @@ def test_from_input_takes_all_that_stands_for_a_time():
 
 @pytest.mark.parametrize("unit", TimeUnit)
 def test_has_a_constructor_for_each_unit(unit):
-    """Time.from_epoch and its sisters make what the unit says."""
+    """Time.from_epoch and the other constructors use their unit."""
     constructor = getattr(Time, f"from_{unit.name.lower()}")
     assert constructor(3) == Time(3, unit)
     assert int(constructor(3)) == 3
 
 
 def test_right_hand_arithmetic_takes_numbers_and_strings():
-    """A number or a string may stand on the left."""
+    """The left operand may be a number or a string."""
     assert 5 - Time(2, "ba") == "3ba"
     assert "5ba" + Time(2, "ba") == "7ba"
     assert 2 * Time(2, "ba") == "4ba"
     assert Time(3, "ba") >= "3ba"
 
 
-def test_other_kinds_of_operands_are_type_errors():
-    """What is no time does not compute with one, and equals none."""
+def test_other_operands_are_type_errors():
+    """Other values raise TypeError in arithmetic and are never equal to a time."""
     for compute in (lambda t: t + None, lambda t: t * None, lambda t: t < [], lambda t: t / {}):
         with pytest.raises(TypeError):
             compute(Time(1, "ba"))
@@ -145,7 +147,7 @@ def test_other_kinds_of_operands_are_type_errors():
 
 
 def test_is_immutable_and_pickles():
-    """A time cannot be changed, and survives a trip to another process."""
+    """A time cannot be changed and can be pickled."""
     time = Time(5, "ba")
     with pytest.raises(AttributeError):
         time.value = 6
@@ -156,8 +158,8 @@ def test_is_immutable_and_pickles():
     ("text", "value"),
     [("4_000tok", 4000), ("1_000_000sp", 10**6), ("1_0e1_0ba", None), ("0.000_5dur", 0.0005)],
 )
-def test_digits_may_stand_in_groups(text, value):
-    """Groups are read as Python reads them."""
+def test_digits_may_be_grouped(text, value):
+    """Underscores are parsed as in Python."""
     if value is None:
         with pytest.raises(ConfigError):
             Time.from_timestring(text)
@@ -180,8 +182,8 @@ def test_misplaced_groups_are_refused(text):
         st.just("9" * 5000 + "ba"),
     )
 )
-def test_whatever_is_written_is_a_time_or_an_error_of_ours(text):
-    """No text makes anything else, and what is read is written so that it is read again."""
+def test_any_text_is_a_time_or_a_config_error(text):
+    """No text raises another error, and every parsed time can be formatted and parsed again."""
     try:
         time = Time.from_timestring(text)
     except (ConfigError, TypeError):

@@ -1,4 +1,4 @@
-"""Timestamps: how they advance, and that checkpoints can hold them."""
+"""Timestamps: how they advance, and their state in checkpoints."""
 
 import pickle
 from datetime import timedelta
@@ -17,7 +17,7 @@ counts = st.integers(0, 10**6)
 @settings(deadline=None)
 @given(st.lists(st.lists(st.tuples(counts, counts, st.integers(0, 1)), max_size=4), max_size=4))
 def test_totals_are_the_sums_of_the_epochs(epochs):
-    """Totals add up over all epochs, and counts within an epoch over that epoch alone."""
+    """Totals are summed over all epochs, counts within an epoch over that epoch only."""
     now = Timestamp()
     for batches in epochs:
         for samples, tokens, steps in batches:
@@ -43,8 +43,8 @@ def test_durations_may_be_timedeltas(advance):
     assert advance(now, duration=1.5).total_wct == 1.5
 
 
-def test_get_tells_each_count():
-    """Each unit gives its own total, seconds cut to whole ones."""
+def test_get_returns_each_count():
+    """Each unit has its own total; seconds are rounded down."""
     now = Timestamp(epoch=1, batch=2, sample=3, token=4, step=5, total_wct=6.9)
     assert [str(now.get(unit)) for unit in ("ep", "ba", "sp", "tok", "step", TimeUnit.SECOND)] == [
         "1ep",
@@ -57,13 +57,13 @@ def test_get_tells_each_count():
 
 
 def test_get_refuses_a_fraction():
-    """A timestamp does not know how long training will be."""
+    """A timestamp does not contain the length of training."""
     with pytest.raises(ConfigError, match="dur"):
         Timestamp().get("dur")
 
 
-def test_state_holds_plain_numbers():
-    """A state is plain ints and floats, which load with weights_only, and gives the same back."""
+def test_the_state_has_plain_numbers():
+    """The state has plain ints and floats, loads with weights_only, and restores the timestamp."""
     now = Timestamp(epoch=2).to_next_batch(32, 64, 0.25, 1)
     state = now.state_dict()
     assert {type(value) for value in state.values()} == {int, float}
@@ -71,12 +71,12 @@ def test_state_holds_plain_numbers():
 
 
 def test_state_of_another_version_loads():
-    """Counts that a state lacks are zero, and what it has besides is left out."""
+    """Missing counts are 0, unknown ones are ignored."""
     assert Timestamp.from_state_dict({"batch": 3, "iteration": 7}) == Timestamp(batch=3)
 
 
 def test_is_immutable_and_pickles():
-    """A timestamp cannot be changed, and survives a trip to another process."""
+    """A timestamp cannot be changed and can be pickled."""
     now = Timestamp(batch=3)
     with pytest.raises(AttributeError):
         now.batch = 4
@@ -115,7 +115,7 @@ def test_fields_may_be_times():
     ],
 )
 def test_a_wrong_unit_is_refused_in_every_field(field, value):
-    """The message names the field, and an example that works."""
+    """The message names the field and a valid example."""
     with pytest.raises(ConfigError) as caught:
         Timestamp(**{field: value})
     assert caught.value.field == field
@@ -124,7 +124,7 @@ def test_a_wrong_unit_is_refused_in_every_field(field, value):
 
 
 def test_compares_with_times():
-    """A timestamp compares with a time or its string by its count in that unit."""
+    """Comparison with a time or time string uses the count in its unit."""
     now = Timestamp(epoch=2, batch=30, total_wct=61.5)
     assert now < "31ba"
     assert now <= "2ep"
@@ -142,5 +142,5 @@ def test_compares_with_times():
 
 
 def test_hashes_by_its_counts():
-    """Equal timestamps are one key."""
+    """Equal timestamps have equal hashes."""
     assert len({Timestamp(batch=3), Timestamp(batch=3), Timestamp(batch=4)}) == 2

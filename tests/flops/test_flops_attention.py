@@ -27,7 +27,7 @@ def heads_last():
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn", "fused"])
 def test_sdpa_on_a_gpu(kind):
-    """Each kernel costs the same, with grouped queries, and its backward twice as much."""
+    """Each kernel has the same FLOPs, also with grouped queries; backward has twice as many."""
     suffix = "_overrideable" if kind == "fused" else ""
     name = f"aten::_scaled_dot_product_{kind}_attention{suffix}"
     assert FORMULAS[name](heads_first(), None) == FORWARD
@@ -36,7 +36,7 @@ def test_sdpa_on_a_gpu(kind):
 
 
 def test_flex_attention():
-    """Flexible attention is counted in full, whatever its mask leaves out."""
+    """Flex attention is counted in full, also with a mask."""
     assert FORMULAS["higher_order::flex_attention"](heads_first(), None) == FORWARD
     assert FORMULAS["higher_order::flex_attention_backward"](heads_first(), None) == 2 * FORWARD
 
@@ -51,7 +51,7 @@ def arguments(kind, qkv, ends):
 
 @pytest.mark.parametrize("kind", ["flash", "efficient"])
 def test_attention_with_heads_last(kind):
-    """The kernels below SDPA, which other libraries call, have the heads behind the length."""
+    """The kernels below SDPA, which other libraries call, have the heads after the length."""
     forward, backward = arguments(kind, heads_last(), (None, None))
     assert FORMULAS[f"aten::_{kind}_attention_forward"](forward, None) == FORWARD
     assert FORMULAS[f"aten::_{kind}_attention_backward"](backward, None) == 2 * FORWARD
@@ -59,7 +59,7 @@ def test_attention_with_heads_last(kind):
 
 @pytest.mark.parametrize("kind", ["flash", "efficient"])
 def test_packed_sequences(kind):
-    """Packed sequences cost the sum of their own squares, not the square of their sum."""
+    """Packed sequences cost the sum of their squared lengths."""
     packed = meta(10, HEADS, WIDTH)
     ends = torch.tensor([0, 3, 10])
     forward, backward = arguments(kind, [packed] * 3, (ends, ends))

@@ -1,4 +1,4 @@
-"""Modules that are hard to look into train as ever, and are counted exactly or not at all."""
+"""Unusual modules train unchanged, and are counted exactly or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Branching(Small):
 
 
 class Items(Small):
-    """Values taken to the host and back."""
+    """Values that are copied to the host and back."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -42,7 +42,7 @@ class Masked(Small):
 
 
 class Square(torch.autograd.Function):
-    """A function with a backward of its own."""
+    """An autograd function with its own backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Locked(Small):
 
 
 class Hooked(Small):
-    """Hooks forward and backward, and a parametrized weight."""
+    """Forward and backward hooks, and a parametrized weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def train(folder: Path, kind: type[Small], *callbacks: Any) -> tuple[list[Tensor
 def test_training_is_the_same_and_the_count_exact(
     tmp_path: Path, kind: type[Small], expected: int
 ) -> None:
-    """Weights and generators end bit-identical, and the FLOPs are those on paper."""
+    """Weights and random state end bit-identical, and the FLOPs equal the expected sum."""
     plain = train(tmp_path / "plain", kind)
     flops = Flops(peak_flops=1e9)
     with warnings.catch_warnings(record=True) as caught:
@@ -137,8 +137,8 @@ def test_training_is_the_same_and_the_count_exact(
     assert flops.metrics["batch_flops"] == expected
 
 
-def test_an_error_of_the_user_s_in_the_counted_batch_is_the_user_s(tmp_path: Path) -> None:
-    """It arrives as it was raised, and a second training is counted as if nothing had been."""
+def test_a_user_error_in_a_counted_batch_is_raised_unchanged(tmp_path: Path) -> None:
+    """The error is unchanged, and a second training is counted normally."""
 
     class Raising(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -152,10 +152,10 @@ def test_an_error_of_the_user_s_in_the_counted_batch_is_the_user_s(tmp_path: Pat
     assert flops.metrics["batch_flops"] == EXACT
 
 
-def test_what_is_not_counted_is_named(
+def test_uncounted_operators_are_reported(
     tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Work that no formula knows is reported by the number of its calls, and by name in the log."""
+    """Operators without a formula are reported by number of calls, and by name in the log."""
 
     class Spectral(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

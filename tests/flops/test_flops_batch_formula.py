@@ -1,4 +1,4 @@
-"""A formula by name: its sizes from wherever they are, its tokens from the batch."""
+"""FLOP formulas by name: sizes from the configuration, tokens from the batch."""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from helpers import TESTS
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops import TransformerConfig, formula_for, megatron, nanogpt, palm
+from lightning_perf.flops.formulas import TransformerConfig, formula_for, megatron, nanogpt, palm
 
 MODELS = json.loads((TESTS / "data" / "transformer_flops.json").read_text())
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256}
@@ -30,7 +30,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_reference_models(name):
-    """All five, with Hugging Face's names, cost what the reference says, sequence by sequence."""
+    """All five reference models give the reference FLOPs from Hugging Face's names."""
     letters = MODELS[name]["config"]
     config = {NAMES[k]: v for k, v in letters.items() if k in NAMES}
     config |= {"rms_norm_eps": 1e-5} if letters["rms"] else {}
@@ -64,7 +64,7 @@ FULL = 4 * WIDTH * WIDTH
     ids=["gqa", "swiglu", "moe", "all with recomputation"],
 )
 def test_derived_models(extra, layer, passes):
-    """Grouped queries, gates, experts and recomputation come out as written by hand."""
+    """Grouped queries, gates, experts and recomputation match hand-written sums."""
     config = {"layers": 2, "hidden": WIDTH, "heads": 2, "vocab": 10, **extra}
     formula = formula_for({"kind": "palm", "config": config, "passes": passes})
     forward = 2 * (2 * layer + 10 * WIDTH) + 2 * ATTENTION
@@ -72,7 +72,7 @@ def test_derived_models(extra, layer, passes):
 
 
 def test_each_name_is_its_formula():
-    """The three kinds differ as their formulas do, and the forward alone is a third."""
+    """The three formulas differ as published, and the forward alone is a third."""
     each = {kind: formula_for({"kind": kind, "config": TINY})(IDS) for kind in
             ("palm", "megatron", "nanogpt")}  # fmt: skip
     formulas = {"palm": palm, "megatron": megatron, "nanogpt": nanogpt}
@@ -98,12 +98,12 @@ class Packed:
     ids=["tensor", "list", "input_ids", "nested", "dataclass"],
 )
 def test_tokens_are_found_in_the_batch(batch):
-    """input_ids, wherever they are, or else the first whole numbers; masks are no tokens."""
+    """Token ids are input_ids at any depth, else the first integer tensor; masks are ignored."""
     assert formula_for({"kind": "palm", "config": SIZES})(batch) == IDS.numel() * palm(TINY)
 
 
 def test_packed_ids_take_the_length_of_the_configuration():
-    """A row of ids has no sequences: their length must be known, and is missed at the batch."""
+    """For packed ids the sequence length comes from the configuration, or is an error."""
     row = IDS.flatten()
     known = formula_for({"kind": "palm", "config": {**SIZES, "block_size": 32}})
     assert known(row) == IDS.numel() * palm(TINY)
@@ -119,41 +119,41 @@ def test_packed_ids_take_the_length_of_the_configuration():
         SimpleNamespace(config={}, hparams=SIZES),
     ],
 )
-def test_a_name_alone_asks_the_module(module):
-    """The sizes are the module's configuration, or else its hyperparameters."""
+def test_a_name_alone_uses_the_module_s_sizes(module):
+    """The sizes come from the module's config, or else its hparams."""
     assert formula_for("palm", module)(IDS) == IDS.numel() * palm(TINY)
 
 
-def test_a_function_of_the_users():
-    """A callable is taken as it is."""
+def test_a_user_s_function():
+    """A callable is returned unchanged."""
     assert formula_for(len) is len
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("chinchilla", "chinchilla.*none of palm, megatron, nanogpt"),
-        (6.0, "neither a name"),
-        ({"kind": "palm", "sizes": 1}, "no use for sizes"),
+        ("chinchilla", "chinchilla.*expected one of palm, megatron, nanogpt"),
+        (6.0, "expected a name"),
+        ({"kind": "palm", "sizes": 1}, "unknown keys: sizes"),
         ({"kind": "palm"}, "no config and no hparams"),
         ({"kind": "palm", "config": {"n_layer": 2, "n_head": 2}}, "lacks hidden, vocab"),
         ({"kind": "palm", "config": TINY, "passes": 2}, "passes=2"),
     ],
 )
-def test_what_cannot_be_is_refused(spec, message):
-    """Unknown kinds and keys, and missing sizes by their names, are refused at construction."""
+def test_invalid_formulas_are_refused(spec, message):
+    """Unknown names, unknown keys and missing sizes are refused at construction."""
     with pytest.raises(ConfigError, match=message):
         formula_for(spec)
 
 
 def test_a_batch_without_tokens():
-    """A batch of floating-point numbers is no text, and the error says so."""
+    """A batch of floating-point numbers is an error."""
     with pytest.raises(ValueError, match="token ids"):
         formula_for({"kind": "palm", "config": TINY})([torch.zeros(2, 3), "text"])
 
 
-def test_a_batch_without_ids_after_others_that_had_some():
-    """Where loaders take turns, a batch without token ids has no FLOPs and is no error."""
+def test_a_batch_without_ids_after_batches_with_ids():
+    """With several loaders, a batch without token ids counts as 0 FLOPs."""
     formula = formula_for({"kind": "palm", "config": SIZES})
     with pytest.raises(ValueError, match="token ids"):
         formula({"a": None})

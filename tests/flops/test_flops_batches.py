@@ -1,4 +1,4 @@
-"""Batches of every kind, one after the other: counted or predicted exactly, or left out."""
+"""Sequences of different batches: counted or predicted exactly, or excluded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor
-from lightning_perf.run.flop_meter import MOST_COUNTED
+from lightning_perf.flops.cost import MOST_COUNTED
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)
 
@@ -28,7 +28,7 @@ def rows(*sizes: int) -> list[Tensor]:
 
 
 class Fed(Small):
-    """Trains on what it is given, in whatever the tensor may be."""
+    """Trains on given batches, with a function that finds the tensor."""
 
     def __init__(self, batches: Any, find: Any = lambda batch: batch) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Fed(Small):
 
 
 def reported(folder: Path, model: Fed, *callbacks: Any, **options: Any) -> Records:
-    """What is logged of a training that no callback of ours has left."""
+    """The logged metrics of a training, without warnings of ours."""
     records = Records()
     flops = Flops(schedule="1ba", peak_flops=1e12)
     with warnings.catch_warnings(record=True) as caught:
@@ -63,7 +63,7 @@ def counted(folder: Path, model: Fed, **options: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", [dict, list], ids=["dict", "list"])
-def test_a_loader_that_is_used_up_gives_none(tmp_path: Path, kind: Any) -> None:
+def test_an_exhausted_loader_gives_none(tmp_path: Path, kind: Any) -> None:
     """CombinedLoader("max_size") replaces one part by None in the middle of an epoch."""
     long, short = DataLoader(rows(2, 2, 3, 3), None), DataLoader(rows(2, 2), None)
     loaders = {"a": short, "b": long}
@@ -77,7 +77,7 @@ def test_a_loader_that_is_used_up_gives_none(tmp_path: Path, kind: Any) -> None:
 
 
 def test_validation_loaders_of_two_kinds(tmp_path: Path) -> None:
-    """Loaders of tensors, of mappings and of both, one after the other, over two epochs."""
+    """Loaders of tensors, of mappings and of both are counted, over two epochs."""
 
     class Two(Fed):
         def val_dataloader(self) -> Any:
@@ -106,7 +106,7 @@ class Sample:
 
 
 class Box:
-    """A batch of a library's own kind: an object that can be moved."""
+    """A batch of a custom class, which can be moved to a device."""
 
     def __init__(self, x: Tensor) -> None:
         self.store = {"x": x}
@@ -116,7 +116,7 @@ class Box:
 
 
 def test_each_batch_in_another_container(tmp_path: Path) -> None:
-    """Numbers, strings, None and nested parts come and go, and nothing is remembered wrongly."""
+    """Batches in changing containers always have their own FLOPs."""
     one, two, three = rows(1, 2, 3)
     batches = [
         [one, one], [None, two], (two, 3), ("a", [three, None]), {"x": one, "y": None}, two,
@@ -136,18 +136,18 @@ def test_each_batch_in_another_container(tmp_path: Path) -> None:
 
 
 def test_objects_of_changing_sizes(tmp_path: Path) -> None:
-    """The tensors in an object tell its FLOPs: counted at first, predicted later, never stale."""
+    """FLOPs of objects are counted at first and predicted later, always exactly."""
     draw = random.Random(0)
     sizes = [draw.randrange(1, 99) for _ in range(100)]
     model = Fed([Box(x) for x in rows(*sizes)], lambda box: box.store["x"])
     assert counted(tmp_path, model) == [n * FLOPS_PER_SAMPLE for n in sizes]
 
 
-def test_objects_that_show_nothing_have_no_stale_flops(tmp_path: Path) -> None:
-    """Each batch is counted while that lasts, and then has no FLOPs; one warning says so."""
+def test_objects_that_cannot_be_inspected_have_no_stale_flops(tmp_path: Path) -> None:
+    """Such batches are counted up to a maximum, then excluded with one warning."""
 
     class Sealed:
-        """Keeps its tensor where it cannot be seen."""
+        """Hides its tensor in an iterator."""
 
         def __init__(self, x: Tensor) -> None:
             self.get = iter([x])
@@ -164,8 +164,8 @@ def test_objects_that_show_nothing_have_no_stale_flops(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
-def test_steps_that_take_their_batches_themselves(tmp_path: Path) -> None:
-    """With training_step(self, dataloader_iter) the strategy sees no batch: none has another's."""
+def test_steps_that_fetch_their_batches(tmp_path: Path) -> None:
+    """With training_step(self, dataloader_iter), no batch gets the FLOPs of another."""
 
     class Taking(Fed):
         def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
@@ -183,7 +183,7 @@ def test_steps_that_take_their_batches_themselves(tmp_path: Path) -> None:
 
 
 class Graph:
-    """Nodes and edges, as graph libraries hand them over."""
+    """A batch of nodes and edges, as in graph libraries."""
 
     def __init__(self, nodes: Tensor, edges: Tensor) -> None:
         self.nodes, self.edges = nodes, edges
@@ -192,8 +192,8 @@ class Graph:
         return Graph(self.nodes.to(device), self.edges.to(device))
 
 
-def test_ragged_graphs_are_predicted_to_the_digit(tmp_path: Path) -> None:
-    """Some hundred graphs of free numbers of nodes and edges: past sixteen none is counted."""
+def test_graphs_of_any_size_are_predicted_exactly(tmp_path: Path) -> None:
+    """300 graphs with any number of nodes and edges: only the first 16 are counted."""
 
     class Passing(Fed):
         def __init__(self, graphs: list[Graph]) -> None:

@@ -1,4 +1,4 @@
-"""Whether a module is compiled, in any of the ways there are to compile one."""
+"""Detection of compiled modules, for all ways to compile one."""
 
 import subprocess
 import sys
@@ -58,14 +58,14 @@ def by_lightning():
         lambda: Helped(2, 2),
     ],
 )
-def test_each_way_is_found_at_any_depth(make):
-    """A compiled module is found by itself and as a part of another."""
+def test_each_way_is_detected_at_any_depth(make):
+    """A compiled module is detected alone and as a submodule."""
     assert is_compiled(make())
     assert is_compiled(nn.Sequential(nn.ReLU(), nn.Sequential(make())))
 
 
 def test_plain_modules_are_not_compiled():
-    """Nothing is taken for compiled that is not, whatever its attributes answer."""
+    """Modules that are not compiled are not detected, whatever their attributes return."""
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     module.proxy, module.settings = MagicMock(), SimpleNamespace(_torchdynamo_orig_callable=1)
     module._compiler_ctx = None
@@ -73,7 +73,7 @@ def test_plain_modules_are_not_compiled():
 
 
 def test_the_compiler_is_not_imported():
-    """Asking does not load torch's compiler, which takes a second."""
+    """Detection does not import torch's compiler, which takes a second."""
     code = (
         "import sys; from torch import nn; from lightning_perf.flops import is_compiled; "
         "assert not is_compiled(nn.Linear(2, 2)); assert 'torch._dynamo' not in sys.modules"

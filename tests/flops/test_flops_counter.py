@@ -1,4 +1,4 @@
-"""The counter, held against closed formulas and never against another counter."""
+"""FlopCounter, compared with closed formulas."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ FIRST, SECOND = 2 * ROWS * INPUTS * HIDDEN, 2 * ROWS * HIDDEN * OUTPUTS
 
 
 def test_mlp_forward_and_backward():
-    """Two products a layer go backward, but the first layer makes no gradient of the data."""
+    """Backward has two products per layer, except one for the first layer."""
     model, x = mlp(), torch.randn(ROWS, INPUTS)
     counts = count(lambda: model(x).sum().backward())
     assert counts.model == {"float32": 2 * FIRST + 3 * SECOND}
@@ -42,7 +42,7 @@ def test_mlp_forward_and_backward():
 
 
 def test_frozen_layers_cost_no_weight_gradient():
-    """A frozen layer passes gradients on, and a frozen first layer does not even do that."""
+    """A frozen layer has one product in backward; a frozen first layer has none."""
     model, x = mlp(), torch.randn(ROWS, INPUTS)
     model[2].requires_grad_(False)
     assert total(lambda: model(x).sum().backward()) == 2 * FIRST + 2 * SECOND
@@ -53,7 +53,7 @@ def test_frozen_layers_cost_no_weight_gradient():
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
 def test_without_gradients_operators_are_counted_too(context):
-    """Composite operators arrive whole under inference_mode, and their parts are counted."""
+    """Composite operators, which stay whole under inference_mode, are counted by their parts."""
     x = torch.randn(ROWS, INPUTS)
 
     def step():
@@ -81,7 +81,7 @@ def test_without_gradients_operators_are_counted_too(context):
     ],
 )
 def test_convolution(make, shape, products):
-    """Each gradient of a convolution costs its forward, with groups and transposed as well."""
+    """Each gradient of a convolution costs as much as its forward, also grouped or transposed."""
     layer, x = make(), torch.randn(shape, requires_grad=True)
     forward = 2 * 2 * products
     assert total(lambda: layer(x).sum().backward()) == 3 * forward
@@ -92,7 +92,7 @@ def test_convolution(make, shape, products):
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_lstm(layers, directions):
-    """The four gates of every layer and direction, once a step, and twice that backward."""
+    """Four gates per layer, direction and step, and twice that in backward."""
     steps, width, hidden = 5 * 3, 8, 16
     lstm = nn.LSTM(width, hidden, layers, bidirectional=directions == 2)
     x = torch.randn(5, 3, width, requires_grad=True)
@@ -102,7 +102,7 @@ def test_lstm(layers, directions):
 
 
 def test_gru():
-    """Three gates a step; the gradient of the first state is made because it is asked for."""
+    """Three gates per step; the requested gradient of the first state is included."""
     gru, x = nn.GRU(8, 16), torch.randn(5, 3, 8, requires_grad=True)
     state = torch.randn(1, 3, 16, requires_grad=True)
     forward = 2 * 5 * 3 * 3 * 16 * (8 + 16)
@@ -148,7 +148,7 @@ class Transformer(nn.Module):
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_transformer_is_six_n_plus_attention(kv_heads):
-    """A transformer costs 6 N + 12 L H Q T a token, attention in full, by its query heads."""
+    """A transformer costs 6 N + 12 L H Q T per token, with full attention."""
     model = Transformer(kv_heads=kv_heads)
     tokens = torch.randint(50, (3, 16))
     per_token = 6 * model.matmul_parameters() + 12 * 2 * 32 * 16
@@ -156,7 +156,7 @@ def test_transformer_is_six_n_plus_attention(kv_heads):
 
 
 def test_dtypes_are_kept_apart():
-    """Each dtype has its own sum, so that each can be held against its own peak."""
+    """FLOPs are summed per dtype, because each dtype has its own peak."""
     x = torch.randn(ROWS, INPUTS)
 
     def step():
@@ -168,13 +168,13 @@ def test_dtypes_are_kept_apart():
 
 
 def test_complex_products_count_four_times():
-    """A complex multiply-add is four real ones, at the rate of its parts."""
+    """A complex multiply-add counts as four real ones, in the dtype of its parts."""
     x = torch.randn(4, 4, dtype=torch.complex64)
     assert count(lambda: x @ x).model == {"float32": 4 * 2 * 4**3}
 
 
 def test_an_entry_inside_itself_counts_once_and_a_later_one_adds():
-    """Backward inside of a counted training step is not counted twice."""
+    """A backward inside a counted training step is counted once."""
     model, x, counter = mlp(), torch.randn(ROWS, INPUTS), FlopCounter()
     with counter:
         loss = model(x).sum()
@@ -189,7 +189,7 @@ def test_an_entry_inside_itself_counts_once_and_a_later_one_adds():
 
 
 def test_an_exception_leaves_nothing_behind():
-    """After an error inside, no mode is active and nothing more is counted."""
+    """After an error inside, no dispatch mode is active."""
     x, counter = torch.randn(2, 2), FlopCounter()
 
     def fail():
@@ -227,7 +227,7 @@ def test_training_is_the_same_bit_for_bit():
 
 
 def test_second_derivatives():
-    """A gradient penalty, whose backward is itself differentiated, is counted and not disturbed."""
+    """A gradient penalty, whose backward is differentiated, is counted and unchanged."""
     layer, x = nn.Linear(8, 4, bias=False), torch.randn(6, 8, requires_grad=True)
 
     def step():
@@ -238,8 +238,8 @@ def test_second_derivatives():
     assert total(step) == (2 + 4) * 2 * 6 * 8 * 4
 
 
-def test_work_that_cannot_be_counted_is_named():
-    """Transforms, decompositions, sparse products and custom operators are named, not counted."""
+def test_uncounted_operators_are_named():
+    """Transforms, decompositions, sparse products and custom operators are named."""
 
     @torch.library.custom_op("lightning_perf_test::double", mutates_args=())
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -262,8 +262,8 @@ def test_work_that_cannot_be_counted_is_named():
     assert counts.model == {}
 
 
-def test_subclasses_are_counted_by_what_they_hold():
-    """A nested tensor costs its real rows and does not break the step."""
+def test_wrapper_subclasses_are_counted_by_their_inner_tensors():
+    """A nested tensor costs its real rows."""
     lengths = 2, 4
     rows = [torch.randn(length, INPUTS) for length in lengths]
     model = mlp()
@@ -275,7 +275,7 @@ def test_subclasses_are_counted_by_what_they_hold():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_encoder_fast_path():
-    """The fused encoder layer costs the real lengths of a padded batch."""
+    """The fused encoder layer costs the real lengths in a padded batch."""
     width, hidden, lengths = 16, 32, (7, 5, 3)
     layer = nn.TransformerEncoderLayer(width, 2, hidden, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2).eval()
@@ -291,7 +291,7 @@ def test_the_encoder_fast_path():
 
 
 def test_compiled_code_stays_compiled():
-    """A step that was counted by mistake does not turn a compiled module eager."""
+    """Counting a compiled module does not make it eager."""
     if not hasattr(torch.utils._python_dispatch.TorchDispatchMode, "ignore_compile_internals"):
         pytest.skip("this torch cannot")
     runs = []
@@ -313,7 +313,7 @@ def test_compiled_code_stays_compiled():
 
 @pytest.fixture
 def two_ranks():
-    """A mesh of two ranks, of which only this one is there."""
+    """A mesh of two ranks, of which only this one exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -322,7 +322,7 @@ def two_ranks():
 
 
 def test_tensor_parallel_layers_cost_this_ranks_share(two_ranks):
-    """A layer that is split over two ranks costs each of them half."""
+    """A layer split over two ranks costs each of them half."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     layer = parallelize_module(nn.Linear(INPUTS, HIDDEN), two_ranks, ColwiseParallel())

@@ -1,4 +1,4 @@
-"""The table of peaks: real device names find their entry, and only theirs."""
+"""The table of peaks: real device names match exactly their entry."""
 
 import json
 import re
@@ -51,7 +51,7 @@ NAMES = {
 
 @pytest.mark.parametrize(("device", "entry"), NAMES.items())
 def test_device_names(device, entry):
-    """Each name that torch gives finds its own entry."""
+    """Each name as reported by torch matches its entry."""
     peaks = lookup(device)
     assert peaks is not None
     assert peaks.name == entry
@@ -76,7 +76,7 @@ def test_device_names(device, entry):
     ],
 )
 def test_devices_that_are_not_in_the_table(device):
-    """A laptop's part, a slice of a device or a stranger is not taken for a part of that name."""
+    """Laptop models, MIG slices and unknown devices match no entry."""
     assert lookup(device) is None
     assert peak_flops(device, "float16") is None
 
@@ -97,8 +97,8 @@ def test_composers_cases(device, dtype, expected):
     assert peak_flops(device, dtype) == pytest.approx(expected, rel=1e-3)
 
 
-def test_float32_runs_as_tf32_where_the_device_can():
-    """TF32 changes the peak of float32, of nothing else, and on no device without it."""
+def test_float32_uses_tf32_if_supported():
+    """TF32 changes only the peak of float32, and only on devices with TF32."""
     a100, t4 = "NVIDIA A100-SXM4-40GB", "Tesla T4"
     assert peak_flops(a100, "float32") == 19.5e12
     assert peak_flops(a100, "float32", tf32=True) == 156e12
@@ -106,15 +106,15 @@ def test_float32_runs_as_tf32_where_the_device_can():
     assert peak_flops(t4, "float32", tf32=True) == peak_flops(t4, "float32") == 8.1e12
 
 
-def test_a_dtype_that_the_device_has_not():
-    """No peak is invented for a dtype that a device has no units for, or that nobody knows."""
+def test_an_unsupported_dtype_has_no_peak():
+    """Unsupported and unknown dtypes have no peak."""
     assert peak_flops("Tesla T4", "bfloat16") is None
     assert peak_flops("NVIDIA A100-SXM4-40GB", "float8_e4m3fn") is None
     assert peak_flops("NVIDIA A100-SXM4-40GB", "float12") is None
 
 
-def test_every_entry_is_sound():
-    """Patterns compile, values are dense FLOP/s, and each entry says where it comes from."""
+def test_every_entry_is_valid():
+    """Patterns compile, values are plausible, and each entry has a source."""
     for peaks in table():
         assert peaks.patterns
         assert all(re.compile(pattern) for pattern in peaks.patterns)
@@ -128,7 +128,7 @@ def test_every_entry_is_sound():
 
 
 def test_entries_agree_with_their_units():
-    """The order of the file is kept, and units times clock give the 16-bit peaks."""
+    """Entries are in order, and units times clock give the 16-bit peaks."""
     data = json.loads(Path(lookup.__code__.co_filename).with_name("device_peaks.json").read_text())
     assert [peaks.name for peaks in table()] == list(data)
     checked = {name: row["check"] for name, row in data.items() if "check" in row}

@@ -1,8 +1,9 @@
-"""Peaks from units and clock, held against data sheets."""
+"""Peaks estimated from units and clock, compared with data sheets."""
 
 import pytest
 
-from lightning_perf.flops import estimate_from_properties, peak_flops
+from lightning_perf.flops import peak_flops
+from lightning_perf.flops.peak import estimate_from_properties
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ from lightning_perf.flops import estimate_from_properties, peak_flops
     ],
 )
 def test_known_devices(device, sm_count, clock_ghz, capability):
-    """Wherever the table and the estimate both know a dtype, they agree to a few percent."""
+    """The table and the estimate agree to a few percent."""
     compared = 0
     for dtype in ("float16", "bfloat16", "float8_e4m3fn", "int8", "float4_e2m1fn_x2", "float32"):
         for tf32 in (False, True):
@@ -45,7 +46,7 @@ def test_known_devices(device, sm_count, clock_ghz, capability):
 
 
 def test_published_figures():
-    """The two devices that most people compare with."""
+    """The estimates of A100 and H100 equal their published peaks."""
     a100 = estimate_from_properties(108, 1.41e9, (8, 0), "bfloat16")
     h100 = estimate_from_properties(132, 1.83e9, (9, 0), "bfloat16")
     assert a100 == pytest.approx(312e12, rel=1e-3)
@@ -57,5 +58,5 @@ def test_published_figures():
     [((3, 7), "float32"), ((99, 0), "float16"), ((7, 5), "bfloat16"), ((8, 0), "float8_e4m3fn")],
 )
 def test_unknown_units(capability, dtype):
-    """Nothing is estimated for a capability that is not known, or a dtype that it has not."""
+    """Unknown capabilities and unsupported dtypes have no estimate."""
     assert estimate_from_properties(10, 1e9, capability, dtype) is None

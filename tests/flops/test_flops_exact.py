@@ -1,4 +1,4 @@
-"""Whole models, counted to the digit: what stands beside the counter's own tests."""
+"""Whole models, counted exactly."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def count(step):
 
 
 class Experts(nn.Module):
-    """A router and several feed-forward nets, of which each token goes through some.
+    """A router and several feed-forward nets, of which each token uses some.
 
     Args:
         experts: How many there are.
@@ -95,7 +95,7 @@ def layer_forward(kv_heads=HEADS, feed_forward=WIDTH * WIDTH):
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_language_model(kv_heads, tied):
-    """Layers cost by their query heads, and an output layer costs the same tied or not."""
+    """Layers cost by query heads, and the output layer costs the same tied or not."""
     model = Language(Layer(kv_heads), Layer(kv_heads), tied=tied)
     expected = 3 * (2 * layer_forward(kv_heads) + OUTPUT)
     assert count(lambda: model(IDS).backward()).model == {"float32": expected}
@@ -103,7 +103,7 @@ def test_a_language_model(kv_heads, tied):
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a_mixture_of_experts(top_k):
-    """Each token pays its router and the experts that it goes through, whichever these are."""
+    """Each token costs the router and its active experts."""
     model = Language(Layer(feed_forward=Experts(5, top_k)))
     forward = layer_forward(feed_forward=WIDTH * 5 + top_k * 2 * WIDTH * 24)
     assert count(lambda: model(IDS).backward()).model == {"float32": 3 * (forward + OUTPUT)}
@@ -111,7 +111,7 @@ def test_a_mixture_of_experts(top_k):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_language_model(reentrant):
-    """Checkpoints leave the model's FLOPs and add the layers' forward to the hardware's."""
+    """Checkpoints add the forward of the layers to the hardware FLOPs only."""
     model = Language(Layer(), Layer(), reentrant=reentrant)
     counts = count(lambda: model(IDS).backward())
     assert counts.model_flops == 3 * (2 * layer_forward() + OUTPUT)
@@ -119,7 +119,7 @@ def test_a_checkpointed_language_model(reentrant):
 
 
 def test_a_frozen_backbone():
-    """Layers below the first trainable one cost their forward only, and those above two thirds."""
+    """Layers below the first trainable one cost only their forward."""
     model = Language(Layer(), Layer(), Layer())
     model.requires_grad_(False)
     model.layers[1].requires_grad_(True)
@@ -135,14 +135,14 @@ def test_a_frozen_backbone():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_converted_model(dtype):
-    """The same FLOPs under the name of another dtype, which has a peak of its own."""
+    """Conversion changes the dtype of the FLOPs, not their number."""
     model = Language(Layer()).to(dtype)
     expected = 3 * (layer_forward() + OUTPUT)
     assert count(lambda: model(IDS).backward()).model == {str(dtype)[6:]: expected}
 
 
 def test_autocast():
-    """Under autocast all products of a language model, the backward's too, are in bfloat16."""
+    """Under autocast all products, also in backward, are in bfloat16."""
     model = Language(Layer())
 
     def step():
@@ -154,7 +154,7 @@ def test_autocast():
 
 
 class Separable(nn.Module):
-    """Depthwise, then grouped, then pointwise: what small nets for images are made of."""
+    """Depthwise, grouped and pointwise convolutions, as in small vision models."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ class Separable(nn.Module):
 
 
 def test_a_net_of_separable_convolutions():
-    """Every filter costs its own channels, in all passes but the gradient of the images."""
+    """Every filter costs its own channels; the images have no gradient."""
     depthwise, grouped, pointwise = 8 * 64 * 9, 16 * 16 * 2 * 9, 12 * 16 * 16
     expected = 2 * 2 * (2 * depthwise + 3 * grouped + 3 * pointwise)
     model, x = Separable(), torch.randn(2, 8, 8, 8)
@@ -190,7 +190,7 @@ class Reader(nn.Module):
 
 
 def test_a_recurrent_reader():
-    """Gates of every step; the GRU runs step by step, and its zero state needs no gradient."""
+    """All gates of every step; the zero state of the GRU needs no gradient."""
     model = Reader()
     lstm, output = 2 * B * T * 4 * 12 * (8 + 12), 2 * B * 10 * 5
     inputs, states = 2 * B * T * 3 * 10 * 12, 2 * B * T * 3 * 10 * 10
@@ -200,7 +200,7 @@ def test_a_recurrent_reader():
 
 
 def test_a_gradient_penalty():
-    """The gradient of a gradient's norm: each product of either pass is differentiated."""
+    """Each product of the forward and the backward is differentiated."""
     first, second = nn.Linear(8, 16, bias=False), nn.Linear(16, 1, bias=False)
     x = torch.randn(4, 8, requires_grad=True)
 
@@ -217,7 +217,7 @@ def test_a_gradient_penalty():
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
 def test_inference(context):
-    """Without gradients a language model costs its forward, a third of training."""
+    """Without gradients a language model costs its forward, one third of training."""
     model = Language(Layer(2), Layer(2)).eval()
 
     def step():

@@ -1,4 +1,4 @@
-"""Predicting new shapes: exact where a law holds, and silent where none was seen to."""
+"""Predicting new shapes: exact if a polynomial fits, otherwise no prediction."""
 
 import random
 
@@ -8,7 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_perf.flops import Counts, FlopCounter, fit, signature
+from lightning_perf.flops import FlopCounter
+from lightning_perf.flops.counter import Counts
+from lightning_perf.flops.fit import fit
+from lightning_perf.flops.signature import signature
 
 SHAPES = [(1 + i % 5, 4 + 3 * i) for i in range(12)]
 
@@ -55,7 +58,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_a_transformer(batch_first):
-    """Longer and larger batches come out to the digit, by dtype, recomputation included."""
+    """Longer and larger batches are predicted exactly, by dtype, with recomputation."""
     model = Attention(batch_first)
     step = lambda ids: model(ids).backward()  # noqa: E731
 
@@ -66,7 +69,7 @@ def test_a_transformer(batch_first):
 
 
 def test_a_convolutional_net():
-    """Images of new sizes and numbers cost what their pixels and their head cost."""
+    """New image sizes and batch sizes are predicted exactly."""
     body, head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 10)
 
     def step(batch):
@@ -81,14 +84,14 @@ def test_a_convolutional_net():
 
 
 def test_a_recurrent_net():
-    """Time first: elements decide, whatever the axes."""
+    """Time-first batches are predicted exactly."""
     net = nn.LSTM(4, 6)
     shapes = [torch.randn(t, b, 4) for b, t in SHAPES]
     exact(lambda x: net(x)[0].sum().backward(), shapes, [torch.randn(70, 8, 4)])
 
 
-def test_what_did_not_vary_is_not_extrapolated():
-    """Known lengths of one value say nothing of another length, but all of other batch sizes."""
+def test_constant_dimensions_are_not_extrapolated():
+    """With one counted length, other lengths are refused and other batch sizes predicted."""
     model = Attention()
     step = lambda ids: model(ids).backward()  # noqa: E731
     found = predictor(step, [torch.zeros(b, 16, dtype=torch.long) for b in range(1, 10)])
@@ -102,7 +105,7 @@ def known(cost, batches):
 
 
 def test_an_encoder_and_a_decoder():
-    """Two lengths that vary freely with the batch size are predicted to the digit."""
+    """Two independent lengths and the batch size are predicted exactly."""
     draw = random.Random(0)
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     decoder = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)
@@ -116,7 +119,7 @@ def test_an_encoder_and_a_decoder():
 
 
 def test_a_graph_of_any_number_of_nodes_and_edges():
-    """Message passing costs what its nodes and its edges cost, to the digit."""
+    """Message passing is predicted exactly from nodes and edges."""
     draw = random.Random(0)
     nodes, edges = nn.Linear(6, 8), nn.Linear(8, 8)
 
@@ -133,7 +136,7 @@ def test_a_graph_of_any_number_of_nodes_and_edges():
 
 @pytest.mark.parametrize("padding", [0, 1])
 def test_images_of_any_number_and_both_sizes(padding):
-    """A convolution over free heights, widths and batch sizes, with and without padding."""
+    """A convolution is predicted for any height, width and batch size."""
     draw = random.Random(0)
     body, head = nn.Conv2d(3, 8, 3, padding=padding), nn.Linear(8, 10)
     step = lambda x: head(body(x).mean((2, 3))).sum().backward()  # noqa: E731
@@ -146,7 +149,7 @@ def test_images_of_any_number_and_both_sizes(padding):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_predictions_are_exact_or_refused(seed):
-    """Whatever polynomial or step function costs follow, no prediction is ever off by one FLOP."""
+    """For any polynomial or step function, predictions are exact or None."""
     draw = random.Random(seed)
     weights = {(a, b): draw.choice([0, 0, 1, 7, 1000]) for a in range(4) for b in range(4)}
     divisor = draw.choice([1, 1, 1, 2])
@@ -163,8 +166,8 @@ def test_predictions_are_exact_or_refused(seed):
             assert found is None or found.model_flops == cost(batch)
 
 
-def test_collinear_sizes_are_not_taken_apart():
-    """Where edges always came as twice the nodes, other graphs are not predicted."""
+def test_collinear_sizes_are_not_separated():
+    """If edges were always twice the nodes, other graphs are not predicted."""
     pairs = [(torch.empty(n, 4), torch.empty(2 * n)) for n in range(2, 20)]
     cost = lambda pair: 3 * pair[0].shape[0] + 5 * pair[1].shape[0]  # noqa: E731
     model = fit(known(cost, pairs))
@@ -172,8 +175,8 @@ def test_collinear_sizes_are_not_taken_apart():
     assert model.predict(signature((torch.empty(50, 4), torch.empty(101)))) is None
 
 
-def test_sizes_that_are_tied_stay_so():
-    """A size that always followed another one is expected to follow it again."""
+def test_dependent_sizes_are_checked():
+    """A size that always depended on another one must do so again."""
     tied = [(torch.empty(4, n), torch.empty(4, n - 1)) for n in range(5, 20)]
     model = fit(known(lambda pair: 6 * pair[0].numel(), tied))
     assert model.predict(signature((torch.empty(4, 99), torch.empty(4, 98)))) is not None
@@ -185,13 +188,13 @@ def test_sizes_that_are_tied_stay_so():
     [lambda x: x.shape[0] ** 3, lambda x: x.shape[1] ** 3, lambda x: hash(x.shape)],
     ids=["contrastive", "cubic", "arbitrary"],
 )
-def test_another_law_is_refused(cost):
-    """Costs that a held-out batch does not confirm give no model."""
+def test_costs_that_do_not_fit_are_refused(cost):
+    """Costs that a held-out batch contradicts give no model."""
     assert fit(known(lambda x: abs(cost(x)), [torch.empty(s) for s in SHAPES])) is None
 
 
 def test_other_structures_are_not_predicted():
-    """A batch of other dtypes, dimensions or members is not what was counted."""
+    """Batches with other dtypes, dimensions or members are not predicted."""
     model = fit(known(torch.numel, [torch.empty(s) for s in SHAPES]))
     assert model.predict(signature(torch.empty(3, 50))).model == {"float32": 150}
     assert model.predict(signature(torch.empty(3, 50, dtype=torch.float64))) is None
@@ -199,8 +202,8 @@ def test_other_structures_are_not_predicted():
     assert model.predict(signature([torch.empty(3, 50)])) is None
 
 
-def test_too_little_to_go_by():
-    """Few batches, batches of one shape, or counts with gaps give no model."""
+def test_too_few_counts_give_no_model():
+    """Few batches, a single shape or incomplete counts give no model."""
     batches = [torch.empty(s) for s in SHAPES]
     assert fit({}) is None
     assert fit(known(torch.numel, batches[:7])) is None

@@ -1,4 +1,4 @@
-"""Closed formulas, to the digit of the reference; and a counter's agreement with them."""
+"""Closed formulas, compared with the reference and with FlopCounter."""
 
 import json
 from types import SimpleNamespace
@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops import FlopCounter, TransformerConfig, megatron, nanogpt, palm
+from lightning_perf.flops import FlopCounter, TransformerConfig, palm
+from lightning_perf.flops.formulas import megatron, nanogpt
 
 MODELS = json.loads((TESTS / "data" / "transformer_flops.json").read_text())
 LETTERS = {
@@ -37,7 +38,7 @@ def config(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_reference_numbers(name):
-    """All five reference models come out to the digit, in parameters and in FLOPs."""
+    """All five reference models match exactly, in parameters and FLOPs."""
     model, sizes = MODELS[name], config(name)
     assert sizes.parameters == model["params_total"]
     assert sizes.matmul_parameters == model["params_matmul"]
@@ -56,7 +57,7 @@ def test_reference_numbers(name):
 
 
 class Layer(nn.Module):
-    """One layer of the reference models, which works on fake tensors only for its size."""
+    """One layer of the reference models, for fake tensors."""
 
     def __init__(self, c):
         super().__init__()
@@ -78,7 +79,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_counter_finds_the_same(name):
-    """Counted on fake tensors, the reference models cost exactly what PaLM's formula says."""
+    """FlopCounter gives exactly the result of PaLM's formula."""
     c = config(name)
     with FakeTensorMode():
         layers = nn.Sequential(*(Layer(c) for _ in range(c.layers)))
@@ -90,8 +91,8 @@ def test_a_counter_finds_the_same(name):
     assert counter.counts.untracked_names == {}
 
 
-def test_experts_cost_what_a_token_goes_through():
-    """Of many experts only the active ones cost; all of them are parameters."""
+def test_only_active_experts_cost_flops():
+    """Only active experts count for FLOPs, all of them for parameters."""
     sizes = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 10, "sequence": 4, "bias": False}
     dense = TransformerConfig(**sizes)
     mixture = TransformerConfig(**sizes, experts=4, top_k=2)
@@ -101,7 +102,7 @@ def test_experts_cost_what_a_token_goes_through():
 
 
 def test_hugging_face_llama():
-    """The names of a Hugging Face configuration are understood, and what they imply."""
+    """The names of a Hugging Face configuration, and what they imply, are supported."""
     llama = SimpleNamespace(
         num_hidden_layers=32,
         hidden_size=4096,
@@ -139,13 +140,13 @@ def test_gpt2_and_nanogpt(end):
 
 
 def test_a_missing_size_is_named():
-    """A configuration without a needed size is refused by the name of the size."""
+    """The error for a missing size names it."""
     with pytest.raises(ConfigError, match="vocab"):
         TransformerConfig.from_config({"n_layer": 2, "n_embd": 8, "n_head": 2, "block_size": 4})
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, None])
 def test_sizes_are_positive_whole_numbers(value):
-    """A size that cannot be is refused at construction."""
+    """An invalid size is refused at construction."""
     with pytest.raises(ConfigError, match="layers"):
         TransformerConfig(layers=value, hidden=8, heads=2, vocab=10, sequence=4)

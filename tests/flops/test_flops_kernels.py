@@ -1,4 +1,4 @@
-"""A counted step runs the kernels that an uncounted one runs: all of torch.nn, bit for bit."""
+"""A counted step runs the same kernels as an uncounted one: all of torch.nn, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Call(nn.Module):
 
 
 def r(*shape: int) -> Tensor:
-    """Random numbers that take a gradient."""
+    """Random numbers that require a gradient."""
     return torch.randn(shape, requires_grad=True)
 
 
@@ -206,7 +206,7 @@ def attends(options: dict[str, Any], **call: Any) -> nn.Module:
 
 
 class Wrapped(nn.Module):
-    """A module that is called in a way of its own."""
+    """A module with a special call."""
 
     def __init__(self, inner: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ NOT_IN_AUTOCAST = {
 
 
 def test_every_class_of_torch_nn_is_covered() -> None:
-    """A class that torch adds is noticed: it is compared here, or excluded for a reason."""
+    """Every class of torch.nn is compared or excluded for a reason."""
     classes = {
         name
         for name, kind in vars(nn).items()
@@ -344,7 +344,7 @@ CONTEXTS = {"train": nullcontext, "no_grad": torch.no_grad, "inference": torch.i
 
 
 def outcome(case: Case, mode: str, dtype: torch.dtype, counted: bool) -> list[Any]:
-    """All bits that a step leaves: results, gradients, buffers, random numbers; or its error."""
+    """Results, gradients, buffers and random state after a step, or its error."""
     torch.manual_seed(7)
     module = case[0]()
     args = case[1]()

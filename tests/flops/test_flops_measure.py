@@ -1,4 +1,4 @@
-"""Measuring a device: a plausible rate, once, without a trace."""
+"""Measuring a device: a plausible rate, once, without side effects."""
 
 import os
 import random
@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from lightning_perf.flops import measure, measure_peak
-from lightning_perf.flops.measure import plausible_rate
+from lightning_perf.flops import measure
+from lightning_perf.flops.measure import measure_peak, plausible_rate
 
 CPU = torch.device("cpu")
 
@@ -21,20 +21,20 @@ def forget(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_cpu_has_a_rate(dtype):
-    """Any machine that runs this does between a megaflop and a petaflop a second."""
+    """Any CPU reaches between a megaflop and a petaflop per second."""
     rate = measure_peak(dtype, CPU, budget_seconds=0.02)
     assert rate is not None
     assert 1e6 < rate < 1e15
 
 
-def test_it_is_measured_once_a_process():
-    """A second question is answered from memory, whatever the budget."""
+def test_it_is_measured_once_per_process():
+    """A second call returns the cached result, whatever the budget."""
     first = measure_peak(torch.float32, CPU, budget_seconds=0.01)
     assert measure_peak(torch.float32, torch.device("cpu"), budget_seconds=60) == first
 
 
-def test_it_leaves_no_trace():
-    """Random numbers, gradients and autocast are as they were, and do not change what is timed."""
+def test_it_has_no_side_effects():
+    """Random state, gradients and autocast do not change and do not affect the result."""
     state = torch.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16):
         measure_peak(torch.float32, CPU, budget_seconds=0.01)
@@ -44,12 +44,12 @@ def test_it_leaves_no_trace():
 
 
 def test_a_dtype_without_a_product():
-    """A dtype that the device cannot multiply has no peak, which is no error."""
+    """A dtype without matrix products has no peak."""
     assert measure_peak(torch.bool, CPU, budget_seconds=0.01) is None
 
 
 class Machine:
-    """A made-up CPU: small products are slow to launch, some calls stall, threads may wait."""
+    """A simulated CPU: small products are slow to launch, some calls stall, threads may wait."""
 
     RATE, LAUNCH, STALL = 100e9, 1e-4, 0.005
 
@@ -90,8 +90,8 @@ class Machine:
     ],
     ids=["never", "at first", "every other", "four of five"],
 )
-def test_a_stall_decides_nothing(monkeypatch, stalls):
-    """However often a call is held up, the peak is found within two percent and in bounded time."""
+def test_stalls_do_not_affect_the_result(monkeypatch, stalls):
+    """With stalls, the peak is found within 2 % and in bounded time."""
     machine = Machine(monkeypatch, stalls)
     assert measure_peak(torch.float32, CPU, 2.0) == pytest.approx(machine.RATE, rel=0.02)
     assert machine.seconds < 3
@@ -99,13 +99,13 @@ def test_a_stall_decides_nothing(monkeypatch, stalls):
 
 @pytest.mark.parametrize("waiting", [1, 1.2, 3, 1000])
 def test_threads_that_wait_for_one_another(monkeypatch, waiting):
-    """On a busy machine all threads are as fast as each alone, not a thousand times slower."""
+    """On a busy machine the peak is that of single threads, not a thousandth of it."""
     machine = Machine(monkeypatch, threads=4, waiting=waiting)
     assert measure_peak(torch.float32, CPU) == pytest.approx(4 * machine.RATE, rel=0.3)
 
 
 def test_a_stall_that_takes_all_of_the_time(monkeypatch):
-    """Where the first tries are held up for longer than the budget, more are made."""
+    """If the first tries stall for longer than the budget, more are made."""
     monkeypatch.setattr(Machine, "STALL", 0.1)
     machine = Machine(monkeypatch, lambda call: call in (1, 2, 4))
     assert measure_peak(torch.float32, CPU) == pytest.approx(machine.RATE, rel=0.5)
@@ -113,7 +113,7 @@ def test_a_stall_that_takes_all_of_the_time(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_machine_that_always_stalls_is_refused(monkeypatch, seed):
-    """Where no two tries agree there is no peak, and the search still ends."""
+    """If no two tries agree, there is no peak and the search ends."""
     draw = random.Random(seed)
     monkeypatch.setattr(Machine, "STALL", 1.0)
     machine = Machine(monkeypatch, lambda call: True, threads=2)
@@ -136,13 +136,13 @@ def test_a_machine_that_always_stalls_is_refused(monkeypatch, seed):
         (3e7, 3e7, None),
     ],
 )
-def test_what_is_plausible(alone, together, expected):
-    """All threads count unless they do less than half of what as many alone would."""
+def test_plausible_rate(alone, together, expected):
+    """All threads count unless they reach less than half of the rate of single threads."""
     assert plausible_rate(alone, together, 2) == expected
 
 
-def test_the_search_ends_where_nothing_improves(monkeypatch):
-    """On a device that is as fast with small products, large ones are never tried."""
+def test_the_search_ends_without_improvement(monkeypatch):
+    """If small products are as fast, large ones are not tried."""
     monkeypatch.setattr(Machine, "LAUNCH", 0.0)
     machine = Machine(monkeypatch)
     assert measure_peak(torch.float32, CPU) == pytest.approx(machine.RATE)
@@ -151,7 +151,7 @@ def test_the_search_ends_where_nothing_improves(monkeypatch):
 
 
 def test_a_slow_device_costs_no_more_than_the_budget(monkeypatch):
-    """A size that would not fit into the time left is not begun."""
+    """A size that exceeds the remaining time is not tried."""
     monkeypatch.setattr(Machine, "RATE", 1e9)
     machine = Machine(monkeypatch)
     assert measure_peak(torch.float32, CPU, budget_seconds=1.0) == pytest.approx(1e9, rel=0.05)
@@ -159,11 +159,11 @@ def test_a_slow_device_costs_no_more_than_the_budget(monkeypatch):
 
 
 def test_one_thread_is_one_thread(monkeypatch):
-    """What is measured alone runs on one thread, and the others' number stays as it is."""
+    """The single-thread search uses one thread and does not change the thread count."""
     seen = []
     openmp = measure._openmp()
     if not openmp:
-        pytest.skip("this system does not tell which OpenMP it has")
+        pytest.skip("no OpenMP runtime was found")
     before = torch.get_num_threads(), openmp[0].omp_get_max_threads()
 
     def search():
@@ -176,7 +176,7 @@ def test_one_thread_is_one_thread(monkeypatch):
 
 
 def test_a_busy_machine_has_the_peak_of_a_quiet_one():
-    """With every core taken twice, the peak is within a factor of four of the best, or refused."""
+    """With two busy processes per core, the peak is within a factor of 4 of the best, or None."""
     quiet = max(_fresh_peak() or 0.0 for _ in range(5))
     burn = [sys.executable, "-c", f"import os\nwhile os.getppid() == {os.getpid()}: pass"]
     burners = [subprocess.Popen(burn) for _ in range(2 * measure._usable_cores())]
@@ -197,7 +197,7 @@ def _fresh_peak():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_timed_on_the_device():
-    """The measured rate is near the table's: an enqueue time would be far above it."""
+    """The measured rate is near the table's, so kernels are timed and not their launches."""
     device = torch.device("cuda", 0)
     rate = measure_peak(torch.float16, device)
     assert rate is not None

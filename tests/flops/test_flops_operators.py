@@ -1,4 +1,4 @@
-"""Formulas of products, convolutions and recurrent layers, on meta tensors: no device is needed."""
+"""Formulas of products, convolutions and recurrent layers, on meta tensors."""
 
 import pytest
 import torch
@@ -39,12 +39,12 @@ B, M, K, N = 3, 4, 5, 7
     ],
 )
 def test_products(name, args, out, products):
-    """Every product costs two FLOPs for each multiply-add, however it is called."""
+    """Every product operator costs two FLOPs per multiply-add."""
     assert flops(f"aten::{name}", args, out) == 2 * products
 
 
-def test_four_bit_operands_hold_two_values_in_an_element():
-    """A packed product is as deep as its values, not as its bytes."""
+def test_four_bit_operands_have_two_values_per_element():
+    """The contracted size is the number of values, not of bytes."""
     if not hasattr(torch, "float4_e2m1fn_x2"):
         pytest.skip("this torch has no 4-bit dtype")
     packed = meta(M, K, dtype=torch.float4_e2m1fn_x2)
@@ -61,14 +61,14 @@ def test_four_bit_operands_hold_two_values_in_an_element():
     ],
 )
 def test_grouped_product(a, b, out):
-    """An expert costs its own tokens only."""
+    """An expert costs only its own tokens."""
     experts = B if a.dim() == b.dim() == 3 else 1
     assert flops("aten::_grouped_mm", (a, b), out) == 2 * experts * M * K * N
 
 
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, True), (False, False, True)])
 def test_backward_of_linear_and_matmul(mask):
-    """Each gradient that is asked for is one product; that of the bias is none."""
+    """Each requested gradient is one product; the bias has none."""
     x, grad, weight = meta(B, M, K), meta(B, M, N), meta(N, K)
     each = 2 * B * M * K * N
     backward = flops("aten::linear_backward", (x, grad, weight, mask), None)
@@ -79,7 +79,7 @@ def test_backward_of_linear_and_matmul(mask):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_convolution_of_every_backend(groups):
-    """Backends' own operators cost what the general one does, backward included."""
+    """Operators of all backends cost the same as the general one, also in backward."""
     x, weight, out = meta(2, 8, 6, 6), meta(12, 8 // groups, 3, 3), meta(2, 12, 4, 4)
     geometry = [[1, 1], [0, 0], [1, 1], False, [0, 0], groups]
     expected = 2 * 2 * 12 * 4 * 4 * (8 // groups) * 9
@@ -93,7 +93,7 @@ def test_convolution_of_every_backend(groups):
 
 
 def test_transposed_convolution():
-    """A transposed convolution applies its filter once for every input element."""
+    """A transposed convolution applies its filter once per input element."""
     x, weight, out = meta(2, 8, 4, 4), meta(8, 6, 3, 3), meta(2, 12, 9, 9)
     expected = 2 * 2 * 8 * 4 * 4 * 6 * 9
     geometry = [[2, 2], [0, 0], [1, 1], True, [0, 0], 2]
@@ -104,7 +104,7 @@ def test_transposed_convolution():
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("projection", [0, 3])
 def test_cudnn_rnn(bidirectional, projection):
-    """The fused layer costs its matrices once a step, the projection's too, packed or not."""
+    """The fused layer costs all its matrices once per step, packed or not."""
     lstm = nn.LSTM(8, 16, 2, bidirectional=bidirectional, proj_size=projection, device="meta")
     weights = list(lstm.parameters())
     matrices = sum(p.numel() for name, p in lstm.named_parameters() if name.startswith("weight"))
@@ -119,7 +119,7 @@ def test_cudnn_rnn(bidirectional, projection):
 
 
 def test_a_formula_reads_no_values():
-    """Formulas work where there are no values to read: on fake tensors."""
+    """Formulas work on fake tensors, which have no values."""
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""Where a peak comes from: what was given, the table, an estimate, or a measurement."""
+"""Sources of a peak: the user, the table, an estimate or a measurement."""
 
 from types import SimpleNamespace
 
@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops import Peak, check_peak, device_name, peak, resolve_peak, tf32_is_on
+from lightning_perf.flops import check_peak, device_name, peak, tf32_is_on
+from lightning_perf.flops.peak import Peak, resolve_peak
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Make torch tell of a GPU of some name, which the machine need not have."""
+    """Make torch report a GPU with a given name."""
 
     def pretend(name, **properties):
         found = SimpleNamespace(name=name, **properties)
@@ -26,13 +27,13 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def rate(monkeypatch):
-    """Make every measurement give the same rate."""
+    """Make every measurement return the same rate."""
     monkeypatch.setattr(peak, "measure_peak", lambda *_, **__: 7e9)
 
 
 @pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf"), True, "fast", "1e12", [1]])
-def test_what_cannot_be_a_peak_is_refused(given):
-    """A bad peak is refused by the name of the argument it came by."""
+def test_an_invalid_peak_is_refused(given):
+    """The error names the argument."""
     with pytest.raises(ConfigError, match="gpu_flops_available"):
         check_peak(given, "gpu_flops_available")
     with pytest.raises(ConfigError, match="peak_flops"):
@@ -43,28 +44,28 @@ def test_what_cannot_be_a_peak_is_refused(given):
     ("given", "meant"), [(312, "312e12"), (0.5, "0.5e12"), (999e6, "312e12"), (312e24, "312e12")]
 )
 def test_a_peak_in_another_unit_is_refused(given, meant):
-    """A number that no device reaches, or any exceeds, is refused with the unit and what it is."""
+    """An implausible number is refused with the unit and the probable value."""
     with pytest.raises(ConfigError, match=r"in FLOP/s \(not TFLOP/s\)") as caught:
         check_peak(given)
     assert caught.value.example == meant
     check_peak(float(meant))
 
 
-def test_what_was_given_wins(gpu, rate):
-    """A number of the user's is believed on every device."""
+def test_a_given_peak_takes_precedence(gpu, rate):
+    """A number from the user is used on every device."""
     gpu("NVIDIA H200")
     assert resolve_peak(CUDA, "bfloat16", 1e12) == Peak(1e12, "given")
     assert resolve_peak(CPU, "float32", 10**9) == Peak(1e9, "given")
 
 
 def test_a_gpu_of_the_table(gpu):
-    """A known GPU has the table's peak, with the entry and how well it is founded."""
+    """A known GPU has the peak of the table, with its entry and confidence."""
     gpu("NVIDIA H200")
     assert resolve_peak(CUDA, "bfloat16") == Peak(989.4e12, "table: H200 (datasheet)")
 
 
 def test_an_unknown_nvidia_gpu_is_estimated(gpu):
-    """A slice of an A100 has its own multiprocessors' share."""
+    """The peak of an A100 slice follows from its number of multiprocessors."""
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     gpu(name, multi_processor_count=14, clock_rate=1410000, major=8, minor=0)
     found = resolve_peak(CUDA, "bfloat16")
@@ -74,28 +75,28 @@ def test_an_unknown_nvidia_gpu_is_estimated(gpu):
 
 
 @pytest.mark.parametrize("properties", [{"clock_rate": 1e6, "major": 99}, {"major": 8}])
-def test_a_gpu_that_nothing_is_known_of(gpu, properties):
-    """Without a known capability, or without a clock, no peak is invented."""
+def test_an_unknown_gpu_has_no_peak(gpu, properties):
+    """Without a known capability or a clock there is no estimate."""
     gpu("NVIDIA Quantum", multi_processor_count=14, minor=0, **properties)
     assert resolve_peak(CUDA, "float16") is None
 
 
 def test_an_unknown_amd_gpu_is_not_estimated(gpu, monkeypatch):
-    """AMD's capabilities look like NVIDIA's and mean something else."""
+    """AMD's capabilities look like NVIDIA's but have another meaning."""
     gpu("AMD Radeon RX 9999", multi_processor_count=96, clock_rate=2e6, major=9, minor=0)
     monkeypatch.setattr(torch.version, "hip", "6.2")
     assert resolve_peak(CUDA, "float16") is None
 
 
 def test_a_cpu_is_measured(rate):
-    """There is no table of CPUs; and anything is measured that the user wants measured."""
+    """A CPU is measured, and so is any device on request."""
     assert resolve_peak(CPU, "float32") == Peak(7e9, "measured")
     assert resolve_peak(CUDA, "float32", "measure") == Peak(7e9, "measured")
     assert resolve_peak(CPU, "no_dtype") is None
 
 
 def test_other_devices():
-    """A device that torch has no name for has no peak."""
+    """A device without a name in torch has no peak."""
     meta = torch.device("meta")
     assert device_name(meta) == "meta"
     assert device_name(CPU)  # the maker's name, which differs from machine to machine
@@ -103,7 +104,7 @@ def test_other_devices():
 
 
 def test_the_tf32_setting_decides_float32(gpu, monkeypatch):
-    """float32 is held against TF32's peak exactly while products may use it."""
+    """float32 has the peak of TF32 while products may use it."""
     gpu("NVIDIA A100-SXM4-40GB")
     before = torch.get_float32_matmul_precision()
     try:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is computed again counts for the hardware, not for the model."""
+"""Activation checkpointing: recomputation counts for hardware FLOPs only."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def count(run):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_the_segments_forward_is_added_to_the_hardware(reentrant):
-    """Model FLOPs stay as they are; hardware FLOPs grow by one forward of each segment."""
+    """Hardware FLOPs include one more forward of each segment; model FLOPs do not."""
     segments = [segment() for _ in range(LAYERS)]
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
 
@@ -47,7 +47,7 @@ def test_the_segments_forward_is_added_to_the_hardware(reentrant):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_inside_checkpoints(reentrant):
-    """What is computed a third time, without gradients or with, is no model work either."""
+    """A second recomputation, with or without gradients, does not count for the model."""
     inner = segment()
     outer = segment()
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -61,7 +61,7 @@ def test_checkpoints_inside_checkpoints(reentrant):
     assert counts.hardware_flops == counts.model_flops + (4 + 2) * PRODUCT
 
 
-def test_a_gradient_taken_inside_is_computed_again():
+def test_a_gradient_inside_a_checkpoint_is_recomputed():
     """The backward of an energy inside a checkpoint counts once for the model."""
     layer = nn.Linear(WIDTH, 1, bias=False)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)

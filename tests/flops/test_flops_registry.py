@@ -1,4 +1,4 @@
-"""What an operator is: counted, light, made of parts, or not to be seen into."""
+"""Classification of operators: counted, light, composite or opaque."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 def test_every_overload_has_the_formula_of_its_operator():
-    """Out and in-place forms are counted as the plain one."""
+    """Out and in-place variants have the formula of the functional one."""
     assert classify(aten.addmm.default) is added_product
     assert classify(aten.addmm.out) is added_product
     assert classify(aten.addmm_.default) is added_product
@@ -18,7 +18,7 @@ def test_every_overload_has_the_formula_of_its_operator():
 
 
 def test_formulas_are_of_operators_that_exist():
-    """No formula waits for a misspelt operator."""
+    """Every formula belongs to an existing operator."""
     known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     new_since_2_6 = {
         "aten::_dyn_quant_matmul_4bit",
@@ -57,7 +57,7 @@ def test_formulas_are_of_operators_that_exist():
     ],
 )
 def test_light_operators(name):
-    """Elementwise work, views, reductions and metadata are neither counted nor missed."""
+    """Elementwise operators, views, reductions and metadata count as light."""
     packet, _, overload = name.partition(".")
     operator = getattr(aten, packet)
     overload = overload or next(o for o in operator.overloads() if o != "out")
@@ -80,19 +80,19 @@ def test_light_operators(name):
     ],
 )
 def test_heavy_operators_without_a_formula(name):
-    """Work that counts and has no formula is known to be missed."""
+    """Operators that need a formula and have none are opaque."""
     operator = getattr(aten, name)
     assert classify(getattr(operator, operator.overloads()[0])) is Kind.OPAQUE
 
 
 @pytest.mark.parametrize("name", ["conv2d", "einsum", "scaled_dot_product_attention", "multi_dot"])
 def test_composite_operators(name):
-    """Operators that are made of others are taken apart."""
+    """Operators composed of others are detected."""
     operator = getattr(aten, name, None) or getattr(aten, f"linalg_{name}")
     assert is_composite(operator.default)
 
 
 def test_other_namespaces():
-    """Communication is light; what another library brings cannot be seen into."""
+    """Communication is light; operators of other libraries are opaque."""
     assert classify(torch.ops.prim.device.default) is Kind.LIGHT
     assert classify(torch.ops.quantized.add.default) is Kind.OPAQUE

@@ -1,4 +1,4 @@
-"""Counting on a shadow: the closed formulas come out, and the module never notices."""
+"""Counting on a shadow gives the closed formulas and does not change the module."""
 
 import copy
 import random
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_perf.flops import ShadowError, count_on_shadow
+from lightning_perf.flops.shadow import ShadowError, count_on_shadow
 
 ROWS, WIDTH = 6, 8
 PRODUCT = 2 * ROWS * WIDTH * WIDTH
@@ -75,14 +75,14 @@ IMAGE = torch.randn(2, 8, 6, 6)
 )
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_closed_formulas(make, batch, expected, compiled):
-    """A shadow finds what the formula says, whether the module is compiled or not."""
+    """A shadow gives the formula's result, whether the module is compiled or not."""
     module = make()
     if compiled:
         module.compile(backend="eager")
     assert flops(module, batch) == {"float32": expected}
 
 
-def test_autocast_is_seen():
+def test_autocast_applies():
     """The step's own context decides the dtype of the products."""
 
     def step(model, x):
@@ -94,7 +94,7 @@ def test_autocast_is_seen():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_adds_to_the_hardware(reentrant):
-    """What is computed again on the shadow counts for the hardware only."""
+    """Recomputation on the shadow counts for hardware FLOPs only."""
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
 
     def step(model, x):
@@ -107,7 +107,7 @@ def test_checkpointing_adds_to_the_hardware(reentrant):
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_steps_without_gradients(context):
-    """Validation costs the forward, under either way to leave gradients out."""
+    """Validation costs the forward, under no_grad and inference_mode."""
 
     def step(model, x):
         with context():
@@ -120,7 +120,7 @@ def test_steps_without_gradients(context):
 
 
 class Watcher:
-    """A compiler backend that knows how often it compiled, and how often that ran."""
+    """A compiler backend that counts compilations and calls."""
 
     def __init__(self):
         self.compiled = self.ran = 0
@@ -188,7 +188,7 @@ WAYS = [by_call, by_wrapper, by_part, by_attribute, by_decorator, by_free_functi
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_compiled_code_stays_compiled(way, fullgraph):
-    """However a module was compiled, counting neither runs, nor loses, nor adds compiled code."""
+    """Counting neither runs, discards nor adds compiled code, for all ways to compile."""
     torch._dynamo.reset()
     watcher = Watcher()
     module, x = way(watcher, fullgraph), torch.randn(ROWS, WIDTH)
@@ -201,7 +201,7 @@ def test_compiled_code_stays_compiled(way, fullgraph):
 
 
 def test_aot_autograd_stays_compiled():
-    """A backend that compiles the backward as well gives the same gradients after counting."""
+    """A backend that also compiles the backward gives the same gradients after counting."""
     torch._dynamo.reset()
     module = MLP()
     plain, x = copy.deepcopy(module), torch.randn(ROWS, WIDTH)
@@ -215,7 +215,7 @@ def test_aot_autograd_stays_compiled():
 
 
 class Noisy(nn.Module):
-    """Draws from every generator, has buffers, and takes gradients away for good."""
+    """Uses every random generator, has buffers, and disables gradients."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +231,7 @@ class Noisy(nn.Module):
 
 
 def test_nothing_changes():
-    """Parameters, gradients, buffers, attributes, generators and the grad mode stay as they are."""
+    """Parameters, gradients, buffers, attributes, random state and grad mode do not change."""
     module, x = Noisy(), torch.randn(ROWS, WIDTH)
     with torch.enable_grad():
         module.layers(x).sum().backward()
@@ -272,7 +272,7 @@ def test_compiled_training_is_the_same_bit_for_bit():
 
 
 def test_no_weight_is_copied():
-    """A model that the memory could not hold twice is counted without a copy."""
+    """A model too large to copy is counted."""
     with torch.device("meta"):
         module = nn.Linear(2**20, 2**20, bias=False)
     kept = []
@@ -285,7 +285,7 @@ def test_no_weight_is_copied():
 
 
 def test_tied_weights_stay_tied():
-    """One parameter in two places is one on the shadow, and views share what they are views of."""
+    """Shared parameters and views are also shared on the shadow."""
     module = MLP()
     module.second.weight = module.first.weight
     seen = []
@@ -319,7 +319,7 @@ class Routed(nn.Module):
 
 
 class Closed(nn.Module):
-    """Calls the real layer through a function, which no copy can rebind."""
+    """Calls the real layer through a closure, which cannot be copied."""
 
     def __init__(self):
         super().__init__()
@@ -343,7 +343,7 @@ class Uncopied(nn.Module):
 
 @pytest.mark.parametrize("make", [Branching, Numpy, Item, Routed, Closed, Raising, Uncopied])
 def test_awkward_modules_are_refused(make):
-    """What depends on values, or cannot be copied, is an error that names module and reason."""
+    """Modules that depend on values or cannot be copied are refused with the reason."""
     module = make()
     with pytest.raises(ShadowError, match=rf"{make.__name__} cannot be counted.*: \w+") as caught:
         flops(module, torch.randn(ROWS, WIDTH))
@@ -372,7 +372,7 @@ class Lightning(L.LightningModule):
 
 
 class Adversarial(L.LightningModule):
-    """Two optimizers by hand: what each step leaves out is not differentiated."""
+    """Two optimizers with manual optimization and toggling."""
 
     def __init__(self):
         super().__init__()
@@ -419,7 +419,7 @@ class AtStart(L.Callback):
     [(Lightning, 5), (Adversarial, 2 + 2 + 2 + 1)],
 )
 def test_a_module_in_training(make, products, tmp_path):
-    """Logging, schedulers and optimizers are idle, toggling works, and training goes on as ever."""
+    """Logging, schedulers and optimizers have no effect, and training continues unchanged."""
     counting = AtStart()
     trainer = L.Trainer(
         max_steps=2,
@@ -440,11 +440,11 @@ class Reaching(Lightning):
         self.trainer.save_checkpoint("stolen.ckpt")
 
 
-def test_the_trainer_is_out_of_reach(tmp_path, monkeypatch):
-    """A shadow that would make the trainer do something is refused."""
+def test_the_trainer_cannot_be_called(tmp_path, monkeypatch):
+    """A shadow that calls a method of the trainer is refused."""
     monkeypatch.chdir(tmp_path)
     module = Reaching()
     module.trainer = L.Trainer(logger=False, accelerator="cpu", enable_progress_bar=False)
-    with pytest.raises(ShadowError, match=r"trainer\.save_checkpoint is out of reach"):
+    with pytest.raises(ShadowError, match=r"trainer\.save_checkpoint is not available"):
         count_on_shadow(module, torch.ones(1), lambda m, b: m.training_step(b, 0))
     assert not list(tmp_path.iterdir())

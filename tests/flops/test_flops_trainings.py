@@ -1,4 +1,4 @@
-"""FLOPs of whole trainings, in every stage and under every strategy, against sums on paper."""
+"""FLOPs of whole trainings, in every stage and strategy, compared with expected sums."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)  # of one sample, without a gradient
 
 
 def counted(folder: Path, model: Small, **options: Any) -> dict[str, float]:
-    """What Flops reports of a training."""
+    """The metrics that Flops reports for a training."""
     flops = Flops(peak_flops=1e9)
     trainer(folder, flops, **options).fit(model)
     return flops.metrics
@@ -41,7 +41,7 @@ def counted(folder: Path, model: Small, **options: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_other_stages_count_their_own_forward(tmp_path: Path, records: Records, stage: str) -> None:
-    """Under inference_mode a batch costs its forward, reported under the stage's name."""
+    """Under inference_mode a batch costs its forward, with the stage in the key."""
     run = trainer(tmp_path, Flops(peak_flops=1e9), logger=records, limit_val_batches=1.0)
     getattr(run, stage)(Small())
     assert [value for _, value in records.of(f"{stage}/batch_flops")][-1] == 4 * FORWARD
@@ -49,8 +49,8 @@ def test_other_stages_count_their_own_forward(tmp_path: Path, records: Records, 
     assert "batch_flops" not in records.keys
 
 
-def test_validation_inside_of_fit_is_counted_apart(tmp_path: Path, records: Records) -> None:
-    """Training and validation each have their own FLOPs, in one run."""
+def test_validation_inside_fit_is_counted_separately(tmp_path: Path, records: Records) -> None:
+    """Training and validation have their own FLOPs in one run."""
     options: dict[str, Any] = {"limit_val_batches": 3, "val_check_interval": 8}
     trainer(tmp_path, Flops(peak_flops=1e9), logger=records, **options).fit(Small())
     assert {value for _, value in records.of("batch_flops")} == {4 * FLOPS_PER_SAMPLE}
@@ -69,21 +69,21 @@ def test_validation_inside_of_fit_is_counted_apart(tmp_path: Path, records: Reco
     ],
     ids=str,
 )
-def test_how_it_is_trained_changes_no_flops(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Accumulation, precision and clipping cost a batch what it costs without them."""
+def test_trainer_options_do_not_change_flops(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Accumulation, precision and clipping do not change the FLOPs of a batch."""
     found = counted(tmp_path, Small(), **options)
     assert found["batch_flops"] == 4 * FLOPS_PER_SAMPLE
     assert found["untracked_operations"] == 0
 
 
-def test_two_optimizers_by_hand_are_both_counted(tmp_path: Path) -> None:
-    """Two forwards and two backwards in one batch are counted as two."""
+def test_manual_optimization_counts_both_optimizers(tmp_path: Path) -> None:
+    """Two forwards and two backwards in one batch are both counted."""
 
     assert counted(tmp_path, TwoOptimizers())["batch_flops"] == 2 * 4 * FLOPS_PER_SAMPLE
 
 
 def test_a_gradient_penalty_is_counted(tmp_path: Path) -> None:
-    """Backward through a backward: every product that was done, and none twice."""
+    """Backward through a backward counts every product once."""
 
     class Penalized(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -103,7 +103,7 @@ def test_a_gradient_penalty_is_counted(tmp_path: Path) -> None:
 
 
 class Dump(PerfCallback):
-    """Leaves what Flops reported, in a file a rank."""
+    """Writes the metrics of Flops to one file per rank."""
 
     def __init__(self, folder: Path, flops: Flops) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_sharded_models_are_counted_by_the_work_of_each_rank(
 
 
 def test_a_layer_norm_costs_nothing(tmp_path: Path) -> None:
-    """Only products count: elementwise work is no FLOPs by the definition, and is not untracked."""
+    """Elementwise operators are neither counted nor reported as untracked."""
 
     class Normed(Small):
         def __init__(self) -> None:

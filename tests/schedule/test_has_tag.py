@@ -1,4 +1,4 @@
-"""HasTag: a run is recorded while it bears a tag, and a silent server delays nothing."""
+"""HasTag: a run is recorded while it has a tag, and a silent server delays nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_perf.tracking.mlflow import MlflowRun
 
 @pytest.fixture
 def silent_server() -> Iterator[str]:
-    """The address of a server that takes connections and never answers."""
+    """The address of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -31,7 +31,7 @@ def silent_server() -> Iterator[str]:
 def test_a_tag_set_while_training_starts_a_recording(
     tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tag is seen some batches after it is set, and its loss ends the window."""
+    """The window starts some batches after the tag is set and ends after it is deleted."""
     monkeypatch.setattr(mlflow, "INTERVAL", 0.05)
     logger = MLFlowLogger("tags", tracking_uri=mlflow_database)
     client = MlflowClient(mlflow_database)
@@ -51,8 +51,8 @@ def test_a_tag_set_while_training_starts_a_recording(
     assert 10 < steps(trace)[0] < 40 < steps(trace)[-1] < 79
 
 
-def test_asking_returns_at_once_and_rarely_asks(silent_server: str) -> None:
-    """A thousand questions to a server that is silent are one request and take no time."""
+def test_reading_tags_never_blocks(silent_server: str) -> None:
+    """A thousand reads from a silent server return at once and send one request."""
     worker = Worker("test")
     reader = mlflow.TagReader(MlflowRun(silent_server, "run"), worker)
     start = time.perf_counter()
@@ -61,10 +61,10 @@ def test_asking_returns_at_once_and_rarely_asks(silent_server: str) -> None:
     assert worker.pending == 1
 
 
-def test_a_server_that_is_gone_means_no_tag(
+def test_an_unreachable_server_means_no_tag(
     tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was heard before no longer counts once nobody answers."""
+    """Cached tags are discarded when the server cannot be reached."""
     client = MlflowClient(mlflow_database)
     run = client.create_run(client.create_experiment(f"gone-{time.time_ns()}"))
     client.set_tag(run.info.run_id, "profile", "now")
@@ -72,21 +72,21 @@ def test_a_server_that_is_gone_means_no_tag(
     monkeypatch.setattr(mlflow, "INTERVAL", 0.0)
     reader = mlflow.TagReader(MlflowRun(mlflow_database, run.info.run_id), worker)
 
-    def ask() -> dict[str, str]:
+    def read() -> dict[str, str]:
         reader.read()
         worker.drain(30.0)
         return dict(reader._tags)
 
-    assert ask()["profile"] == "now"
+    assert read()["profile"] == "now"
 
     def gone(*args: Any) -> None:
         raise ConnectionError
 
     monkeypatch.setattr(mlflow, "check_reachable", gone)
-    assert ask() == {}
+    assert read() == {}
 
 
 def test_without_mlflow_there_are_no_tags(tmp_path: Path) -> None:
-    """The schedule is never true where no run could bear a tag."""
+    """HasTag is never true without an MLflow run."""
     trainer(tmp_path, PyTorch(schedule=HasTag("profile"))).fit(Small())
     assert not traces(tmp_path)

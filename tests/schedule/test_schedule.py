@@ -1,4 +1,4 @@
-"""What all schedules have in common, and how they combine."""
+"""Properties that all schedules share, and their combinations."""
 
 import copy
 import itertools
@@ -54,12 +54,16 @@ EVERY_KIND = [
 every_kind = pytest.mark.parametrize("schedule", EVERY_KIND, ids=lambda s: type(s).__name__)
 
 
-class Recorded(Schedule):
-    """Notes what it is told."""
+#: A run in which every schedule works.
+CONTEXT = Context(ranks=Ranks(world_size=2), limits=Limits(max_steps=100), clock=lambda: 0.0)
+
+
+class Spy(Schedule):
+    """Records the calls of its methods."""
 
     def __init__(self, lead=1):
         self._lead = lead
-        self.told = []
+        self.calls = []
 
     @property
     def lead(self):
@@ -69,21 +73,18 @@ class Recorded(Schedule):
         return None
 
     def setup(self, context):
-        self.told.append(context)
+        self.calls.append(context)
 
     def observe(self, moment):
-        self.told.append(moment)
+        self.calls.append(moment)
 
     def close(self):
-        self.told.append("closed")
-
-    def validate(self, limits):
-        self.told.append(limits)
+        self.calls.append("closed")
 
 
 @every_kind
 def test_is_a_value(schedule):
-    """A schedule equals one of the same arguments, as it prints and hashes, and no other."""
+    """Schedules with the same arguments are equal, have one hash, and differ from all others."""
     again = eval(repr(schedule))
     assert again == schedule
     assert hash(again) == hash(schedule)
@@ -92,9 +93,9 @@ def test_is_a_value(schedule):
 
 @every_kind
 def test_pickles_and_copies_in_the_middle_of_a_run(schedule):
-    """What a run leaves in a schedule, handlers too, neither hinders a pickle nor is in it."""
+    """Pickling and copying work during a run and leave out its state."""
     schedule = copy.deepcopy(schedule)
-    schedule.setup(Context(ranks=Ranks(world_size=2), clock=lambda: 0.0))
+    schedule.setup(CONTEXT)
     try:
         schedule.observe(START)
         assert pickle.loads(pickle.dumps(schedule)) == schedule
@@ -104,10 +105,10 @@ def test_pickles_and_copies_in_the_middle_of_a_run(schedule):
 
 
 @every_kind
-def test_asking_changes_nothing(schedule):
-    """The same question has the same answer, and a yes is a window."""
+def test_window_has_no_side_effects(schedule):
+    """`window` returns the same value when called again, also after a call for a later moment."""
     schedule = copy.deepcopy(schedule)
-    schedule.setup(Context(ranks=Ranks(world_size=2), clock=lambda: 0.0))
+    schedule.setup(CONTEXT)
     try:
         for moment in (START.ahead(n) for n in range(15)):
             schedule.observe(moment)
@@ -120,8 +121,8 @@ def test_asking_changes_nothing(schedule):
 
 
 @every_kind
-def test_is_written_in_yaml(schedule):
-    """A schedule is made from class_path and init_args, nested ones too."""
+def test_can_be_written_in_yaml(schedule):
+    """A schedule is constructed from class_path and init_args, also when nested."""
 
     def written(value):
         if isinstance(value, Schedule):
@@ -152,35 +153,33 @@ def test_is_written_in_yaml(schedule):
     ],
 )
 def test_algebra(schedule, expected):
-    """And, or and not hold where they should, in windows made of their parts' windows."""
+    """`&`, `|` and `~` combine the windows of their parts."""
     windows = {n: schedule.window(START.ahead(n)) for n in range(8)}
     assert {n: window for n, window in windows.items() if window is not None} == expected
 
 
-def test_a_string_may_stand_on_either_side():
-    """Strings combine with schedules from the left as from the right."""
+def test_a_string_combines_on_either_side():
+    """The left or the right operand may be a string."""
     assert "every 10ba" & GlobalRank([0]) == All(["every 10ba", GlobalRank([0])])
     assert "every 10ba" | GlobalRank([0]) == AnyOf(["every 10ba", GlobalRank([0])])
 
 
 @every_kind
-def test_no_schedule_is_true_or_false(schedule):
-    """``and``, ``or`` and ``not`` would drop a schedule without a word, so they are refused."""
+def test_a_schedule_has_no_truth_value(schedule):
+    """``and``, ``or`` and ``not`` would silently drop an operand, so they raise."""
     with pytest.raises(TypeError, match=r"& \| ~ instead of and, or, not"):
         _ = schedule and Always()
 
 
 @pytest.mark.parametrize("make", [All, AnyOf], ids=["All", "AnyOf"])
-def test_compositions_tell_their_parts(make):
-    """What a composition is told, its parts are told too, and it looks as far ahead as they."""
-    near, far = Recorded(), Recorded(lead=3)
+def test_a_composition_forwards_to_its_parts(make):
+    """Parts receive every call of the composition, which has the longest of their leads."""
+    near, far = Spy(), Spy(lead=3)
     schedule = make([near, ~far])
-    context, limits = Context(), Limits()
-    schedule.validate(limits)
-    schedule.setup(context)
+    schedule.setup(CONTEXT)
     schedule.observe(START)
     schedule.close()
-    assert near.told == far.told == [limits, context, START, "closed"]
+    assert near.calls == far.calls == [CONTEXT, START, "closed"]
     assert schedule.lead == 3
 
 
@@ -209,13 +208,13 @@ def test_compositions_tell_their_parts(make):
     ],
     ids=repr,
 )
-def test_shared_tells_what_may_stand_before_a_collective(schedule, shared):
-    """Only what every rank judges alike is shared, and a composition only if all its parts are."""
+def test_a_schedule_is_shared_if_all_ranks_agree(schedule, shared):
+    """Only schedules without rank, clock or data are shared; compositions if all parts are."""
     assert schedule.shared is shared
 
 
 def test_a_fraction_of_a_time_limit_is_not_shared():
-    """With max_time, each rank's own clock tells the fraction done."""
+    """With max_time, the fraction depends on the clock of each rank."""
     schedule = Always() & Every("0.1dur")
     schedule.setup(Context(limits=Limits(max_seconds=60.0)))
     assert not schedule.shared
@@ -225,22 +224,22 @@ def test_a_fraction_of_a_time_limit_is_not_shared():
     "schedule", [Every("0.1dur"), At("0.5dur"), Every("9ba", lasting="0.1dur"), ~At("0.5dur")]
 )
 def test_a_fraction_needs_a_limit(schedule):
-    """A fraction of training of unknown length is refused before training."""
-    schedule.validate(Limits(max_epochs=1))
+    """A fraction of a training of unknown length is refused by `setup`."""
+    schedule.setup(Context(limits=Limits(max_epochs=1)))
     with pytest.raises(ConfigError, match="max_time"):
-        schedule.validate(Limits())
+        schedule.setup(Context())
 
 
 @pytest.mark.parametrize("schedules", [[], "100ba", [100], None])
 def test_compositions_refuse(schedules):
-    """A composition takes a list of schedules with something in it."""
+    """A composition refuses anything but a non-empty list of schedules."""
     for make in (All, AnyOf):
         with pytest.raises(ConfigError, match="schedules"):
             make(schedules)
 
 
-def test_the_usual_lead_is_one_batch():
-    """Without a warm-up of its own, a schedule is looked at one batch ahead."""
+def test_the_default_lead_is_one_batch():
+    """A schedule without a warm-up of its own has a lead of one batch."""
     assert Every("10ba").lead == 1
     assert as_schedule(None).lead == 1
 
@@ -272,8 +271,8 @@ def test_the_usual_lead_is_one_batch():
     ids=str,
 )
 @pytest.mark.parametrize("limits", [Limits(), Limits(batches_per_epoch=20)], ids=["", "epochs"])
-def test_no_window_opens_while_it_is_said_to_be_quiet(schedule, limits):
-    """A caller that sleeps as long as it may misses no window."""
+def test_no_window_opens_before_quiet_until(schedule, limits):
+    """A caller that skips all batches before `quiet_until` misses no window."""
     stamps = [Timestamp(batch=n, batch_in_epoch=n % 20, sample=2 * n, step=n) for n in range(80)]
     for before, now in itertools.pairwise(stamps):
         moment = Moment("train", now, before, limits)

@@ -1,4 +1,4 @@
-"""Schedules that count steps or batches."""
+"""Fixed and Cyclic."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +17,8 @@ few = st.integers(0, 4)
 @pytest.mark.filterwarnings("ignore:.*warmup:UserWarning")
 @settings(deadline=None)
 @given(few, few, few, st.integers(1, 4), few)
-def test_cyclic_means_what_torch_means(skip_first, wait, warmup, active, repeat):
-    """A batch is in a window just where torch.profiler would record it."""
+def test_cyclic_matches_torch(skip_first, wait, warmup, active, repeat):
+    """A batch is in a window exactly where torch.profiler would record it."""
     arguments = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
     schedule = Cyclic(skip_first=skip_first, **arguments)
     reference = torch_schedule(skip_first=skip_first, **arguments)
@@ -27,31 +27,31 @@ def test_cyclic_means_what_torch_means(skip_first, wait, warmup, active, repeat)
         assert schedule(START.ahead(batch)) == (reference(batch) in recorded)
 
 
-def test_cyclic_counts_across_epochs_unless_told():
-    """The cycle goes on over the end of an epoch; per_epoch starts it anew, in a new window."""
+def test_cyclic_counts_across_epochs_unless_per_epoch():
+    """The cycle continues in the next epoch; with per_epoch it restarts, in a new window."""
     start = Moment("train", Timestamp(), Timestamp(), Limits(batches_per_epoch=3))
     moments = [start.ahead(batch) for batch in range(6)]
-    across, anew = Cyclic(active=9), Cyclic(active=9, per_epoch=True)
+    across, restarted = Cyclic(active=9), Cyclic(active=9, per_epoch=True)
     assert [across.window(moment) for moment in moments] == [None, 0, 0, 0, 0, 0]
-    assert [anew.window(moment) for moment in moments] == [
+    assert [restarted.window(moment) for moment in moments] == [
         None, (0, 0), (0, 0), None, (1, 0), (1, 0),
     ]  # fmt: skip
 
 
 def test_each_cycle_is_a_window():
-    """Cycles without a pause between them are still recorded apart."""
+    """Adjacent cycles have different windows."""
     schedule = Cyclic(warmup=0, active=2, repeat=0)
     assert [schedule.window(START.ahead(batch)) for batch in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
-def test_cyclic_leads_by_its_warmup():
-    """A recorder looks ahead for as long as the warm-up."""
+def test_the_lead_of_cyclic_is_its_warmup():
+    """A profiler warms up during the warm-up batches of the cycle."""
     assert Cyclic(warmup=3).lead == 3
     assert Cyclic(warmup=0).lead == 0
 
 
 def test_fixed_counts_optimizer_steps():
-    """Batches of one step are in the window together, after the warm-up."""
+    """All batches of an optimizer step are in the window together, after the warm-up."""
     start = Moment("train", Timestamp(), Timestamp(), Limits(batches_per_step=2))
     schedule = Fixed(warmup_steps=1, active_steps=2)
     assert [schedule.window(start.ahead(batch)) for batch in range(8)] == [
@@ -71,7 +71,7 @@ def test_fixed_counts_optimizer_steps():
     ],
 )
 def test_refuses(make, arguments, field):
-    """A number that cannot work is refused at construction, by the name of the argument."""
+    """An invalid number is refused at construction, with the name of the argument."""
     with pytest.raises(ConfigError) as caught:
         make(**arguments)
     assert caught.value.field == field

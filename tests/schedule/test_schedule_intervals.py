@@ -1,4 +1,4 @@
-"""Schedules by how far training is."""
+"""Every and At, in all units."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ START = Moment("train", Timestamp(), Timestamp())
 
 
 def moments(samples, stage="train", seconds=1.0):
-    """The moments around batches of so many samples, from the first on."""
+    """Moments before, between and after batches with the given numbers of samples."""
     previous = now = Timestamp()
     for count in samples:
         yield Moment(stage, now, previous)
@@ -21,7 +21,7 @@ def moments(samples, stage="train", seconds=1.0):
 
 
 def observed(schedule, over):
-    """The windows by batch, with the schedule watching as a driver lets it."""
+    """Windows by batch, with `observe` called after every batch."""
     found = {}
     for moment in over:
         schedule.observe(moment)
@@ -29,8 +29,8 @@ def observed(schedule, over):
     return {batch: window for batch, window in found.items() if window is not None}
 
 
-def foreseen(schedule, batches, start=START):
-    """The windows by batch, as they are told ahead of time."""
+def predicted(schedule, batches, start=START):
+    """Windows by batch, predicted from the start by `Moment.ahead`."""
     found, moment = {}, start
     for batch in range(batches):
         found[batch] = schedule.window(moment)
@@ -52,9 +52,9 @@ def foreseen(schedule, batches, start=START):
     ],
     ids=repr,
 )
-def test_batches_are_foreseen(schedule, expected):
-    """Windows in batches follow from the batch's number alone, and so can be asked about ahead."""
-    assert foreseen(schedule, 13) == expected
+def test_batches_are_predicted(schedule, expected):
+    """Windows in batches depend on the batch index alone and can be predicted."""
+    assert predicted(schedule, 13) == expected
     assert observed(schedule, moments([1] * 12)) == expected
 
 
@@ -72,11 +72,11 @@ def test_batches_are_foreseen(schedule, expected):
     ],
     ids=repr,
 )
-def test_steps_epochs_and_fractions_are_foreseen(schedule, expected):
-    """Steps of accumulated batches, epochs of known length and fractions are asked about ahead."""
+def test_steps_epochs_and_fractions_are_predicted(schedule, expected):
+    """Accumulated steps, epochs of known length and fractions can be predicted."""
     limits = Limits(max_epochs=4, batches_per_epoch=5, batches_per_step=2)
     start = Moment("train", Timestamp(), Timestamp(), limits)
-    assert foreseen(schedule, 12, start) == expected
+    assert predicted(schedule, 12, start) == expected
 
 
 @settings(deadline=None)
@@ -86,7 +86,7 @@ def test_steps_epochs_and_fractions_are_foreseen(schedule, expected):
     st.integers(0, 40),
 )
 def test_no_interval_is_missed(samples, interval, start):
-    """Whatever the sizes of batches, each crossing opens one window, named by its number."""
+    """For any batch sizes, each crossing opens one window, identified by its number."""
     schedule = Every(f"{interval}sp", start=f"{start}sp")
     total, expected = 0, {}
     for batch, count in enumerate(samples, start=1):
@@ -100,18 +100,18 @@ def test_no_interval_is_missed(samples, interval, start):
 @settings(deadline=None)
 @given(st.integers(1, 400), st.integers(1, 100))
 def test_no_fraction_is_missed_or_early(steps, parts):
-    """A hundredth is reached at the first step at or past it, however the quotients round."""
+    """A fraction is reached at the first step at or after it, however the quotients round."""
     schedule, limits = Every(f"{1 / parts}dur"), Limits(max_steps=steps)
     start = Moment("train", Timestamp(), Timestamp(), limits)
     crossed = {n: n * parts // steps for n in range(1, steps + 1)}
     expected = {n: number for n, number in crossed.items() if number > (n - 1) * parts // steps}
-    assert foreseen(schedule, steps + 1, start) == expected
+    assert predicted(schedule, steps + 1, start) == expected
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 30), st.integers(1, 5))
 def test_a_window_lasts_from_where_it_opens(samples, interval, lasting):
-    """With mixed units, each crossing opens a window of its own for that many batches."""
+    """With mixed units, each crossing opens its own window of that many batches."""
     schedule = Every(f"{interval}sp", lasting=f"{lasting}ba")
     openings = observed(Every(f"{interval}sp"), moments(samples))
     expected = {}
@@ -135,18 +135,18 @@ def test_a_window_lasts_from_where_it_opens(samples, interval, lasting):
     ids=repr,
 )
 def test_mixed_units(schedule, expected):
-    """Any unit may open a window and any end it; a batch is four samples and half a second."""
+    """Start and length may have different units; a batch has 4 samples and takes 0.5 s."""
     assert observed(schedule, moments([4] * 7, seconds=0.5)) == expected
 
 
 def test_a_second_that_no_batch_ends_in_is_not_missed():
-    """Where a batch takes longer than the interval, the batch after it is in the window."""
+    """If a batch takes longer than the interval, the batch after it is in the window."""
     schedule = Every("10sec", lasting="2sec")
     assert observed(schedule, moments([1] * 3, seconds=25.0)) == {1: 2, 2: 5, 3: 7}
 
 
 def test_steps_that_advance_by_two_are_not_missed():
-    """Two optimizers make two steps a batch, and an odd interval is still crossed."""
+    """With two optimizer steps per batch, an odd interval is still crossed."""
     schedule, now, found = Every("3step", lasting="1step"), Timestamp(), []
     for _ in range(6):
         previous, now = now, now.to_next_batch(steps=2)
@@ -155,14 +155,14 @@ def test_steps_that_advance_by_two_are_not_missed():
 
 
 def test_stage_restricts():
-    """With a stage, batches of others are in no window, and each stage has windows of its own."""
+    """With ``stage``, batches of other stages are in no window."""
     schedule = Every("2ba", stage="train")
     assert observed(schedule, moments([1] * 4)) == {2: 1, 4: 2}
     assert observed(schedule, moments([1] * 4, stage="validate")) == {}
 
 
 def test_windows_of_stages_do_not_mix():
-    """A window that training opened is still open after a validation, which was never in it."""
+    """A training window excludes validation batches and is still open after them."""
     schedule = Every("8sp", lasting="3ba")
     training = list(moments([4] * 5))
     assert observed(schedule, training[:4]) == {2: 1, 3: 1}
@@ -171,7 +171,7 @@ def test_windows_of_stages_do_not_mix():
 
 
 def test_resume_opens_nothing_by_itself():
-    """The first moment after a resume has crossed nothing, and a window in batches goes on."""
+    """Resuming opens no window by itself; a window in batches continues."""
     resumed = Timestamp(batch=9, sample=36)
     moment = Moment("train", resumed, resumed)
     for schedule in (Every("36sp"), At("5ba"), At("20sp", lasting="9ba")):
@@ -180,8 +180,8 @@ def test_resume_opens_nothing_by_itself():
     assert Every("8ba", lasting="3ba").window(moment) == 1
 
 
-def test_setup_forgets_an_earlier_run():
-    """A window that was open when a run ended is not open in the next."""
+def test_setup_discards_an_earlier_run():
+    """A window that was open at the end of a run is closed in the next."""
     schedule = At("4sp", lasting="9ba")
     assert observed(schedule, moments([4] * 2)) == {1: 1, 2: 1}
     schedule.setup(Context())
@@ -207,7 +207,7 @@ def test_setup_forgets_an_earlier_run():
     ],
 )
 def test_every_refuses(arguments, field):
-    """What cannot work is refused at construction, by the name of the argument."""
+    """An invalid argument is refused at construction, with its name."""
     with pytest.raises(ConfigError) as caught:
         Every(**arguments)
     assert caught.value.field == field
@@ -215,7 +215,7 @@ def test_every_refuses(arguments, field):
 
 @pytest.mark.parametrize("arguments", [("-1ba", "1ba"), ("5ba", "0ba"), ("5", "1ba"), ("1.5dur",)])
 def test_at_refuses(arguments):
-    """A time before the beginning or past the end, or an empty window, is refused."""
+    """A time before the start or after the end, or an empty window, is refused."""
     with pytest.raises(ConfigError):
         At(*arguments)
 
@@ -224,7 +224,7 @@ def test_at_refuses(arguments):
     "schedule", [At("1dur"), Every("1dur"), Every("0.1dur", start="0.9dur")], ids=repr
 )
 def test_the_end_of_training_is_reached(schedule):
-    """A fraction of exactly one holds once the last batch is done."""
+    """A fraction of exactly 1 is reached after the last batch."""
     limits = Limits(max_steps=10)
     done = Moment("train", Timestamp(batch=10, step=10), Timestamp(batch=9, step=9), limits)
     assert schedule(done)
@@ -234,7 +234,7 @@ def test_the_end_of_training_is_reached(schedule):
     ("interval", "meant"), [("10steps", "10step"), (5, "5ba"), ("1.5", "100ba"), ("x", "100ba")]
 )
 def test_a_malformed_time_is_refused_with_the_units_and_the_nearest(interval, meant):
-    """The message names all units, and a time that works."""
+    """The message lists all units and suggests a valid time."""
     with pytest.raises(ConfigError, match="ep ba step sp tok sec dur, or 1h20m40s") as caught:
         Every(interval)
     assert str(caught.value).endswith(f'. Try interval="{meant}".')

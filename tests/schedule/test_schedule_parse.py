@@ -1,4 +1,4 @@
-"""Schedules written as text."""
+"""Schedules from strings, and the messages for invalid arguments."""
 
 import json
 
@@ -50,12 +50,12 @@ from lightning_perf.schedule import (
     ],
 )
 def test_reads(text, expected):
-    """Each form of text is the schedule it says."""
+    """Each form of string becomes the schedule it describes."""
     assert as_schedule(text) == expected
 
 
 def test_takes_schedules_and_defaults():
-    """A schedule stays itself, and None is the default."""
+    """A schedule is returned unchanged, and None becomes the default."""
     schedule, default = Every("5ba"), Every("7ba")
     assert as_schedule(schedule) is schedule
     assert as_schedule(None, default=default) is default
@@ -68,7 +68,7 @@ def test_takes_schedules_and_defaults():
      "first 5ba for 3ba", "5ba 3ba", "every 1.5ba", "never 5ba", ["100ba"], True, 1.5],
 )  # fmt: skip
 def test_refuses(value):
-    """Everything else is refused by the name of the argument, with its value and an example."""
+    """Anything else is refused with the name of the argument, its value and an example."""
     with pytest.raises(ConfigError, match=r'Try capture_when="every 100ba for 3ba"\.$') as caught:
         as_schedule(value, field="capture_when")
     assert (caught.value.field, caught.value.value) == ("capture_when", value)
@@ -117,7 +117,7 @@ def test_refuses(value):
     ],
 )
 def test_suggests_what_was_probably_meant(written, meant):
-    """A misspelling is refused with the nearest right spelling, which works."""
+    """A misspelling is refused with the nearest valid spelling, which works."""
     with pytest.raises(ConfigError, match="ep ba step sp tok sec dur, or 1h20m40s") as caught:
         as_schedule(written)
     assert caught.value.example == f'"{meant}"'
@@ -125,17 +125,17 @@ def test_suggests_what_was_probably_meant(written, meant):
     assert str(caught.value).endswith(f'. Try schedule="{meant}".')
 
 
-def test_what_is_too_long_is_cut_in_the_message():
-    """A huge text is refused like any other, and not repeated whole."""
+def test_a_long_value_is_cut_in_the_message():
+    """A very long string is refused like any other and shortened in the message."""
     with pytest.raises(ConfigError) as caught:
         as_schedule("9" * 5000 + "ba")
     assert len(str(caught.value)) < 800
 
 
 @pytest.mark.parametrize("text", ["1e16ba", "every 1e400sec", "at 9999999999999999tok"])
-def test_no_training_is_as_long(text):
-    """A count that would overflow in the middle of training is refused at construction."""
-    with pytest.raises(ConfigError, match="longer than any training"):
+def test_an_amount_that_would_overflow_is_refused(text):
+    """An amount too large for a float is refused at construction."""
+    with pytest.raises(ConfigError, match="is too large"):
         as_schedule(text)
 
 
@@ -146,13 +146,13 @@ TEXTS = st.one_of(st.text(max_size=30), st.lists(PIECES, max_size=8).map("".join
 
 @settings(deadline=None, max_examples=500)
 @given(st.one_of(TEXTS, st.integers(), st.floats(), st.lists(TEXTS, max_size=2), st.booleans()))
-def test_whatever_is_written_is_a_schedule_or_an_error_of_ours(value):
-    """No value makes anything else, and what an error suggests works."""
+def test_any_value_is_a_schedule_or_a_config_error(value):
+    """No value raises another error, and the example of each error works."""
     try:
         schedule = as_schedule(value)
     except ConfigError as error:
         example = error.example or ""
-        if "combines" in error.problem:
+        if "operators" in error.problem:
             return
         schedule = as_schedule(json.loads(example))
     assert as_schedule(schedule) is schedule
@@ -176,7 +176,7 @@ def test_whatever_is_written_is_a_schedule_or_an_error_of_ours(value):
 @settings(deadline=None)
 @given(value=st.one_of(TEXTS, st.integers(), st.floats(), st.none(), st.lists(TEXTS, max_size=2)))
 def test_every_argument_is_checked(make, field, value):
-    """Whatever a schedule is made with, it is made or the argument is named."""
+    """For any value, construction succeeds or the error names the argument."""
     try:
         made, named = make(value), field
     except ConfigError as error:
@@ -207,7 +207,7 @@ def test_every_argument_is_checked(make, field, value):
     ],
 )
 def test_suggests_what_an_argument_probably_meant(make, written, meant):
-    """The example of the message is what was meant, and works."""
+    """The example of the message is the value that was meant, and works."""
     with pytest.raises(ConfigError) as caught:
         make(written)
     assert caught.value.example == meant
@@ -218,8 +218,8 @@ def test_suggests_what_an_argument_probably_meant(make, written, meant):
     "text", ["first 5ba & every 10ba", "~first 5ba", "every 10ba and first 5ba", "1ep|2ep"]
 )
 def test_strings_do_not_combine(text):
-    """An operator within a string is refused with code that combines."""
-    with pytest.raises(ConfigError, match="one side has to be a schedule") as caught:
+    """An operator in a string is refused with an example in code."""
+    with pytest.raises(ConfigError, match="operators combine Schedule objects") as caught:
         as_schedule(text)
     shown = eval(caught.value.example or "", {"Every": Every})
     assert shown == Every("10ba") & "first 5ba"

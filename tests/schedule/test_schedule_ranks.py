@@ -11,8 +11,8 @@ def at(stage="train", **ranks):
     return Moment(stage, Timestamp(), Timestamp(), ranks=Ranks(**ranks))
 
 
-def test_global_and_local_ranks_are_told_apart():
-    """Rank 5 of the run may be rank 1 of its node."""
+def test_global_and_local_ranks_differ():
+    """Global rank 5 may be local rank 1."""
     moment = at(global_rank=5, local_rank=1)
     assert GlobalRank(5)(moment)
     assert GlobalRank([0, 5])(moment)
@@ -23,7 +23,7 @@ def test_global_and_local_ranks_are_told_apart():
 
 @pytest.mark.parametrize("chosen", ["train", ["validate", "test"], ["predict"]])
 def test_stages(chosen):
-    """The stages named are in, the others out, and each is a window of its own."""
+    """Only the given stages match, each with a window of its own."""
     schedule = Stages(chosen)
     found = [stage for stage in STAGES if schedule(at(stage))]
     assert found == ([chosen] if isinstance(chosen, str) else chosen)
@@ -31,7 +31,7 @@ def test_stages(chosen):
 
 
 def test_ranks_beyond_the_run_are_refused_at_setup():
-    """A rank that no process has would be waited for in vain."""
+    """`setup` refuses a rank that does not exist in the run."""
     context = Context(ranks=Ranks(world_size=4, local_world_size=2))
     GlobalRank(3).setup(context)
     LocalRank(1).setup(context)
@@ -43,7 +43,7 @@ def test_ranks_beyond_the_run_are_refused_at_setup():
 
 @pytest.mark.parametrize("ranks", [[], -1, [0, -1], "0", 1.0, True, None])
 def test_ranks_refuse(ranks):
-    """Ranks are whole numbers from zero, at least one."""
+    """Anything but one or more whole numbers from 0 is refused."""
     for make in (GlobalRank, LocalRank):
         with pytest.raises(ConfigError, match="ranks"):
             make(ranks)
@@ -51,6 +51,6 @@ def test_ranks_refuse(ranks):
 
 @pytest.mark.parametrize("stages", [[], "fit", ["train", "validation"], None])
 def test_stages_refuse(stages):
-    """Only Lightning's own words for stages are known."""
+    """Anything but Lightning's names of stages is refused."""
     with pytest.raises(ConfigError, match="stages"):
         Stages(stages)

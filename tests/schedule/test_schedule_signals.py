@@ -1,4 +1,4 @@
-"""Capture on demand: the handler, and who else it minds."""
+"""OnSignal: its windows, and how its handler works with other handlers."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ START = Moment("train", Timestamp(), Timestamp())
 
 @pytest.fixture
 def before():
-    """A handler that was there first, which counts; the one of the test process comes back."""
+    """An earlier handler that counts its calls; the original one is restored at the end."""
     received = []
     original = signal.signal(signal.SIGUSR2, lambda *_: received.append(1))
     yield received
@@ -37,7 +37,7 @@ def windows(schedule, batches):
 
 
 def test_a_signal_opens_a_window(before):
-    """A signal during batch 2 is seen after it, and opens the window one batch later."""
+    """A signal during batch 2 is noticed after it and opens a window one batch later."""
     schedule = OnSignal(lasting="2ba")
     schedule.setup(Context())
     assert windows(schedule, range(3)) == {}
@@ -47,7 +47,7 @@ def test_a_signal_opens_a_window(before):
 
 
 def test_a_signal_during_a_window_opens_another(before):
-    """Nobody's request is lost, and two in one window are one."""
+    """Signals during a window open one more window after it."""
     schedule = OnSignal(lasting="2ba")
     schedule.setup(Context())
     send()
@@ -58,8 +58,8 @@ def test_a_signal_during_a_window_opens_another(before):
     schedule.close()
 
 
-def test_a_handler_that_was_there_is_called_and_put_back(before):
-    """We chain to the handler before us, and leave it as we found it."""
+def test_an_earlier_handler_is_called_and_restored(before):
+    """The earlier handler is called for each signal and restored by `close`."""
     first = signal.getsignal(signal.SIGUSR2)
     schedule = OnSignal()
     schedule.setup(Context())
@@ -70,8 +70,8 @@ def test_a_handler_that_was_there_is_called_and_put_back(before):
     assert signal.getsignal(signal.SIGUSR2) is first
 
 
-def test_a_handler_that_came_later_stays(before):
-    """What was installed over ours is not ours to remove."""
+def test_a_later_handler_is_kept(before):
+    """`close` does not remove a handler that was installed after ours."""
     schedule = OnSignal()
     schedule.setup(Context())
     ours = signal.getsignal(signal.SIGUSR2)
@@ -85,7 +85,7 @@ def test_a_handler_that_came_later_stays(before):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_schedules_share_a_signal(before, order):
-    """Both hear it, and whichever closes first, the handler before them is back at the end."""
+    """Both receive it, and the earlier handler is restored whichever closes first."""
     first = signal.getsignal(signal.SIGUSR2)
     schedules = [OnSignal(lasting="1ba"), OnSignal(lasting="2ba")]
     for schedule in schedules:
@@ -99,8 +99,8 @@ def test_two_schedules_share_a_signal(before, order):
     assert before == [1, 1]
 
 
-def test_a_released_handler_that_others_put_back_only_passes_on(before):
-    """Lightning restores at the end of a run what it found; another run is not troubled by it."""
+def test_a_released_handler_that_is_installed_again_only_forwards(before):
+    """Lightning may restore our released handler; it then has no effect on another run."""
     first = signal.getsignal(signal.SIGUSR2)
     schedule = OnSignal(lasting="1ba")
     schedule.setup(Context())
@@ -115,8 +115,8 @@ def test_a_released_handler_that_others_put_back_only_passes_on(before):
     assert signal.getsignal(signal.SIGUSR2) is first
 
 
-def test_the_default_action_comes_back_for_a_released_handler():
-    """Where nothing was there before, a released handler steps aside, and the default acts."""
+def test_a_released_handler_restores_the_default_action():
+    """Without an earlier handler, a released one restores the default action."""
     original = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         schedule = OnSignal("SIGCHLD")
@@ -130,8 +130,8 @@ def test_the_default_action_comes_back_for_a_released_handler():
         signal.signal(signal.SIGCHLD, original)
 
 
-def test_outside_the_main_thread_it_warns_and_never_holds(before):
-    """Only the main thread can take a signal; elsewhere training goes on without it."""
+def test_outside_the_main_thread_it_warns_and_is_never_true(before):
+    """Only the main thread can install a handler; elsewhere one warning is shown."""
     schedule, caught = OnSignal(), []
 
     def work():
@@ -152,12 +152,12 @@ def test_outside_the_main_thread_it_warns_and_never_holds(before):
     "name", ["SIGNOTHING", "usr2", "SIGKILL", "SIGTERM", "SIGINT", "SIG_DFL", 12]
 )
 def test_refuses(name):
-    """Unknown signals, and those that end a process or training, are refused at construction."""
+    """Unknown signals, and those that end a process or training, are refused."""
     with pytest.raises(ConfigError, match="SIGUSR2"):
         OnSignal(name)
 
 
 def test_refuses_a_fraction():
-    """How long a window lasts must not depend on a length of training that may be unknown."""
+    """The length of a window must not depend on the length of the training."""
     with pytest.raises(ConfigError, match="lasting"):
         OnSignal(lasting="0.1dur")

@@ -1,4 +1,4 @@
-"""Schedules that an event sets off: what they open, when, and for how long."""
+"""Triggers: which windows an event opens, when, and for how long."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ START = Moment("train", Timestamp(), Timestamp())
 
 
 class OnBatches(Trigger):
-    """Set off at the batches given."""
+    """Fires at the given batches."""
 
     def __init__(self, batches, lasting="2ba"):
         super().__init__(lasting)
@@ -23,7 +23,7 @@ class OnBatches(Trigger):
 
 
 def windows(schedule, seconds, stage="train", first=0):
-    """The windows by batch, where batches take so many seconds."""
+    """Windows by batch, for batches with the given durations in seconds."""
     found = {}
     for batch, duration in enumerate(seconds, start=first):
         moment = replace(START.ahead(batch), stage=stage, batch_seconds=duration)
@@ -32,21 +32,21 @@ def windows(schedule, seconds, stage="train", first=0):
     return {batch: window for batch, window in found.items() if window is not None}
 
 
-def test_a_trigger_opens_one_batch_later_and_is_foreseen():
-    """Set off before batch 3, the window is batches 4 and 5, and is foreseen from batch 3."""
+def test_a_trigger_opens_one_batch_later_and_is_predicted():
+    """After firing before batch 3, the window is batches 4 and 5, predicted from batch 3."""
     schedule = OnBatches([3])
     assert windows(schedule, [1.0] * 4) == {}
     assert [schedule.window(START.ahead(batch)) for batch in range(3, 7)] == [None, 1, 1, 1]
     assert windows(schedule, [1.0] * 4, first=4) == {4: 1, 5: 1}
 
 
-def test_a_trigger_is_not_asked_while_its_window_is_open():
-    """What happens before the window closes neither delays it nor makes it longer."""
+def test_a_trigger_cannot_fire_while_its_window_is_open():
+    """An event during a window neither extends it nor opens another."""
     assert windows(OnBatches([1, 2, 3, 5]), [1.0] * 10) == {2: 1, 3: 1, 6: 2, 7: 2}
 
 
 def test_a_window_ends_by_any_count():
-    """A window in samples is open until so many have passed since it opened."""
+    """A window in samples closes after that many samples."""
     schedule, now, found = OnBatches([1], lasting="10sp"), Timestamp(), []
     for _ in range(7):
         moment = Moment("train", now, now)
@@ -57,23 +57,23 @@ def test_a_window_ends_by_any_count():
 
 
 def test_stages_have_windows_of_their_own():
-    """A window opened in training is not one in validation, and waits for training to go on."""
+    """A window opened in training excludes validation and continues after it."""
     schedule = OnBatches([3])
     assert windows(schedule, [1.0] * 4) == {}
     assert windows(schedule, [1.0] * 3, stage="validate") == {}
     assert windows(schedule, [1.0] * 3, first=4) == {4: 1, 5: 1}
 
 
-def test_a_trigger_forgets_an_earlier_run():
-    """A window that an earlier run left pending does not block the next."""
+def test_a_trigger_discards_an_earlier_run():
+    """A pending window of an earlier run does not block the next run."""
     schedule = OnBatches([1, 3])
     windows(schedule, [1.0], first=3)
     schedule.setup(Context())
     assert list(windows(schedule, [1.0] * 6)) == [2, 3]
 
 
-def test_slow_batches_of_an_earlier_run_are_forgotten():
-    """Neither the pace nor the cooldown of an earlier run reaches into the next."""
+def test_setup_discards_the_median_and_the_cooldown():
+    """Neither the median nor the cooldown of an earlier run affects the next."""
     schedule = OnSlowBatch()
     for pace in (1.0, 5.0):
         schedule.setup(Context())
@@ -81,8 +81,8 @@ def test_slow_batches_of_an_earlier_run_are_forgotten():
         assert schedule(START.ahead(21))
 
 
-def test_a_slow_batch_captures_those_after_it():
-    """One batch over twice the median of twenty opens a window."""
+def test_a_slow_batch_opens_a_window():
+    """A batch above twice the median of 20 batches opens a window after it."""
     seconds = [1.0] * 20 + [2.1] + [1.0] * 10
     assert list(windows(OnSlowBatch(), seconds)) == [21, 22, 23]
 
@@ -90,13 +90,13 @@ def test_a_slow_batch_captures_those_after_it():
 @pytest.mark.parametrize(
     "seconds", [[1.0] * 20 + [2.0] + [1.0] * 5, [1.0] * 19 + [9.0] + [1.0] * 5, [1.0, 1.9] * 30]
 )
-def test_what_is_usual_captures_nothing(seconds):
-    """Not the factor itself, not before twenty batches, not noise below the factor."""
+def test_a_normal_batch_opens_no_window(seconds):
+    """Exactly the factor, a batch before the 20th, and noise below the factor do not fire."""
     assert windows(OnSlowBatch(), seconds) == {}
 
 
 def test_cooldown_begins_when_the_window_ends():
-    """Slow batches inside the window and the cooldown are let pass; one after them is not."""
+    """Slow batches inside the window and the cooldown are ignored."""
     schedule = OnSlowBatch(lasting="3ba", cooldown="10ba")
     seconds = [1.0] * 20 + [9.0] + [1.0] * 29
     for batch in (22, 24, 33):
@@ -107,23 +107,23 @@ def test_cooldown_begins_when_the_window_ends():
     assert list(windows(schedule, seconds)) == [21, 22, 23, 35, 36, 37]
 
 
-def test_a_recorder_does_not_set_itself_off():
-    """Batches slowed by the recording neither extend it nor become what is usual."""
+def test_batches_inside_a_window_are_ignored():
+    """Batches slowed by profiling neither extend the window nor enter the median."""
     schedule = OnSlowBatch(lasting="3ba", cooldown="0ba")
     seconds = [1.0] * 20 + [9.0] + [1.0] + [9.0] * 3 + [1.0] * 10
     assert list(windows(schedule, seconds)) == [21, 22, 23]
 
 
-def test_what_is_usual_follows_the_last_hundred_batches():
-    """After a lasting change of pace, the new pace is the usual one."""
+def test_the_median_covers_the_last_hundred_batches():
+    """After a lasting change of speed, the median is that of the new speed."""
     schedule = OnSlowBatch()
     windows(schedule, [5.0] * 200)
     windows(schedule, [1.0] * 100, first=200)
     assert list(windows(schedule, [3.0, 1.0, 1.0, 1.0, 1.0], first=300)) == [301, 302, 303]
 
 
-def test_stages_have_paces_of_their_own():
-    """A batch of validation is not measured by those of training."""
+def test_each_stage_has_its_own_median():
+    """Validation batches are not compared with training batches."""
     schedule = OnSlowBatch()
     windows(schedule, [1.0] * 30)
     assert windows(schedule, [9.0] * 30, stage="validate") == {}
@@ -142,7 +142,7 @@ def test_stages_have_paces_of_their_own():
     ],
 )
 def test_refuses(arguments, field):
-    """What cannot work is refused at construction, by the name of the argument."""
+    """An invalid argument is refused at construction, with its name."""
     with pytest.raises(ConfigError) as caught:
         OnSlowBatch(**arguments)
     assert caught.value.field == field

@@ -1,4 +1,4 @@
-"""GPUs by NVML: which ones, what of each, and what happens when they fail."""
+"""GPU sensors: selection of devices, readings and failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def keys(visible: list[str] | None = None, ranks: int = 0) -> list[str]:
 
 
 def split(uuid: str, *instances: str) -> FakeGpu:
-    """A GPU in MIG mode: its instances tell their memory alone."""
+    """A GPU in MIG mode, whose instances report memory only."""
     silent = {
         what: FakeNvml.NVMLError_NotSupported()
         for what in ("util", "power", "temperature", "clocks", "reasons")
@@ -30,8 +30,8 @@ def split(uuid: str, *instances: str) -> FakeGpu:
     return FakeGpu(uuid, mig=[FakeGpu(each, **silent) for each in instances])
 
 
-def test_a_gpu_tells_everything_in_si_units(monkeypatch: Patch) -> None:
-    """NVML's milliwatts and megahertz become watts and hertz; reasons become percent."""
+def test_readings_are_in_si_units(monkeypatch: Patch) -> None:
+    """NVML's milliwatts and megahertz become watts and hertz, and throttle reasons percent."""
     nvml = install(monkeypatch, FakeGpu(UUIDS[0], reasons=0x20 | 0x08))
     with gpus() as (gpu,):
         found = gpu(0.0)
@@ -52,8 +52,8 @@ def test_a_gpu_tells_everything_in_si_units(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize("reasons", [0, 0x1, 0x2, 0x100])
-def test_being_idle_or_set_to_a_clock_is_no_throttling(monkeypatch: Patch, reasons: int) -> None:
-    """Only what holds a working GPU back counts."""
+def test_idling_or_a_fixed_clock_is_not_throttling(monkeypatch: Patch, reasons: int) -> None:
+    """Only reasons that slow down a busy GPU count."""
     install(monkeypatch, FakeGpu(UUIDS[0], reasons=reasons))
     with gpus() as (gpu,):
         assert gpu(0.0)["gpu_0/gpu_throttled"] == 0
@@ -72,25 +72,25 @@ def test_being_idle_or_set_to_a_clock_is_no_throttling(monkeypatch: Patch, reaso
         ("", []),
     ],
 )
-def test_masks_choose_as_cuda_does(
+def test_masks_select_devices_like_cuda(
     monkeypatch: Patch, mask: str | None, expected: list[str]
 ) -> None:
-    """Numbers, UUIDs and their beginnings; the first name that means nothing ends the list."""
+    """Numbers, UUIDs and prefixes of UUIDs; the first unknown entry ends the list."""
     install(monkeypatch, *map(FakeGpu, UUIDS))
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     assert keys() == expected
 
 
-def test_the_order_of_cuda_is_not_that_of_nvml(monkeypatch: Patch) -> None:
-    """A number in the mask is CUDA's, which may put the fastest first: torch's UUIDs decide."""
+def test_cuda_and_nvml_may_order_devices_differently(monkeypatch: Patch) -> None:
+    """Numbers in the mask follow CUDA's order, so torch's UUIDs select the devices."""
     install(monkeypatch, *map(FakeGpu, UUIDS))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert keys(visible=["cccccccc-3333"]) == ["gpu_2"]
 
 
-def test_ranks_with_masks_of_their_own_see_the_whole_node(monkeypatch: Patch) -> None:
-    """Where a launcher binds each rank to one GPU, the first rank's mask hides the others'."""
+def test_with_one_mask_per_rank_the_whole_node_is_sampled(monkeypatch: Patch) -> None:
+    """If a launcher binds each rank to one GPU, the first rank's mask is ignored."""
     install(monkeypatch, *map(FakeGpu, UUIDS))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert keys(visible=["aaaaaaaa-1111"], ranks=3) == ["gpu_0", "gpu_1", "gpu_2"]
@@ -98,31 +98,31 @@ def test_ranks_with_masks_of_their_own_see_the_whole_node(monkeypatch: Patch) ->
 
 
 @pytest.mark.parametrize("mask", ["MIG-eeee", None])
-def test_an_instance_tells_its_memory_alone(
+def test_an_instance_reports_memory_only(
     monkeypatch: Patch, mask: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Of a GPU that is split, the instance in use is measured, with what instances tell."""
+    """Only the MIG instance in use is sampled, with the readings that it supports."""
     install(monkeypatch, FakeGpu(UUIDS[0]), split(UUIDS[1], "MIG-dddd", "MIG-eeee"))
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    # torch may tell an instance's UUID or that of its GPU.
+    # torch may report an instance's UUID or that of its GPU.
     with gpus(visible=["bbbbbbbb-2222"]) as (gpu,):
         key = "gpu_1_mig_1" if mask else "gpu_1_mig_0"
         assert gpu(0.0) == {f"{key}/gpu_free_memory": 3e10, f"{key}/gpu_used_memory": 5e10}
     assert not ours(recwarn)
 
 
-def test_no_more_gpus_than_a_report_has_room_for(monkeypatch: Patch) -> None:
-    """Past sixteen, GPUs are left out."""
+def test_the_number_of_gpus_is_limited(monkeypatch: Patch) -> None:
+    """GPUs beyond the sixteenth are not sampled."""
     install(monkeypatch, *(FakeGpu(f"GPU-{number}") for number in range(20)))
     assert len(keys()) == 16
 
 
 @pytest.mark.parametrize("fault", [None, FakeNvml.NVMLError_DriverNotLoaded()])
-def test_a_machine_without_nvidia_is_no_reason_to_warn(
+def test_without_an_nvidia_driver_there_is_no_warning(
     monkeypatch: Patch, fault: Exception | None
 ) -> None:
-    """Neither a missing package nor a missing driver is said, unless the run is on a GPU."""
+    """A missing package or driver causes a warning only if the run is on a GPU."""
     install(monkeypatch, fault=fault)
     if fault is None:
         monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
@@ -131,8 +131,8 @@ def test_a_machine_without_nvidia_is_no_reason_to_warn(
         assert keys(ranks=1) == []
 
 
-def test_one_reading_that_fails_is_left_out_and_said_once(monkeypatch: Patch) -> None:
-    """The other readings of that GPU go on."""
+def test_a_failed_reading_is_dropped_with_one_warning(monkeypatch: Patch) -> None:
+    """The other readings of that GPU continue."""
     install(monkeypatch, FakeGpu(UUIDS[0], power=FakeNvml.NVMLError_Unknown("bus")))
     with gpus() as (gpu,), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -141,12 +141,13 @@ def test_one_reading_that_fails_is_left_out_and_said_once(monkeypatch: Patch) ->
     assert "gpu_0/gpu_power" not in first
     assert "gpu_0/gpu_util" in first
     assert ours(caught) == [
-        "lightning_perf: gpu_0 tells its power no more (NVMLError_Unknown: bus)."
+        "lightning_perf: gpu_0: reading power failed (NVMLError_Unknown: bus); it is no longer "
+        "sampled."
     ]
 
 
 def test_a_gpu_that_cannot_be_opened_does_not_hide_the_others(monkeypatch: Patch) -> None:
-    """One GPU that fell off the bus before the run is named, and the rest measured."""
+    """A GPU that is lost before the run is named in a warning; the others are sampled."""
     nvml = install(monkeypatch, *map(FakeGpu, UUIDS))
     handle = nvml.nvmlDeviceGetHandleByIndex
 
@@ -156,5 +157,5 @@ def test_a_gpu_that_cannot_be_opened_does_not_hide_the_others(monkeypatch: Patch
         return handle(index)
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", broken)
-    with pytest.warns(PerfWarning, match="GPU 1 is not measured"):
+    with pytest.warns(PerfWarning, match="GPU 1 is not sampled"):
         assert keys() == ["gpu_0", "gpu_2"]

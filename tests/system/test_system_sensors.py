@@ -1,4 +1,4 @@
-"""From counters and limits to figures: rates, averages, containers."""
+"""Host sensors: rates, averages and container limits."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ GB = 10**9
 # -- rates and averages ---------------------------------------------------------------------------
 
 
-def test_rates_are_over_the_exact_time_that_passed() -> None:
-    """Twice the time for the same difference is half the rate."""
+def test_rates_use_the_exact_elapsed_time() -> None:
+    """Twice the time for the same difference gives half the rate."""
     rates = Rates[str]()
     assert rates({"eth0": {"sent": 100}}, 10.0) == {}
     assert rates({"eth0": {"sent": 400}}, 11.5) == {"sent": 200}
     assert rates({"eth0": {"sent": 700}}, 14.5) == {"sent": 100}
 
 
-def test_a_counter_that_fell_has_no_rate_in_that_interval() -> None:
-    """Wrapped or reset: that figure is skipped once, the others are not."""
+def test_a_decreasing_counter_has_no_rate_in_that_interval() -> None:
+    """After a wrap or reset, only that figure is skipped, once."""
     rates = Rates[str]()
     rates({"sda": {"read": 4_000_000_000, "write": 0}}, 0.0)
     assert rates({"sda": {"read": 10, "write": 5}}, 1.0) == {"write": 5}
@@ -39,7 +39,7 @@ def test_a_counter_that_fell_has_no_rate_in_that_interval() -> None:
 
 
 def test_devices_come_and_go_without_a_spike() -> None:
-    """What a device had counted before it appeared is no traffic of now, nor is its end."""
+    """Neither the first value nor the disappearance of a device counts as traffic."""
     rates = Rates[str]()
     rates({"eth0": {"sent": 10}}, 0.0)
     assert rates({"eth0": {"sent": 20}, "usb0": {"sent": 10**12}}, 1.0) == {"sent": 10}
@@ -67,10 +67,8 @@ def test_a_gpu_has_a_number(name: str) -> None:
 # -- disks and networks ---------------------------------------------------------------------------
 
 
-def test_partitions_and_devices_on_devices_are_not_counted_again(
-    monkeypatch: Patch, tmp_path: Path
-) -> None:
-    """Bytes written to a partition through LVM and a loop device are one disk's bytes."""
+def test_only_physical_disks_are_counted(monkeypatch: Patch, tmp_path: Path) -> None:
+    """Bytes written through LVM and a loop device count once, for the disk."""
     for disk in ("nvme0n1", "dm-0", "loop0", "md127", "cciss!c0d0"):
         (tmp_path / disk).mkdir()
     for disk in ("nvme0n1", "cciss!c0d0"):
@@ -81,7 +79,7 @@ def test_partitions_and_devices_on_devices_are_not_counted_again(
 
 
 def test_a_machine_without_disks_or_networks_has_no_such_figures(monkeypatch: Patch) -> None:
-    """In a sandbox that shows none, the figures are left out."""
+    """In a sandbox without them, the figures are absent."""
     monkeypatch.setattr(psutil, "disk_io_counters", lambda **_: None)
     monkeypatch.setattr(psutil, "net_io_counters", lambda **_: {})
     for sensor in (Disks(), Network()):
@@ -109,8 +107,8 @@ V1 = "4:memory:/docker/f00\n3:cpuset:/docker/f00\n2:cpu,cpuacct:/docker/f00\n0::
 UNLIMITED = 9223372036854771712
 
 
-def test_v2_the_tightest_limit_on_the_way_up_holds(tmp_path: Path) -> None:
-    """A step in a job: its CPU is limited by the job, its memory by itself."""
+def test_v2_uses_the_smallest_limit_of_all_parents(tmp_path: Path) -> None:
+    """For a step in a job, the job limits the CPUs and the step its memory."""
     group = tree(
         tmp_path / "cgroup",
         V2,
@@ -135,7 +133,7 @@ def test_v2_the_tightest_limit_on_the_way_up_holds(tmp_path: Path) -> None:
 
 
 def test_v1_a_container_finds_its_group_at_the_root(tmp_path: Path) -> None:
-    """Docker shows a container its own group as the root, under the name of the host's."""
+    """Docker mounts the container's group as the root, but names it by its host path."""
     group = tree(
         tmp_path / "cgroup",
         V1,
@@ -173,18 +171,18 @@ def test_v1_a_container_finds_its_group_at_the_root(tmp_path: Path) -> None:
         ("0::/../outside\n", {}),
     ],
 )
-def test_no_limit_is_none(tmp_path: Path, group: str, files: dict[str, Any]) -> None:
-    """Unlimited groups, an empty tree and a path out of sight limit nothing."""
+def test_without_a_limit_there_is_none(tmp_path: Path, group: str, files: dict[str, Any]) -> None:
+    """Unlimited groups, an empty tree and a hidden path have no limits."""
     found = tree(tmp_path / "cgroup", group, files)
     assert found.quota() is None
     assert found.cpus() == set()
     assert found.memory() is None
 
 
-def test_free_memory_is_the_lesser_of_machine_and_container(
+def test_free_memory_is_the_smaller_of_machine_and_container(
     monkeypatch: Patch, tmp_path: Path
 ) -> None:
-    """A small container on a large machine has its own limit, and the other way round."""
+    """The container's limit applies if it is smaller, else the free memory of the machine."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GB))
     for limit, free in ((8 * GB, 5 * GB), (80 * GB, 10 * GB)):
         files = {"job/step/memory.max": limit, "job/step/memory.current": 3 * GB}
@@ -212,7 +210,7 @@ def cpu_after(monkeypatch: Patch, cgroup: Cgroup, then: list[Any], now: list[Any
 
 
 def test_cpu_use_is_averaged_over_cores(monkeypatch: Patch, tmp_path: Path) -> None:
-    """One core busy, one waiting for disks, two idle."""
+    """One core is busy, one waits for I/O, two are idle."""
     found = cpu_after(
         monkeypatch,
         Cgroup(tmp_path, tmp_path / "absent"),
@@ -225,7 +223,7 @@ def test_cpu_use_is_averaged_over_cores(monkeypatch: Patch, tmp_path: Path) -> N
 def test_cpu_use_is_relative_to_the_cpus_of_the_container(
     monkeypatch: Patch, tmp_path: Path
 ) -> None:
-    """What other containers do on other cores is not ours."""
+    """The load of other containers on other cores is excluded."""
     group = tree(tmp_path / "cgroup", V2, {"job/step/cpuset.cpus.effective": "2-3"})
     found = cpu_after(
         monkeypatch,
@@ -239,7 +237,7 @@ def test_cpu_use_is_relative_to_the_cpus_of_the_container(
 def test_cpu_use_is_relative_to_the_quota_of_the_container(
     monkeypatch: Patch, tmp_path: Path
 ) -> None:
-    """Three CPU seconds in two seconds, where two cores' worth is allowed, on an idle machine."""
+    """Three CPU seconds in two seconds, with a quota of two cores, are 75 %."""
     usage = tmp_path / "cgroup" / "job" / "step" / "cpu.stat"
     files = {"job/step/cpu.max": "200000 100000", "job/step/cpu.stat": "usage_usec 1000000"}
     group = tree(tmp_path / "cgroup", V2, files)
@@ -252,8 +250,8 @@ def test_cpu_use_is_relative_to_the_quota_of_the_container(
     assert sensor(12.0)["cpu_util_simple"] == pytest.approx(75.0)
 
 
-def test_a_core_whose_counters_fell_is_left_out(monkeypatch: Patch, tmp_path: Path) -> None:
-    """Linux' iowait may fall: that core says nothing in that interval."""
+def test_a_core_with_decreasing_counters_is_excluded(monkeypatch: Patch, tmp_path: Path) -> None:
+    """Linux's iowait may decrease: the core is excluded for that interval."""
     found = cpu_after(
         monkeypatch,
         Cgroup(tmp_path, tmp_path / "absent"),

@@ -1,4 +1,4 @@
-"""System metrics against what the test itself did, on this machine."""
+"""System metrics compared with load that the test creates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MB = 1_000_000
 
 
 class Working(Small):
-    """Does some work in every step."""
+    """Runs a function in every step."""
 
     def __init__(self, work: Callable[[int], None]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Working(Small):
 
 
 class Window(Callback):
-    """The time from set-up, where sampling begins, to the end of training, where it is reported."""
+    """The time from set-up, when sampling begins, to the end of training."""
 
     def setup(self, *_: Any, stage: str) -> None:
         self.start = time.monotonic()
@@ -85,8 +85,8 @@ def write(file: Path, size: int) -> None:
         os.fsync(stream.fileno())
 
 
-def test_disk_throughput_is_what_was_written(tmp_path: Path) -> None:
-    """Rate times time is the bytes that were synced, and what others wrote meanwhile."""
+def test_disk_throughput_equals_the_bytes_written(tmp_path: Path) -> None:
+    """Rate times time equals the synced bytes plus those of other processes."""
     disk = disk_of(tmp_path)
 
     def counted() -> int:
@@ -104,8 +104,8 @@ def test_disk_throughput_is_what_was_written(tmp_path: Path) -> None:
     assert found["disk_iops"] * seconds > 0.8 * STEPS
 
 
-def test_network_throughput_is_what_was_sent_over_loopback(tmp_path: Path) -> None:
-    """Rate times time is the bytes of a socket, in both directions."""
+def test_network_throughput_equals_the_bytes_sent(tmp_path: Path) -> None:
+    """Rate times time equals the bytes of a loopback socket, in both directions."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         out = socket.create_connection(server.getsockname())
         into, _ = server.accept()
@@ -140,8 +140,8 @@ def burn(seconds: float) -> None:
         pass
 
 
-def test_cpu_is_what_was_burnt(tmp_path: Path) -> None:
-    """The process's CPU seconds by its own clock, as a share of the time and of the cores."""
+def test_cpu_use_equals_the_process_time(tmp_path: Path) -> None:
+    """CPU utilization matches the process's own CPU clock."""
     before = time.process_time()
 
     def work(step: int) -> None:
@@ -156,8 +156,8 @@ def test_cpu_is_what_was_burnt(tmp_path: Path) -> None:
     assert found["cpu_util_simple"] <= found["cpu_util_max"] <= 100
 
 
-def test_the_cpu_of_workers_counts(tmp_path: Path) -> None:
-    """A child process burns, as a worker of a DataLoader would, while training sleeps."""
+def test_cpu_use_includes_workers(tmp_path: Path) -> None:
+    """A busy child process, like a DataLoader worker, is included."""
     code = "import time\nwhile time.process_time() < 60: pass"
     child = subprocess.Popen([sys.executable, "-c", code])
     worker = psutil.Process(child.pid)
@@ -173,13 +173,13 @@ def test_the_cpu_of_workers_counts(tmp_path: Path) -> None:
 
 
 def resident() -> int:
-    """Bytes of this process and of those that other tests of it left running, as we count them."""
+    """RSS of this process and its descendants, as the sensor measures it."""
     me = psutil.Process()
     return sum(process.memory_info().rss for process in [me, *me.children(recursive=True)])
 
 
-def test_memory_is_averaged_and_its_peak_kept(tmp_path: Path) -> None:
-    """300 MB held for half of the time: half of it in the average, all of it in the peak."""
+def test_memory_has_an_average_and_a_peak(tmp_path: Path) -> None:
+    """300 MB held for half of the time add 150 MB to the average and 300 MB to the peak."""
     held: list[bytes] = []
     base = resident()
 

@@ -1,4 +1,4 @@
-"""Spans cost less with us, tell where time went, and leave the user's profiler what is his."""
+"""Spans: exclusive times, and the user's profiler stays unchanged."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from lightning_perf.timing.totals import Action, Totals
 
 
 class Profiler(Diary):
-    """Notes the trainer's profiler."""
+    """Records the trainer's profiler."""
 
     def on_start(self, context: RunContext) -> None:
         super().on_start(context)
         self.seen = context.trainer.profiler
 
 
-def test_a_trainer_without_a_profiler_gets_its_own_back(tmp_path: Path) -> None:
-    """Another one stands in while we watch, and none of it is left afterwards."""
+def test_the_default_profiler_is_restored(tmp_path: Path) -> None:
+    """The default profiler is replaced during a run and restored afterwards."""
     watching = Profiler()
     run = trainer(tmp_path, watching)
     own = run.profiler
@@ -52,8 +52,8 @@ def test_a_trainer_without_a_profiler_gets_its_own_back(tmp_path: Path) -> None:
     assert isinstance(watching.seen, PassThroughProfiler)
 
 
-def test_it_comes_back_after_an_exception(tmp_path: Path) -> None:
-    """However a run ends, and with several callbacks."""
+def test_the_profiler_is_restored_after_an_exception(tmp_path: Path) -> None:
+    """The profiler is restored however a run ends, also with several callbacks."""
 
     class Failing(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -66,8 +66,8 @@ def test_it_comes_back_after_an_exception(tmp_path: Path) -> None:
     assert run.profiler is own
 
 
-def test_a_profiler_of_the_user_s_sees_what_it_would_have_seen(tmp_path: Path) -> None:
-    """The same spans, as often, with and without us."""
+def test_the_user_s_profiler_receives_all_spans(tmp_path: Path) -> None:
+    """The spans and their number are the same with and without us."""
 
     def spans(*callbacks: Any) -> dict[str, int]:
         profiler = SimpleProfiler()
@@ -86,7 +86,7 @@ def test_a_profiler_of_the_user_s_sees_what_it_would_have_seen(tmp_path: Path) -
 
 
 class Notes(LightningProfiler):
-    """A profiler of the user's own class, with its own way to make a span."""
+    """A profiler of a user's class with its own span type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Notes(LightningProfiler):
 
 
 class Curious(L.Callback):
-    """Uses the trainer's profiler as user's code does."""
+    """Uses the trainer's profiler like user code."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         assert isinstance(trainer.profiler, Notes)
@@ -121,8 +121,8 @@ class Curious(L.Callback):
             assert name == "mine"
 
 
-def test_a_profiler_of_any_class_is_called_as_ever(tmp_path: Path) -> None:
-    """Every call in its order, attributes and isinstance, with and without us."""
+def test_a_profiler_of_any_class_is_called_unchanged(tmp_path: Path) -> None:
+    """Calls, attributes and isinstance are the same with and without us."""
 
     def calls(*callbacks: Any) -> list[tuple[str, str]]:
         profiler = Notes()
@@ -133,8 +133,8 @@ def test_a_profiler_of_any_class_is_called_as_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [AdvancedProfiler, PyTorchProfiler])
-def test_lightning_s_heavy_profilers_write_their_reports(kind: Any, tmp_path: Path) -> None:
-    """Their report has spans as without us, and we have our numbers."""
+def test_lightning_s_profilers_write_their_reports(kind: Any, tmp_path: Path) -> None:
+    """Their report has the usual spans, and ours has its figures."""
 
     def report(folder: Path, *callbacks: Any) -> str:
         folder.mkdir()
@@ -151,8 +151,8 @@ def test_lightning_s_heavy_profilers_write_their_reports(kind: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("moment", ["start", "stop"])
-def test_a_profiler_that_raises_raises_as_ever(moment: str, tmp_path: Path) -> None:
-    """The user's error reaches the user, and the trainer has its profiler back."""
+def test_an_error_of_the_profiler_is_raised(moment: str, tmp_path: Path) -> None:
+    """The error reaches the user, and the trainer's profiler is restored."""
 
     class Broken(SimpleProfiler):
         def start(self, action_name: str) -> None:
@@ -172,8 +172,8 @@ def test_a_profiler_that_raises_raises_as_ever(moment: str, tmp_path: Path) -> N
     assert run.profiler is profiler
 
 
-def test_everything_is_put_back(tmp_path: Path) -> None:
-    """After a run, and after one that failed, no object holds anything of ours."""
+def test_everything_is_restored(tmp_path: Path) -> None:
+    """After a run or a failure, no object refers to anything of ours."""
 
     class Failing(Small):
         def __init__(self, fails: bool) -> None:
@@ -203,8 +203,8 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
         assert type(run.profiler) is PassThroughProfiler
 
 
-def test_compiled_code_stays_whole(tmp_path: Path) -> None:
-    """A metric within a compiled module is not timed: a clock would break the graph."""
+def test_compiled_code_has_no_graph_breaks(tmp_path: Path) -> None:
+    """A metric inside a compiled module is not timed, because that would break the graph."""
 
     class Compiled(Small):
         def __init__(self) -> None:
@@ -221,8 +221,8 @@ def test_compiled_code_stays_whole(tmp_path: Path) -> None:
     assert timings.metrics["timings/forward"] > 0
 
 
-def test_a_profiler_that_the_user_puts_in_while_training_stays(tmp_path: Path) -> None:
-    """It is not taken away at the end, and what follows is still counted."""
+def test_a_profiler_set_during_training_is_kept(tmp_path: Path) -> None:
+    """It is not replaced at the end, and later stages are measured."""
     mine = SimpleProfiler()
 
     class Exchanging(L.Callback):
@@ -238,10 +238,10 @@ def test_a_profiler_that_the_user_puts_in_while_training_stays(tmp_path: Path) -
     assert timings.rows
 
 
-def test_metrics_are_reduced_as_ever_in_a_second_fit(
+def test_metrics_are_reduced_in_a_second_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lightning compares the reducing functions of two fits: ours pass for its own."""
+    """Lightning compares the reduction functions of two fits: our patches are equal to them."""
 
     def reducing(trainer: Any) -> Any:  # as with several ranks
         return [compat.Unspanned(trainer.strategy, "reduce", "reduce_metrics", "Strategy.reduce")]
@@ -263,7 +263,7 @@ def test_metrics_are_reduced_as_ever_in_a_second_fit(
 
 
 def test_spans_of_other_threads_are_not_counted(tmp_path: Path) -> None:
-    """A thread of the user's may use the profiler; it is not in the loop's time."""
+    """Spans on a user's thread do not affect the times of the loop."""
 
     class Threaded(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -283,10 +283,10 @@ def test_spans_of_other_threads_are_not_counted(tmp_path: Path) -> None:
     assert timings.metrics["timings/checkpoint"] == 0
 
 
-def test_spans_without_end_take_no_memory_without_end(
+def test_the_number_of_cached_spans_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """User's spans may have a new name each time: only so many are known."""
+    """User spans may have a new name each time: only a limited number is cached."""
     monkeypatch.setattr(spans, "_MOST_SPANS", 50)
 
     class Naming(Small):
@@ -309,10 +309,10 @@ def test_spans_without_end_take_no_memory_without_end(
     assert 0 < looking.known <= 50
 
 
-def test_what_lightning_has_no_more_falls_to_other(
+def test_missing_methods_of_lightning_count_as_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without its private parts, in another version, runs go on and still add up."""
+    """Without private methods of Lightning, times still add up."""
     monkeypatch.setattr(compat, "unspanned", lambda trainer: iter(()))
     monkeypatch.setattr(compat, "validation_loop", lambda trainer: None)
     timings, records = Timings(), Records()
@@ -323,7 +323,7 @@ def test_what_lightning_has_no_more_falls_to_other(
 
 
 def test_snapshots_are_subtracted(tmp_path: Path) -> None:
-    """A diagnosis asks for totals at two times, and the difference is what lies between."""
+    """The difference of two snapshots is the time between them."""
     found: list[Totals] = []
 
     class Asking(Diary):
@@ -348,7 +348,7 @@ def test_snapshots_are_subtracted(tmp_path: Path) -> None:
 
 
 def test_unbalanced_spans_are_unwound() -> None:
-    """A span that was left out by an exception ends with the one around it; strays are ignored."""
+    """A span left open by an exception ends with its enclosing span; unknown exits are ignored."""
     watch = clock.Clock()
     names = ("outer", "inner", "stray")
     outer, inner, stray = (clock.Span(watch, ("other", name), name) for name in names)
@@ -364,8 +364,8 @@ class Owner:
         return "done"
 
 
-def test_a_timed_method_passes_for_its_original() -> None:
-    """Equal both ways, same hash and attributes; copies of its owner are not timed."""
+def test_a_patched_method_equals_its_original() -> None:
+    """Equality, hash and attributes are those of the original; copies are not patched."""
     owner, patches = Owner(), PatchSet()
     original = owner.work
     patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
@@ -381,8 +381,8 @@ def test_a_timed_method_passes_for_its_original() -> None:
     assert vars(owner) == {}
 
 
-def test_what_was_wrapped_around_ours_stays() -> None:
-    """A user's patch on top of ours is not undone, and what was there before comes back."""
+def test_a_foreign_patch_is_kept() -> None:
+    """A user's patch around ours is kept, and the original is restored below it."""
     owner, patches = Owner(), PatchSet()
     owner.work = lambda: "patched"  # type: ignore[method-assign]
     before = owner.work

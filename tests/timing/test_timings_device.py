@@ -1,4 +1,4 @@
-"""The device's own clock: events at boundaries, read late, never waited for."""
+"""Device times of segments, from CUDA events without synchronization."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = {
 
 
 def batch(device: Device, clock: DeviceSegmentTimer) -> None:
-    """One batch's work and marks."""
+    """Run the segments of one batch."""
     for category, seconds in SECONDS.items():
         device.queued += seconds
         if category != "other":
@@ -38,7 +38,7 @@ def cost(category: str, calls: int) -> tuple[Action, Cost]:
 
 
 def test_segments_are_read_two_batches_later() -> None:
-    """Each segment is what its last event ends; nothing precedes the first event of all."""
+    """Each event ends a segment; the first event ends none."""
     device = Device()
     clock = device.clock()
     clock.begin("train")
@@ -54,8 +54,8 @@ def test_segments_are_read_two_batches_later() -> None:
     assert clock.costs == expected
 
 
-def test_a_device_that_lags_is_not_waited_for_and_events_are_used_again() -> None:
-    """What is not done is asked about later; events are few however long the run."""
+def test_a_slow_device_is_not_waited_for_and_events_are_reused() -> None:
+    """Pending events are read later; the number of events is bounded."""
     device = Device()
     clock = device.clock()
     clock.begin("train")
@@ -69,8 +69,8 @@ def test_a_device_that_lags_is_not_waited_for_and_events_are_used_again() -> Non
     assert device.made < 100
 
 
-def test_a_device_that_hangs_takes_no_memory() -> None:
-    """Beyond a bound nothing is recorded, and what follows is right again."""
+def test_pending_events_are_limited() -> None:
+    """Beyond a maximum nothing is recorded; later segments are correct again."""
     device = Device()
     clock = device.clock()
     clock.begin("train")
@@ -85,8 +85,8 @@ def test_a_device_that_hangs_takes_no_memory() -> None:
     assert seconds == 4.0 * calls
 
 
-def test_validation_between_batches_is_no_waiting_for_data() -> None:
-    """A change of stage cuts the chain of events."""
+def test_validation_between_batches_is_excluded() -> None:
+    """A change of stage starts a new sequence of events."""
     device = Device()
     clock = device.clock()
     for stage in ("train", "validate"):
@@ -102,8 +102,8 @@ def test_validation_between_batches_is_no_waiting_for_data() -> None:
     assert seconds == calls * SECONDS["dataloader_next"]
 
 
-def test_events_are_left_alone_while_a_graph_is_captured() -> None:
-    """Neither recorded nor asked about, and what lies around the capture is not counted."""
+def test_events_are_not_used_during_graph_capture() -> None:
+    """Events are neither recorded nor queried, and the time around the capture is excluded."""
     device = Device()
     clock = device.clock()
     clock.begin("train")
@@ -116,8 +116,8 @@ def test_events_are_left_alone_while_a_graph_is_captured() -> None:
     assert clock.costs[Action("train", "forward", "device")] == Cost(2.0 * 7, 7)
 
 
-def test_events_that_fail_are_told_once_and_stop_nothing() -> None:
-    """A driver's error ends the device's clock, not training."""
+def test_failed_events_warn_once() -> None:
+    """A driver error ends device timing, but not training."""
 
     def broken() -> Any:
         raise RuntimeError("CUDA error: planted")
@@ -130,10 +130,10 @@ def test_events_that_fail_are_told_once_and_stop_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", [Small, TwoOptimizers])
-def test_a_run_s_marks_make_keys(
+def test_device_times_by_category(
     kind: type[Small], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a real training, what the device did goes by its place, manual optimization included."""
+    """In a real training, device time has the right category, also with manual optimization."""
     device = Device()
     device.stands_in(monkeypatch)
 
@@ -168,14 +168,14 @@ def test_a_run_s_marks_make_keys(
     assert found["device/backward"] == 4.0 * passes
     assert found["device/optimizer_step"] == 0.5 * passes
     assert found["device/other"] == 0.0
-    # The work of the hook after ours lies before the next batch's fetch.
+    # The work of the hook after ours runs before the next batch is fetched.
     assert found["exposed_input"] == 8.0
 
 
 @pytest.mark.gpu
 @NEEDS_CUDA
 def test_real_events_never_synchronise(tmp_path: Path) -> None:
-    """On a GPU, with synchronising calls forbidden from the first batch to the last."""
+    """A run on a GPU passes with synchronizing calls forbidden."""
     timings = Timings()
     with never_waited_for():
         trainer(tmp_path, timings, accelerator="gpu", limit_val_batches=0).fit(Unwaited())
@@ -185,8 +185,8 @@ def test_real_events_never_synchronise(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-def test_device_time_is_the_device_s(tmp_path: Path) -> None:
-    """A long kernel in forward is device time of forward, though the host went on at once."""
+def test_device_time_of_a_long_kernel(tmp_path: Path) -> None:
+    """A long kernel in forward is device time of forward, although the host continues at once."""
 
     class Heavy(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -1,4 +1,4 @@
-"""Schedules that look at the clock and at the tags of the run."""
+"""Elapsed and HasTag, with a fake clock and fake tags."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def observe(schedule, batch):
 
 
 def test_elapsed_is_true_at_first_and_after_each_duration():
-    """The time is counted from when it last was true, not from a raster."""
+    """The time counts from the last window, not from multiples of the duration."""
     clock = iter([100.0, 101.0, 159.0, 165.0, 221.0, 225.0])
     schedule = Elapsed("1m")
     schedule.setup(Context(clock=lambda: next(clock)))
@@ -24,16 +24,16 @@ def test_elapsed_is_true_at_first_and_after_each_duration():
     assert found == [1, None, None, 2, None, 3]
 
 
-def test_elapsed_holds_for_its_batch_only():
-    """A window is the batch at which the time had passed, and says nothing of the next."""
+def test_elapsed_is_true_for_one_batch():
+    """A window is a single batch."""
     schedule = Elapsed("1m")
     schedule.setup(Context(clock=lambda: 0.0))
     assert observe(schedule, 0) == 1
     assert not schedule(START.ahead(1))
 
 
-def test_elapsed_begins_anew_at_setup():
-    """In a second run it is true at first again."""
+def test_elapsed_restarts_at_setup():
+    """In a second run it is true for the first batch again."""
     schedule = Elapsed("1h")
     for _ in range(2):
         schedule.setup(Context(clock=lambda: 7.0))
@@ -43,13 +43,13 @@ def test_elapsed_begins_anew_at_setup():
 
 @pytest.mark.parametrize("duration", ["0sec", "10ba", "10", None])
 def test_elapsed_refuses(duration):
-    """Only an amount of wall-clock time can elapse."""
+    """Any value but a positive wall-clock time is refused."""
     with pytest.raises(ConfigError, match="duration"):
         Elapsed(duration)
 
 
 @pytest.mark.parametrize(
-    ("tag", "tags", "held"),
+    ("tag", "tags", "matches"),
     [
         ("profile", {"profile": "anything"}, True),
         ("profile", {"profile": ""}, True),
@@ -61,15 +61,15 @@ def test_elapsed_refuses(duration):
         ("url=a=b", {"url": "a=b"}, True),
     ],
 )
-def test_tag_is_a_key_or_a_key_with_its_value(tag, tags, held):
-    """A key alone takes any value; with a value, that one."""
+def test_tag_is_a_key_or_a_key_with_its_value(tag, tags, matches):
+    """A key alone matches any value; key=value matches that value."""
     schedule = HasTag(tag)
     schedule.setup(Context(read_tags=lambda: tags))
-    assert (observe(schedule, 0) is not None) is held
+    assert (observe(schedule, 0) is not None) is matches
 
 
 def test_tag_comes_and_goes_during_a_run():
-    """The schedule holds as long as the tag does, and only where its inner schedule holds too."""
+    """HasTag is true where the tag is set and the inner schedule is true."""
     tags = {}
     schedule = HasTag("profile", schedule="every 2ba")
     schedule.setup(Context(read_tags=lambda: tags))
@@ -81,8 +81,8 @@ def test_tag_comes_and_goes_during_a_run():
     assert observe(schedule, 6) is None
 
 
-def test_tag_without_a_reader_never_holds():
-    """A run without tags bears none, whatever the run before it bore."""
+def test_has_tag_without_a_reader_is_never_true():
+    """Tags of an earlier run are discarded by `setup`."""
     schedule = HasTag("profile")
     schedule.setup(Context(read_tags=lambda: {"profile": "1"}))
     assert observe(schedule, 0) is not None
@@ -98,14 +98,14 @@ def test_tag_needs_a_key(tag):
         HasTag(tag)
 
 
-def test_tag_refuses_a_schedule_that_is_none():
-    """The inner schedule is coerced like every other."""
+def test_has_tag_refuses_an_invalid_schedule():
+    """The inner schedule is parsed and checked like any other."""
     with pytest.raises(ConfigError, match="every 100ba"):
         HasTag("profile", schedule="sometimes")
 
 
-def test_a_tag_is_as_quiet_as_its_schedule():
-    """Nothing is foreseen in vain where the schedule has no window, tag or not."""
+def test_has_tag_is_quiet_while_its_schedule_is():
+    """`quiet_until` is that of the inner schedule while it has no window, tag or not."""
     schedule = HasTag("profile", schedule="100ba")
     moments = [Moment("train", Timestamp(batch=n), Timestamp(batch=n - 1)) for n in (5, 100)]
     assert [schedule.quiet_until(moment) for moment in moments] == [100, 101]

@@ -1,4 +1,4 @@
-"""Batches timed on the device: by its own clock, late, and never by the host that runs ahead."""
+"""Device times of batches, from events that are read later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceBatchTimer,
 
 
 def device_time(device: Device, device_timer: DeviceBatchTimer, seconds: float) -> DeviceBatchTime:
-    """A batch of so much work."""
+    """Run a batch with the given seconds of work."""
     device.queued += seconds
     done = device_timer.end()
     assert done is not None
@@ -38,10 +38,10 @@ def device_timer(device: Device) -> DeviceBatchTimer:
     return device_timer
 
 
-def test_a_batch_is_known_when_the_device_has_come_to_its_end(
+def test_a_batch_is_known_after_the_device_completed_it(
     device: Device, device_timer: DeviceBatchTimer
 ) -> None:
-    """Nothing before, all that it took then."""
+    """Its seconds are unknown before the device completes it and exact afterwards."""
     first, second = device_time(device, device_timer, 2.0), device_time(device, device_timer, 3.0)
     device.done = 2.0
     device_timer.read()
@@ -51,8 +51,10 @@ def test_a_batch_is_known_when_the_device_has_come_to_its_end(
     assert (second.known, second.seconds, second.whole) == (True, 3.0, True)
 
 
-def test_what_lies_aside_is_not_the_batch_s(device: Device, device_timer: DeviceBatchTimer) -> None:
-    """Neither a pause within nor another stage is in its seconds."""
+def test_pauses_and_nested_stages_are_excluded(
+    device: Device, device_timer: DeviceBatchTimer
+) -> None:
+    """The seconds of a batch exclude pauses and nested stages."""
     device.queued += 1.0
     device_timer.pause()
     device.queued += 100.0
@@ -69,7 +71,7 @@ def test_what_lies_aside_is_not_the_batch_s(device: Device, device_timer: Device
 
 
 def test_a_captured_batch_is_not_measured(device: Device, device_timer: DeviceBatchTimer) -> None:
-    """While a CUDA graph is captured no event is touched; the batches around it are not whole."""
+    """During CUDA graph capture no event is used; the batches around it are not whole."""
     found = []
     for index in range(5):
         device.capturing = index == 2
@@ -82,8 +84,8 @@ def test_a_captured_batch_is_not_measured(device: Device, device_timer: DeviceBa
     assert [each.whole for each in found] == [True, True, False, False, True]
 
 
-def test_a_device_that_hangs_takes_no_memory(device: Device) -> None:
-    """Beyond a bound batches are not measured, and later ones are again."""
+def test_pending_events_are_limited(device: Device) -> None:
+    """Beyond a maximum, batches are not measured; later ones are again."""
     device_timer = device.device_timer(most=10)
     device_timer.wanted = True
     device_timer.enter()
@@ -98,8 +100,8 @@ def test_a_device_that_hangs_takes_no_memory(device: Device) -> None:
     assert {each.seconds for each in found if each.whole} == {1.0}
 
 
-def test_the_end_waits_a_bounded_time(device: Device, device_timer: DeviceBatchTimer) -> None:
-    """Until the device has come to the end, or no longer than allowed."""
+def test_the_end_waits_for_a_bounded_time(device: Device, device_timer: DeviceBatchTimer) -> None:
+    """The wait ends when the device is done or the timeout is reached."""
     batch = device_time(device, device_timer, 5.0)
     began = time.monotonic()
     device_timer.wait(0.05)
@@ -111,7 +113,7 @@ def test_the_end_waits_a_bounded_time(device: Device, device_timer: DeviceBatchT
 
 
 class Ahead(Small):
-    """Every batch is a second of work, which the host does not wait for."""
+    """Every batch queues a second of work, which the host does not wait for."""
 
     gpu: Device
 
@@ -133,10 +135,10 @@ def train(folder: Path, device: Device, *callbacks: Any, **limits: Any) -> Recor
 
 
 @pytest.mark.parametrize("pace", [0.4, 1.1, 1e9])
-def test_rates_are_the_device_s(
+def test_rates_use_device_time(
     pace: float, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However far the host runs ahead, a second a batch is one batch a second, in every report."""
+    """All reports have the device's rate, however far the host runs ahead."""
     device.pace = pace
     device.stands_in(monkeypatch)
     callbacks = [SpeedMonitor(window_size=4), Flops(schedule="2ba", peak_flops=1e9), Timings()]
@@ -151,10 +153,10 @@ def test_rates_are_the_device_s(
     assert found.of("batch_flops")[0][0] == 0
 
 
-def test_reports_are_late_at_most_and_the_last_one_is_whole(
+def test_the_last_report_covers_the_whole_run(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a device that comes to nothing before the end, the end tells of the whole run."""
+    """If the device completes nothing before the end, the last report covers the whole run."""
     device.stands_in(monkeypatch)
     model_of_formula = Flops(schedule="2ba", peak_flops=1e9, formula=lambda batch: 1e6)
 
@@ -169,7 +171,7 @@ def test_reports_are_late_at_most_and_the_last_one_is_whole(
     assert found.of("mfu_from_formula") == [(15, pytest.approx(1e-3))]
 
 
-def test_few_events_do_for_a_long_run_without_reports(
+def test_events_are_reused_without_reports(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read now and then though nobody asks for a report."""
@@ -182,10 +184,10 @@ def test_few_events_do_for_a_long_run_without_reports(
     assert device.made < 40
 
 
-def test_a_profiler_s_work_is_not_the_batch_s(
+def test_profiler_overhead_is_excluded(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the device idles while a recording starts or stops is nobody's time."""
+    """Idle time while a recording starts or stops is excluded."""
     device.pace = 1e9
     device.stands_in(monkeypatch)
     record = PyTorch.record
@@ -203,10 +205,10 @@ def test_a_profiler_s_work_is_not_the_batch_s(
     assert {value for _, value in found.of("throughput/batches_per_sec")} == {1.0}
 
 
-def test_events_that_fail_leave_the_host_s_clock(
+def test_failed_events_fall_back_to_host_time(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One warning says so, training goes on, and so do the reports."""
+    """One warning is shown; training and reports continue."""
     device.stands_in(monkeypatch)
 
     def broken() -> Any:
@@ -226,8 +228,8 @@ def test_events_that_fail_leave_the_host_s_clock(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_real_gpu_is_timed_and_never_waited_for(tmp_path: Path) -> None:
-    """The host runs ahead of long kernels, and every report has the device's rate all the same."""
+def test_a_real_gpu_is_timed_without_waiting(tmp_path: Path) -> None:
+    """The host runs ahead of long kernels, and every report has the device's rate."""
 
     class Heavy(Unwaited):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
