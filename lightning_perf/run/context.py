@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.run.callback import Member
     from lightning_perf.system import Sampler
-    from lightning_perf.traces.writer import Target
+    from lightning_perf.traces import Target
 
 
 def ranks_of(trainer: Trainer) -> Ranks:

@@ -20,6 +20,7 @@ from lightning_perf.background.waiting import waiting
 from lightning_perf.background.worker import Worker
 from lightning_perf.profilers.window_runner import Recorded
 from lightning_perf.run import context, destination
+from lightning_perf.tracking.mlflow import MlflowRun
 
 
 class Terminal(io.StringIO):
@@ -74,9 +75,9 @@ def test_only_a_wait_that_takes_long_is_shown(
         gate.set()
         return waiting(what, jobs, timeout)
 
-    monkeypatch.setattr("lightning_perf.tracking.mlflow._send", slow)
+    monkeypatch.setattr(MlflowRun, "upload", slow)
     monkeypatch.setattr(destination, "waiting", opened)
-    monkeypatch.setattr(destination, "_PATIENCE", patience)
+    monkeypatch.setattr(destination, "TIMEOUTS", destination.Timeouts(silent=patience))
     if not lines:
         gate.set()
     logger = MLFlowLogger("waiting", tracking_uri=mlflow_database)
@@ -110,7 +111,7 @@ def test_a_file_that_is_being_made_is_waited_for(
         return abandon(self, timeout)
 
     monkeypatch.setattr(Worker, "abandon", abandoned)
-    monkeypatch.setattr(destination, "_PATIENCE", 0.0)
+    monkeypatch.setattr(destination, "TIMEOUTS", destination.Timeouts(silent=0.0))
     monkeypatch.setitem(context.FILE_TIMEOUT, "teardown", 0.0)
     trainer(tmp_path, Finishing(lambda: bool(asked.wait(30)))).fit(Small())
     assert len(list(tmp_path.rglob("rank0.1.pt.trace.json.gz"))) == 1
@@ -141,7 +142,7 @@ def test_pages_that_were_not_begun_are_left_out_and_recordings_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of a run makes no pages for minutes on the training thread, and says so."""
-    monkeypatch.setattr(destination, "_PATIENCE", 0.0)
+    monkeypatch.setattr(destination, "TIMEOUTS", destination.Timeouts(silent=0.0))
     monkeypatch.setitem(context.FILE_TIMEOUT, "teardown", 0.0)
     gate = threading.Event()
     abandon = Worker.abandon

@@ -93,7 +93,10 @@ def test_a_process_that_does_not_listen_is_left_alone(
 
 @pytest.mark.parametrize(
     ("args", "told"),
-    [(["999999999"], "cannot see process"), (["1", "--signal", "SIGNAL"], "no signal SIGNAL")],
+    [
+        (["999999999"], "cannot inspect process"),
+        (["1", "--signal", "SIGNAL"], "SIGNAL is not a signal"),
+    ],
 )
 def test_what_cannot_be_asked_is_said(
     args: list[str], told: str, capsys: pytest.CaptureFixture[str]

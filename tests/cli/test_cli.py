@@ -249,9 +249,9 @@ def test_the_report_tells_where_the_time_went(
     with pytest.raises(SystemExit):
         main(["report", run.run_id, "--tracking_uri", mlflow_database])
     told = capsys.readouterr().out
-    shares = [line.split("%")[0].split()[-1] for line in told.splitlines() if "a batch)" in line]
+    shares = [line.split("%")[0].split()[-1] for line in told.splitlines() if "per batch)" in line]
     assert shares == ["50.0", "20.0", "10.0", "9.0", "6.0"]
-    assert "50.0%  backward (500 ms a batch)" in told
+    assert "50.0%  backward (500 ms per batch)" in told
     assert "train_batch" not in told
 
 

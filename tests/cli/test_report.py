@@ -69,10 +69,10 @@ def test_shares_are_of_the_whole_run(
     assert code == 0
     assert lines[1:] == [
         "where the time went │ the whole run, steps 0 to 15",
-        "66.7% forward (1.00 s a batch)",
-        "33.3% validation (500 ms a batch)",
+        "66.7% forward (1.00 s per batch)",
+        "33.3% validation (500 ms per batch)",
         "in the last window │ steps 12 to 15",
-        "100.0% forward (1.00 s a batch)",
+        "100.0% forward (1.00 s per batch)",
     ]
 
 
@@ -105,11 +105,11 @@ def test_a_run_that_was_cut_off_is_told_from_its_metrics(
     _, lines, _ = report(capsys, run, "--tracking_uri", mlflow_database)
     assert lines[-6:] == [
         "where the time went │ the whole run, steps 0 to 24",
-        "54.5% validation (1.20 s a batch)",
-        "45.5% forward (1.00 s a batch)",
+        "54.5% validation (1.20 s per batch)",
+        "45.5% forward (1.00 s per batch)",
         "in the last window │ steps 20 to 24",
-        "80.0% validation (4.00 s a batch)",
-        "20.0% forward (1.00 s a batch)",
+        "80.0% validation (4.00 s per batch)",
+        "20.0% forward (1.00 s per batch)",
     ]
 
 
@@ -163,11 +163,11 @@ def test_a_run_behind_a_server_is_read_from_there(
     summary = {"timings": {"whole_run": {
         "first": 0, "last": 9, "batches": 10, "seconds": {"forward": 5.0},
     }}}  # fmt: skip
-    from lightning_perf.tracking.mlflow import MlflowRun, run_target
+    from lightning_perf.tracking.mlflow import MlflowRun
 
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///another.db")
-    run_target(MlflowRun(mlflow_server, run)).send(tmp_path / "summary.json", "owl/summary.json")
+    MlflowRun(mlflow_server, run).upload(tmp_path / "summary.json", "owl/summary.json")
     code, lines, _ = report(capsys, run, "--tracking_uri", mlflow_server)
     assert code == 0
-    assert lines[-1] == "100.0% forward (500 ms a batch)"
+    assert lines[-1] == "100.0% forward (500 ms per batch)"

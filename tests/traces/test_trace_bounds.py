@@ -9,55 +9,48 @@ import pytest
 from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record
 
 from lightning_perf.background.files import written_whole
-from lightning_perf.core.progress import Timestamp
-from lightning_perf.errors import PerfWarning
-from lightning_perf.traces import Target, uploads
-from lightning_perf.traces.uploads import Trace, TraceIndex, read_pending
+from lightning_perf.errors import PerfWarning, WarningDigest
+from lightning_perf.traces import Target, read_pending
 
 
 @pytest.mark.parametrize("keep", [-1, 3])
-@pytest.mark.parametrize("name", ["{}.json", "last.json", "{}.json of 5 names"])
-def test_what_is_remembered_is_bounded(tmp_path, monkeypatch, keep, name):
-    """However many traces go through, with names of their own or ever the same one."""
-    monkeypatch.setattr(uploads, "MOST_REMEMBERED", 20)
-    books = TraceIndex(keep)
-    for count in range(200):
-        text = name.format(count % 5 if "5" in name else count)
-        number = books.take(lambda n, text=text: tmp_path / f"{n}-{text}")
-        trace = Trace(
-            tmp_path / f".{count}", tmp_path / f"{number}-{text}", "there", Timestamp(), "train"
-        )
-        books.queue(trace)
-        assert books.claim(trace)
-        books.place(trace)
-        books.settle(trace)
-        if keep >= 0:
-            books.expire(keep)
-    held = [value for value in vars(books).values() if isinstance(value, dict)]
+@pytest.mark.parametrize(
+    ("filename", "names"), [("{batch}.json", 60), ("last.json", 1), ("{batch}.json", 5)]
+)
+def test_memory_of_a_writer_is_bounded(make_writer, worker, keep, filename, names):
+    """A writer remembers at most `most_remembered` traces and names, however many it writes."""
+    writer = make_writer(filename=filename, num_traces_to_keep=keep, most_remembered=10)
+    for count in range(60):
+        after(worker, record(writer, batch=count % names))
+    parts = (writer, writer._layout, writer._uploads)
+    held = [value for part in parts for value in vars(part).values() if isinstance(value, dict)]
     assert len(held) == 5
-    assert max(map(len, held)) <= 20
-    assert len(books.saved) == (20 if keep < 0 else keep)
+    assert max(map(len, held)) <= 10
+    assert len(writer.saved_traces) == (10 if keep < 0 else keep)
 
 
-def test_a_name_that_comes_for_ever_is_found_at_once(tmp_path, monkeypatch):
-    """The thousandth trace of one name asks the disk no oftener than the second."""
-    asked = []
-    monkeypatch.setattr("os.path.lexists", lambda path: asked.append(path))
-    books = TraceIndex(-1)
-    numbers = [books.take(lambda n: tmp_path / f"last-{n}.json") for _ in range(1000)]
-    assert numbers == list(range(1, 1001))
-    assert len(asked) == 1000
+def test_a_free_number_is_found_without_search(make_writer, worker, monkeypatch):
+    """For one name, each trace checks one path on the disk, however many came before."""
+    checked = []
+    monkeypatch.setattr("os.path.lexists", lambda path: checked.append(path))
+    writer = make_writer(filename="last.json")
+    for _ in range(100):
+        record(writer)
+    assert worker.drain(PATIENCE)
+    assert len(checked) == len(set(checked)) == 100
 
 
 def test_a_dead_server_is_told_once_and_summed_up(make_writer, worker, tmp_path):
     """The first trace is named at once, the others are counted at the end; the list has all."""
-    writer = make_writer(targets=[Target(Server(99))], backoff=())
+    digest = WarningDigest()
+    writer = make_writer(targets=[Target(Server(99))], backoff=(), digest=digest)
     with pytest.warns(PerfWarning) as told:
         after(worker, [record(writer, batch) for batch in range(20)])
     assert ["rank0.0.json" in str(warning.message) for warning in told] == [True]
-    with pytest.warns(PerfWarning, match="19 more files were not uploaded; .*pending_up") as told:
-        writer.close()
     writer.close()
+    with pytest.warns(PerfWarning, match="19 more files were not uploaded; .*pending_up") as told:
+        digest.summarize()
+    digest.summarize()
     assert len(told) == 1
     assert len(read_pending(tmp_path)) == 20
 
@@ -86,9 +79,13 @@ def full_disk(monkeypatch):
 def test_what_cannot_be_compressed_stays_as_it_is(make_writer, worker, tmp_path, monkeypatch):
     """On a full disk the raw file takes its name without .gz, here and on the server."""
     full_disk(monkeypatch)
-    server = Server()
-    writer = make_writer(compress=True, targets=[Target(server)], num_traces_to_keep=2)
-    with pytest.warns(PerfWarning, match=r"rank0\.5\.json was not compressed .*No space") as told:
+    server, digest = Server(), WarningDigest()
+    writer = make_writer(
+        compress=True, targets=[Target(server)], num_traces_to_keep=2, digest=digest
+    )
+    with pytest.warns(
+        PerfWarning, match=r"rank0\.5\.json was saved without compression .*No space"
+    ) as told:
         after(worker, [record(writer) for _ in range(2)])
     assert len(told) == 1
     assert files(tmp_path) == ["run/traces/rank0-2.5.json", "run/traces/rank0.5.json"]
@@ -97,8 +94,8 @@ def test_what_cannot_be_compressed_stays_as_it_is(make_writer, worker, tmp_path,
         "run/traces/rank0-2.5.json": CONTENT,
     }
     assert [path.name for _, (path,) in writer.saved_traces] == ["rank0.5.json", "rank0-2.5.json"]
-    with pytest.warns(PerfWarning, match="1 more traces were not compressed"):
-        writer.close()
+    with pytest.warns(PerfWarning, match="1 more traces were saved without compression"):
+        digest.summarize()
 
 
 def test_where_it_had_to_be_done_at_once_the_caller_learns_the_name(
@@ -109,7 +106,7 @@ def test_where_it_had_to_be_done_at_once_the_caller_learns_the_name(
     (tmp_path / "run/traces/rank0.5.json").write_text("an earlier run's")
     full_disk(monkeypatch)
     assert worker.close(PATIENCE)
-    with pytest.warns(PerfWarning, match="was not compressed"):
+    with pytest.warns(PerfWarning, match="was saved without compression"):
         written = record(make_writer(compress=True))
     assert written == tmp_path / "run/traces/rank0-2.5.json"
     assert written.read_bytes() == CONTENT
@@ -119,14 +116,14 @@ def test_a_disk_that_is_full_is_told_once(make_writer, worker, monkeypatch):
     """Some recorders write half a file and say nothing; what there is goes on its way."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(1 << 30, 1 << 30, 0))
-    server = Server()
-    writer = make_writer(targets=[Target(server)])
-    with pytest.warns(PerfWarning, match=r"is full: rank0\.1\.json may be cut short") as told:
+    server, digest = Server(), WarningDigest()
+    writer = make_writer(targets=[Target(server)], digest=digest)
+    with pytest.warns(PerfWarning, match=r"is full: rank0\.1\.json may be truncated") as told:
         after(worker, [record(writer, batch) for batch in (1, 2)])
     assert len(told) == 1
     assert len(server.files) == 2
-    with pytest.warns(PerfWarning, match="1 more traces may be cut short"):
-        writer.close()
+    with pytest.warns(PerfWarning, match="1 more traces may be truncated"):
+        digest.summarize()
 
 
 def test_a_folder_that_goes_away_is_made_again(make_writer, worker, tmp_path):

@@ -118,8 +118,8 @@ def test_gz_is_appended_once(case):
         (file_format, "filename", "a\\..\\..\\b.json", "leaves its folder"),
         (folder_format, "folder", "{run_name}/..", "leaves its folder"),
         (remote_format, "remote_file_name", "/../a", "leaves its folder"),
-        (file_format, "filename", "traces/", "names no file"),
-        (file_format, "filename", ".", "names no file"),
+        (file_format, "filename", "traces/", "has no file name"),
+        (file_format, "filename", ".", "has no file name"),
         (remote_format, "remote_file_name", "/", "at least one character"),
     ],
 )

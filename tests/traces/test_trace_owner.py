@@ -120,12 +120,12 @@ def test_a_folder_that_was_there_is_taken(tmp_path):
     assert (tmp_path / "owl-7" / MARKER).read_text() == "ours"
 
 
-def test_a_marker_that_a_killed_run_left_empty_is_another_s(tmp_path, monkeypatch):
-    """It is waited for, but not for ever."""
-    monkeypatch.setattr("lightning_perf.traces.folder._PATIENCE", 0.0)
+def test_an_empty_marker_of_a_killed_run_counts_as_another_run(tmp_path):
+    """A rank waits for the marker's content for a bounded time."""
     (tmp_path / "owl-7").mkdir()
     (tmp_path / "owl-7" / MARKER).touch()
-    assert claimed(tmp_path, "ours") == distinct("ours")
+    folder = RunFolder(tmp_path, FOLDER, Ranks(), "owl-7", "ours", patience=0.0)
+    assert folder.claim() == tmp_path / distinct("ours")
 
 
 def race(root: Path, identity: str, barrier, results) -> None:

@@ -15,9 +15,14 @@ from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record
 
 from lightning_perf.background.files import compress, place
 from lightning_perf.core.progress import Ranks, Timestamp
-from lightning_perf.errors import ConfigError, PerfWarning
-from lightning_perf.traces.uploads import PendingUpload, read_pending, rewrite_pending
-from lightning_perf.traces.writer import Target, check_names
+from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
+from lightning_perf.traces import (
+    PendingUpload,
+    Target,
+    check_names,
+    read_pending,
+    rewrite_pending,
+)
 from lightning_perf.tracking.mlflow import MlflowRun
 
 
@@ -214,7 +219,7 @@ def test_an_upload_that_fails_for_good_is_listed(make_writer, worker, tmp_path):
     """The file stays, is named once in a warning, and can be sent later; secrets stay out."""
     server = Server(99, "PUT https://me:hunter2@host/bucket?X-Signature=hunter2 failed")
     run = MlflowRun("https://me:hunter2@host/mlflow", "abc")
-    writer = make_writer(targets=[Target(server, run.as_dict())], num_traces_to_keep=0)
+    writer = make_writer(targets=[Target(server, run.address)], num_traces_to_keep=0)
     with pytest.warns(PerfWarning) as warned:
         written = after(worker, record(writer))
     assert server.attempts == 4
@@ -264,7 +269,9 @@ def test_a_trace_that_waits_at_the_end_is_listed_for_each_target(make_writer, wo
 def test_an_upload_that_cannot_be_listed_is_still_told(make_writer, worker, tmp_path):
     """Where the list cannot be written, the warning names the file and says so."""
     (tmp_path / "pending_uploads.jsonl").mkdir()
-    with pytest.warns(PerfWarning, match=r"rank0\.5\.json; they could not be listed .*Error"):
+    with pytest.warns(
+        PerfWarning, match=r"rank0\.5\.json; the list of pending uploads could not .*Error"
+    ):
         after(worker, record(make_writer(targets=[Target(Server(99))], backoff=())))
 
 
@@ -316,7 +323,7 @@ def test_a_worker_that_takes_nothing_loses_nothing(make_writer, worker, tmp_path
     """The file is then placed at once, and its upload is left to later, with a warning."""
     assert worker.close(PATIENCE)
     server = Server()
-    with pytest.warns(PerfWarning, match="took no more jobs.*rank0.5.json"):
+    with pytest.warns(PerfWarning, match="accepts no more jobs.*rank0.5.json"):
         written = record(make_writer(targets=[Target(server)]))
     assert written.read_bytes() == CONTENT
     assert server.attempts == 0
@@ -335,7 +342,7 @@ def test_without_uploads_a_worker_that_takes_nothing_is_no_matter(make_writer, w
 def test_the_caller_is_told_what_could_not_be_written_at_once(make_writer, worker):
     """If the worker takes nothing and the file cannot be placed either, there is no path."""
     assert worker.close(PATIENCE)
-    with pytest.warns(PerfWarning, match="left nothing"):
+    with pytest.warns(PerfWarning, match="wrote nothing"):
         assert record(make_writer(), content=b"") is None
 
 
@@ -350,7 +357,7 @@ def test_a_recorder_that_left_nothing_is_told(make_writer, worker, tmp_path, con
     spooled = writer.spool("train")
     if content is not None:
         spooled.write_bytes(content)
-    with pytest.warns(PerfWarning, match=r"left nothing for .*rank0\.5\.json") as warned:
+    with pytest.warns(PerfWarning, match=r"wrote nothing for .*rank0\.5\.json") as warned:
         after(worker, writer.write(spooled, Timestamp(batch=5), "train"))
     assert len(warned) == 1
     assert files(tmp_path) == []
@@ -377,7 +384,8 @@ def test_a_file_that_cannot_be_placed_is_kept(make_writer, worker, tmp_path, com
 
 def test_an_export_that_fails_is_told(make_writer, worker, tmp_path):
     """What prepare raises becomes a warning, also when it runs on the calling thread."""
-    writer = make_writer()
+    digest = WarningDigest()
+    writer = make_writer(digest=digest)
 
     def export():
         raise RuntimeError("no events")
@@ -387,7 +395,7 @@ def test_an_export_that_fails_is_told(make_writer, worker, tmp_path):
     assert worker.close(PATIENCE)
     assert record(writer, prepare=export) is None
     with pytest.warns(PerfWarning, match="1 more traces were not finished"):
-        writer.close()
+        digest.summarize()
     assert writer.saved_traces == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from helpers.small import Small, left_in, ours, trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_perf import PerfWarning, PyTorch, Timings
-from lightning_perf.traces import read_pending
+from lightning_perf.run import artifacts
+from lightning_perf.traces import TraceRun, read_pending
 
 # Matplotlib's own; `pytest.warns` hands it on.
 pytestmark = pytest.mark.filterwarnings("ignore:Passing individual properties")
@@ -141,11 +143,10 @@ def test_what_a_remote_root_does_not_take_stays(
 ) -> None:
     """It is listed, and a later upload brings it to its place."""
     from lightning_perf.cli import main
-    from lightning_perf.traces import uploads
 
     memory = type(fsspec.filesystem("memory"))
     put = memory.put_file
-    monkeypatch.setattr(uploads.Delivery, "__init__", _hasty(uploads.Delivery.__init__))
+    monkeypatch.setattr(artifacts, "TraceRun", partial(TraceRun, backoff=(0.0,)))
 
     def gone(*args: Any, **options: Any) -> None:
         raise ConnectionError("gone")
@@ -163,15 +164,6 @@ def test_what_a_remote_root_does_not_take_stays(
     assert ended.value.code == 0
     names = [name.split("/", 1)[1] for name in stored("roots/c")]
     assert {"torch_traces/rank0.1.pt.trace.json.gz", "timings/table.md"} <= set(names)
-
-
-def _hasty(original: Any) -> Any:
-    """Without seconds between attempts."""
-
-    def init(self: Any, *args: Any) -> None:
-        original(self, *args[:-1], (0.0,))
-
-    return init
 
 
 def test_a_store_that_cannot_be_used_is_told_in_one_line(in_tmp: Path) -> None:

@@ -18,7 +18,7 @@ from lightning_perf import PyTorch
 from lightning_perf.cli import main
 from lightning_perf.errors import PerfWarning
 from lightning_perf.traces import PendingUpload, Target, read_pending, rewrite_pending
-from lightning_perf.tracking.mlflow import MlflowRun, run_target
+from lightning_perf.tracking.mlflow import MlflowRun
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_what_cannot_be_sent_stays_listed(
     assert upload(str(tmp_path)) == 1
     first, last = read_pending(tmp_path)
     assert (first.remote, last.remote) == ("dead/a.json", "dead/c.json")
-    assert "does not answer" in first.error
+    assert "does not respond" in first.error
     assert "nosuchrun" in last.error
     told = capsys.readouterr()
     assert "1 uploaded, 2 left" in told.out
@@ -103,7 +103,7 @@ def test_a_file_that_is_gone_is_forgotten_on_request_only(
     assert "--forget-missing" in capsys.readouterr().err
     assert [kept.path for kept in read_pending(tmp_path)] == [entry.path]
     assert upload(str(tmp_path), "--forget-missing") == 0
-    assert "a.json: the file is gone and forgotten" in capsys.readouterr().err
+    assert "a.json: the file is missing and was removed from the list" in capsys.readouterr().err
     assert read_pending(tmp_path) == []
 
 
@@ -123,13 +123,14 @@ def test_an_entry_without_a_run_is_kept(tmp_path: Path) -> None:
     rewrite_pending(tmp_path, [PendingUpload(str(tmp_path / "a.json"), "a.json", "run", "why")])
     assert upload(str(tmp_path)) == 1
     (kept,) = read_pending(tmp_path)
-    assert "does not tell its run" in kept.error
+    assert "names no run" in kept.error
 
 
-def test_a_folder_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """A typing error is not taken for a folder in which all is well."""
-    assert upload("nowhere") == 1
-    assert "no folder nowhere" in capsys.readouterr().err
+def test_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistyped folder gives exit code 2 and one line, not a report of success."""
+    assert upload("nowhere") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "lightning-perf upload: there is no folder nowhere."
 
 
 def test_a_trace_of_a_training_whose_server_was_gone_arrives_later(
@@ -143,7 +144,7 @@ def test_a_trace_of_a_training_whose_server_was_gone_arrives_later(
     logger = MLFlowLogger("later", tracking_uri=mlflow_database, run_name="later")
     run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_perf.tracking.mlflow._send", gone)
+        patch.setattr(MlflowRun, "upload", gone)
         with pytest.warns(PerfWarning, match="lightning-perf upload"):
             run.fit(Small())
     assert upload(str(tmp_path)) == 0
@@ -162,7 +163,7 @@ def test_of_two_runs_each_gets_what_it_has_not_got(
     loggers = [MLFlowLogger("two", tracking_uri=mlflow_database, run_name=name) for name in "ab"]
     run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=loggers)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_perf.tracking.mlflow._send", gone)
+        patch.setattr(MlflowRun, "upload", gone)
         with pytest.warns(PerfWarning, match="lightning-perf upload"):
             run.fit(Small())
     ids = [str(logger.run_id) for logger in loggers]
@@ -191,7 +192,7 @@ def test_an_upload_that_arrives_after_all_is_no_trouble(
     make_writer: Any, worker: Any, tmp_path: Path, mlflow_database: str, run_id: str
 ) -> None:
     """It was listed when the wait was over: the file stays, and is sent again to no harm."""
-    target, reached, gate = run_target(MlflowRun(mlflow_database, run_id)), Event(), Event()
+    target, reached, gate = MlflowRun(mlflow_database, run_id).target, Event(), Event()
 
     def late(path: Path, remote: str) -> None:
         reached.set()
