@@ -62,10 +62,10 @@ def read_run(run_id: str | None, tracking_uri: str, keys: Sequence[str] = ()) ->
     Raises:
         LookupError: The run does not exist, or MLflow cannot be read.
     """
+    from mlflow import MlflowClient
+
     _check_address(tracking_uri)
     try:
-        from mlflow import MlflowClient
-
         client = MlflowClient(tracking_uri)
         run = client.get_run(run_id or _latest(client))
         files = artifacts_of(client, run.info.run_id)

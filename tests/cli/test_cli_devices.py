@@ -41,11 +41,11 @@ def test_all_devices_are_shown_with_their_peaks(told, monkeypatch: pytest.Monkey
 
 
 def test_weak_entries_are_marked(told) -> None:
-    """Exactly those that are not all from a data sheet bear a mark, which is explained."""
+    """Only entries that are not entirely from a data sheet have a mark, which is explained."""
     out, _, _ = told("devices")
     marked = [" * " in row for row in rows(out)]
     assert marked == [row.confidence != "datasheet" for row in table()]
-    assert "not all from the maker's data sheet" in out
+    assert "derived, or from third-party sources" in out
     assert "derived, or" not in told("devices", "A100")[0]
 
 

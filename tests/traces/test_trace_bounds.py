@@ -24,7 +24,6 @@ def test_memory_of_a_writer_is_bounded(make_writer, worker, keep, filename, name
         after(worker, record(writer, batch=count % names))
     parts = (writer, writer._layout, writer._uploads)
     held = [value for part in parts for value in vars(part).values() if isinstance(value, dict)]
-    assert len(held) == 5
     assert max(map(len, held)) <= 10
     assert len(writer.saved_traces) == (10 if keep < 0 else keep)
 
