@@ -1,4 +1,4 @@
-"""What a writer remembers, says and needs, over very many windows and on full disks."""
+"""The trace writer with very many windows and on full disks: memory, warnings, names."""
 
 import errno
 import gzip
@@ -39,35 +39,35 @@ def test_a_free_number_is_found_without_search(make_writer, worker, monkeypatch)
     assert len(checked) == len(set(checked)) == 100
 
 
-def test_a_dead_server_is_told_once_and_summed_up(make_writer, worker, tmp_path):
-    """The first trace is named at once, the others are counted at the end; the list has all."""
+def test_an_unreachable_server_is_one_warning_and_a_summary(make_writer, worker, tmp_path):
+    """The first trace has a warning, the others are counted at the end; all are listed."""
     digest = WarningDigest()
     writer = make_writer(targets=[Target(Server(99))], backoff=(), digest=digest)
-    with pytest.warns(PerfWarning) as told:
+    with pytest.warns(PerfWarning) as warned:
         after(worker, [record(writer, batch) for batch in range(20)])
-    assert ["rank0.0.json" in str(warning.message) for warning in told] == [True]
+    assert ["rank0.0.json" in str(warning.message) for warning in warned] == [True]
     writer.close()
-    with pytest.warns(PerfWarning, match="19 more files were not uploaded; .*pending_up") as told:
+    with pytest.warns(PerfWarning, match="19 more files were not uploaded; .*pending_up") as warned:
         digest.summarize()
     digest.summarize()
-    assert len(told) == 1
+    assert len(warned) == 1
     assert len(read_pending(tmp_path)) == 20
 
 
-def test_many_files_at_the_end_are_named_in_part(make_writer, worker, tmp_path):
-    """One warning names the first ten of those that wait for their next attempt."""
+def test_a_warning_names_ten_files(make_writer, worker, tmp_path):
+    """Of twelve files that wait at the end, one warning names ten and counts the others."""
     writer = make_writer(targets=[Target(Server(99))], backoff=(3600.0,))
     for batch in range(12):
         record(writer, batch)
     worker.call(lambda: None, PATIENCE)
-    with pytest.warns(PerfWarning, match=r"rank0\.9\.json and 2 more; ") as told:
+    with pytest.warns(PerfWarning, match=r"rank0\.9\.json and 2 more; ") as warned:
         writer.close()
-    assert len(told) == 1
+    assert len(warned) == 1
     assert len(read_pending(tmp_path)) == 12
 
 
 def full_disk(monkeypatch):
-    """Nothing that is written anew finds room; what is there can be renamed."""
+    """Make writes of new content fail; renames work."""
 
     def no_room(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -75,8 +75,8 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(gzip.GzipFile, "write", no_room)
 
 
-def test_what_cannot_be_compressed_stays_as_it_is(make_writer, worker, tmp_path, monkeypatch):
-    """On a full disk the raw file takes its name without .gz, here and on the server."""
+def test_a_full_disk_disables_compression(make_writer, worker, tmp_path, monkeypatch):
+    """The raw file gets its name without .gz, locally and on the server."""
     full_disk(monkeypatch)
     server, digest = Server(), WarningDigest()
     writer = make_writer(
@@ -84,9 +84,9 @@ def test_what_cannot_be_compressed_stays_as_it_is(make_writer, worker, tmp_path,
     )
     with pytest.warns(
         PerfWarning, match=r"rank0\.5\.json was saved without compression .*No space"
-    ) as told:
+    ) as warned:
         after(worker, [record(writer) for _ in range(2)])
-    assert len(told) == 1
+    assert len(warned) == 1
     assert files(tmp_path) == ["run/traces/rank0-2.5.json", "run/traces/rank0.5.json"]
     assert server.files == {
         "run/traces/rank0.5.json": CONTENT,
@@ -97,10 +97,8 @@ def test_what_cannot_be_compressed_stays_as_it_is(make_writer, worker, tmp_path,
         digest.summarize()
 
 
-def test_where_it_had_to_be_done_at_once_the_caller_learns_the_name(
-    make_writer, worker, tmp_path, monkeypatch
-):
-    """A raw file of an earlier run is not replaced by it, either."""
+def test_write_returns_the_name_of_an_uncompressed_file(make_writer, worker, tmp_path, monkeypatch):
+    """Without a worker, the returned path is that of the raw file, which replaces none."""
     (tmp_path / "run/traces").mkdir(parents=True)
     (tmp_path / "run/traces/rank0.5.json").write_text("an earlier run's")
     full_disk(monkeypatch)
@@ -111,22 +109,22 @@ def test_where_it_had_to_be_done_at_once_the_caller_learns_the_name(
     assert written.read_bytes() == CONTENT
 
 
-def test_a_disk_that_is_full_is_told_once(make_writer, worker, monkeypatch):
-    """Some recorders write half a file and say nothing; what there is goes on its way."""
+def test_a_full_disk_is_one_warning(make_writer, worker, monkeypatch):
+    """Files that may be truncated are uploaded, with one warning and a count."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(1 << 30, 1 << 30, 0))
     server, digest = Server(), WarningDigest()
     writer = make_writer(targets=[Target(server)], digest=digest)
-    with pytest.warns(PerfWarning, match=r"is full: rank0\.1\.json may be truncated") as told:
+    with pytest.warns(PerfWarning, match=r"is full: rank0\.1\.json may be truncated") as warned:
         after(worker, [record(writer, batch) for batch in (1, 2)])
-    assert len(told) == 1
+    assert len(warned) == 1
     assert len(server.files) == 2
     with pytest.warns(PerfWarning, match="1 more traces may be truncated"):
         digest.summarize()
 
 
-def test_a_folder_that_goes_away_is_made_again(make_writer, worker, tmp_path):
-    """Somebody may clean up while training runs: the next trace is there."""
+def test_a_deleted_folder_is_created_again(make_writer, worker, tmp_path):
+    """The next trace is written although the folder was deleted during the run."""
     writer = make_writer(identity="ours")
     first = after(worker, record(writer, 1))
     for path in (first, tmp_path / "run" / ".run"):
@@ -135,8 +133,8 @@ def test_a_folder_that_goes_away_is_made_again(make_writer, worker, tmp_path):
     assert after(worker, record(writer, 2)).exists()
 
 
-def test_parts_of_files_never_share_a_name(tmp_path, monkeypatch):
-    """Two ranks may write one file at the same moment."""
+def test_partial_files_have_unique_names(tmp_path, monkeypatch):
+    """Two ranks can write the same target at the same time."""
     with written_whole(tmp_path / "a") as one, written_whole(tmp_path / "a") as other:
         assert Path(one.name) != Path(other.name)
         one.write(b"same")
