@@ -102,8 +102,8 @@ def test_schedules_in_yaml(tmp_path: Path, written: Any, expected: Any) -> None:
     assert profiler.schedule == expected
 
 
-def test_a_printed_configuration_is_read_back(tmp_path: Path) -> None:
-    """The output of --print_config builds the same callbacks."""
+def test_a_printed_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    """--print_config writes all settings, and what it writes builds the same callbacks."""
     script = "from lightning.pytorch.cli import LightningCLI; from small import Small; "
     script += "LightningCLI(Small, run=False, save_config_callback=None)"
     node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": "first 2ba"}}
