@@ -62,6 +62,7 @@ def read_run(run_id: str | None, tracking_uri: str, keys: Sequence[str] = ()) ->
     Raises:
         LookupError: The run does not exist, or MLflow cannot be read.
     """
+    # Before the address is checked: where the package is missing, no address helps.
     from mlflow import MlflowClient
 
     _check_address(tracking_uri)

@@ -312,8 +312,8 @@ def test_the_last_line_of_a_failed_cli_is_our_message(
     assert re.search(r"\. Try \w+=\S+\.$", line)
 
 
-def test_other_errors_are_unchanged() -> None:
-    """A ConfigError that was caught adds no line below a later, unrelated error."""
+def test_an_error_of_others_stays_as_it_is() -> None:
+    """A ConfigError that was caught leaves no line below a later error that is not about it."""
     script = (
         "import jsonargparse, sys; from lightning_perf import Flops, ConfigError\n"
         "try: Flops(schedule='10it')\n"
