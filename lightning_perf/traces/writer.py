@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -52,9 +53,10 @@ class TraceWriter:
             options.num_traces_to_keep,
             run.backoff,
         )
-        # Dictionaries because their single operations are atomic.
+        # By raw file. Single operations of a dictionary are atomic.
         self._queued: dict[Path, Trace] = {}
         self._saved: dict[Path, Timestamp] = {}
+        self._lock = threading.Lock()
         self._has_readme: set[Target] = set()
 
     @property
@@ -69,10 +71,12 @@ class TraceWriter:
         Each is its timestamp and a list of paths by global rank: this rank's path, and None for
         all others.
         """
-        ranks = self._run.ranks
+        here, world_size = self._run.ranks.global_rank, self._run.ranks.world_size
+        with self._lock:
+            saved = list(self._saved.items())
         return [
-            (timestamp, [path if i == ranks.global_rank else None for i in range(ranks.world_size)])
-            for path, timestamp in list(self._saved.items())
+            (timestamp, [path if rank == here else None for rank in range(world_size)])
+            for path, timestamp in saved
         ]
 
     def check(self, now: Mapping[str, Timestamp], resumes: bool = False) -> None:
@@ -194,11 +198,7 @@ class TraceWriter:
             if self._is_empty(trace):
                 return None
             trace = self._compress(trace)
-            self._saved.pop(trace.path, None)
-            self._saved[trace.path] = trace.timestamp
-            keep = self._options.num_traces_to_keep
-            if len(self._saved) > (keep if keep >= 0 else self._run.most_remembered):
-                del self._saved[next(iter(self._saved))]
+            self._remember(trace)
             self._uploads.add(trace)
             self._place_readme(trace)
             return trace
@@ -258,6 +258,14 @@ class TraceWriter:
             message = f"{trace.path} was saved without compression ({describe(error)})."
             self._run.digest.once("traces were saved without compression", message)
         return trace
+
+    def _remember(self, trace: Trace) -> None:
+        keep = self._options.num_traces_to_keep
+        with self._lock:
+            self._saved.pop(trace.path, None)
+            self._saved[trace.path] = trace.timestamp
+            if len(self._saved) > (keep if keep >= 0 else self._run.most_remembered):
+                del self._saved[next(iter(self._saved))]
 
     def _place_readme(self, trace: Trace) -> None:
         if self._options.readme is None:
