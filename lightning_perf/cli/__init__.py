@@ -61,7 +61,9 @@ def _run(args: list[str] | None) -> int:
     )
     subcommands, commands = parser.add_subcommands(), _commands()
     for name, command in commands.items():
-        subcommands.add_subcommand(name, command.parser())
+        arguments = command.parser()
+        summary = arguments.description.partition(". ")[0].rstrip(".")
+        subcommands.add_subcommand(name, arguments, help=summary)
     chosen = parser.parse_args(args)
     code: int = commands[chosen.subcommand].run(**chosen[chosen.subcommand].as_dict())
     return code

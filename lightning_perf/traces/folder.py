@@ -148,8 +148,9 @@ def _is_after(found: Mapping[str, float], present: Mapping[str, float]) -> bool:
     return not found or any(found[name] > present[name] for name in comparable if name in found)
 
 
-#: The file that holds the identity of the run that owns a folder.
+#: The file with the identity of the run that owns a folder.
 MARKER = ".run"
+README = "README.md"
 
 
 class RunFolder:
@@ -399,9 +400,6 @@ class Layout:
             return None
         values = {**self._remote_values, **time_values(timestamp), "stage": stage}
         return PurePosixPath(self._remote.render(values))
-
-
-README = "README.md"
 
 
 def _within(folder: Path, stage: str) -> Path:
