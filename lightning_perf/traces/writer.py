@@ -57,6 +57,7 @@ class TraceWriter:
         self._queued: dict[Path, Trace] = {}
         self._saved: dict[Path, Timestamp] = {}
         self._lock = threading.Lock()
+        self._readme_placed = False
         self._has_readme: set[Target] = set()
 
     @property
@@ -268,13 +269,14 @@ class TraceWriter:
                 del self._saved[next(iter(self._saved))]
 
     def _place_readme(self, trace: Trace) -> None:
-        if self._options.readme is None:
+        if self._options.readme is None or self._readme_placed:
             return
         path, _ = self._layout.readme(trace.timestamp, trace.stage)
         with suppress(OSError):
             if not path.exists():
                 with written_whole(path) as file:
                     file.write(self._options.readme.encode())
+            self._readme_placed = True
 
     def _send_readme(self, trace: Trace) -> None:
         """Send the README once to each target; a failure is retried with the next trace."""
