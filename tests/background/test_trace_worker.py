@@ -123,7 +123,7 @@ def test_call_times_out(worker, gate):
 def test_call_on_a_closed_worker_times_out_at_once(worker):
     """A closed worker accepts no jobs, so that the caller does not wait."""
     worker.close(PATIENCE)
-    with pytest.raises(TimeoutError, match="takes no more"):
+    with pytest.raises(TimeoutError, match="accepts no more"):
         worker.call(lambda: 1, FOREVER)
 
 
