@@ -67,23 +67,29 @@ def worker() -> Iterator[Any]:
 
 @pytest.fixture
 def make_writer(tmp_path: Path, worker: Any) -> Any:
-    """Makes trace writers with the design's default names; keywords replace arguments."""
-    from lightning_perf.core.progress import Ranks
-    from lightning_perf.traces import TraceWriter
+    """Makes a trace writer; keyword arguments replace fields of `TraceOptions` and `TraceRun`."""
+    from dataclasses import fields, replace
 
-    def make(**changes: Any) -> TraceWriter:
-        arguments = {
-            "worker": worker,
-            "root": tmp_path,
-            "folder": "{run_name}/traces",
-            "filename": "rank{rank}.{batch}.json",
-            "remote_file_name": "/{run_name}/traces/rank{rank}.{batch}.json",
-            "ranks": Ranks(),
-            "run_name": "run",
-            "compress": False,
-            "backoff": (0.0, 0.0, 0.0),
-        }
-        return TraceWriter(**{**arguments, **changes})
+    from lightning_perf.core.progress import Ranks
+    from lightning_perf.traces import TraceOptions, TraceRun, TraceWriter
+
+    options = TraceOptions(
+        folder="{run_name}/traces",
+        filename="rank{rank}.{batch}.json",
+        remote_file_name="/{run_name}/traces/rank{rank}.{batch}.json",
+    )
+    run = TraceRun(
+        worker=worker,
+        file_worker=worker,
+        root=tmp_path,
+        ranks=Ranks(),
+        run_name="run",
+        backoff=(0.0, 0.0, 0.0),
+    )
+
+    def make(targets: Any = (), **changes: Any) -> TraceWriter:
+        ours = {f.name: changes.pop(f.name) for f in fields(options) if f.name in changes}
+        return TraceWriter(replace(options, **ours), replace(run, **changes), targets)
 
     return make
 

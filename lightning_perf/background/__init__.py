@@ -1,1 +1,1 @@
-"""Worker threads, files that appear whole, and bounded waits: no torch, no Lightning."""
+"""Worker threads, atomic files and bounded waits: no torch, no Lightning."""

@@ -1,4 +1,4 @@
-"""Bounded waits at the end of a run, and what people see of the long ones."""
+"""Bounded waits, and their progress in the terminal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 def wait_until(done: Callable[[], bool], timeout: float) -> None:
-    """Ask again and again, at least once.
-
-    Args:
-        done: Whether there is nothing to wait for.
-        timeout: Seconds at most.
-    """
+    """Poll `done`, at least once, until it is true or `timeout` seconds have passed."""
     until = time.monotonic() + timeout
     while not done() and time.monotonic() < until:
         time.sleep(0.001)
@@ -25,15 +20,15 @@ def wait_until(done: Callable[[], bool], timeout: float) -> None:
 
 @contextmanager
 def waiting(what: str, jobs: int, timeout: float) -> Iterator[Callable[[int], None] | None]:
-    """A bar on the terminal, or one line where there is none.
+    """Show a progress bar on a terminal, and one line elsewhere.
 
     Args:
-        what: What is waited for, such as ``finishing traces``.
-        jobs: How many are left.
-        timeout: Seconds that the wait takes at most.
+        what: The work, such as ``finishing traces``.
+        jobs: The number of jobs left.
+        timeout: The longest wait, in seconds.
 
     Yields:
-        What to call with the number of jobs left whenever that changes; None without a bar.
+        A function to call with the number of jobs left when it changes; None without a bar.
     """
     from rich.console import Console
     from rich.progress import Progress

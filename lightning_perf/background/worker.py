@@ -1,4 +1,4 @@
-"""One background thread that never holds up the thread which feeds it."""
+"""A background thread that never blocks the thread that submits jobs."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ def _warn(label: str, error: BaseException) -> None:
 
 
 class Worker:
-    """Runs jobs one after the other on a daemon thread that is started by the first of them.
+    """Runs jobs in sequence on a daemon thread, which the first job starts.
 
-    After a fork, the child begins with an empty queue and a thread of its own: what the parent
-    queued, the parent does.
+    After a fork, the child has an empty queue and its own thread; the parent runs its own jobs.
 
     Args:
         name: The thread's name.
-        capacity: How many jobs may wait.
-        on_error: Called on the worker thread with a job's label and what the job raised; by
-            default that becomes a warning. The thread lives on.
+        capacity: The most jobs that may wait.
+        on_error: Called on the worker thread with a job's label and its exception; warns by
+            default. The thread continues.
 
     Example:
         >>> worker = Worker("example")
@@ -64,7 +63,7 @@ class Worker:
 
     @property
     def pending(self) -> int:
-        """How many jobs wait or run, those that are delayed included."""
+        """The number of jobs that wait or run, including delayed ones."""
         with self._guard():
             return len(self._queue) + self._running
 
@@ -72,13 +71,13 @@ class Worker:
         """Queue a job; never waits.
 
         Args:
-            job: What to run; it handles its own errors, and `on_error` hears of those that it
-                does not.
-            label: What to call the job in messages.
-            delay: Seconds to wait before it may run. Closing cuts that short.
+            job: The function to run; its exceptions go to `on_error`.
+            label: The job's name in messages.
+            delay: Seconds to wait before it runs, at most until the worker is closed.
 
         Returns:
-            False if it was not queued: the queue is full or closed, or no thread can be started.
+            False if the job was not queued: the queue is full or closed, or the thread cannot be
+            started.
         """
         with self._guard():
             if self._closed or len(self._queue) >= self._capacity or not self._start():
@@ -89,19 +88,16 @@ class Worker:
             return True
 
     def call(self, fn: Callable[[], T], timeout: float) -> T:
-        """Run a function on the worker and wait for its result.
+        """Run a function on the worker and return its result.
 
         Args:
-            fn: What to run, after all that is due before it.
+            fn: The function, which runs after all earlier jobs.
             timeout: The longest wait, in seconds.
 
-        Returns:
-            What it returned.
-
         Raises:
-            TimeoutError: If there is no result in time or the job was not taken. A function that
-                has not begun by then never does.
-            Exception: Whatever the function raised.
+            TimeoutError: If there is no result in time or the job was not queued. A function that
+                has not started by then is cancelled.
+            Exception: The exception of the function.
         """
         future: Future[T] = Future()
 
@@ -113,44 +109,38 @@ class Worker:
                     future.set_exception(error)
 
         if not self.submit(job, getattr(fn, "__name__", "call")):
-            raise TimeoutError(f"{self._name} takes no more jobs")
+            raise TimeoutError(f"{self._name} accepts no more jobs")
         try:
             return future.result(timeout)
         finally:
             future.cancel()
 
     def drain(self, timeout: float, progress: Callable[[int], None] | None = None) -> bool:
-        """Wait until there is nothing left to do.
+        """Wait until all jobs are done.
 
         Args:
             timeout: The longest wait, in seconds.
-            progress: Called with the number of jobs left, at first and whenever it changes; what
-                it raises goes to `on_error`.
+            progress: Called with the number of jobs left, first and at each change; its
+                exceptions go to `on_error`.
 
         Returns:
-            Whether all was done in time.
+            Whether all jobs were done in time.
         """
         deadline = time.monotonic() + timeout
-        told = -1
+        shown = -1
         while True:
-            if (left := self.pending) != told and progress is not None:
+            if (left := self.pending) != shown and progress is not None:
                 self._perform("progress", partial(progress, left), Exception)
-            told = left
+            shown = left
             seconds = deadline - time.monotonic()
             if not left or seconds <= 0:
                 return not left
             self._await_change(left, seconds)
 
     def close(self, timeout: float, progress: Callable[[int], None] | None = None) -> bool:
-        """Refuse new jobs, run the delayed ones at once, and wait; closing twice is harmless.
+        """Refuse new jobs, run delayed ones now, and wait as `drain` does. May be called again.
 
-        Args:
-            timeout: The longest wait, in seconds. What is still waiting then goes on in the
-                background for as long as the process lives.
-            progress: As for `drain`.
-
-        Returns:
-            Whether all was done in time.
+        Jobs left after `timeout` seconds continue in the background.
         """
         with self._guard():
             self._closed = True
@@ -159,7 +149,7 @@ class Worker:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """What a job does within needs this machine alone: ``abandon`` waits until it is done."""
+        """Mark the part of a job that needs no network; `abandon` waits for its end."""
         with self._guard():
             self._local += 1
         try:
@@ -170,13 +160,10 @@ class Worker:
                 self._changed.notify_all()
 
     def abandon(self, timeout: float) -> bool:
-        """Begin no further job, and let the present one finish what is local.
-
-        Args:
-            timeout: The longest wait, in seconds.
+        """Drop all waiting jobs, and wait at most `timeout` seconds for the `local` part of one.
 
         Returns:
-            Whether nothing local was cut off.
+            Whether no local part is left running.
         """
         with self._guard():
             self._closed = True
@@ -198,7 +185,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def _guard(self) -> threading.Condition:
-        """The lock of this process: the parent's may have been held while it forked."""
+        """The lock of this process; after a fork the parent's may stay locked."""
         if self._pid != os.getpid():
             self._reset()
         return self._changed
@@ -208,7 +195,7 @@ class Worker:
             thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the interpreter is shutting down, or there are too many threads
+            except RuntimeError:  # at interpreter shutdown, or with too many threads
                 return False
             self._thread = thread
         return True
@@ -216,13 +203,13 @@ class Worker:
     def _loop(self) -> None:
         while (entry := self._take()) is not None:
             self._perform(entry.label, entry.job, BaseException)
-            del entry  # or an idle worker would keep alive what its last job held
+            del entry  # an idle worker must not keep the objects of its last job alive
             with self._changed:
                 self._running = 0
                 self._changed.notify_all()
 
     def _take(self) -> _Entry | None:
-        """The next job that is due; None when the queue is closed and empty."""
+        """Wait for the next due job; None when the queue is closed and empty."""
         with self._changed:
             while self._queue or not self._closed:
                 wait = self._queue[0].due - time.monotonic() if self._queue else None
@@ -236,7 +223,6 @@ class Worker:
         try:
             job()
         except caught as error:
-            # A handler that raises, as warning does where warnings are errors, must not end the
-            # thread.
+            # The handler may raise, too, where warnings are errors.
             with suppress(Exception):
                 self._on_error(label, error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
-#: What installs a package, where that is not its own name.
+#: The names to install of packages that are imported under another name.
 _INSTALLS = {
     "jsonargparse": '"jsonargparse[signatures]"',
     "pynvml": "nvidia-ml-py",
@@ -17,7 +17,7 @@ _INSTALLS = {
 
 
 def _commands() -> dict[str, ModuleType]:
-    # Within: what they import may be missing.
+    # Imported here, since their dependencies may be missing.
     from lightning_perf.cli import capture, devices, measure, report, upload
 
     return {
@@ -33,7 +33,7 @@ def main(args: list[str] | None = None) -> None:
     """Run the command.
 
     Args:
-        args: What follows ``lightning-perf``; by default the command line.
+        args: The arguments after ``lightning-perf``; by default from the command line.
     """
     try:
         sys.exit(_run(args))
@@ -49,7 +49,7 @@ def _remedy(error: ImportError, package: str) -> str:
     if isinstance(error, ModuleNotFoundError) and package:
         install = _INSTALLS.get(package, package)
         return f"the package {package} is missing. Try pip install {install}."
-    return f"a package does not import ({error}). Try pip install --upgrade lightning_perf."
+    return f"a package cannot be imported ({error}). Try pip install --upgrade lightning_perf."
 
 
 def _run(args: list[str] | None) -> int:
@@ -57,11 +57,13 @@ def _run(args: list[str] | None) -> int:
 
     parser = ArgumentParser(
         prog="lightning-perf",
-        description="How fast a training runs against what the hardware can do.",
+        description="Training speed, as a share of what the hardware can do.",
     )
     subcommands, commands = parser.add_subcommands(), _commands()
     for name, command in commands.items():
-        subcommands.add_subcommand(name, command.parser())
+        arguments = command.parser()
+        summary = arguments.description.partition(". ")[0].rstrip(".")
+        subcommands.add_subcommand(name, arguments, help=summary)
     chosen = parser.parse_args(args)
     code: int = commands[chosen.subcommand].run(**chosen[chosen.subcommand].as_dict())
     return code

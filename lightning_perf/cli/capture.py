@@ -1,4 +1,4 @@
-"""``lightning-perf capture``: have a running training record what it does now."""
+"""``lightning-perf capture``: make a running training record its next batches."""
 
 from __future__ import annotations
 
@@ -19,50 +19,43 @@ def parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        description="Have a running training record its next batches. It needs a profiler with "
-        "the schedule OnSignal(), such as PyTorch(schedule=OnSignal(lasting='5ba')); how long it "
-        "records is set there."
+        description="Make a running training record its next batches. The training needs a "
+        "profiler with the schedule OnSignal, such as PyTorch(schedule=OnSignal(lasting='5ba')), "
+        "which also sets how long it records."
     )
-    parser.add_argument("pid", type=int, help="The process of the training.")
-    parser.add_argument(
-        "--signal", type=str, default="SIGUSR2", help="What the schedule listens to."
-    )
+    parser.add_argument("pid", type=int, help="The process id of the training.")
+    parser.add_argument("--signal", type=str, default="SIGUSR2", help="The signal of the schedule.")
     parser.add_argument(
         "--children",
         action="store_true",
-        help="Ask the processes that it started as well: the other ranks, for some strategies.",
+        help="Also signal its child processes, which are the other ranks with some strategies.",
     )
     return parser
 
 
 def run(pid: int, signal: str, children: bool) -> int:
-    """Send the signal to whoever handles it: the bare signal would end a process that does not.
+    """Signal the processes that handle the signal; it would end those that do not.
 
     Returns:
-        The exit code: 1 if nobody was asked.
+        The exit code: 1 if no process was signalled.
     """
     number = _number(signal)
     if number is None:
-        return _fail(f"there is no signal {signal}. Try --signal SIGUSR2.")
-    asked = 0
+        return _fail(f"{signal} is not a signal. Try --signal SIGUSR2.")
+    signalled = 0
     for each in [pid, *(_descendants(pid) if children else [])]:
         handled = handles(each, number)
         if handled:
             os.kill(each, number)
-            asked += 1
-            print(f"asked process {each} to record")  # noqa: T201
+            signalled += 1
+            print(f"signalled process {each} to record")  # noqa: T201
         elif each == pid and not children:
             return _fail(_why_not(pid, signal, handled))
-    return 0 if asked else _fail(_why_not(pid, signal, False))
+    return 0 if signalled else _fail(_why_not(pid, signal, False))
 
 
 def handles(pid: int, number: int) -> bool | None:
-    """Whether a process has a handler for a signal; None where that cannot be told.
-
-    Args:
-        pid: The process.
-        number: The signal's.
-    """
+    """Whether a process handles the signal of this number; None if that cannot be read."""
     try:
         status = Path(str(_STATUS).format(pid=pid)).read_text()
     except OSError:
@@ -87,9 +80,9 @@ def _descendants(pid: int) -> list[int]:
 
 def _why_not(pid: int, name: str, handled: bool | None) -> str:
     if handled is None:
-        return f"cannot see process {pid} on this machine: is it running here, and yours?"
+        return f"cannot inspect process {pid}: it must run on this machine and belong to you."
     return (
-        f"process {pid} does not listen to {name}, which would end it. Give its Trainer a profiler "
+        f"process {pid} does not handle {name}, which would end it. Give its Trainer a profiler "
         f"such as PyTorch(schedule=OnSignal({name!r}, lasting='5ba'))."
     )
 

@@ -1,4 +1,4 @@
-"""``lightning-perf devices``: the peaks that MFU is held against."""
+"""``lightning-perf devices``: the device peaks that MFU is relative to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_perf.flops import DevicePeaks
 
 _COLUMNS = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8", "fp4")
-_FIRM = "datasheet"
+_DATASHEET = "datasheet"
 
 
 def parser() -> ArgumentParser:
@@ -25,7 +25,7 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "name",
         nargs="?",
-        help="A device as torch names it, or a part of a name; then its sources are shown too.",
+        help="A device name as in torch, or a part of it; also shows the sources.",
     )
     return parser
 
@@ -43,7 +43,7 @@ def run(name: str | None) -> int:
     rows = table() if name is None else _named(name)
     if not rows:
         print(  # noqa: T201
-            f"lightning-perf devices: no device is called {name}. Try lightning-perf devices, or "
+            f"lightning-perf devices: no device matches {name}. Try lightning-perf devices, or "
             "Flops(peak_flops=...) with its peak in FLOP/s.",
             file=sys.stderr,
         )
@@ -51,7 +51,7 @@ def run(name: str | None) -> int:
     console = Console()
     console.print(_table(rows))
     if any(_is_weak(row) for row in rows):
-        console.print("* not all from the maker's data sheet: derived, or told by others.")
+        console.print("* derived, or from third-party sources instead of the vendor's data sheet.")
     if name is not None:
         for row in rows:
             console.print(_sources(row), highlight=False, markup=False)
@@ -59,7 +59,7 @@ def run(name: str | None) -> int:
 
 
 def _named(name: str) -> list[DevicePeaks]:
-    """The entry that a device of this name is held against, else all that are called like it."""
+    """The entries of this name, else those that contain it, else the one that MFU would use."""
     from lightning_perf.flops import lookup, table
 
     exact = [row for row in table() if row.name.casefold() == name.casefold()]
@@ -69,14 +69,14 @@ def _named(name: str) -> list[DevicePeaks]:
 
 
 def _is_weak(row: DevicePeaks) -> bool:
-    return row.confidence != _FIRM
+    return row.confidence != _DATASHEET
 
 
 def _table(rows: Sequence[DevicePeaks]) -> Table:
     from rich.table import Table
 
     title = "dense peaks in TFLOP/s (int8: TOP/s)"
-    # Without lines, so that it fits into 80 columns.
+    # No lines, to fit into 80 columns.
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("device", no_wrap=True)
     for column in _COLUMNS:

@@ -1,4 +1,4 @@
-"""``lightning-perf measure``: what a matrix product reaches on this machine."""
+"""``lightning-perf measure``: the peak of this machine, measured with a matrix product."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-# Longer than a training would wait.
+# Longer than in training, for a better estimate.
 _BUDGET_SECONDS = 1.0
 
 
@@ -16,14 +16,26 @@ def parser() -> ArgumentParser:
     """The arguments of the command."""
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(description="Measure the peak of a device of this machine.")
-    parser.add_argument("--dtype", type=str, default="float32", help="The operands', as in torch.")
-    parser.add_argument("--device", type=str, default="cpu", help="As in torch: cpu, cuda, cuda:1.")
+    parser = ArgumentParser(
+        description="Measure the peak of a device of this machine with a matrix product."
+    )
+    parser.add_argument(
+        "--dtype",
+        type=str,
+        default="float32",
+        help="Operand dtype, as a torch name (e.g. bfloat16).",
+    )
+    parser.add_argument(
+        "--device",
+        type=str,
+        default="cpu",
+        help="The device, as a torch name (e.g. cpu, cuda, cuda:1).",
+    )
     return parser
 
 
 def run(dtype: str, device: str) -> int:
-    """Print the measured peak, and the table's beside it.
+    """Print the measured peak and the one in the table.
 
     Returns:
         The exit code: 1 if it could not be measured.
@@ -35,8 +47,8 @@ def run(dtype: str, device: str) -> int:
     peak = measured_peak(device, dtype, _BUDGET_SECONDS)
     if peak is None:
         print(  # noqa: T201
-            f"lightning-perf measure: {device} has no product of {dtype} here, or this machine is "
-            "too busy. Try --device cpu --dtype float32.",
+            f"lightning-perf measure: {device} cannot multiply {dtype} matrices, or this machine "
+            "is too busy. Try --device cpu --dtype float32.",
             file=sys.stderr,
         )
         return 1
@@ -45,7 +57,7 @@ def run(dtype: str, device: str) -> int:
     console.print(f"{name}, {dtype}: {peak.value / 1e12:.4g} TFLOP/s (measured)", soft_wrap=True)
     listed, entry = peak_flops(name, dtype, tf32=tf32_is_on()), lookup(name)
     if listed is None or entry is None:
-        console.print("The table of peaks has no such device in this dtype.")
+        console.print("The table has no peak for this device and dtype.")
     else:
         console.print(
             f"{listed / 1e12:.4g} TFLOP/s (table: {entry.name}, {entry.confidence}); "

@@ -1,4 +1,4 @@
-"""``lightning-perf report``: what a run in MLflow was."""
+"""``lightning-perf report``: the speed, times and files of a run in MLflow."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from lightning_perf.tracking.runs import Run
 
-#: The folders of what Perfetto opens, and how its files end.
+#: The folders and suffixes of traces that Perfetto opens.
 _TRACES, _TRACE_FILES = {"torch_traces", "viztracer"}, (".json", ".json.gz")
-#: Files of a kind that are named, and categories of time: more would not be read.
+#: The most files of a kind and the most categories of time that are shown.
 _MOST_FILES, _MOST_CATEGORIES = 5, 5
 
 
@@ -32,13 +32,13 @@ def parser() -> ArgumentParser:
     """The arguments of the command."""
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(description="Show how fast a run was, and where its traces are.")
-    parser.add_argument("run", nargs="?", help="The run's id in MLflow; by default the latest run.")
+    parser = ArgumentParser(description="Show how fast a run was, and the paths of its traces.")
+    parser.add_argument("run", nargs="?", help="The run id in MLflow; by default the latest run.")
     parser.add_argument(
         "--tracking_uri",
         type=str,
         default=None,
-        help="Where MLflow keeps the run; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
+        help="The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
     )
     return parser
 
@@ -61,7 +61,7 @@ def run(run: str | None, tracking_uri: str | None) -> int:
         why = str(error).rstrip(".")
         print(f"lightning-perf report: {why}. Try --tracking_uri ADDRESS.", file=sys.stderr)  # noqa: T201
         return 2
-    # Paths are for copying: no line is broken, and names are no markup.
+    # Paths are meant to be copied, so lines are not wrapped. Names may look like markup.
     console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
     _show(found, console)
     return 0
@@ -72,18 +72,20 @@ def _show(run: Run, console: Console) -> None:
     console.print(_table(run), soft_wrap=False)
     _list(
         console,
-        "Traces, to be dropped on https://ui.perfetto.dev (they stay local):",
+        "Traces: drag onto https://ui.perfetto.dev (processed in your browser, never uploaded):",
         [path for path in _files(run, *_TRACE_FILES) if _TRACES & set(PurePosixPath(path).parts)],
     )
-    # The chart of the run comes last, where it is always among those named.
+    # The chart of the run is last, so that it is always shown.
     pages = sorted(_files(run, ".html"), key=lambda path: path.endswith("/timings.html"))
-    _list(console, "Pages, for a browser or among MLflow's artifacts:", pages)
-    console.print("To look at the run and its charts, start MLflow and open the address it prints:")
+    _list(console, "Pages: open in a browser or among MLflow's artifacts:", pages)
+    console.print(
+        "To see the run and its charts, start MLflow and open the address that it prints:"
+    )
     console.print(f"  {_ui_command(run.tracking_uri)}", style="bold")
 
 
 def _list(console: Console, headline: str, paths: Sequence[str]) -> None:
-    """The latest files, one a line."""
+    """Print the latest files, one per line."""
     if paths:
         console.print(headline)
     for path in paths[-_MOST_FILES:]:
@@ -119,11 +121,11 @@ def _rows(run: Run) -> Iterator[tuple[str, str]]:
         "batches/s": metric("throughput/batches_per_sec", "{:,.2f}"),
         "samples/s": metric("throughput/samples_per_sec", "{:,.1f}"),
         "tokens/s": metric("throughput/tokens_per_sec", "{:,.0f}"),
-        "TFLOP/s a device": metric("throughput/device/flops_per_sec", "{:.3g}", 1e12),
-        "FLOPs a batch": metric("batch_flops", "{:.4g}"),
+        "TFLOP/s per device": metric("throughput/device/flops_per_sec", "{:.3g}", 1e12),
+        "FLOPs per batch": metric("batch_flops", "{:.4g}"),
         "MFU (last window)": metric("throughput/device/mfu", "{:.1%}"),
-        "against a peak of": _peak(run),
-        "on": _device(run),
+        "peak": _peak(run),
+        "devices": _device(run),
         **_times(run),
     }.items():
         text = "\n".join(values)
@@ -136,7 +138,7 @@ def _peak(run: Run) -> Iterator[str]:
     if peak is not None:
         source = run.params.get("lightning_perf/peak_source", "")
         precision = run.params.get("lightning_perf/precision", "")
-        yield f"{float(peak) / 1e12:.3g} TFLOP/s a device, {precision} ({source})"
+        yield f"{float(peak) / 1e12:.3g} TFLOP/s per device, {precision} ({source})"
 
 
 def _device(run: Run) -> Iterator[str]:
@@ -145,7 +147,7 @@ def _device(run: Run) -> Iterator[str]:
 
 
 def _times(run: Run) -> dict[str, Iterator[str]]:
-    """Where the time went, over the whole run and over its last report."""
+    """The times of the whole run and of its last report."""
     windows = run.summary.get("timings") or windows_of(run.points)
     whole, last = windows.get("whole_run"), windows.get("last_window")
     found = {}
@@ -157,7 +159,7 @@ def _times(run: Run) -> dict[str, Iterator[str]]:
 
 
 def _shares(window: Mapping[str, Any], what: str = "") -> Iterator[str]:
-    """The steps of a window, and the categories that took the most of it, with their shares."""
+    """The steps of a window, and the categories with the largest shares of its time."""
     spent, batches = window["seconds"], window["batches"] or 1
     whole = sum(spent.values())
     if not whole > 0:
@@ -166,16 +168,16 @@ def _shares(window: Mapping[str, Any], what: str = "") -> Iterator[str]:
     for name in sorted(spent, key=lambda name: -spent[name])[:_MOST_CATEGORIES]:
         if spent[name] > 0:
             each = duration(spent[name] / batches)
-            yield f"{spent[name] / whole:6.1%}  {name} ({each} a batch)"
+            yield f"{spent[name] / whole:6.1%}  {name} ({each} per batch)"
 
 
 def _files(run: Run, *endings: str) -> list[str]:
-    """Where files are that end so, in the order of batches."""
+    """The paths of files with these suffixes, in the order of batches."""
     root = run.artifact_uri.removeprefix("file://").rstrip("/")
     found = sorted((path for path in run.artifacts if path.endswith(endings)), key=_natural)
     return [f"{root}/{path}" for path in found]
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
-    """The order of batches, not of their digits: 53 before 103."""
+    """A key that sorts numbers by value: 53 before 103."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", path)]

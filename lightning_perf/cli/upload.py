@@ -1,4 +1,4 @@
-"""``lightning-perf upload``: send what did not reach the tracking server during training."""
+"""``lightning-perf upload``: upload the files that training could not upload."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.errors import describe, without_credentials
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
-from lightning_perf.tracking.mlflow import MlflowRun, check_reachable, run_target
+from lightning_perf.tracking.mlflow import MlflowRun, check_reachable
 from lightning_perf.tracking.stores import STORE, check_store, store_target
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from jsonargparse import ArgumentParser
 
-    from lightning_perf.traces.writer import Target
+    from lightning_perf.traces import Target
 
 _Key = tuple[str, str, frozenset[tuple[str, str]]]
 
@@ -28,34 +28,34 @@ def parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        description=f"Send the files that {FILE_NAME} lists, each to its run in MLflow or its "
-        "store. The lists hold no passwords: those of stores are read from fsspec's settings."
+        description=f"Upload the files listed in {FILE_NAME}, each to its MLflow run or store. "
+        "The lists contain no passwords; those of stores are read from fsspec's settings."
     )
     parser.add_argument(
-        "folder", nargs="?", default=".", help="Where to look for lists, and below."
+        "folder", nargs="?", default=".", help="The folder to search for lists, with subfolders."
     )
     parser.add_argument(
         "--tracking_uri",
         type=str,
         default=None,
-        help="Where MLflow keeps the runs, if not where the lists say. They hold no passwords: "
-        "give those here, or in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.",
+        help="The tracking address to use instead of the listed one, for example with a password. "
+        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too.",
     )
     parser.add_argument(
-        "--forget-missing", action="store_true", help="Take files that are gone off the lists."
+        "--forget-missing", action="store_true", help="Remove missing files from the lists."
     )
     return parser
 
 
 def run(folder: str, tracking_uri: str | None, forget_missing: bool) -> int:
-    """Send what the lists of a folder hold; what could not be sent stays on them.
+    """Upload the listed files; those that fail stay on the lists.
 
     Returns:
-        The exit code: 1 if something is left, or if there is no such folder.
+        The exit code: 1 if a file is left, 2 if the folder does not exist.
     """
     if not Path(folder).is_dir():
         print(f"lightning-perf upload: there is no folder {folder}.", file=sys.stderr)  # noqa: T201
-        return 1
+        return 2
     sender = _Sender(tracking_uri, forget_missing)
     for place in _places(folder):
         _send_all(place, sender)
@@ -67,7 +67,7 @@ def run(folder: str, tracking_uri: str | None, forget_missing: bool) -> int:
 
 def _places(folder: str) -> Iterator[Path]:
     for place, below, files in os.walk(folder):
-        # Hidden folders are other tools', and may be large.
+        # Hidden folders belong to other tools and may be large.
         below[:] = sorted(name for name in below if not name.startswith("."))
         if FILE_NAME in files:
             yield Path(place)
@@ -84,7 +84,7 @@ def _send_all(place: Path, sender: _Sender) -> None:
         for key in track(entries, "uploading", console=console, disable=not console.is_terminal):
             kept[key] = sender.send(entries[key])
     finally:
-        # Read anew, because a training that goes on may have added to it.
+        # Read again: a running training may have added entries.
         listed = [kept.get(_key(entry), entry) for entry in read_pending(place)]
         rewrite_pending(place, [entry for entry in listed if entry is not None])
 
@@ -94,19 +94,19 @@ def _key(entry: PendingUpload) -> _Key:
 
 
 class _Sender:
-    """Sends listed files, each to where it belongs, and counts."""
+    """Uploads listed files to their targets and counts the results."""
 
     def __init__(self, tracking_uri: str | None, forget_missing: bool) -> None:
         self.done = 0
         self.left: list[PendingUpload] = []
         self._override = {} if tracking_uri is None else {"tracking_uri": tracking_uri}
         self._forget_missing = forget_missing
-        # What is wrong with each address: one that does not answer is not waited for again.
-        self._wrong: dict[str, str | None] = {}
+        # The problem of each tracking address, so that each is checked once.
+        self._problems: dict[str, str | None] = {}
         self._targets: dict[frozenset[tuple[str, str]], Target] = {}
 
     def send(self, entry: PendingUpload) -> PendingUpload | None:
-        """Try once; gives what stays on the list."""
+        """Try once; returns what stays on the list."""
         if not Path(entry.path).is_file():
             return self._missing(entry)
         error = self._error(entry)
@@ -117,8 +117,10 @@ class _Sender:
 
     def _missing(self, entry: PendingUpload) -> PendingUpload | None:
         if not self._forget_missing:
-            return self._keep(entry, "the file is gone; --forget-missing takes it off the list")
-        print(f"{entry.path}: the file is gone and forgotten", file=sys.stderr)  # noqa: T201
+            return self._keep(
+                entry, "the file is missing; --forget-missing removes it from the list"
+            )
+        print(f"{entry.path}: the file is missing and was removed from the list", file=sys.stderr)  # noqa: T201
         return None
 
     def _keep(self, entry: PendingUpload, error: str) -> PendingUpload:
@@ -129,8 +131,8 @@ class _Sender:
     def _error(self, entry: PendingUpload) -> str | None:
         address = entry.target if STORE in entry.target else entry.target | self._override
         try:
-            if (wrong := self._problem(address)) is not None:
-                return wrong
+            if (problem := self._problem(address)) is not None:
+                return problem
             key = frozenset(address.items())
             if key not in self._targets:
                 self._targets[key] = _target(address)
@@ -140,29 +142,29 @@ class _Sender:
         return None
 
     def _problem(self, address: Mapping[str, str]) -> str | None:
-        """What is wrong with an address, before anything is sent there."""
+        """Why nothing can be sent to an address, or None."""
         if STORE in address:
             check_store(address[STORE])
             return None
         if not {"tracking_uri", "run_id"} <= set(address):
-            return "the list does not tell its run"
+            return "its entry names no run"
         uri = address["tracking_uri"]
-        if uri not in self._wrong:
-            self._wrong[uri] = _what_is_wrong(uri)
-        return self._wrong[uri]
+        if uri not in self._problems:
+            self._problems[uri] = _tracking_problem(uri)
+        return self._problems[uri]
 
 
 def _target(address: Mapping[str, str]) -> Target:
     store = store_target(address.get(STORE, ""))
-    return store or run_target(MlflowRun(address["tracking_uri"], address["run_id"]))
+    return store or MlflowRun(address["tracking_uri"], address["run_id"]).target
 
 
-def _what_is_wrong(address: str) -> str | None:
+def _tracking_problem(address: str) -> str | None:
     database = address.removeprefix("sqlite:///")
-    if database != address and not Path(database).exists():  # which MLflow would make
+    if database != address and not Path(database).exists():  # MLflow would create it
         return f"there is no {database} in {Path.cwd()}; try --tracking_uri"
     try:
         check_reachable(address)
     except OSError as error:
-        return f"{without_credentials(address)} does not answer ({describe(error)})"
+        return f"{without_credentials(address)} does not respond ({describe(error)})"
     return None

@@ -1,11 +1,11 @@
-"""Files of a run: writers of traces, and texts and pages that are written like traces."""
+"""The files of a run: trace writers for profilers, and texts and pages written like traces."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_perf.traces import TraceWriter
+from lightning_perf.traces import TraceOptions, TraceRun, TraceWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,41 +27,43 @@ def new_writer(
     readme: str | None = None,
     optional: bool = False,
 ) -> TraceWriter:
-    """A pipe for files of one kind, which the end of the run closes.
+    """A trace writer that is closed at the end of the run.
 
     Args:
         context: The run.
-        prefix: The folder that `folder` lies under; by default the trainer's ``default_root_dir``.
-        folder: As for `TraceWriter`.
-        filename: As for `TraceWriter`.
-        remote: As for `TraceWriter`.
-        compress: As for `TraceWriter`.
-        overwrite: As for `TraceWriter`.
-        num_traces_to_keep: As for `TraceWriter`.
-        readme: As for `TraceWriter`.
-        optional: As for `TraceWriter`.
+        prefix: What `folder` is below; by default the trainer's ``default_root_dir``.
+        folder: This and all others: as in `TraceOptions`.
+        filename: The file names.
+        remote: The names at the upload targets.
+        compress: Whether to compress.
+        overwrite: Whether to replace files.
+        num_traces_to_keep: How many files stay.
+        readme: The content of the README.
+        optional: Whether files may be left out at the end of the run.
     """
-    root = context.reporting.root(prefix)
-    writer = TraceWriter(
-        context.worker,
-        root.path,
-        folder,
-        filename,
-        remote,
-        context.ranks,
-        context.run_name,
-        compress,
-        identity=context.identity,
+    options = TraceOptions(
+        folder=folder,
+        filename=filename,
+        remote_file_name=remote,
+        compress=compress,
         overwrite=overwrite,
         num_traces_to_keep=num_traces_to_keep,
-        targets=context.targets(remote),
         readme=readme,
-        file_worker=context.file_worker,
-        warnings_digest=context.warnings_digest,
         optional=optional,
-        mirror=root.mirror,
     )
-    # Once the worker has stopped, the writer places here what a hung server held back.
+    root = context.reporting.root(prefix)
+    run = TraceRun(
+        worker=context.worker,
+        file_worker=context.file_worker,
+        root=root.path,
+        ranks=context.ranks,
+        run_name=context.run_name,
+        identity=context.identity,
+        mirror=root.mirror,
+        digest=context.warnings_digest,
+    )
+    writer = TraceWriter(options, run, context.targets(remote))
+    # After the worker has stopped, the writer places the files that a slow server delayed.
     context.on_close(writer.close)
     return writer
 
@@ -73,9 +75,9 @@ def leave(
 
     Args:
         context: The run.
-        folder: Format string of the folder, as for profilers.
-        files: What writes each, by its name; called on the worker thread.
-        stage: What they tell of; other stages than train have a folder of their own.
+        folder: Format string of the folder.
+        files: For each file name, a function that writes the file; called on the worker thread.
+        stage: The stage that they describe, as for traces.
 
     Raises:
         OSError: If the folder cannot be written to.

@@ -1,4 +1,4 @@
-"""Where a run's results go: which MLflow runs, which other loggers, under what name."""
+"""Where the results of a run go: MLflow runs, other loggers, local folders and stores."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.background.waiting import waiting
 from lightning_perf.errors import describe, warn
 from lightning_perf.tracking.metrics import MlflowMetrics, OtherLoggers, finite
-from lightning_perf.tracking.mlflow import (
-    MlflowRun,
-    TagReader,
-    is_mlflow,
-    mlflow_run,
-    run_name,
-    run_target,
-)
-from lightning_perf.tracking.roots import Root, root_of, trial_root
-from lightning_perf.tracking.stores import store_target
+from lightning_perf.tracking.mlflow import MlflowRun, TagReader, is_mlflow, mlflow_run
+from lightning_perf.tracking.stores import Root, root_of, store_target, trial_root
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,27 +22,36 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.background.worker import Worker
-    from lightning_perf.traces.writer import Target
+    from lightning_perf.traces import Target
 
-_NAME_TIMEOUT = 10.0
-#: Seconds that one file may still take to be made when a run is over.
-_LOCAL_PATIENCE = 300.0
-#: Seconds to wait before saying that there is something to wait for.
-_PATIENCE = 2.0
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds."""
+
+    #: For MLflow to return the run's name at set-up.
+    run_name: float = 10.0
+    #: For the file that is being made when all other waits are over.
+    last_file: float = 300.0
+    #: Before a wait at the end of the run is shown.
+    silent: float = 2.0
+
+
+TIMEOUTS = Timeouts()
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """What rank 0 tells all ranks, in one broadcast."""
+    """What rank 0 broadcasts to all ranks."""
 
     runs: tuple[MlflowRun, ...]
     run_name: str
-    #: What tells this run from others of its name.
+    #: Distinguishes runs of one name.
     identity: str
 
 
 class Reporting:
-    """The ways out of a run. Constructing it takes all ranks together."""
+    """The outputs of a run. The constructor is a collective: all ranks call it."""
 
     def __init__(self, trainer: Trainer, worker: Worker) -> None:
         self._worker = worker
@@ -58,10 +59,10 @@ class Reporting:
         destination = _destination(trainer, worker) if first else None
         if trainer.world_size > 1:
             destination = trainer.strategy.broadcast(destination, src=0)
-        assert destination is not None  # rank 0 made it
+        assert destination is not None  # rank 0 has set it
         self.runs, self.run_name = destination.runs, destination.run_name
         self.identity = destination.identity
-        self._runs_as_targets = [run_target(run) for run in self.runs]
+        self._runs_as_targets = [run.target for run in self.runs]
         self.tags = TagReader(next(iter(self.runs), None), worker)
         self._own = [MlflowMetrics(run, worker) for run in self.runs]
         self._mlflow = self._own if first else []
@@ -73,9 +74,9 @@ class Reporting:
         self._roots: dict[str | None, Root] = {}
 
     def root(self, prefix: str | None) -> Root:
-        """Where files are written: below a prefix, or below the trainer's ``default_root_dir``.
+        """Where files are written: below `prefix`, by default the trainer's ``default_root_dir``.
 
-        Under ``fast_dev_run`` only a prefix is kept.
+        With ``fast_dev_run``, files without a prefix are temporary.
         """
         if prefix not in self._roots:
             trial = self._trial and prefix is None
@@ -83,14 +84,14 @@ class Reporting:
         return self._roots[prefix]
 
     def targets(self, remote_file_name: str | None) -> Sequence[Target]:
-        """Where files of a remote name go: to the store of a URL, else to all MLflow runs."""
+        """The upload targets of a remote name: the store of a URL, else all MLflow runs."""
         if self._trial:
             return ()
         store = None if remote_file_name is None else store_target(remote_file_name)
         return self._runs_as_targets if store is None else [store]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Metrics to all loggers; numbers that are not finite are left out."""
+        """Log metrics to all loggers, without NaN and infinity."""
         metrics = finite(metrics)
         if not metrics:
             return
@@ -99,9 +100,9 @@ class Reporting:
         self._others.log(metrics, step)
 
     def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:
-        """One rank's metrics, on the worker thread: to MLflow from any rank.
+        """Log one rank's metrics from the worker thread, to MLflow on every rank.
 
-        Other loggers, which are not safe there, get theirs from rank 0 at the next ``deliver``.
+        Other loggers are not thread-safe: they get rank 0's metrics at the next `deliver`.
         """
         metrics = finite(metrics)
         for target in self._own:
@@ -109,59 +110,50 @@ class Reporting:
         self._later.append((metrics, step))
 
     def deliver(self) -> None:
-        """Hand what waits to the loggers of the calling thread."""
+        """Log the metrics of `log_from_worker` to other loggers, on the calling thread."""
         while self._later:
             self._others.log(*self._later.popleft())
 
     def log_params(self, params: Mapping[str, object]) -> None:
-        """The set-up of the run, to MLflow."""
+        """Log params to MLflow."""
         for target in self._mlflow:
             target.log_params(params)
 
     def flush(self) -> None:
-        """The run is over: send the metrics that wait, while its last files are made."""
+        """Send the waiting metrics now, while the last files of the run are made."""
         for target in self._own:
             target.flush()
 
     def close(self, timeout: float) -> None:
-        """Wait a bounded time for what is on its way, and say what did not arrive.
-
-        Args:
-            timeout: Seconds at most.
-        """
+        """Wait at most `timeout` seconds for uploads, and warn about metrics that were not sent."""
         self.flush()
-        self._let_go(self._worker, "uploading", timeout)
+        self._stop(self._worker, "uploading", timeout)
         for target in self._own:
-            target.tell_lost()
+            target.warn_lost()
         self.deliver()
 
     def tidy(self) -> None:
-        """All files are where they belong: remove folders that were for the time being."""
+        """Remove temporary folders, after all files were moved or uploaded."""
         for root in self._roots.values():
             root.close()
 
     def finish(self, file_worker: Worker, timeout: float) -> None:
-        """Wait a bounded time for files that are being made.
+        """Wait at most `timeout` seconds for files, and `TIMEOUTS.last_file` for the last one."""
+        self._stop(file_worker, "finishing traces", timeout)
 
-        Args:
-            file_worker: Who makes them.
-            timeout: Seconds at most; the one that is begun then may take some more.
-        """
-        self._let_go(file_worker, "finishing traces", timeout)
-
-    def _let_go(self, worker: Worker, what: str, timeout: float) -> None:
-        if worker.close(_PATIENCE):
+    def _stop(self, worker: Worker, what: str, timeout: float) -> None:
+        if worker.close(TIMEOUTS.silent):
             return
-        # Each rank has its own, but one voice is enough for a thousand of them.
+        # Only rank 0 shows its progress.
         shown = waiting(what, worker.pending, timeout) if self._first else nullcontext()
         with shown as progress:
             if not worker.close(timeout, progress):
-                worker.abandon(_LOCAL_PATIENCE)
+                worker.abandon(TIMEOUTS.last_file)
 
 
 def _destination(trainer: Trainer, worker: Worker) -> Destination:
-    """Rank 0's; whatever a logger raises, the other ranks wait for an answer."""
-    made_up = time.strftime("run-%Y%m%d-%H%M%S-") + os.urandom(2).hex()
+    """Rank 0's destination. It never raises, since the other ranks wait for the broadcast."""
+    generated = time.strftime("run-%Y%m%d-%H%M%S-") + os.urandom(2).hex()
     try:
         found = [mlflow_run(logger) for logger in trainer.loggers if is_mlflow(logger)]
         runs = tuple(run for run in found if run is not None)
@@ -169,18 +161,18 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
             return Destination(runs, _mlflow_name(runs[0], worker), runs[0].run_id)
         for logger in trainer.loggers:
             parts = (logger.name, None if logger.version is None else _version(logger.version))
-            # Without a version, runs share the logger's name; DummyLogger has neither.
+            # Without a version, all runs have the logger's name. DummyLogger has neither.
             if parts[1]:
                 name = "-".join(part for part in parts if part)
                 return Destination((), name, f"{logger.save_dir}/{name}")
     except Exception as error:
-        warn(f"a logger does not tell its run ({describe(error)}), so files go to {made_up}.")
-    return Destination((), made_up, made_up)
+        warn(f"a logger's run is unknown ({describe(error)}): files are written to {generated}.")
+    return Destination((), generated, generated)
 
 
 @cache
 def _names() -> dict[str, str]:
-    """Names of runs by id: one that was asked for is not asked for again, even in vain."""
+    """Names of runs by id, so that each is requested once, even if that fails."""
     return {}
 
 
@@ -188,11 +180,11 @@ def _mlflow_name(run: MlflowRun, worker: Worker) -> str:
     names = _names()
     if run.run_id not in names:
         try:
-            names[run.run_id] = worker.call(partial(run_name, run), timeout=_NAME_TIMEOUT)
+            names[run.run_id] = worker.call(run.name, TIMEOUTS.run_name)
         except Exception as error:
             names[run.run_id] = run.run_id
             why = describe(error)
-            warn(f"MLflow did not tell the name of run {run.run_id} ({why}): its id stands in.")
+            warn(f"MLflow did not return the name of run {run.run_id} ({why}); its id is used.")
     return names[run.run_id]
 
 

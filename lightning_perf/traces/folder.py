@@ -1,17 +1,19 @@
-"""The folders of a run: their names, who owns them, and which files are in the way."""
+"""The files of a run: their options, names and folders, and which run owns a folder."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
+import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from errno import ENOTDIR
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from lightning_perf.errors import ConfigError, WarningDigest
 from lightning_perf.traces.names import (
     IN_EPOCH,
     TOTALS,
@@ -22,35 +24,112 @@ from lightning_perf.traces.names import (
     numbered,
     remote_format,
     run_values,
+    split_url,
     time_values,
 )
-from lightning_perf.traces.readme import NAME as README
-from lightning_perf.traces.uploads import split_url
+from lightning_perf.traces.uploads import BACKOFF
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from lightning_perf.background.worker import Worker
     from lightning_perf.core.progress import Ranks, Timestamp
+    from lightning_perf.traces.uploads import Mirror
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """How the files of one recorder are named, compressed, uploaded and kept.
+
+    Raises:
+        ConfigError: If a format string or `num_traces_to_keep` is invalid.
+    """
+
+    #: Format string of the folder.
+    folder: str
+    #: Format string of the file names.
+    filename: str
+    #: Format string of the names at the upload targets; None disables the upload.
+    remote_file_name: str | None = None
+    #: Whether to compress with gzip; appends ``.gz`` to both names, once.
+    compress: bool = False
+    #: Whether to replace files of the same name. Otherwise a new one gets a number.
+    overwrite: bool = False
+    #: How many of the latest files stay on the disk; -1 for all. Older ones are deleted once they
+    #: are uploaded, never before. Without an upload at least one file stays: it is the only copy.
+    num_traces_to_keep: int = -1
+    #: The content of a ``README.md`` beside the files, here and at the targets; None for no file.
+    #: An existing file of that name stays.
+    readme: str | None = None
+    #: Whether a file that was not begun when the run ends is left out.
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        check_names(self.folder, self.filename, self.remote_file_name, self.num_traces_to_keep)
+
+
+def check_names(
+    folder: str, filename: str, remote_file_name: str | None, num_traces_to_keep: int = -1
+) -> None:
+    """Validate options of `TraceOptions`, for callbacks, which exist before their writers.
+
+    Raises:
+        ConfigError: If a format string or `num_traces_to_keep` is invalid.
+    """
+    folder_format(folder)
+    file_format(filename)
+    if remote_file_name is not None:
+        remote_format(remote_file_name)
+    if type(num_traces_to_keep) is not int or num_traces_to_keep < -1:
+        problem = "must be -1 or a number of files"
+        raise ConfigError("num_traces_to_keep", num_traces_to_keep, problem, "5")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRun:
+    """What all trace writers of a run share."""
+
+    #: Runs uploads.
+    worker: Worker
+    #: Compresses and places files, so that slow uploads do not delay them; may be `worker`.
+    file_worker: Worker
+    #: What relative folders are below.
+    root: Path
+    ranks: Ranks
+    #: May hold any characters.
+    run_name: str
+    #: Distinguishes runs of one name, and is the same on all ranks: see `RunFolder`. With None the
+    #: folder is used as it is.
+    identity: str | None = None
+    #: The store that mirrors `root`: files are sent there under their names below `root`, and stay
+    #: on this machine only until they are uploaded.
+    mirror: Mirror | None = None
+    #: Collects the warnings of all writers; whoever made it summarizes them.
+    digest: WarningDigest = field(default_factory=WarningDigest)
+    #: Seconds to wait before each further upload attempt.
+    backoff: Sequence[float] = BACKOFF
+    #: The most traces and names that a writer remembers: some megabytes.
+    most_remembered: int = 4096
 
 
 def conflicts(
     pattern: NameFormat, values: Mapping[str, Value], folder: Path, now: Timestamp
 ) -> Path | None:
-    """A file of this pattern that lies after the present moment, if there is one.
+    """Find a file of this pattern that is later than `now`.
 
-    It lies after it if a total in its name is greater than now, or a count within the epoch is
-    while the epoch is the same. Both are compared as the name writes them. A file of this very
-    moment is none, because a checkpoint and a trace often fall on one batch and a resume must
-    work. A name without time conflicts by being there. Hidden files are ignored.
+    A file is later if a total in its name is greater, or if a count within the epoch is greater
+    and the epoch is the same. Both are compared as formatted in the name. A file of exactly this
+    time is not a conflict: a checkpoint and a trace often fall on one batch, and a resume must
+    work. A name without time variables conflicts if the file exists. Hidden files are ignored.
 
     Args:
-        pattern: The file names' format.
-        values: The values of all variables but those of time.
+        pattern: The format of the file names.
+        values: The values of all variables except time.
         folder: Where to look; it need not exist.
         now: The time to compare with.
 
     Returns:
-        The first such file in the order of names, or None.
+        The first such file by name, or None.
     """
     present = pattern.read(pattern.render({**values, **time_values(now)}), values) or {}
     for path in sorted(folder.glob("/".join(["*"] * (pattern.depth + 1)))):
@@ -69,57 +148,61 @@ def _is_after(found: Mapping[str, float], present: Mapping[str, float]) -> bool:
     return not found or any(found[name] > present[name] for name in comparable if name in found)
 
 
-#: The file that holds the identity of the run that a folder belongs to.
+#: The file with the identity of the run that owns a folder.
 MARKER = ".run"
-# Seconds between a rank's making of a marker and its writing of it, at the very most.
-_PATIENCE = 2.0
+README = "README.md"
 
 
 class RunFolder:
-    """The folder of one recorder, which no other run has.
+    """The folder of one recorder, which no other run uses.
 
-    It bears the run's name, or, where another run of that name was first, the name with a part of
-    the run's identity. The folder that bears the name, of whatever depth, is marked as the run's
-    when the first of its recorders has something to write: so all ranks and recorders on one file
-    system come to the same folder, runs at the same time to different ones, and ranks that share
-    no file system and need another name than the run's to the same one.
+    Its name contains the run's name, or, if another run of that name was first, the name with a
+    part of the run's identity. The first recorder that writes marks the folder whose name contains
+    the run's name. So all ranks and recorders on one file system find the same folder, concurrent
+    runs find different ones, and ranks without a common file system agree on the second name.
 
     Args:
-        root: What `folder` lies under, unless that is absolute.
-        folder: Format string of the folder; where it has no ``{run_name}``, it is the user's, and
-            is neither marked nor changed.
-        ranks: Where this process stands.
+        root: What a relative `folder` is below.
+        folder: Format string of the folder. Without ``{run_name}`` it belongs to the user: it is
+            neither marked nor renamed.
+        ranks: The ranks of this process.
         run_name: The run's name, of any characters.
-        identity: What tells the run from all others, the same on all its ranks; None to take the
-            folder as it is.
+        identity: Distinguishes the run from all others, and is the same on all its ranks; with
+            None the folder is used as it is.
+        patience: Seconds to wait for another rank that has created a marker and not yet written it.
 
     Raises:
-        ConfigError: If the format string cannot work.
+        ConfigError: If the format string is invalid.
 
     Example:
         >>> import tempfile
         >>> from lightning_perf.core.progress import Ranks
         >>> with tempfile.TemporaryDirectory() as root:
         ...     for identity in ("one run", "another run", "one run"):
-        ...         home = RunFolder(Path(root), "{run_name}/traces", Ranks(), "owl-7", identity)
-        ...         home.claim().relative_to(root).as_posix()
+        ...         folder = RunFolder(Path(root), "{run_name}/traces", Ranks(), "owl-7", identity)
+        ...         folder.claim().relative_to(root).as_posix()
         'owl-7/traces'
         'owl-7-9a9b184c/traces'
         'owl-7/traces'
     """
 
     def __init__(
-        self, root: Path, folder: str, ranks: Ranks, run_name: str, identity: str | None
+        self,
+        root: Path,
+        folder: str,
+        ranks: Ranks,
+        run_name: str,
+        identity: str | None,
+        patience: float = 2.0,
     ) -> None:
         pattern = folder_format(folder)
         names = [run_name] if identity is None else [run_name, distinct_name(run_name, identity)]
-        self._identity, self._names = identity or "", names
+        self._identity, self._names, self._patience = identity or "", names, patience
         self._folders = [Path(root, pattern.render(run_values(name, ranks))) for name in names]
-        # Rank 0's, so that all ranks ask about one folder whatever else stands in its name.
+        # Those of rank 0, so that all ranks mark the same folder.
         leader = replace(ranks, global_rank=0, local_rank=0, node_rank=0)
         theirs = [Path(root, pattern.render(run_values(name, leader))) for name in names]
         depth = _first_difference(theirs[0], theirs[-1])
-        #: The folders above, or the same, that bear the names.
         self._marked_folders = (
             [] if depth is None else [Path(*path.parts[:depth]) for path in theirs]
         )
@@ -128,44 +211,60 @@ class RunFolder:
     @property
     def folder(self) -> Path:
         """Where the files are, or would be if the first were written now."""
-        return self._claimed or self._choose(_owner)
+        return self._claimed or self._choose(self._owner)
 
     @property
     def run_name(self) -> str:
-        """The name that the folder bears."""
+        """The run's name as it is in the folder's name."""
         return self._names[self._folders.index(self.folder)]
 
     def claim(self) -> Path:
-        """Mark the folder as the run's; what bears the run's name is made if need be.
-
-        Returns:
-            The folder, the same one from now on.
+        """Mark the folder as the run's and return it; later calls return the same folder.
 
         Raises:
-            OSError: If it cannot be made or marked.
+            OSError: If the marked folder cannot be created or marked.
         """
         if self._claimed is None:
-            self._claimed = self._choose(_mark)
+            self._claimed = self._choose(self._mark)
         return self._claimed
 
-    def _choose(self, owner_of: Callable[[Path, str], str]) -> Path:
-        """The first folder that nobody else has; the last one, if each is another's."""
-        for bearer, folder in zip(self._marked_folders, self._folders, strict=False):
-            if owner_of(bearer, self._identity) == self._identity:
+    def _choose(self, owner_of: Callable[[Path], str]) -> Path:
+        """The first folder that no other run owns, or the last one."""
+        for marked, folder in zip(self._marked_folders, self._folders, strict=False):
+            if owner_of(marked) == self._identity:
                 return folder
         return self._folders[-1]
 
+    def _owner(self, folder: Path) -> str:
+        """The identity of the run that owns the folder; our own if no run does."""
+        try:
+            return (folder / MARKER).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return self._identity
+
+    def _mark(self, folder: Path) -> str:
+        """As `_owner`, after marking a folder that no run owned."""
+        make_folder(folder)
+        marker = folder / MARKER
+        try:
+            with marker.open("x", encoding="utf-8") as file:
+                file.write(self._identity)
+        except FileExistsError:
+            until = time.monotonic() + self._patience
+            while not marker.stat().st_size and time.monotonic() < until:
+                time.sleep(0.01)
+            return self._owner(folder)
+        except OSError:  # full disk: other ranks must not wait for an empty marker
+            marker.unlink(missing_ok=True)
+            raise
+        return self._identity
+
 
 def distinct_name(run_name: str, identity: str) -> str:
-    """A name that no other run has, the same on all ranks of this one.
+    """The run's name with eight characters that distinguish it from other runs of that name.
 
-    Args:
-        run_name: The run's name.
-        identity: What tells the run from all others.
-
-    Returns:
-        The name with eight characters of the identity: of an id its first ones, else of its hash.
-        The name itself, where that is the identity.
+    They are the first characters of an identity that is a UUID, else of its hash. A name that is
+    the identity itself is returned unchanged.
 
     Example:
         >>> distinct_name("owl-7", "3f2a1b0c9d8e7f6a5b4c3d2e1f0a9b8c")
@@ -178,14 +277,11 @@ def distinct_name(run_name: str, identity: str) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, if need be.
-
-    Args:
-        folder: Its path.
+    """Create a folder and its parents if they do not exist.
 
     Raises:
-        OSError: If it cannot be made; never `FileExistsError`, which elsewhere tells of traces of
-            another run.
+        OSError: If it cannot be created; never `FileExistsError`, which means traces of another
+            run elsewhere.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,161 +290,107 @@ def make_folder(folder: Path) -> None:
 
 
 def _first_difference(a: Path, b: Path) -> int | None:
-    """How many parts two paths of one length have up to the first in which they differ."""
+    """The number of parts of two paths up to and including the first that differs."""
     pairs = enumerate(zip(a.parts, b.parts, strict=True), 1)
     return next((depth for depth, (one, other) in pairs if one != other), None)
 
 
-def _owner(folder: Path, identity: str) -> str:
-    """The identity of the run that the folder belongs to: ours, if it is nobody's."""
-    try:
-        return (folder / MARKER).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return identity
-
-
-def _mark(folder: Path, identity: str) -> str:
-    """The same, and the folder is ours from then on if it was nobody's."""
-    make_folder(folder)
-    marker = folder / MARKER
-    try:
-        with marker.open("x", encoding="utf-8") as file:
-            file.write(identity)
-    except FileExistsError:
-        _await_content(marker)
-        return _owner(folder, identity)
-    except OSError:  # a disk that is full: nobody shall wait for what will not be written
-        marker.unlink(missing_ok=True)
-        raise
-    return identity
-
-
-def _await_content(marker: Path) -> None:
-    until = time.monotonic() + _PATIENCE
-    while not marker.stat().st_size and time.monotonic() < until:
-        time.sleep(0.01)
-
-
-# One for the process: several recorders may share a folder.
+# Per process: several recorders may share a folder.
 _SPOOLS = itertools.count(1)
 
 
 class Layout:
-    """The names of one recorder's files; those of stages other than train lie in a subfolder.
+    """The names of one recorder's files; those of stages other than train are in a subfolder."""
 
-    Args:
-        root: What `folder` lies under, unless that is absolute.
-        folder: Format string of the folder.
-        filename: Format string of the file names.
-        remote_file_name: Format string of the names to upload by, or None.
-        ranks: Where this process stands.
-        run_name: The run's name, of any characters.
-        identity: What tells the run from others of its name, as for `Home`.
-        compress: Whether ``.gz`` is appended to both file names, once.
-        mirrored: Whether a store has the same names, where runs of all machines meet: then the
-            folder always bears the distinct name.
-
-    Raises:
-        ConfigError: If a format string cannot work.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        folder: str,
-        filename: str,
-        remote_file_name: str | None,
-        ranks: Ranks,
-        run_name: str,
-        identity: str | None,
-        compress: bool,
-        mirrored: bool = False,
-    ) -> None:
-        self._file = file_format(filename, gz=compress)
-        self._remote = (
-            None if remote_file_name is None else remote_format(remote_file_name, gz=compress)
-        )
-        self._values = self._remote_values = run_values(run_name, ranks)
-        if identity is not None and remote_file_name is not None and split_url(remote_file_name)[0]:
-            # Runs of all machines meet there; in MLflow, a run is alone with its artifacts.
-            self._remote_values = run_values(distinct_name(run_name, identity), ranks)
-        if mirrored and identity is not None:
-            run_name, identity = distinct_name(run_name, identity), None
-        self._home = RunFolder(root, folder, ranks, run_name, identity)
-        suffix = re.search(r"\.\w+$", filename.removesuffix(".gz"))
+    def __init__(self, options: TraceOptions, run: TraceRun) -> None:
+        gz, remote, self._overwrite = options.compress, options.remote_file_name, options.overwrite
+        self._file = file_format(options.filename, gz=gz)
+        self._remote = None if remote is None else remote_format(remote, gz=gz)
+        name, identity, ranks = run.run_name, run.identity, run.ranks
+        distinct = name if identity is None else distinct_name(name, identity)
+        # Stores hold runs of all machines; in MLflow each run has its own artifacts.
+        in_store = remote is not None and bool(split_url(remote)[0])
+        self._values = run_values(name, ranks)
+        self._remote_values = run_values(distinct if in_store else name, ranks)
+        if run.mirror is not None:
+            name, identity = distinct, None
+        self._folder = RunFolder(run.root, options.folder, ranks, name, identity)
+        suffix = re.search(r"\.\w+$", options.filename.removesuffix(".gz"))
         self._suffix = suffix[0] if suffix else ""
+        # The last number that each name got.
+        self._numbers: dict[Path, int] = {}
+        self._most_remembered = run.most_remembered
+        self._lock = threading.Lock()
 
     @property
     def run_name(self) -> str:
-        """The run's name, as its folder bears it."""
-        return self._home.run_name
+        """The run's name as it is in the folder's name."""
+        return self._folder.run_name
 
     def conflict(self, now: Timestamp, stage: str) -> Path | None:
-        """A file that lies after the present moment of the stage, if there is one.
-
-        Args:
-            now: Where the stage stands.
-            stage: Which one.
-        """
+        """A file of the stage that is later than `now`, or None."""
         values = {**self._values, "stage": stage}
-        return conflicts(self._file, values, _within(self._home.folder, stage), now)
+        return conflicts(self._file, values, _within(self._folder.folder, stage), now)
 
     def spool(self, stage: str) -> Path:
-        """A new hidden path in the stage's folder, which is made, and marked as the run's.
-
-        Args:
-            stage: What is recorded.
-
-        Returns:
-            A path without a file, with the suffix of the file names but without ``.gz``.
-
-        Raises:
-            OSError: If the folder cannot be made.
-        """
-        folder = _within(self._home.claim(), stage)
+        """A new hidden path for a recorder to write to, as `TraceWriter.spool`."""
+        folder = _within(self._folder.claim(), stage)
         make_folder(folder)
         while True:
             number = f"{self._values['rank']}-{os.getpid()}-{next(_SPOOLS)}"
-            # A killed run may have left one: process ids come again.
+            # A killed process of the same id may have left one.
             if not (path := folder / f".spool-rank{number}{self._suffix}").exists():
                 return path
 
-    def names(
-        self, timestamp: Timestamp, stage: str, number: int, raw: bool = False
+    def reserve(
+        self, timestamp: Timestamp, stage: str, raw: bool = False
     ) -> tuple[Path, str | None]:
-        """Where a trace goes.
+        """The local path and the remote name of a new trace; each path is given once.
+
+        A name that is taken gets a number, unless files may be overwritten. After
+        `most_remembered` other names, a name whose file was deleted may be given again.
 
         Args:
             timestamp: When the recording ended.
-            stage: What was recorded.
-            number: 1, or more where the names of lower numbers are taken.
-            raw: Whether the file could not be compressed, and so bears no ``.gz``.
-
-        Returns:
-            The path on the disk and the name where it is sent to, or None if it is not to be sent.
+            stage: The recorded stage.
+            raw: Whether the file could not be compressed, so that its names have no ``.gz``.
         """
         values = {**self._values, **time_values(timestamp), "stage": stage}
-        name = numbered(self._file.render(values), number)
-        path = _within(self._home.folder, stage) / (name.removesuffix(".gz") if raw else name)
+        folder, name = _within(self._folder.folder, stage), self._file.render(values)
         remote = self._remote_path(timestamp, stage)
-        if remote is None:
-            return path, None
-        parent = remote.parent if stage == "train" else remote.parent / stage
-        name = numbered(remote.name, number)
-        return path, str(parent / (name.removesuffix(".gz") if raw else name))
+        if remote is not None and stage != "train":
+            remote = remote.parent / stage / remote.name
+        if raw:
+            name = name.removesuffix(".gz")
+            remote = None if remote is None else remote.with_name(remote.name.removesuffix(".gz"))
+        number = 1 if self._overwrite else self._take(folder, name)
+        if remote is not None:
+            remote = remote.with_name(numbered(remote.name, number))
+        return folder / numbered(name, number), None if remote is None else str(remote)
+
+    def _take(self, folder: Path, name: str) -> int:
+        """The first number with which neither a file nor an earlier trace has the name."""
+        with self._lock:
+            plain = folder / name
+            number = self._numbers.pop(plain, 0) + 1
+            while (path := folder / numbered(name, number)) in self._numbers or os.path.lexists(
+                path
+            ):
+                number += 1
+            self._numbers[path] = 1
+            self._numbers[plain] = number
+            while len(self._numbers) > self._most_remembered:
+                del self._numbers[next(iter(self._numbers))]
+            return number
 
     def readme(self, timestamp: Timestamp, stage: str) -> tuple[Path, str | None]:
-        """Where the text about a trace goes: to the folder that all stages share.
+        """The local path and the remote name of the README, in the folder that all stages share.
 
-        Args:
-            timestamp: As for `names`.
-            stage: As for `names`.
-
-        Returns:
-            As `names`. None also where traces are sent to the very root, which is not ours.
+        There is no remote name if traces are uploaded to the root of the target, where the README
+        would be among the user's files.
         """
         remote = self._remote_path(timestamp, stage)
-        path = self._home.folder / README
+        path = self._folder.folder / README
         if remote is None or remote.parent == PurePosixPath():
             return path, None
         return path, str(remote.parent / README)

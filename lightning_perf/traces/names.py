@@ -9,7 +9,6 @@ from string import Formatter
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.traces.uploads import split_url, url_problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +20,7 @@ Value = str | int | float
 _FILE_EXAMPLE = "'rank{rank}.{batch}.json'"
 _URL_EXAMPLE = "'s3://bucket/{run_name}/rank{rank}.{batch}.json'"
 
-#: Known when a run starts.
+#: Constant during a run.
 FOLDER_VARIABLES = (
     "run_name",
     "rank",
@@ -30,17 +29,17 @@ FOLDER_VARIABLES = (
     "local_world_size",
     "node_rank",
 )
-#: They only grow, so they tell which of two traces is the later one.
+#: These only grow, so they order traces in time.
 TOTALS = ("epoch", "batch", "sample", "token", "step", "total_wct")
-#: They start again with each epoch.
+#: These restart with each epoch.
 IN_EPOCH = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch", "epoch_wct")
 TIME_VARIABLES = (*TOTALS, *IN_EPOCH, "batch_wct")
 FILE_VARIABLES = (*FOLDER_VARIABLES, "stage", *TIME_VARIABLES)
 
-# Seconds are floats, everything else is counted; padding with spaces can be read back, too.
+# Seconds are floats, all others are integers; a format specification may pad with spaces.
 _COUNT = r" *(\d+) *"
 _SECONDS = r" *(\d+(?:\.\d+)?(?:e[+-]?\d+)?) *"
-# Separators and what is no character of a name: controls, line breaks, lone surrogates.
+# Separators, and characters that a file name cannot have: controls, line breaks, surrogates.
 _UNSAFE = re.compile(
     r"[/\\\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff%s]" % (":" if os.name == "nt" else "")
 )
@@ -51,13 +50,13 @@ class NameFormat:
 
     Args:
         pattern: The format string, with ``/`` between folders.
-        field: The setting that it comes from, for messages.
-        variables: The names that may stand in braces.
-        example: A pattern that works, for messages.
+        field: The name of the setting, for messages.
+        variables: The variables that it may use.
+        example: A valid pattern, for messages.
 
     Raises:
-        ConfigError: If the pattern is empty, names an unknown variable, has a format specification
-            that does not fit or that cannot be read back, or has a part ``..``.
+        ConfigError: If the pattern is empty, uses an unknown variable, has an invalid or
+            unreadable format specification, or has a part ``..``.
 
     Example:
         >>> NameFormat("ep{epoch}-ba{batch:06d}.json").render({"epoch": 1, "batch": 42})
@@ -73,18 +72,15 @@ class NameFormat:
     ) -> None:
         self._field, self._value, self._example = field, pattern, example
         if not isinstance(pattern, str) or not pattern.strip():
-            raise self._error("is not a format string of at least one character")
+            raise self._error("must be a format string of at least one character")
         self._parts = self._parse(pattern, variables)
         self._check_values()
 
     def render(self, values: Mapping[str, Value]) -> str:
-        """The name for these values, none of which can add a folder or leave one.
+        """The name for these values; separators within a value become ``_``.
 
         Args:
             values: A value for each variable of the pattern; others are ignored.
-
-        Returns:
-            The name, with ``/`` between folders.
         """
         texts = (
             literal + (_safe(format(values[name], spec)) if name else "")
@@ -93,14 +89,14 @@ class NameFormat:
         return PurePosixPath("".join(texts)).as_posix()
 
     def read(self, name: str, fixed: Mapping[str, Value]) -> dict[str, float] | None:
-        """The numbers that stand in a name for variables of time.
+        """Parse the time variables out of a name.
 
         Args:
             name: A name, with ``/`` between folders.
             fixed: The values of all other variables.
 
         Returns:
-            Numbers by variable, or None if the name is not of this pattern and these values.
+            The number of each variable, or None if the name does not match.
         """
         times = [variable for _, variable, _ in self._parts if variable in TIME_VARIABLES]
         groups = [
@@ -112,12 +108,12 @@ class NameFormat:
 
     @property
     def depth(self) -> int:
-        """How many folders stand before the file's own name."""
+        """The number of folders before the file name."""
         return sum(literal.count("/") for literal, _, _ in self._parts)
 
     @property
     def is_absolute(self) -> bool:
-        """Whether the name begins at the root of a file system or at a drive."""
+        """Whether the name starts at the root of a file system or with a drive."""
         return bool(PureWindowsPath(self._parts[0][0]).anchor)
 
     @staticmethod
@@ -132,14 +128,14 @@ class NameFormat:
         except ValueError as error:
             raise self._error(f"is not a format string ({error})") from None
         for _, name, _, conversion in parsed:
-            asked = f"{name}!{conversion}" if conversion else name
-            if asked is not None and asked not in variables:
+            variable = f"{name}!{conversion}" if conversion else name
+            if variable is not None and variable not in variables:
                 known = " ".join(variables)
-                raise self._error(f"has {{{asked}}}, which is not one of the variables {known}")
+                raise self._error(f"has {{{variable}}}, which is not one of the variables {known}")
         return [(literal, name or "", spec or "") for literal, name, spec, _ in parsed]
 
     def _check_values(self) -> None:
-        """Refuse what no value could make a name within the folder, or a readable number."""
+        """Refuse format specifications that fail or cannot be parsed back, and ``..``."""
         for _, name, spec in self._parts:
             sample: Value = 36000.5 if name.endswith("_wct") else 1234567
             sample = "a" if name in ("", "run_name", "stage") else sample
@@ -160,11 +156,7 @@ class NameFormat:
 
 
 def folder_format(pattern: str, field: str = "folder") -> NameFormat:
-    """A folder's name; it may be absolute, because that is the user's explicit choice.
-
-    Args:
-        pattern: A format string over `FOLDER_VARIABLES`.
-        field: The setting that it comes from.
+    """The format of a folder, which may be absolute.
 
     Raises:
         ConfigError: As `NameFormat`.
@@ -173,39 +165,38 @@ def folder_format(pattern: str, field: str = "folder") -> NameFormat:
 
 
 def file_format(pattern: str, field: str = "filename", gz: bool = False) -> NameFormat:
-    """A file's name within its folder.
+    """The format of file names within their folder.
 
     Args:
         pattern: A format string over `FILE_VARIABLES`.
-        field: The setting that it comes from.
+        field: The name of the setting, for messages.
         gz: Whether the file is compressed, so that ``.gz`` is appended once.
 
     Raises:
-        ConfigError: As `NameFormat`, and if the name is absolute or that of a folder.
+        ConfigError: As `NameFormat`, and if the name is absolute or ends with a slash.
     """
     name = NameFormat(pattern, field)
     if name.is_absolute:
         raise ConfigError(field, pattern, "leaves its folder", _FILE_EXAMPLE)
     if pattern.endswith(("/", "\\")) or not PurePosixPath(pattern).name:
-        raise ConfigError(field, pattern, "names no file", _FILE_EXAMPLE)
+        raise ConfigError(field, pattern, "has no file name", _FILE_EXAMPLE)
     return NameFormat(with_gz(pattern), field) if gz else name
 
 
 def remote_format(pattern: str, field: str = "remote_file_name", gz: bool = False) -> NameFormat:
-    """A file's name where it is uploaded to; slashes in front are stripped.
+    """The format of file names at the upload target; leading slashes are stripped.
 
     Args:
-        pattern: A format string over `FILE_VARIABLES`; of a URL, what stands below the host or
-            bucket is the name.
-        field: The setting that it comes from.
+        pattern: A format string over `FILE_VARIABLES`, or a URL, of which the path is used.
+        field: The name of the setting, for messages.
         gz: Whether the file is compressed, so that ``.gz`` is appended once.
 
     Raises:
-        ConfigError: As `file_format`, and for a URL that names no single store.
+        ConfigError: As `file_format`, and for an invalid URL.
     """
     if not isinstance(pattern, str):
         return file_format(pattern, field)
-    if (problem := url_problem(pattern)) is not None:
+    if (problem := _url_problem(pattern)) is not None:
         raise ConfigError(field, pattern, problem, _URL_EXAMPLE)
     try:
         return file_format(split_url(pattern)[2].lstrip("/"), field, gz)
@@ -213,11 +204,42 @@ def remote_format(pattern: str, field: str = "remote_file_name", gz: bool = Fals
         raise ConfigError(field, pattern, error.problem, error.example) from None
 
 
-def with_gz(name: str) -> str:
-    """The name of the compressed file: ``.gz`` is appended once.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 
-    Args:
-        name: A file's name, or a format string for it.
+
+def split_url(name: str) -> tuple[str, str, str]:
+    """Split a URL into protocol, host or bucket, and path without leading slashes.
+
+    A name that is not a URL is returned unchanged in the third place.
+
+    Example:
+        >>> split_url("s3://bucket/traces/{run_name}.json")
+        ('s3', 'bucket', 'traces/{run_name}.json')
+        >>> split_url("/a/long/path")
+        ('', '', '/a/long/path')
+    """
+    found = _URL.fullmatch(name)
+    return ("", "", name) if found is None else (found[1], found[2], found[3])
+
+
+def _url_problem(name: str) -> str | None:
+    """Why a remote name is not a valid URL, as a clause; None if it is valid or not a URL."""
+    protocol, host, path = split_url(name)
+    if not protocol:
+        return "is neither a name nor the URL of a store" if "://" in name else None
+    if "{" in host:
+        return "has a variable in its host or bucket"
+    if "::" in name or "://" in path:
+        return "is a chain of URLs"
+    if "?" in name:
+        return "has a query, which may hold a secret: give that in fsspec's own settings"
+    if protocol in ("file", "local") and host:
+        return f"is not absolute: {protocol}:// must be followed by a third slash"
+    return None
+
+
+def with_gz(name: str) -> str:
+    """Append ``.gz`` to a name or format string, once.
 
     Example:
         >>> with_gz("trace.json"), with_gz("trace.json.gz")
@@ -227,11 +249,11 @@ def with_gz(name: str) -> str:
 
 
 def numbered(name: str, number: int) -> str:
-    """A name with a number before its first dot, so that viewers still know its suffixes.
+    """Insert a number before the first dot of a file name, so that its suffixes stay.
 
     Args:
-        name: A file's name, with folders or without.
-        number: 1 leaves the name as it is.
+        name: A file name, with or without folders.
+        number: 1 leaves the name unchanged.
 
     Example:
         >>> numbered("traces/rank0.43.json.gz", 2)
@@ -245,12 +267,7 @@ def numbered(name: str, number: int) -> str:
 
 
 def run_values(run_name: str, ranks: Ranks) -> dict[str, Value]:
-    """The values of `FOLDER_VARIABLES`.
-
-    Args:
-        run_name: Any text; what cannot stand in a name is replaced by ``_`` when rendered.
-        ranks: Where this process stands.
-    """
+    """The values of `FOLDER_VARIABLES`; `run_name` may hold any characters."""
     return {
         "run_name": run_name,
         "rank": ranks.global_rank,
@@ -262,11 +279,7 @@ def run_values(run_name: str, ranks: Ranks) -> dict[str, Value]:
 
 
 def time_values(timestamp: Timestamp) -> dict[str, Value]:
-    """The values of `TIME_VARIABLES`: counts, and wall-clock times in seconds.
-
-    Args:
-        timestamp: The time that the name tells.
-    """
+    """The values of `TIME_VARIABLES`: counts, and wall-clock times in seconds."""
     return {name: getattr(timestamp, name) for name in TIME_VARIABLES}
 
 

@@ -1,4 +1,4 @@
-"""Reads Chrome traces and sums up their operators."""
+"""Reads Chrome traces and sums the times of their operators."""
 
 from __future__ import annotations
 
@@ -20,25 +20,22 @@ Event = dict[str, Any]
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a trace in Chrome's format.
-
-    Args:
-        path: The trace, gzipped or not.
+    """The events of a trace in Chrome's format, gzipped or not.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no such trace.
+        OSError: The file cannot be read.
+        ValueError: The file is not a Chrome trace.
     """
     content = path.read_bytes()
     trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
-        raise ValueError(f"{path} holds no traceEvents")
+        raise ValueError(f"{path} has no traceEvents")
     return events
 
 
 def nanoseconds(microseconds: float) -> int:
-    """A trace's times are microseconds with three decimals, too large for sums of floats."""
+    """A trace's microseconds as an integer: sums of floats would lose the three decimals."""
     return round(microseconds * 1000)
 
 
@@ -46,16 +43,16 @@ _PYTHON = "python_function"
 _ON_CPU = {"cpu_op", "user_annotation", _PYTHON}
 _CONTEXTS = ("_runtime", "_context")
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-#: The trace's number for a device that is none.
+#: The number of the CPU among a trace's device types.
 _CPU = 0
-#: What torch leaves out of its table, too.
+#: Events that are not in torch's table either.
 _UNSEEN = {
     "profiler::_record_function_enter", "profiler::_record_function_enter_new",
     "profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version",
 }  # fmt: skip
-#: Where an object lay: calls of one function are one row.
+#: Addresses of objects, removed so that all calls of a function are one row.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-#: Nanoseconds by which rounding may push a call out of the one that it ends with: one for each.
+#: Nanoseconds by which rounding may make a call end after its caller: one for each.
 _SLACK = 2
 
 
@@ -63,22 +60,22 @@ _SLACK = 2
 class Row:
     """All calls of one name; times in nanoseconds, memory in bytes.
 
-    "Self" is without what was called from within. Memory is what was allocated less what was
-    freed meanwhile, on whatever thread.
+    "Self" excludes the calls within. Memory is the bytes allocated minus the bytes freed during
+    the calls, on all threads.
     """
 
     name: str
     calls: int = 0
     self_cpu: int = 0
     cpu: int = 0
-    #: Of the kernels that the calls launched, or of the kernel itself.
+    #: The time of the kernels that the calls launched, or of the kernel itself.
     self_device: int = 0
     device: int = 0
     self_cpu_memory: int = 0
     cpu_memory: int = 0
     self_device_memory: int = 0
     device_memory: int = 0
-    #: Whether it is a frame of Python, which are recorded with stacks.
+    #: Whether it is a Python frame, as recorded with stacks.
     python: bool = False
 
 
@@ -96,17 +93,16 @@ class _Call:
 
 
 def key_averages(events: Sequence[Event]) -> list[Row]:
-    """Add up the calls of each name, the most costly first.
+    """Sum the calls of each name, as ``torch.profiler.profile.key_averages()`` does.
 
-    Calls nest by thread and time, as in ``torch.profiler.profile.key_averages()``. Ranges that
-    torch repeats on the device's timeline are left out: their kernels are there.
+    Calls are nested by thread and time. Annotations that torch repeats on the device's timeline
+    are skipped: their kernels are counted.
 
     Args:
-        events: Of a trace by torch.profiler.
+        events: The events of a trace by torch.profiler.
 
     Returns:
-        Rows by self device time, or by self CPU time where there was no device; those of Python's
-        frames after all others.
+        Rows sorted by self device time, then self CPU time, largest first; Python frames last.
 
     Example:
         >>> call = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
@@ -144,7 +140,7 @@ def _by_thread(events: list[Event], launched: dict[object, int]) -> Iterable[lis
         if name in _UNSEEN or not (category in _ON_CPU or category.endswith(_CONTEXTS)):
             continue
         start, identity = nanoseconds(event["ts"]), event.get("args", {}).get("External id")
-        # What the driver does bears the operator's identity, and the operator has the kernels.
+        # Driver calls have the id of their operator, which already has the kernels.
         kernels = launched.get(identity, 0) if identity and category in _ON_CPU else 0
         name = "ProfilerStep*" if name.startswith("ProfilerStep#") else name
         call = _Call(name, category == _PYTHON, start, start + nanoseconds(event["dur"]), kernels)
@@ -153,7 +149,7 @@ def _by_thread(events: list[Event], launched: dict[object, int]) -> Iterable[lis
 
 
 def _nest(calls: list[_Call]) -> None:
-    """Sort the calls of one thread by their beginning, and tell each which it made."""
+    """Sort the calls of one thread by start time and set their children."""
     calls.sort(key=lambda call: (call.start, -call.end))
     running: list[_Call] = []
     for call in calls:
@@ -167,7 +163,7 @@ def _nest(calls: list[_Call]) -> None:
 
 
 def _without_repeats(calls: list[_Call]) -> list[_Call]:
-    """Take calls together that do nothing but make one call of the same name."""
+    """Merge each call whose only child has the same name with that child."""
     repeats: set[int] = set()
     for call in calls:
         while len(call.children) == 1 and call.children[0].name == call.name:
@@ -178,7 +174,7 @@ def _without_repeats(calls: list[_Call]) -> list[_Call]:
 
 
 def _add(rows: dict[tuple[str, str], Row], calls: list[_Call], memory: _Memory) -> None:
-    for call in reversed(calls):  # the inner ones first
+    for call in reversed(calls):  # children first
         call.device = call.kernels + sum(child.device for child in call.children)
         call.cpu_memory, call.device_memory = memory.between(call.start, call.end)
         name = _ADDRESS.sub("", call.name)
@@ -196,7 +192,7 @@ def _add(rows: dict[tuple[str, str], Row], calls: list[_Call], memory: _Memory) 
 
 
 class _Memory:
-    """What was allocated between two moments, less what was freed."""
+    """Bytes allocated minus bytes freed between two times."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         changes = sorted(
@@ -221,11 +217,11 @@ _WIDTH = 60
 
 
 def table(rows: Sequence[Row], limit: int = 100) -> str:
-    """Rows as text, without columns that hold nothing.
+    """Rows as a text table, without empty columns.
 
     Args:
-        rows: In their order.
-        limit: How many of them to show.
+        rows: The rows, in their order.
+        limit: The most rows to show.
 
     Example:
         >>> print(table([Row("aten::addmm", calls=2, self_cpu=3_500_000, cpu=4_000_000)]))
@@ -247,12 +243,12 @@ def table(rows: Sequence[Row], limit: int = 100) -> str:
     ]
     texts.insert(1, "-" * len(texts[0]))
     if len(rows) > limit:
-        texts.append(f"and {len(rows) - limit} more, which cost less")
+        texts.append(f"and {len(rows) - limit} more with less time")
     return "\n".join(texts)
 
 
 def _short(row: Row) -> str:
-    """A long name's beginning, or its end for a frame, where its function is."""
+    """The start of a long name; of a Python frame the end, which has the function."""
     if len(row.name) <= _WIDTH:
         return row.name
     return f"...{row.name[3 - _WIDTH :]}" if row.python else f"{row.name[: _WIDTH - 3]}..."
@@ -281,7 +277,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], int], Callable[[int, int], str]], ...
 
 
 def main() -> None:
-    """Write the table of a trace into a file."""
+    """Write the table of a trace to a file."""
     trace, target = map(Path, sys.argv[1:])
     target.write_text(table(key_averages(read_events(trace))) + "\n", encoding="utf-8")
 

@@ -1,1 +1,1 @@
-"""The only rooms that talk to MLflow and to other loggers."""
+"""The only package that talks to MLflow and to other loggers."""

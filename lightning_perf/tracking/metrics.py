@@ -1,4 +1,4 @@
-"""Metrics and params to every logger of a trainer; to MLflow off the training thread."""
+"""Metrics and params to all loggers of a trainer; to MLflow from the worker thread."""
 
 from __future__ import annotations
 
@@ -10,88 +10,82 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe, warn, without_credentials
-from lightning_perf.tracking.mlflow import MlflowRun, check_reachable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from mlflow import MlflowClient
-
     from lightning_perf.background.worker import Worker
+    from lightning_perf.tracking.mlflow import MlflowRun
 
-#: MLflow takes at most this many metrics in one call.
+#: MLflow's limit for one call.
 _BATCH = 1000
-#: So many are sent without a pause.
-_HURRY = 2 * _BATCH
+#: The number of waiting metrics that are sent without a pause.
+_URGENT = 2 * _BATCH
 _MOST_WAITING = 20_000
 _FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
-#: Seconds between calls, and at least so many times what the last one took: each one holds Python's
-#: lock for some 20 ms, more than many a step takes.
-_PAUSE, _PAUSES, _LONGEST_PAUSE = 1.0, 20.0, 10.0
+#: Seconds between calls, and the pause as a multiple of the last call's duration: a call holds the
+#: GIL for about 20 ms, which is longer than a step of small models.
+_PAUSE, _PAUSE_FACTOR, _LONGEST_PAUSE = 1.0, 20.0, 10.0
 _REFUSED = re.compile(r"[^A-Za-z0-9_\-. /:]+")
 
 Entry = tuple[str, float, int, int]  # key, value, milliseconds since the epoch, step
 
 
 def clean_key(key: str) -> str:
-    """A key that MLflow takes: one bad key would reject every metric sent with it."""
+    """A valid MLflow key: an invalid one makes MLflow reject all metrics of the call."""
     return re.sub(r"/{2,}", "/", _REFUSED.sub("_", key)).strip("/")[:250]
 
 
 class OtherLoggers:
-    """Loggers other than MLflow's, written to on the calling thread.
+    """Loggers other than MLflow's, called on the calling thread.
 
-    One that fails is said once; the others get theirs, and it is tried again the next time.
-
-    Args:
-        loggers: Lightning loggers.
+    A logger that fails causes one warning, and is called again with the next metrics.
     """
 
     def __init__(self, loggers: Sequence[Any]) -> None:
         self._loggers = list(loggers)
-        self._said: set[int] = set()
+        self._warned: set[int] = set()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write finite numbers by key."""
+        """Log finite metrics."""
         for logger in self._loggers:
             try:
                 logger.log_metrics(dict(metrics), step=step)
             except Exception as error:
-                if id(logger) not in self._said:
-                    self._said.add(id(logger))
+                if id(logger) not in self._warned:
+                    self._warned.add(id(logger))
                     name = type(logger).__name__
-                    warn(f"{name} took no metrics ({describe(error)}). Training goes on.")
+                    warn(f"{name} took no metrics ({describe(error)}). Training continues.")
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics without those that no chart can show."""
+    """The metrics without NaN and infinity, as floats."""
     return {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
 
 
 class MlflowMetrics:
     """Sends metrics to one MLflow run from the worker thread, many in one call.
 
-    A server that is gone costs training nothing: what it did not take waits in a bounded buffer,
-    is tried again less and less often, and once more at the end.
+    While the server is unreachable, metrics wait in a bounded buffer and are retried with
+    exponential backoff, and once more at the end of the run.
 
     Args:
-        run: Where to.
-        worker: Whose thread does the sending.
+        run: The run.
+        worker: Runs the calls.
     """
 
     def __init__(self, run: MlflowRun, worker: Worker) -> None:
         self._run, self._worker = run, worker
         self._waiting: deque[Entry] = deque()
-        self._client: MlflowClient | None = None
         self._retry = 0.0
-        # When the next call may be made, on time.monotonic.
+        # The earliest time of the next call, on time.monotonic.
         self._due = 0.0
         self._lost = 0
-        self._queued = self._hurried = False
-        self._said: set[str] = set()
+        self._queued = self._urgent_queued = False
+        self._warned: set[str] = set()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hand metrics over; returns at once."""
+        """Queue metrics without waiting."""
         now = int(time.time() * 1000)
         prefix = self._run.prefix
         for key, value in metrics.items():
@@ -100,20 +94,20 @@ class MlflowMetrics:
             else:
                 self._waiting.append((clean_key(prefix + key), value, now, step))
         self._enqueue()
-        if len(self._waiting) >= _HURRY and not self._retry and not self._hurried:
-            self._hurried = self._worker.submit(self._send, "metrics to MLflow")
+        if len(self._waiting) >= _URGENT and not self._retry and not self._urgent_queued:
+            self._urgent_queued = self._worker.submit(self._send, "metrics to MLflow")
 
     def log_params(self, params: Mapping[str, object]) -> None:
-        """Hand params over; a param that stands there already keeps its value."""
+        """Queue params; a param that the run already has keeps its value."""
         texts = {clean_key(key): str(value)[:500] for key, value in params.items()}
         self._worker.submit(lambda: self._send_params(texts), "params to MLflow")
 
     def flush(self) -> None:
-        """Try once more to send what waits, now."""
+        """Send the waiting metrics now."""
         self._worker.submit(self._send, "metrics to MLflow")
 
-    def tell_lost(self) -> None:
-        """Say how many metrics did not arrive, once the worker has stopped."""
+    def warn_lost(self) -> None:
+        """Warn about metrics that were not sent. Call it after the worker has stopped."""
         lost = len(self._waiting) + self._lost
         if lost:
             address = without_credentials(self._run.tracking_uri)
@@ -122,28 +116,28 @@ class MlflowMetrics:
     def _enqueue(self) -> None:
         if self._queued:
             return
-        self._queued = True  # before the job, which sets it back
+        self._queued = True  # before submitting the job, which resets it
         delay = max(self._retry, self._due - time.monotonic())
         if not self._worker.submit(self._send, "metrics to MLflow", delay=delay):
             self._queued = False
 
     def _send(self) -> None:
-        self._queued = self._hurried = False
-        # What comes meanwhile waits for the next time.
+        self._queued = self._urgent_queued = False
+        # Metrics logged in the meantime wait for the next job.
         for _ in range(0, len(self._waiting), _BATCH):
             began = time.monotonic()
             self._due = began + _PAUSE
             batch = list(islice(self._waiting, _BATCH))
             try:
-                self._connect().log_batch(self._run.run_id, metrics=_metrics(batch))
+                self._run.client().log_batch(self._run.run_id, metrics=_metrics(batch))
             except Exception as error:
                 self._retry = min(max(2 * self._retry, _FIRST_RETRY), _LAST_RETRY)
-                self._say(f"metrics wait for the server ({describe(error)})")
+                self._warn(f"metrics wait for the server ({describe(error)})")
                 self._enqueue()
                 return
             now = time.monotonic()
             self._retry = 0.0
-            self._due = now + min(max(_PAUSE, _PAUSES * (now - began)), _LONGEST_PAUSE)
+            self._due = now + min(max(_PAUSE, _PAUSE_FACTOR * (now - began)), _LONGEST_PAUSE)
             for _ in batch:
                 self._waiting.popleft()
         if self._waiting:
@@ -153,28 +147,20 @@ class MlflowMetrics:
         from mlflow.entities import Param
 
         try:
-            client = self._connect()
-            # MLflow refuses to change a param, and all that is sent with it.
+            client = self._run.client()
+            # MLflow refuses the whole call if a param would change.
             there = client.get_run(self._run.run_id).data.params
             new = [Param(key, value) for key, value in params.items() if key not in there]
             client.log_batch(self._run.run_id, params=new)
         except Exception as error:
-            self._say(f"params were not logged ({describe(error)})")
+            self._warn(f"params were not logged ({describe(error)})")
 
-    def _connect(self) -> MlflowClient:
-        check_reachable(self._run.tracking_uri)
-        if self._client is None:
-            from mlflow import MlflowClient
-
-            self._client = MlflowClient(self._run.tracking_uri)
-        return self._client
-
-    def _say(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         kind = what.split()[0]
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             address = without_credentials(self._run.tracking_uri)
-            warn(f"MLflow at {address}: {what}. Training goes on.")
+            warn(f"MLflow at {address}: {what}. Training continues.")
 
 
 def _metrics(entries: Sequence[Entry]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""MLflow's client: run, artifacts and tags."""
+"""MLflow: one run with its client, artifacts and tags."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import tempfile
 import time
 import urllib.request
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path, PurePosixPath
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from lightning_perf.errors import without_credentials
-from lightning_perf.traces.writer import Target
+from lightning_perf.traces.uploads import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,19 +25,71 @@ if TYPE_CHECKING:
     from lightning_perf.background.worker import Worker
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MlflowRun:
-    """One MLflow run, as every rank needs it to write into it. Pickles."""
+    """One MLflow run, and the connection of this process to it. Pickles without the connection.
 
-    #: Left out of what is printed: it may hold a password.
+    Methods may wait for the server: call them on the worker thread. They raise what MLflow raises,
+    and `OSError` within seconds if the server is unreachable.
+    """
+
+    #: Not in the repr, since it may hold a password.
     tracking_uri: str = field(repr=False)
     run_id: str
-    #: What the logger puts in front of metric keys, its joining character included.
+    #: The logger's prefix of metric keys, with its joining character.
     prefix: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        """For files that tell later where an upload belongs, without user names and passwords."""
+    def __reduce__(self) -> tuple[type[MlflowRun], tuple[str, str, str]]:
+        return MlflowRun, (self.tracking_uri, self.run_id, self.prefix)
+
+    @property
+    def address(self) -> dict[str, str]:
+        """What a later upload needs to find the run, without credentials."""
         return {"tracking_uri": without_credentials(self.tracking_uri), "run_id": self.run_id}
+
+    @property
+    def target(self) -> Target:
+        """The run as an upload target: files become its artifacts."""
+        return Target(self.upload, self.address)
+
+    def client(self) -> MlflowClient:
+        """MLflow's client, after a check that the server is reachable."""
+        check_reachable(self.tracking_uri)
+        return self._client
+
+    def name(self) -> str:
+        """The run's name in MLflow; its id if it has none."""
+        return str(self.client().get_run(self.run_id).info.run_name or self.run_id)
+
+    def tags(self) -> dict[str, str]:
+        """The run's tags."""
+        return dict(self.client().get_run(self.run_id).data.tags)
+
+    def upload(self, path: Path, remote: str) -> None:
+        """Upload a file as an artifact under a remote name."""
+        self.client()
+        folder, _, name = remote.rpartition("/")
+        if path.name == name:
+            self._artifacts.log(str(path), folder or None)
+            return
+        # MLflow names an artifact after the local file.
+        with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
+            renamed = Path(scratch, name)
+            try:
+                os.link(path, renamed)
+            except OSError:
+                shutil.copyfile(path, renamed)
+            self._artifacts.log(str(renamed), folder or None)
+
+    @cached_property
+    def _client(self) -> MlflowClient:
+        from mlflow import MlflowClient
+
+        return MlflowClient(self.tracking_uri)
+
+    @cached_property
+    def _artifacts(self) -> Artifacts:
+        return artifacts_of(self._client, self.run_id)
 
 
 def is_mlflow(logger: Any) -> bool:
@@ -46,10 +98,7 @@ def is_mlflow(logger: Any) -> bool:
 
 
 def mlflow_run(logger: Any) -> MlflowRun | None:
-    """The run that an MLFlowLogger of rank 0 writes into.
-
-    The logger has made it by then: Lightning asks for ``experiment`` before set-up.
-    """
+    """The run of an MLFlowLogger on rank 0, which has created it before set-up."""
     run_id = logger.run_id
     if run_id is None:
         return None
@@ -63,30 +112,22 @@ def mlflow_run(logger: Any) -> MlflowRun | None:
     return MlflowRun(str(uri), str(run_id), f"{prefix}{joint}" if prefix else "")
 
 
-def run_name(run: MlflowRun) -> str:
-    """The name that MLflow shows for a run. Asks the server."""
-    from mlflow import MlflowClient
-
-    check_reachable(run.tracking_uri)
-    return str(MlflowClient(run.tracking_uri).get_run(run.run_id).info.run_name or run.run_id)
-
-
 class Artifacts(NamedTuple):
-    """What can be done with the artifacts of one run."""
+    """Operations on the artifacts of one run."""
 
-    #: A local path, and the folder among the artifacts or None.
+    #: Uploads a local path to an artifact folder, or None for the root.
     log: Callable[[str, str | None], object]
-    #: A folder, or None.
+    #: Lists an artifact folder, or None for the root.
     list: Callable[[str | None], Any]
-    #: A path among the artifacts, and a local folder; gives the local path.
+    #: Downloads an artifact into a local folder; returns the local path.
     download: Callable[[str, str], str]
 
 
 def artifacts_of(client: MlflowClient, run_id: str) -> Artifacts:
     """The artifacts of a run.
 
-    Before MLflow 3.7 a client looks for those behind a server at the process's own tracking
-    address instead of the client's.
+    Before MLflow 3.7, a client sends those behind a server to the process's default tracking
+    address instead of its own.
     """
     uri = str(client.get_run(run_id).info.artifact_uri)
     if uri.startswith("mlflow-artifacts:"):
@@ -102,14 +143,14 @@ def artifacts_of(client: MlflowClient, run_id: str) -> Artifacts:
 
 
 def check_reachable(tracking_uri: str, timeout: float = 3.0) -> None:
-    """Find out in seconds that a server is gone, where MLflow's own retries take four minutes.
+    """Detect an unreachable server in seconds; MLflow's own retries take four minutes.
 
     Args:
-        tracking_uri: Anything but ``http(s)`` passes, and so does what goes through a proxy.
+        tracking_uri: Only ``http(s)`` without a proxy is checked.
         timeout: Seconds to wait for a connection.
 
     Raises:
-        OSError: Nothing listens there.
+        OSError: The server does not accept connections.
     """
     parts = urlsplit(tracking_uri)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -121,85 +162,35 @@ def check_reachable(tracking_uri: str, timeout: float = 3.0) -> None:
     socket.create_connection((parts.hostname, port), timeout=timeout).close()
 
 
-def run_target(run: MlflowRun) -> Target:
-    """A run as a place to send files to: they become its artifacts.
-
-    Sending raises what MLflow raises; retrying is the trace writer's.
-
-    Args:
-        run: Which one.
-    """
-    artifacts: Artifacts | None = None
-
-    def send(path: Path, remote: str) -> None:
-        nonlocal artifacts
-        check_reachable(run.tracking_uri)
-        artifacts = artifacts or _artifacts(run)
-        _send(artifacts, path, PurePosixPath(remote))
-
-    return Target(send, run.as_dict())
-
-
-def _artifacts(run: MlflowRun) -> Artifacts:
-    from mlflow import MlflowClient
-
-    return artifacts_of(MlflowClient(run.tracking_uri), run.run_id)
-
-
-def _send(artifacts: Artifacts, path: Path, remote: PurePosixPath) -> None:
-    folder = str(remote.parent) if remote.parent != PurePosixPath() else None
-    if path.name == remote.name:
-        artifacts.log(str(path), folder)
-        return
-    # MLflow names an artifact as the file is named, so another name takes another file.
-    with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-        renamed = Path(scratch) / remote.name
-        try:
-            os.link(path, renamed)
-        except OSError:
-            shutil.copyfile(path, renamed)
-        artifacts.log(str(renamed), folder)
-
-
-#: Seconds between two questions to the server, however often the answer is asked for.
+#: Seconds between two requests for tags, however often they are read.
 INTERVAL = 5.0
 
 
 class TagReader:
-    """Asks on the worker thread, and only if somebody reads.
+    """Fetches the tags of a run on the worker thread, and only while they are read.
 
     Args:
-        run: Whose tags, or None for no run: there are no tags then.
-        worker: Whose thread asks.
+        run: None for no run, which has no tags.
+        worker: Runs the requests.
     """
 
     def __init__(self, run: MlflowRun | None, worker: Worker) -> None:
         self._run, self._worker = run, worker
         self._tags: Mapping[str, str] = {}
         self._due = 0.0
-        self._asking = False
-        self._client: MlflowClient | None = None
+        self._fetching = False
 
     def read(self) -> Mapping[str, str]:
-        """The tags as last heard; a server that does not answer leaves none."""
-        if self._run is not None and not self._asking and time.monotonic() >= self._due:
-            self._asking = self._worker.submit(self._ask, "tags from MLflow")
+        """The tags of the last request; empty if the server did not respond."""
+        if (run := self._run) is not None and not self._fetching and time.monotonic() >= self._due:
+            self._fetching = self._worker.submit(partial(self._fetch, run), "tags from MLflow")
         return self._tags
 
-    def _ask(self) -> None:
+    def _fetch(self, run: MlflowRun) -> None:
         try:
-            self._tags = self._fetch()
+            self._tags = run.tags()
         except Exception:
             self._tags = {}
         finally:
             self._due = time.monotonic() + INTERVAL
-            self._asking = False
-
-    def _fetch(self) -> dict[str, str]:
-        from mlflow import MlflowClient
-
-        assert self._run is not None  # or nobody would have been asked
-        check_reachable(self._run.tracking_uri)
-        if self._client is None:
-            self._client = MlflowClient(self._run.tracking_uri)
-        return dict(self._client.get_run(self._run.run_id).data.tags)
+            self._fetching = False

@@ -1,4 +1,4 @@
-"""Reading a run back from MLflow."""
+"""Reads a run back from MLflow."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from lightning_perf.tracking.mlflow import Artifacts
 
 _DATABASE = "sqlite:///"
-#: Where `Timings` leaves what a training was; a second one in the same run gets a number.
+#: The file that `Timings` writes at the end of training; a second one in the run gets a number.
 _SUMMARY = re.compile(r"[^/]+/summary(-\d+)?\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run as it stands in MLflow."""
+    """One run as MLflow has it."""
 
     run_id: str
     name: str
     tracking_uri: str
-    #: MLflow's word: ``RUNNING``, ``FINISHED``, ``FAILED``, ``KILLED`` or ``SCHEDULED``.
+    #: As in MLflow: ``RUNNING``, ``FINISHED``, ``FAILED``, ``KILLED`` or ``SCHEDULED``.
     status: str
     metrics: dict[str, float]
     params: dict[str, str]
     #: Paths of all files, below the artifact root.
     artifacts: tuple[str, ...]
     artifact_uri: str
-    #: What `Timings` left at the end of the run; empty without it.
+    #: What `Timings` wrote at the end of the run; empty without it.
     summary: Mapping[str, Any] = field(default_factory=dict)
-    #: The points of those metrics that were asked for, by key, in the order of steps.
+    #: The requested metrics as lists of step and value, in the order of steps.
     points: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
 def default_tracking_uri() -> str:
-    """``MLFLOW_TRACKING_URI``, or the database that MLflow itself would make here."""
+    """``MLFLOW_TRACKING_URI``, or MLflow's default database in the current folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"{_DATABASE}mlflow.db"
 
 
@@ -55,12 +55,12 @@ def read_run(run_id: str | None, tracking_uri: str, keys: Sequence[str] = ()) ->
     """Read a run.
 
     Args:
-        run_id: Which one; None for the latest of all experiments.
-        tracking_uri: Where MLflow keeps it.
-        keys: Of the metrics whose points are read, if the run has no summary.
+        run_id: The run; None for the latest of all experiments.
+        tracking_uri: The tracking server or database.
+        keys: The metrics whose points are read if the run has no summary.
 
     Raises:
-        LookupError: There is no such run, or nothing that could tell.
+        LookupError: The run does not exist, or MLflow cannot be read.
     """
     # Before the address is checked: where the package is missing, no address helps.
     from mlflow import MlflowClient
@@ -73,7 +73,7 @@ def read_run(run_id: str | None, tracking_uri: str, keys: Sequence[str] = ()) ->
         paths = tuple(sorted(_paths(files)))
     except LookupError:
         raise
-    except Exception as error:  # whatever MLflow, a database or a network may raise
+    except Exception as error:  # MLflow, databases and networks raise many kinds
         raise LookupError(describe(error)) from error
     summary = _summary(files, paths)
     metrics = dict(run.data.metrics)
@@ -95,13 +95,13 @@ def read_run(run_id: str | None, tracking_uri: str, keys: Sequence[str] = ()) ->
 def _check_address(tracking_uri: str) -> None:
     database = tracking_uri.removeprefix(_DATABASE)
     if database != tracking_uri and not Path(database).exists():
-        # Reading would make one.
+        # MLflow would create it.
         raise LookupError(f"there is no {database} in {Path.cwd()}")
     try:
         check_reachable(tracking_uri)
     except OSError as error:
         address = without_credentials(tracking_uri)
-        raise LookupError(f"{address} does not answer ({describe(error)})") from error
+        raise LookupError(f"{address} does not respond ({describe(error)})") from error
 
 
 def _latest(client: MlflowClient) -> str:
@@ -121,7 +121,7 @@ def _paths(files: Artifacts, folder: str | None = None) -> Iterator[str]:
 
 
 def _summary(files: Artifacts, paths: Sequence[str]) -> dict[str, Any]:
-    """The latest summary; empty if there is none that can be read."""
+    """The latest summary; empty if there is none or it cannot be read."""
     found = [path for path in paths if _SUMMARY.fullmatch(path)]
     with suppress(Exception), tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
         # Longer names have higher numbers.
@@ -133,5 +133,5 @@ def _summary(files: Artifacts, paths: Sequence[str]) -> dict[str, Any]:
 
 def _points(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
     points = client.get_metric_history(run_id, key)
-    # Of several at one step the last one counts.
+    # The last of several values at one step is used.
     return sorted({point.step: point.value for point in points}.items())

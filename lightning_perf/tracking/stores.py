@@ -1,36 +1,40 @@
-"""Files to a store that fsspec knows by its URL: a bucket, a server, a shared folder."""
+"""Stores that fsspec opens by URL, as upload targets and as the root folder of a run."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_perf.background.files import written_whole
-from lightning_perf.errors import ConfigError, without_credentials
-from lightning_perf.traces.names import numbered
-from lightning_perf.traces.uploads import split_url
-from lightning_perf.traces.writer import Mirror, Target
+from lightning_perf.errors import ConfigError, warn, without_credentials
+from lightning_perf.traces.folder import README
+from lightning_perf.traces.names import numbered, split_url
+from lightning_perf.traces.uploads import Mirror, Target
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 #: The key of a store's address in the list of pending uploads.
 STORE = "store"
-# There, a container stands where other URLs have a user: abfs://container@account/path.
+# Their URLs have a container in place of a user: abfs://container@account/path.
 _CONTAINERS = ("abfs", "abfss")
 
 
 def check_store(remote_file_name: str | None, field: str = "remote_file_name") -> None:
-    """Refuse the URL of a store that cannot be used on this machine; connects to nothing.
+    """Refuse the URL of a store that cannot be used on this machine, without connecting.
 
     Args:
-        remote_file_name: A URL, any other name, or None.
-        field: The setting that it comes from.
+        remote_file_name: A URL; other names and None pass.
+        field: The name of the setting, for messages.
 
     Raises:
-        ConfigError: If fsspec does not know the protocol, or a package for it is missing.
+        ConfigError: If fsspec does not know the protocol, or its package is not installed.
     """
     import fsspec
     from fsspec.registry import known_implementations
@@ -52,16 +56,12 @@ def check_store(remote_file_name: str | None, field: str = "remote_file_name") -
 
 
 def store_target(url: str) -> Target | None:
-    """The store of a URL as a place to send files to.
+    """The store of a URL as an upload target; None if this is not a URL.
 
-    Sending raises what the store raises; retrying is the trace writer's. A file replaces the one
-    of its name, as a whole where the store is able to.
+    A file replaces one of the same name, atomically if the store supports that.
 
     Args:
-        url: A URL, of which the protocol and the host or bucket count; credentials may be in it.
-
-    Returns:
-        The place, or None if this is no URL.
+        url: Only the protocol and the host or bucket are used; it may contain credentials.
     """
     if not split_url(url)[0]:
         return None
@@ -70,18 +70,14 @@ def store_target(url: str) -> Target | None:
 
 
 def store_mirror(url: str) -> Mirror:
-    """The folder of a URL as the one that a local folder stands for.
-
-    Args:
-        url: As for `store_target`; what stands below the host or bucket counts too.
-    """
+    """The folder of a URL as the mirror of a local folder."""
     store = _Store(url)
     replacing, adding = Target(store.send, store.address), Target(store.add, store.address)
     return Mirror(adding, replacing, split_url(url)[2].rstrip("/"))
 
 
 class _Store:
-    """A file system that is connected to when there is something to send, on that thread."""
+    """A file system that connects at the first upload, on that thread."""
 
     def __init__(self, url: str) -> None:
         protocol, host, _ = split_url(url)
@@ -92,11 +88,11 @@ class _Store:
         self._root = ""
 
     def send(self, path: Path, remote: str) -> None:
-        """Replace what has the name."""
+        """Upload a file and replace one of the same name."""
         self._put(path, remote, adds=False)
 
     def add(self, path: Path, remote: str) -> None:
-        """Take the first number with which nothing has the name."""
+        """Upload a file with the first number whose name is free."""
         self._put(path, remote, adds=True)
 
     def _put(self, path: Path, remote: str, adds: bool) -> None:
@@ -112,7 +108,7 @@ class _Store:
             else:
                 system.put_file(str(path), target)
         except Exception:
-            self._system = None  # its connection may be what broke
+            self._system = None  # the connection may be broken
             raise
 
     def _connect(self) -> AbstractFileSystem:
@@ -121,5 +117,57 @@ class _Store:
         if self._system is None:
             self._system, root = url_to_fs(f"{self._base}/", skip_instance_cache=True)
             self._root = root.rstrip("/")
-        self._system.invalidate_cache()  # other runs may have written since
+        self._system.invalidate_cache()  # other runs may have added files
         return self._system
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The folder that a run's files are written below."""
+
+    path: Path
+    #: The store that mirrors the folder.
+    mirror: Mirror | None = None
+    #: Whether the files are deleted at the end of the run.
+    discards: bool = False
+
+    def close(self) -> None:
+        """At the end of the run, remove temporary folders; files not uploaded stay."""
+        if self.discards:
+            shutil.rmtree(self.path, ignore_errors=True)
+        elif self.mirror is not None:
+            for readme in self.path.rglob(README):
+                readme.unlink(missing_ok=True)
+            folders = (path for path in self.path.rglob("*") if path.is_dir())
+            for folder in (*sorted(folders, reverse=True), self.path):
+                with suppress(OSError):  # not empty: it holds files that were not uploaded
+                    folder.rmdir()
+
+
+def root_of(place: str) -> Root:
+    """The root for a folder or URL, as the trainer's ``default_root_dir`` may be.
+
+    For a store, files are made in a temporary folder. If the store cannot be used on this machine,
+    one warning says where files are written instead.
+    """
+    # Lightning normalizes the slashes of file:// as in a path, which leaves one of them.
+    if found := re.match(r"(?:file|local):/*(/.*)", place):
+        place = found[1]
+    if "://" not in place:
+        return Root(Path(place))
+    try:
+        check_store(place, "default_root_dir")
+    except ConfigError as error:
+        path = Path.cwd()
+        warn(f"{without_credentials(place)} {error.problem}: files are written to {path} instead.")
+        return Root(path)
+    return Root(_temporary(), store_mirror(place))
+
+
+def trial_root() -> Root:
+    """A temporary root for trial runs: files are written as in any run, then deleted."""
+    return Root(_temporary(), discards=True)
+
+
+def _temporary() -> Path:
+    return Path(tempfile.mkdtemp(prefix="lightning_perf-"))

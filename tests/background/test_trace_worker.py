@@ -21,7 +21,7 @@ def worker():
 
 @pytest.fixture
 def gate(worker):
-    """An event that holds the worker up until it is set."""
+    """An event that blocks the worker until it is set."""
     gate, held = threading.Event(), threading.Event()
     worker.submit(lambda: (held.set(), gate.wait(PATIENCE)), "gate")
     assert held.wait(PATIENCE)
@@ -30,7 +30,7 @@ def gate(worker):
 
 
 def test_jobs_run_in_order_on_one_daemon_thread(worker):
-    """Jobs run one after the other, on a thread that does not keep the process alive."""
+    """Jobs run in sequence on a thread that does not keep the process alive."""
     seen = []
     for number in range(3):
         worker.submit(lambda n=number: seen.append((n, threading.current_thread())), "job")
@@ -42,7 +42,7 @@ def test_jobs_run_in_order_on_one_daemon_thread(worker):
 
 
 def test_no_thread_before_the_first_job():
-    """A worker that is given nothing costs no thread."""
+    """A worker without jobs starts no thread."""
     before = threading.active_count()
     idle = Worker("idle")
     assert threading.active_count() == before
@@ -51,7 +51,7 @@ def test_no_thread_before_the_first_job():
 
 
 def test_a_full_queue_refuses_at_once(worker, gate):
-    """Beyond its capacity a job is refused and never run, and the caller does not wait."""
+    """Beyond its capacity a job is refused without waiting and never run."""
     seen = []
     taken = [worker.submit(lambda n=number: seen.append(n), "job") for number in range(5)]
     assert taken == [True, True, True, False, False]
@@ -63,8 +63,8 @@ def test_a_full_queue_refuses_at_once(worker, gate):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(1)])
-def test_it_survives_what_a_job_raises(error):
-    """An error goes to on_error with the job's label, and the next job runs."""
+def test_a_failing_job_does_not_stop_the_worker(error):
+    """`on_error` gets the job's label and exception, and the next job runs."""
     errors, seen = [], []
 
     def fail():
@@ -78,15 +78,15 @@ def test_it_survives_what_a_job_raises(error):
     assert seen == [1]
 
 
-def test_an_error_warns_by_default(worker):
-    """Without a handler of one's own, what a job raises becomes a warning with its label."""
+def test_a_failing_job_is_a_warning_by_default(worker):
+    """Without `on_error`, an exception is a warning with the job's label."""
     worker.submit(lambda: 1 / 0, "division", delay=FOREVER)
     with pytest.warns(PerfWarning, match="division failed .*ZeroDivisionError"):
         assert worker.close(PATIENCE)
 
 
-def test_it_survives_a_handler_that_raises():
-    """A handler's own error, such as a warning turned into one, does not end the thread."""
+def test_a_failing_on_error_does_not_stop_the_worker():
+    """An exception of `on_error`, such as a warning turned into an error, is ignored."""
     seen = []
 
     def handler(label, error):
@@ -99,19 +99,19 @@ def test_it_survives_a_handler_that_raises():
     assert seen == [1]
 
 
-def test_call_gives_the_result(worker):
-    """A function's result comes back from the worker's thread."""
+def test_call_returns_the_result(worker):
+    """`call` returns the function's result from the worker thread."""
     assert worker.call(lambda: threading.current_thread().name, PATIENCE) == "test worker"
 
 
-def test_call_raises_what_the_function_raised(worker):
-    """The caller sees the function's own error, and on_error does not."""
+def test_call_raises_the_exception_of_the_function(worker):
+    """The caller gets the exception, and `on_error` does not."""
     with pytest.raises(ZeroDivisionError):
         worker.call(lambda: 1 / 0, PATIENCE)
 
 
-def test_call_gives_up_in_time(worker, gate):
-    """A caller waits no longer than it said, and what it gave up is not run behind its back."""
+def test_call_times_out(worker, gate):
+    """After the timeout, a function that has not started never runs."""
     seen = []
     with pytest.raises(TimeoutError):
         worker.call(lambda: seen.append(1), 0.01)
@@ -121,14 +121,14 @@ def test_call_gives_up_in_time(worker, gate):
 
 
 def test_call_on_a_closed_worker_times_out_at_once(worker):
-    """Nobody waits for a worker that takes no jobs."""
+    """A closed worker accepts no jobs, so that the caller does not wait."""
     worker.close(PATIENCE)
-    with pytest.raises(TimeoutError, match="takes no more"):
+    with pytest.raises(TimeoutError, match="accepts no more"):
         worker.call(lambda: 1, FOREVER)
 
 
-def test_a_delayed_job_waits_while_others_pass(worker):
-    """A delayed job does not hold up those behind it, and counts as pending."""
+def test_a_delayed_job_does_not_block_others(worker):
+    """Later jobs run before a delayed one, which counts as pending."""
     seen = []
     worker.submit(lambda: seen.append("late"), "late", delay=0.05)
     worker.submit(lambda: seen.append("now"), "now")
@@ -137,7 +137,7 @@ def test_a_delayed_job_waits_while_others_pass(worker):
 
 
 def test_closing_runs_delayed_jobs_at_once(worker):
-    """A delay is cut short by closing, so that a last attempt is made."""
+    """Closing ends all delays."""
     seen = []
     worker.submit(lambda: seen.append(1), "late", delay=FOREVER)
     assert not worker.drain(0.01)
@@ -145,8 +145,8 @@ def test_closing_runs_delayed_jobs_at_once(worker):
     assert seen == [1]
 
 
-def test_a_closed_worker_refuses(worker):
-    """After closing, which may happen twice, nothing is taken: not even by a last retry."""
+def test_a_closed_worker_refuses_jobs(worker):
+    """After closing once or twice no job is accepted, including those of the last job."""
     retried = []
     worker.submit(lambda: retried.append(worker.submit(lambda: None, "again")), "job", FOREVER)
     assert worker.close(PATIENCE)
@@ -155,30 +155,30 @@ def test_a_closed_worker_refuses(worker):
     assert not worker.submit(lambda: None, "late")
 
 
-def test_drain_and_close_are_bounded(worker, gate):
-    """Neither waits for a job that hangs."""
+def test_drain_and_close_time_out(worker, gate):
+    """Both return False after the timeout while a job hangs."""
     assert not worker.drain(0.01)
     assert not worker.close(0.01)
     assert worker.pending == 1
 
 
-def test_progress_tells_how_many_jobs_are_left(worker, gate):
-    """The number of jobs left is told at first and at the end, and never rises meanwhile."""
-    told = []
+def test_progress_gets_the_number_of_jobs_left(worker, gate):
+    """It is called at the start and at each change until no job is left."""
+    left_jobs = []
 
     def progress(left):
-        told.append(left)
+        left_jobs.append(left)
         gate.set()
 
     worker.submit(lambda: None, "job")
     assert worker.close(PATIENCE, progress)
-    assert told[0] == 2
-    assert told[-1] == 0
-    assert told == sorted(told, reverse=True)
+    assert left_jobs[0] == 2
+    assert left_jobs[-1] == 0
+    assert left_jobs == sorted(left_jobs, reverse=True)
 
 
-def test_progress_that_raises_is_no_error_of_the_run(worker, gate):
-    """A broken progress bar becomes a warning, and closing still waits."""
+def test_a_failing_progress_is_a_warning(worker, gate):
+    """Closing still waits for all jobs."""
 
     def progress(left):
         gate.set()
@@ -188,8 +188,8 @@ def test_progress_that_raises_is_no_error_of_the_run(worker, gate):
         assert worker.close(PATIENCE, progress)
 
 
-def test_without_a_thread_nothing_is_taken(worker, monkeypatch):
-    """Where no thread can be started, as at interpreter shutdown, the caller is told."""
+def test_submit_returns_false_if_no_thread_can_start(worker, monkeypatch):
+    """This is the case at interpreter shutdown."""
 
     def start(thread):
         raise RuntimeError("can't start new thread")
@@ -201,8 +201,8 @@ def test_without_a_thread_nothing_is_taken(worker, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_it_works_again_after_a_fork(worker, gate):
-    """A child has a thread of its own and leaves the parent's jobs to the parent."""
+def test_a_forked_child_has_its_own_queue(worker, gate):
+    """A child runs its own jobs on its own thread, and none of its parent."""
     reader, writer = os.pipe()
     worker.submit(lambda: os.write(writer, b"parent "), "the parent's")
     child = os.fork()
@@ -221,8 +221,8 @@ def test_it_works_again_after_a_fork(worker, gate):
         assert seen.read().split() == ["child", "parent"]
 
 
-def test_an_abandoned_worker_finishes_what_is_local_and_begins_nothing():
-    """What is being made is made; neither the rest of its job nor the next job is waited for."""
+def test_abandon_waits_for_the_local_part_only():
+    """Neither the rest of the running job nor the next job is waited for."""
     worker = Worker("test worker")
     begun, made, seen, hang = threading.Event(), threading.Event(), [], threading.Event()
 

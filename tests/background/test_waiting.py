@@ -1,4 +1,4 @@
-"""What people see while a run that is over waits for its uploads."""
+"""The waits at the end of a run, and their progress in the terminal."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from lightning_perf.background.waiting import waiting
 from lightning_perf.background.worker import Worker
 from lightning_perf.profilers.windows import Recorded
 from lightning_perf.run import context, destination
+from lightning_perf.tracking.mlflow import MlflowRun
 
 
 class Terminal(io.StringIO):
-    """What a program takes for a terminal."""
+    """A stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fills as jobs are done, and is gone at the end."""
+    """The bar advances as jobs are done, and is removed at the end."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -47,16 +48,16 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_log_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no terminal is, nothing moves."""
+    """Without a terminal, one line is printed."""
     with waiting("uploading", 4, 30.0) as progress:
         assert progress is None
-    told = capsys.readouterr()
-    assert told.err == "lightning_perf: uploading: 4 left (at most 30 s)\n"
-    assert told.out == ""
+    printed = capsys.readouterr()
+    assert printed.err == "lightning_perf: uploading: 4 left (at most 30 s)\n"
+    assert printed.out == ""
 
 
 @pytest.mark.parametrize(("patience", "lines"), [(0.0, 1), (60.0, 0)])
-def test_only_a_wait_that_takes_long_is_shown(
+def test_only_a_long_wait_is_shown(
     tmp_path: Path,
     mlflow_database: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -64,7 +65,7 @@ def test_only_a_wait_that_takes_long_is_shown(
     patience: float,
     lines: int,
 ) -> None:
-    """A run whose upload is still under way says so when its patience is over, and not before."""
+    """A wait for an upload is shown after `Timeouts.silent` seconds, and not before."""
     gate = threading.Event()
 
     def slow(*args: Any) -> None:
@@ -74,9 +75,9 @@ def test_only_a_wait_that_takes_long_is_shown(
         gate.set()
         return waiting(what, jobs, timeout)
 
-    monkeypatch.setattr("lightning_perf.tracking.mlflow._send", slow)
+    monkeypatch.setattr(MlflowRun, "upload", slow)
     monkeypatch.setattr(destination, "waiting", opened)
-    monkeypatch.setattr(destination, "_PATIENCE", patience)
+    monkeypatch.setattr(destination, "TIMEOUTS", destination.Timeouts(silent=patience))
     if not lines:
         gate.set()
     logger = MLFlowLogger("waiting", tracking_uri=mlflow_database)
@@ -85,7 +86,7 @@ def test_only_a_wait_that_takes_long_is_shown(
 
 
 class Finishing(PyTorch):
-    """Asks, before a recording is finished, whether it may be."""
+    """Calls a function before a recording is finished."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         super().__init__(schedule="first 1ba")
@@ -99,28 +100,28 @@ class Finishing(PyTorch):
         super().save(path, timestamp, stage, Recorded(finish))
 
 
-def test_a_file_that_is_being_made_is_waited_for(
+def test_a_file_that_is_being_made_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However short the wait: what is begun is finished, and it is not called an upload."""
-    asked, abandon = threading.Event(), Worker.abandon
+    """After the timeout the file is still finished, and not reported as an upload."""
+    abandoning, abandon = threading.Event(), Worker.abandon
 
     def abandoned(self: Worker, timeout: float) -> bool:
-        asked.set()
+        abandoning.set()
         return abandon(self, timeout)
 
     monkeypatch.setattr(Worker, "abandon", abandoned)
-    monkeypatch.setattr(destination, "_PATIENCE", 0.0)
+    monkeypatch.setattr(destination, "TIMEOUTS", destination.Timeouts(silent=0.0))
     monkeypatch.setitem(context.FILE_TIMEOUT, "teardown", 0.0)
-    trainer(tmp_path, Finishing(lambda: bool(asked.wait(30)))).fit(Small())
+    trainer(tmp_path, Finishing(lambda: bool(abandoning.wait(30)))).fit(Small())
     assert len(list(tmp_path.rglob("rank0.1.pt.trace.json.gz"))) == 1
-    told = capsys.readouterr().err
-    assert "finishing traces: 1 left (at most" in told
-    assert "uploading" not in told
+    shown = capsys.readouterr().err
+    assert "finishing traces: 1 left (at most" in shown
+    assert "uploading" not in shown
 
 
-def test_servers_do_not_wait_for_files(tmp_path: Path, mlflow_database: str) -> None:
-    """Metrics arrive in MLflow while a file takes long to be made."""
+def test_metrics_do_not_wait_for_files(tmp_path: Path, mlflow_database: str) -> None:
+    """Metrics arrive in MLflow while a file is being made."""
     logger = MLFlowLogger("waiting", tracking_uri=mlflow_database)
     client, found = MlflowClient(mlflow_database), []
 
@@ -137,11 +138,11 @@ def test_servers_do_not_wait_for_files(tmp_path: Path, mlflow_database: str) -> 
     assert len(sent) == 1
 
 
-def test_pages_that_were_not_begun_are_left_out_and_recordings_kept(
+def test_pages_that_were_not_begun_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of a run makes no pages for minutes on the training thread, and says so."""
-    monkeypatch.setattr(destination, "_PATIENCE", 0.0)
+    """At the end of a run, waiting pages are dropped with a warning; recordings stay."""
+    monkeypatch.setattr(destination, "TIMEOUTS", destination.Timeouts(silent=0.0))
     monkeypatch.setitem(context.FILE_TIMEOUT, "teardown", 0.0)
     gate = threading.Event()
     abandon = Worker.abandon

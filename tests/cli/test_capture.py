@@ -1,4 +1,4 @@
-"""Recording on demand: a signal to a real process, and what follows a slow batch."""
+"""Recording on demand: a signal to a real process, and a trace after a slow batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ run.fit(Slow())
 
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """Wait for something to become true."""
+    """Wait until a condition is true and return its value."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := condition():
@@ -50,7 +50,7 @@ def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[int]:
-    """The process of a training that listens to SIGUSR2."""
+    """The process id of a training that handles SIGUSR2."""
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(tmp_path)]
     process = subprocess.Popen(command, cwd=TESTS, stderr=subprocess.DEVNULL)
     until((tmp_path / "training").exists)
@@ -67,7 +67,7 @@ def capture(*args: str) -> int:
 
 @pytest.mark.slow
 def test_a_running_training_records_on_demand(tmp_path: Path, training: int) -> None:
-    """The command and the bare signal each yield one trace of the length that was asked for."""
+    """The command and the plain signal each give one trace of the scheduled length."""
     assert capture(str(training)) == 0
     (first,) = until(lambda: traces(tmp_path)).values()
     assert len(steps(first)) == 3
@@ -77,10 +77,10 @@ def test_a_running_training_records_on_demand(tmp_path: Path, training: int) -> 
 
 
 @pytest.mark.parametrize("children", [[], ["--children"]])
-def test_a_process_that_does_not_listen_is_left_alone(
+def test_a_process_without_a_handler_is_not_signalled(
     children: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The signal would end it, so it is not sent, and the message says what to do."""
+    """The signal would end the process; the message says how to add a handler."""
     process = subprocess.Popen(["sleep", "30"])
     try:
         assert capture(str(process.pid), *children) == 1
@@ -92,19 +92,22 @@ def test_a_process_that_does_not_listen_is_left_alone(
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
-    [(["999999999"], "cannot see process"), (["1", "--signal", "SIGNAL"], "no signal SIGNAL")],
+    ("args", "printed"),
+    [
+        (["999999999"], "cannot inspect process"),
+        (["1", "--signal", "SIGNAL"], "SIGNAL is not a signal"),
+    ],
 )
-def test_what_cannot_be_asked_is_said(
-    args: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_process_or_signal_is_one_line(
+    args: list[str], printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No such process, no such signal: exit code 1 and a sentence."""
+    """Both give exit code 1 and a message."""
     assert capture(*args) == 1
-    assert told in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
 
 
-def test_a_slow_batch_records_what_follows(tmp_path: Path) -> None:
-    """A batch made slow on purpose yields a trace of the three batches after it."""
+def test_a_slow_batch_is_followed_by_a_trace(tmp_path: Path) -> None:
+    """OnSlowBatch records the three batches after a slow one."""
 
     class Stalling(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -86,8 +86,8 @@ def ours(cli: LightningCLI) -> list[Any]:
     ],
     ids=["string", "class", "nested"],
 )
-def test_schedules_are_written_in_yaml(tmp_path: Path, written: Any, expected: Any) -> None:
-    """Strings, classes and nested algebra come out as the schedules that they name."""
+def test_schedules_in_yaml(tmp_path: Path, written: Any, expected: Any) -> None:
+    """Strings, classes and nested combinations are parsed to the same schedules."""
     node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": written}}
     (profiler,) = ours(parse(tmp_path, callbacks=[node]))
     assert profiler.schedule == expected
@@ -126,10 +126,10 @@ def test_a_printed_configuration_reads_back_the_same(nursery: Nursery, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
-def test_every_configuration_of_ours_trains(
+def test_every_configuration_trains(
     path: Path, in_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file in configs/ is run as it stands, for some steps, by its own example."""
+    """Each file in configs/ runs for some steps with its own example."""
     # MLflow leaves the address of another test's run there.
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     example = CONFIGS.parent / "examples" / "train_gpt.py"
@@ -153,32 +153,32 @@ def test_every_configuration_of_ours_trains(
     assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in report
 
 
-def test_the_report_tells_what_a_run_was(
+def test_the_report_of_a_run(
     tmp_path: Path, mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Speed, utilization, the peak that it is held against, and the paths of the traces."""
-    logger = MLFlowLogger("report", tracking_uri=mlflow_database, run_name="told")
+    """It shows throughput, MFU, the peak, and the paths of the traces."""
+    logger = MLFlowLogger("report", tracking_uri=mlflow_database, run_name="printed")
     callbacks = [SpeedMonitor(window_size=4), Flops(peak_flops=2e12), PyTorch(schedule="first 1ba")]
     trainer(tmp_path, *callbacks, logger=logger).fit(Small())
     with pytest.raises(SystemExit) as ended:
         main(["report", str(logger.run_id), "--tracking_uri", mlflow_database])
     assert ended.value.code == 0
-    told = capsys.readouterr().out
-    for part in ("told", "batches/s", "MFU (last window)", "2 TFLOP/s", "(given)"):
-        assert part in told
-    assert "status" not in told
-    assert any(line.endswith("/rank0.1.pt.trace.json.gz") for line in told.splitlines())
+    printed = capsys.readouterr().out
+    for part in ("printed", "batches/s", "MFU (last window)", "2 TFLOP/s", "(given)"):
+        assert part in printed
+    assert "status" not in printed
+    assert any(line.endswith("/rank0.1.pt.trace.json.gz") for line in printed.splitlines())
 
 
 @pytest.mark.parametrize("columns", ["20", "80", "300"])
-def test_the_report_is_whole_at_any_width(
+def test_the_report_wraps_no_path(
     mlflow_database: str,
     tmp_path: Path,
     columns: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Traces stand one a line, in the order of batches, and what failed is said."""
+    """At any width, traces are one per line, in the order of batches; a failure is shown."""
     monkeypatch.setenv("COLUMNS", columns)
     client = MlflowClient(mlflow_database)
     experiment = client.create_experiment(f"wide-{columns}")
@@ -190,17 +190,17 @@ def test_the_report_is_whole_at_any_width(
     client.set_terminated(run.run_id, "FAILED")
     with pytest.raises(SystemExit):
         main(["report", run.run_id, "--tracking_uri", mlflow_database])
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == f"[red]owl[/] :smile: ({run.run_id})"
-    assert [line.rpartition("/")[2] for line in told if "torch_traces" in line] == names[1:]
-    assert any("status" in line and "failed" in line for line in told)
-    assert f"  mlflow ui --backend-store-uri {mlflow_database}" in told
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"[red]owl[/] :smile: ({run.run_id})"
+    assert [line.rpartition("/")[2] for line in printed if "torch_traces" in line] == names[1:]
+    assert any("status" in line and "failed" in line for line in printed)
+    assert f"  mlflow ui --backend-store-uri {mlflow_database}" in printed
 
 
-def test_the_report_names_what_can_be_opened(
+def test_the_report_lists_traces_and_pages(
     mlflow_database: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The latest traces of both tracers, the pages with the run's chart, and no other file."""
+    """The latest traces of both tracers, and pages with the run's chart; no other file."""
     client = MlflowClient(mlflow_database)
     run = client.create_run(client.create_experiment("opened"), run_name="owl").info
     files = {
@@ -215,24 +215,24 @@ def test_the_report_names_what_can_be_opened(
             client.log_artifact(run.run_id, str(tmp_path / name), f"owl/{folder}")
     with pytest.raises(SystemExit):
         main(["report", run.run_id, "--tracking_uri", mlflow_database])
-    told = capsys.readouterr().out.splitlines()
-    traces = next(n for n, line in enumerate(told) if line.startswith("Traces"))
-    pages = next(n for n, line in enumerate(told) if line.startswith("Pages"))
-    assert [line.rpartition("/")[2] for line in told[traces + 1 : pages]] == [
+    printed = capsys.readouterr().out.splitlines()
+    traces = next(n for n, line in enumerate(printed) if line.startswith("Traces"))
+    pages = next(n for n, line in enumerate(printed) if line.startswith("Pages"))
+    assert [line.rpartition("/")[2] for line in printed[traces + 1 : pages]] == [
         *(f"rank0.{n}.pt.trace.json.gz" for n in range(10, 13)),
         "rank0.1.json",
         "rank0.2.json.gz",
         "  and 2 more",
     ]
-    assert told[pages + 5].endswith("/owl/timings/timings.html")
-    assert told[pages + 6] == "  and 3 more"
-    assert not any(".md" in line or "table" in line for line in told)
+    assert printed[pages + 5].endswith("/owl/timings/timings.html")
+    assert printed[pages + 6] == "  and 3 more"
+    assert not any(".md" in line or "table" in line for line in printed)
 
 
-def test_the_report_tells_where_the_time_went(
+def test_the_report_shows_the_time_by_category(
     tmp_path: Path, mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The five costliest categories, with shares of the whole; nothing without `Timings`."""
+    """The five largest categories with their shares; nothing without `Timings`."""
     client = MlflowClient(mlflow_database)
     run = client.create_run(client.create_experiment("times"), run_name="owl").info
     spent = {"forward": 0.2, "backward": 0.5, "logging": 0.1, "checkpoint": 0.09, "other": 0.06}
@@ -240,17 +240,19 @@ def test_the_report_tells_where_the_time_went(
         client.log_metric(run.run_id, f"timings/{name}", seconds)
     with pytest.raises(SystemExit):
         main(["report", run.run_id, "--tracking_uri", mlflow_database])
-    told = capsys.readouterr().out
-    shares = [line.split("%")[0].split()[-1] for line in told.splitlines() if "a batch)" in line]
+    printed = capsys.readouterr().out
+    shares = [
+        line.split("%")[0].split()[-1] for line in printed.splitlines() if "per batch)" in line
+    ]
     assert shares == ["50.0", "20.0", "10.0", "9.0", "6.0"]
-    assert "50.0%  backward (500 ms a batch)" in told
-    assert "train_batch" not in told
+    assert "50.0%  backward (500 ms per batch)" in printed
+    assert "train_batch" not in printed
 
 
-def test_the_report_says_what_it_misses(
+def test_the_report_without_a_run(
     in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no run, the message says what to try, and no database is made."""
+    """The message says what to try, and no database is created."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(SystemExit) as ended:
         main(["report"])
@@ -259,8 +261,8 @@ def test_the_report_says_what_it_misses(
     assert not list(in_tmp.iterdir())
 
 
-def test_records_stand_in_for_a_logger() -> None:
-    """The tests' own logger keeps keys apart by step, as loggers do."""
+def test_records_keeps_values_by_step() -> None:
+    """The logger of the tests keeps the values of each key with their steps."""
     records = Records()
     records.log_metrics({"a": 1.0}, step=3)
     assert records.of("a") == [(3, 1.0)]
@@ -284,7 +286,7 @@ EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"
 def test_the_last_line_of_a_failed_cli_is_our_message(
     nursery: Nursery, tmp_path: Path, callbacks: Any, last: str
 ) -> None:
-    """What LightningCLI shows of a bad setting ends with our message, alone and whole."""
+    """The output of LightningCLI about an invalid setting ends with our message."""
     config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     ended = nursery.run(tmp_path, run_cli, "--config", "config.yaml")
@@ -326,7 +328,7 @@ def test_a_missing_package_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A command whose package is missing says what installs it; a missing part of ours is a bug."""
+    """The message says what to install; a missing module of lightning_perf is raised."""
     for name in [name for name in sys.modules if name.startswith("lightning_perf.cli.")]:
         monkeypatch.delitem(sys.modules, name)
         monkeypatch.delattr(lightning_perf.cli, name.rpartition(".")[2])

@@ -9,8 +9,8 @@ from lightning_perf.flops import lookup, peak, peak_flops, table
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Run the command on a wide terminal, and give what it printed and how it ended."""
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Run the command on a wide terminal; return stdout, stderr and the exit code."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*args: str) -> tuple[str, str, int]:
@@ -28,10 +28,10 @@ def rows(out: str) -> list[str]:
     return [line for line in lines[2:] if line and not line.startswith("*")]
 
 
-def test_all_devices_are_shown_with_their_peaks(told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every entry has its row, nothing is cut off at 80 columns, and the A100's peaks are its."""
+def test_all_devices_are_shown_with_their_peaks(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each entry has a row, nothing is truncated at 80 columns, and the A100's peaks are right."""
     monkeypatch.setenv("COLUMNS", "80")
-    out, _, code = told("devices")
+    out, _, code = command("devices")
     assert code == 0
     assert len(rows(out)) == len(table())
     assert all(row.startswith(entry.name) for row, entry in zip(rows(out), table(), strict=True))
@@ -40,19 +40,19 @@ def test_all_devices_are_shown_with_their_peaks(told, monkeypatch: pytest.Monkey
     assert row.split() == ["A100", "312", "312", "156", "19.5", "19.5", "624"]
 
 
-def test_weak_entries_are_marked(told) -> None:
-    """Exactly those that are not all from a data sheet bear a mark, which is explained."""
-    out, _, _ = told("devices")
+def test_weak_entries_are_marked(command) -> None:
+    """Only entries that are not entirely from a data sheet have a mark, which is explained."""
+    out, _, _ = command("devices")
     marked = [" * " in row for row in rows(out)]
     assert marked == [row.confidence != "datasheet" for row in table()]
-    assert "not all from the maker's data sheet" in out
-    assert "not all" not in told("devices", "A100")[0]
+    assert "derived, or from third-party sources" in out
+    assert "derived, or" not in command("devices", "A100")[0]
 
 
 @pytest.mark.parametrize("name", ["B300", "NVIDIA H200", "MI300"])
-def test_a_device_is_shown_with_its_sources(told, name: str) -> None:
-    """By torch's name, ours or a part of it, a device comes with source, confidence and note."""
-    out, _, code = told("devices", name)
+def test_a_device_is_shown_with_its_sources(command, name: str) -> None:
+    """For torch's name, ours or a part of it: source, confidence and note."""
+    out, _, code = command("devices", name)
     expected = lookup(name) or next(row for row in table() if name in row.name)
     flat = "".join(out.split())
     assert code == 0
@@ -60,31 +60,31 @@ def test_a_device_is_shown_with_its_sources(told, name: str) -> None:
         assert "".join(part.split()) in flat
 
 
-def test_an_unknown_device(told) -> None:
-    """A name that nothing has is an error that says what to do."""
-    _, err, code = told("devices", "TARDIS")
+def test_an_unknown_device(command) -> None:
+    """An unknown name is an error that says what to do."""
+    _, err, code = command("devices", "TARDIS")
     assert code == 1
     assert "peak_flops=" in err
 
 
-def test_this_machine_is_measured(told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured rate is shown, and the table's beside it where the device is known."""
+def test_this_machine_is_measured(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured peak is shown, and the table's if the device is in it."""
     monkeypatch.setattr(peak, "measure_peak", lambda *_, **__: 156e12)
-    out, _, code = told("measure", "--dtype", "bfloat16")
+    out, _, code = command("measure", "--dtype", "bfloat16")
     assert code == 0
     assert "bfloat16: 156 TFLOP/s (measured)" in out
-    assert "no such device" in out
+    assert "no peak for this device" in out
     monkeypatch.setattr(peak, "_cpu_name", lambda: "NVIDIA A100-SXM4-40GB")
     assert peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16") == 312e12
-    out, _, _ = told("measure", "--dtype", "bfloat16")
+    out, _, _ = command("measure", "--dtype", "bfloat16")
     assert "312 TFLOP/s (table: A100, datasheet); measured is 50.0% of it." in out
 
 
 @pytest.mark.parametrize(
     "args", [("--device", "tardis"), ("--dtype", "float12"), ("--dtype", "bool")]
 )
-def test_what_cannot_be_measured(told, args: tuple[str, ...]) -> None:
-    """A device or a dtype that is not there is an error that says what to try."""
-    _, err, code = told("measure", *args)
+def test_an_invalid_device_or_dtype(command, args: tuple[str, ...]) -> None:
+    """An invalid device or dtype is an error that says what to try."""
+    _, err, code = command("measure", *args)
     assert code == 1
     assert "Try --device cpu --dtype float32" in err

@@ -61,7 +61,7 @@ def test_shares_are_of_the_whole_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two validations of four seconds beside 16 batches are a third."""
+    """Two validations of four seconds beside 16 batches of one second are a third."""
     monkeypatch.setenv("COLUMNS", "200")
     logger = MLFlowLogger("shares", tracking_uri=mlflow_database, run_name="owl")
     planned(tmp_path, monkeypatch, logger=logger)
@@ -69,17 +69,17 @@ def test_shares_are_of_the_whole_run(
     assert code == 0
     assert lines[1:] == [
         "where the time went │ the whole run, steps 0 to 15",
-        "66.7% forward (1.00 s a batch)",
-        "33.3% validation (500 ms a batch)",
+        "66.7% forward (1.00 s per batch)",
+        "33.3% validation (500 ms per batch)",
         "in the last window │ steps 12 to 15",
-        "100.0% forward (1.00 s a batch)",
+        "100.0% forward (1.00 s per batch)",
     ]
 
 
 def test_a_step_has_one_point_and_validation_counts_once(
     tmp_path: Path, records: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last step shows its own window, and the files have what came after it."""
+    """The last step has its own window; the files include the time after it."""
     planned(tmp_path, monkeypatch, logger=records)
     assert records.of("timings/validation") == [(3, 0.0), (7, 0.0), (11, 1.0), (15, 0.0)]
     (path,) = tmp_path.glob("records-version_0/summary.json")
@@ -92,10 +92,10 @@ def test_a_step_has_one_point_and_validation_counts_once(
     assert (last["first"], last["last"], last["seconds"]["validation"]) == (12, 15, 0.0)
 
 
-def test_a_run_that_was_cut_off_is_told_from_its_metrics(
+def test_a_run_without_a_summary_is_read_from_its_metrics(
     mlflow_database: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a summary, reports count by the steps between them."""
+    """Each report is weighted by the steps since the previous one."""
     monkeypatch.setenv("COLUMNS", "200")
     client = MlflowClient(mlflow_database)
     run = client.create_run(client.create_experiment("cut off")).info.run_id
@@ -105,16 +105,16 @@ def test_a_run_that_was_cut_off_is_told_from_its_metrics(
     _, lines, _ = report(capsys, run, "--tracking_uri", mlflow_database)
     assert lines[-6:] == [
         "where the time went │ the whole run, steps 0 to 24",
-        "54.5% validation (1.20 s a batch)",
-        "45.5% forward (1.00 s a batch)",
+        "54.5% validation (1.20 s per batch)",
+        "45.5% forward (1.00 s per batch)",
         "in the last window │ steps 20 to 24",
-        "80.0% validation (4.00 s a batch)",
-        "20.0% forward (1.00 s a batch)",
+        "80.0% validation (4.00 s per batch)",
+        "20.0% forward (1.00 s per batch)",
     ]
 
 
-def test_what_comes_after_merged_reports_is_added_once() -> None:
-    """A bounded history loses no report when its last one comes again."""
+def test_a_repeated_report_is_added_once() -> None:
+    """A bounded history stays complete when its last report is repeated."""
     history = History(most=3)
     for step in range(4):
         history.add(step, 1, {"forward": 1.0})
@@ -126,10 +126,10 @@ def test_what_comes_after_merged_reports_is_added_once() -> None:
 
 
 @pytest.mark.parametrize("uri", ["", "sqlite:///none.db", "http://127.0.0.1:{port}", "nowhere://x"])
-def test_what_cannot_be_read_is_one_line(
+def test_an_unreadable_address_is_one_line(
     uri: str, in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty folder, a database or a server that is not there: exit code 2, and no file."""
+    """An empty folder, or a missing database or server: exit code 2, no file."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     args = ["--tracking_uri", uri.format(port=free_port())] if uri else []
     code, lines, said = report(capsys, *args)
@@ -140,10 +140,10 @@ def test_what_cannot_be_read_is_one_line(
 
 
 @pytest.mark.parametrize("run", ["no-such-run", "0" * 32])
-def test_a_run_that_is_not_there_is_one_line(
+def test_a_missing_run_is_one_line(
     run: str, mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its id is in the message."""
+    """The message has the run id."""
     MlflowClient(mlflow_database).search_experiments()
     code, _, said = report(capsys, run, "--tracking_uri", mlflow_database)
     assert code == 2
@@ -157,17 +157,17 @@ def test_a_run_behind_a_server_is_read_from_there(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its artifacts too, although the process has another tracking address."""
+    """Its artifacts, too, although the process's tracking address is another."""
     client = MlflowClient(mlflow_server)
     run = client.create_run(client.create_experiment("behind")).info.run_id
     summary = {"timings": {"whole_run": {
         "first": 0, "last": 9, "batches": 10, "seconds": {"forward": 5.0},
     }}}  # fmt: skip
-    from lightning_perf.tracking.mlflow import MlflowRun, run_target
+    from lightning_perf.tracking.mlflow import MlflowRun
 
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///another.db")
-    run_target(MlflowRun(mlflow_server, run)).send(tmp_path / "summary.json", "owl/summary.json")
+    MlflowRun(mlflow_server, run).upload(tmp_path / "summary.json", "owl/summary.json")
     code, lines, _ = report(capsys, run, "--tracking_uri", mlflow_server)
     assert code == 0
-    assert lines[-1] == "100.0% forward (500 ms a batch)"
+    assert lines[-1] == "100.0% forward (500 ms per batch)"

@@ -127,7 +127,7 @@ def test_a_table_shows_its_columns_in_milliseconds_and_megabytes() -> None:
     assert lines[2].split() == [
         "aten::addmm", "1", "50.0%", "0.025", "0.030", "0.400", "0.400", "3.000", "3.000",
     ]  # fmt: skip
-    assert lines[-1] == "and 3 more, which cost less"
+    assert lines[-1] == "and 3 more with less time"
 
 
 def test_a_trace_without_operators_makes_an_empty_table() -> None:
@@ -140,7 +140,7 @@ def test_a_file_that_is_no_trace_is_told(tmp_path: Path, content: str) -> None:
     """Bad files raise ValueError, whatever is wrong with them."""
     path = tmp_path / "trace.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"holds no traceEvents|Expecting value"):
+    with pytest.raises(ValueError, match=r"has no traceEvents|Expecting value"):
         read_events(path)
 
 

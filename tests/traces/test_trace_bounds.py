@@ -1,4 +1,4 @@
-"""What a writer remembers, says and needs, over very many windows and on full disks."""
+"""The trace writer with very many windows and on full disks: memory, warnings, names."""
 
 import errno
 import gzip
@@ -9,73 +9,65 @@ import pytest
 from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record
 
 from lightning_perf.background.files import written_whole
-from lightning_perf.core.progress import Timestamp
-from lightning_perf.errors import PerfWarning
-from lightning_perf.traces import Target, uploads
-from lightning_perf.traces.uploads import Trace, TraceIndex, read_pending
+from lightning_perf.errors import PerfWarning, WarningDigest
+from lightning_perf.traces import Target, read_pending
 
 
 @pytest.mark.parametrize("keep", [-1, 3])
-@pytest.mark.parametrize("name", ["{}.json", "last.json", "{}.json of 5 names"])
-def test_what_is_remembered_is_bounded(tmp_path, monkeypatch, keep, name):
-    """However many traces go through, with names of their own or ever the same one."""
-    monkeypatch.setattr(uploads, "MOST_REMEMBERED", 20)
-    books = TraceIndex(keep)
-    for count in range(200):
-        text = name.format(count % 5 if "5" in name else count)
-        number = books.take(lambda n, text=text: tmp_path / f"{n}-{text}")
-        trace = Trace(
-            tmp_path / f".{count}", tmp_path / f"{number}-{text}", "there", Timestamp(), "train"
-        )
-        books.queue(trace)
-        assert books.claim(trace)
-        books.place(trace)
-        books.settle(trace)
-        if keep >= 0:
-            books.expire(keep)
-    held = [value for value in vars(books).values() if isinstance(value, dict)]
-    assert len(held) == 5
-    assert max(map(len, held)) <= 20
-    assert len(books.saved) == (20 if keep < 0 else keep)
+@pytest.mark.parametrize(
+    ("filename", "names"), [("{batch}.json", 60), ("last.json", 1), ("{batch}.json", 5)]
+)
+def test_memory_of_a_writer_is_bounded(make_writer, worker, keep, filename, names):
+    """A writer remembers at most `most_remembered` traces and names, however many it writes."""
+    writer = make_writer(filename=filename, num_traces_to_keep=keep, most_remembered=10)
+    for count in range(60):
+        after(worker, record(writer, batch=count % names))
+    parts = (writer, writer._layout, writer._uploads)
+    held = [value for part in parts for value in vars(part).values() if isinstance(value, dict)]
+    assert max(map(len, held)) <= 10
+    assert len(writer.saved_traces) == (10 if keep < 0 else keep)
 
 
-def test_a_name_that_comes_for_ever_is_found_at_once(tmp_path, monkeypatch):
-    """The thousandth trace of one name asks the disk no oftener than the second."""
-    asked = []
-    monkeypatch.setattr("os.path.lexists", lambda path: asked.append(path))
-    books = TraceIndex(-1)
-    numbers = [books.take(lambda n: tmp_path / f"last-{n}.json") for _ in range(1000)]
-    assert numbers == list(range(1, 1001))
-    assert len(asked) == 1000
+def test_a_free_number_is_found_without_search(make_writer, worker, monkeypatch):
+    """For one name, each trace checks one path on the disk, however many came before."""
+    checked = []
+    monkeypatch.setattr("os.path.lexists", lambda path: checked.append(path))
+    writer = make_writer(filename="last.json")
+    for _ in range(100):
+        record(writer)
+    assert worker.drain(PATIENCE)
+    assert len(checked) == len(set(checked)) == 100
 
 
-def test_a_dead_server_is_told_once_and_summed_up(make_writer, worker, tmp_path):
-    """The first trace is named at once, the others are counted at the end; the list has all."""
-    writer = make_writer(targets=[Target(Server(99))], backoff=())
-    with pytest.warns(PerfWarning) as told:
+def test_an_unreachable_server_is_one_warning_and_a_summary(make_writer, worker, tmp_path):
+    """The first trace has a warning, the others are counted at the end; all are listed."""
+    digest = WarningDigest()
+    writer = make_writer(targets=[Target(Server(99))], backoff=(), digest=digest)
+    with pytest.warns(PerfWarning) as warned:
         after(worker, [record(writer, batch) for batch in range(20)])
-    assert ["rank0.0.json" in str(warning.message) for warning in told] == [True]
-    with pytest.warns(PerfWarning, match="19 more files were not uploaded; .*pending_up") as told:
-        writer.close()
+    assert ["rank0.0.json" in str(warning.message) for warning in warned] == [True]
     writer.close()
-    assert len(told) == 1
+    with pytest.warns(PerfWarning, match="19 more files were not uploaded; .*pending_up") as warned:
+        digest.summarize()
+    digest.summarize()
+    assert len(warned) == 1
     assert len(read_pending(tmp_path)) == 20
 
 
-def test_many_files_at_the_end_are_named_in_part(make_writer, worker, tmp_path):
-    """One warning names the first ten of those that wait for their next attempt."""
+def test_a_warning_names_ten_files(make_writer, worker, tmp_path):
+    """Of twelve files that wait at the end, one warning names ten and counts the others."""
     writer = make_writer(targets=[Target(Server(99))], backoff=(3600.0,))
     for batch in range(12):
         record(writer, batch)
     worker.call(lambda: None, PATIENCE)
-    with pytest.warns(PerfWarning, match=r"rank0\.9\.json and 2 more; ") as told:
+    with pytest.warns(PerfWarning, match=r"rank0\.9\.json and 2 more; ") as warned:
         writer.close()
-    assert len(told) == 1
+    assert len(warned) == 1
     assert len(read_pending(tmp_path)) == 12
 
 
 def full_disk(monkeypatch):
-    """Nothing that is written anew finds room; what is there can be renamed."""
+    """Make writes of new content fail; renames work."""
 
     def no_room(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -83,54 +75,56 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(gzip.GzipFile, "write", no_room)
 
 
-def test_what_cannot_be_compressed_stays_as_it_is(make_writer, worker, tmp_path, monkeypatch):
-    """On a full disk the raw file takes its name without .gz, here and on the server."""
+def test_a_full_disk_disables_compression(make_writer, worker, tmp_path, monkeypatch):
+    """The raw file gets its name without .gz, locally and on the server."""
     full_disk(monkeypatch)
-    server = Server()
-    writer = make_writer(compress=True, targets=[Target(server)], num_traces_to_keep=2)
-    with pytest.warns(PerfWarning, match=r"rank0\.5\.json was not compressed .*No space") as told:
+    server, digest = Server(), WarningDigest()
+    writer = make_writer(
+        compress=True, targets=[Target(server)], num_traces_to_keep=2, digest=digest
+    )
+    with pytest.warns(
+        PerfWarning, match=r"rank0\.5\.json was saved without compression .*No space"
+    ) as warned:
         after(worker, [record(writer) for _ in range(2)])
-    assert len(told) == 1
+    assert len(warned) == 1
     assert files(tmp_path) == ["run/traces/rank0-2.5.json", "run/traces/rank0.5.json"]
     assert server.files == {
         "run/traces/rank0.5.json": CONTENT,
         "run/traces/rank0-2.5.json": CONTENT,
     }
     assert [path.name for _, (path,) in writer.saved_traces] == ["rank0.5.json", "rank0-2.5.json"]
-    with pytest.warns(PerfWarning, match="1 more traces were not compressed"):
-        writer.close()
+    with pytest.warns(PerfWarning, match="1 more traces were saved without compression"):
+        digest.summarize()
 
 
-def test_where_it_had_to_be_done_at_once_the_caller_learns_the_name(
-    make_writer, worker, tmp_path, monkeypatch
-):
-    """A raw file of an earlier run is not replaced by it, either."""
+def test_write_returns_the_name_of_an_uncompressed_file(make_writer, worker, tmp_path, monkeypatch):
+    """Without a worker, the returned path is that of the raw file, which replaces none."""
     (tmp_path / "run/traces").mkdir(parents=True)
     (tmp_path / "run/traces/rank0.5.json").write_text("an earlier run's")
     full_disk(monkeypatch)
     assert worker.close(PATIENCE)
-    with pytest.warns(PerfWarning, match="was not compressed"):
+    with pytest.warns(PerfWarning, match="was saved without compression"):
         written = record(make_writer(compress=True))
     assert written == tmp_path / "run/traces/rank0-2.5.json"
     assert written.read_bytes() == CONTENT
 
 
-def test_a_disk_that_is_full_is_told_once(make_writer, worker, monkeypatch):
-    """Some recorders write half a file and say nothing; what there is goes on its way."""
+def test_a_full_disk_is_one_warning(make_writer, worker, monkeypatch):
+    """Files that may be truncated are uploaded, with one warning and a count."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(1 << 30, 1 << 30, 0))
-    server = Server()
-    writer = make_writer(targets=[Target(server)])
-    with pytest.warns(PerfWarning, match=r"is full: rank0\.1\.json may be cut short") as told:
+    server, digest = Server(), WarningDigest()
+    writer = make_writer(targets=[Target(server)], digest=digest)
+    with pytest.warns(PerfWarning, match=r"is full: rank0\.1\.json may be truncated") as warned:
         after(worker, [record(writer, batch) for batch in (1, 2)])
-    assert len(told) == 1
+    assert len(warned) == 1
     assert len(server.files) == 2
-    with pytest.warns(PerfWarning, match="1 more traces may be cut short"):
-        writer.close()
+    with pytest.warns(PerfWarning, match="1 more traces may be truncated"):
+        digest.summarize()
 
 
-def test_a_folder_that_goes_away_is_made_again(make_writer, worker, tmp_path):
-    """Somebody may clean up while training runs: the next trace is there."""
+def test_a_deleted_folder_is_created_again(make_writer, worker, tmp_path):
+    """The next trace is written although the folder was deleted during the run."""
     writer = make_writer(identity="ours")
     first = after(worker, record(writer, 1))
     for path in (first, tmp_path / "run" / ".run"):
@@ -139,8 +133,8 @@ def test_a_folder_that_goes_away_is_made_again(make_writer, worker, tmp_path):
     assert after(worker, record(writer, 2)).exists()
 
 
-def test_parts_of_files_never_share_a_name(tmp_path, monkeypatch):
-    """Two ranks may write one file at the same moment."""
+def test_partial_files_have_unique_names(tmp_path, monkeypatch):
+    """Two ranks can write the same target at the same time."""
     with written_whole(tmp_path / "a") as one, written_whole(tmp_path / "a") as other:
         assert Path(one.name) != Path(other.name)
         one.write(b"same")

@@ -1,4 +1,4 @@
-"""Names of trace files: what may be written, what comes out, and what conflicts."""
+"""Names of trace files: valid patterns, rendered names and conflicts."""
 
 import json
 import re
@@ -32,8 +32,8 @@ def values(run_name="run", timestamp=None, ranks=RANKS, stage="train"):
     return {**run_values(run_name, ranks), **times, "stage": stage}
 
 
-def test_every_variable_of_time_renders_as_the_documents_say():
-    """Counts render as integers and wall-clock times as seconds, as in Composer's own test."""
+def test_time_variables_render():
+    """Counts render as integers and wall-clock times as seconds, as in Composer."""
     now = Timestamp(
         batch=1,
         batch_in_epoch=1,
@@ -51,7 +51,7 @@ def test_every_variable_of_time_renders_as_the_documents_say():
 
 
 def test_run_name_and_ranks_render_in_file_names():
-    """A file name may hold folders and the run's name, as in Composer's own example."""
+    """A file name may contain folders and the run's name, as in Composer's example."""
     _, case = (case for case in CASES if case["area"] == "format")
     pattern = case["input"].split()[0].replace("{extension}", "json")
     at_zero = values("awesome_training_run", ranks=Ranks())
@@ -59,20 +59,20 @@ def test_run_name_and_ranks_render_in_file_names():
 
 
 def test_folder_variables_render():
-    """Every variable of a folder stands for the value of its name."""
+    """Every folder variable renders as its value."""
     pattern = "{run_name}/{rank}-{local_rank}-{world_size}-{local_world_size}-{node_rank}"
     assert folder_format(pattern).render(run_values("run", RANKS)) == "run/3-1-4-2-1"
 
 
 def test_format_specifications_apply():
-    """Numbers can be padded so that names sort, seconds rounded, and run names cut."""
+    """Specifications pad numbers, round seconds and truncate run names."""
     pattern = file_format("{stage}-{batch:06d}-{total_wct:.1f}-{run_name:.3}.json")
     later = Timestamp(batch=42, total_wct=1.26)
     assert pattern.render(values("abcdef", later)) == "train-000042-1.3-abc.json"
 
 
 @pytest.mark.parametrize("case", cases("trace.filename")[:1])
-def test_default_names_tell_the_batch(case):
+def test_default_names(case):
     """The default pattern gives the documented names at the documented batches."""
     pattern = file_format("rank{rank}.{batch}.pt.trace.json")
     names = [pattern.render(values(timestamp=Timestamp(batch=n), ranks=Ranks())) for n in (5, 21)]
@@ -81,7 +81,7 @@ def test_default_names_tell_the_batch(case):
 
 @pytest.mark.parametrize("case", cases("trace.filename")[1:2])
 def test_gz_is_appended_once(case):
-    """A compressed file's pattern ends in .gz exactly once."""
+    """The pattern of a compressed file ends with .gz exactly once."""
     pattern = re.search(r"filename '([^']+)'", case["input"])[1]
     assert with_gz(pattern) == case["expected"]
     assert with_gz(with_gz(pattern)) == case["expected"]
@@ -109,8 +109,8 @@ def test_gz_is_appended_once(case):
         (file_format, "filename", "{total_wct:%}", "cannot read as a number"),
         (file_format, "filename", "", "at least one character"),
         (folder_format, "folder", "  ", "at least one character"),
-        (folder_format, "folder", None, "not a format string"),
-        (remote_format, "remote_file_name", 3, "not a format string"),
+        (folder_format, "folder", None, "must be a format string"),
+        (remote_format, "remote_file_name", 3, "must be a format string"),
         (file_format, "filename", "/tmp/{rank}.json", "leaves its folder"),
         (file_format, "filename", "C:\\{rank}.json", "leaves its folder"),
         (file_format, "filename", "../{rank}.json", "leaves its folder"),
@@ -118,13 +118,13 @@ def test_gz_is_appended_once(case):
         (file_format, "filename", "a\\..\\..\\b.json", "leaves its folder"),
         (folder_format, "folder", "{run_name}/..", "leaves its folder"),
         (remote_format, "remote_file_name", "/../a", "leaves its folder"),
-        (file_format, "filename", "traces/", "names no file"),
-        (file_format, "filename", ".", "names no file"),
+        (file_format, "filename", "traces/", "has no file name"),
+        (file_format, "filename", ".", "has no file name"),
         (remote_format, "remote_file_name", "/", "at least one character"),
     ],
 )
-def test_patterns_that_cannot_work_are_refused(make, field, pattern, problem):
-    """A bad pattern is a ConfigError that names the setting, what is wrong, and one that works."""
+def test_invalid_patterns_are_refused(make, field, pattern, problem):
+    """An invalid pattern is a ConfigError with the setting, the problem and an example."""
     with pytest.raises(ConfigError, match=problem) as error:
         make(pattern)
     assert error.value.field == field
@@ -133,7 +133,7 @@ def test_patterns_that_cannot_work_are_refused(make, field, pattern, problem):
 
 
 def test_absolute_folders_are_allowed():
-    """An absolute folder is the user's explicit choice."""
+    """An absolute folder is used as it is."""
     assert folder_format("/data/{run_name}").render(run_values("a", RANKS)) == "/data/a"
 
 
@@ -142,8 +142,8 @@ def test_leading_slashes_of_remote_names_are_stripped():
     assert remote_format("//{run_name}/x.json").render(values("a")) == "a/x.json"
 
 
-def test_below_a_bucket_a_remote_name_is_like_any_other():
-    """Of a URL the protocol and the bucket are no part of the name."""
+def test_the_path_of_a_url_is_the_remote_name():
+    """The protocol and the bucket of a URL are not in the remote name."""
     pattern = remote_format("s3://bucket//{run_name}/{stage}.{batch}.json", gz=True)
     assert pattern.render(values("a/b")) == "a_b/train.0.json.gz"
     with pytest.raises(ConfigError) as error:
@@ -170,13 +170,13 @@ def test_below_a_bucket_a_remote_name_is_like_any_other():
     ],
 )
 def test_run_names_cannot_leave_the_folder(run_name, safe):
-    """What separates folders or is no character becomes an underscore; the rest stays."""
+    """Separators and control characters become underscores; other characters stay."""
     folder = folder_format("{run_name}/traces").render(run_values(run_name, RANKS))
     assert folder == f"{safe}/traces"
 
 
-def test_a_specification_cannot_smuggle_separators_in():
-    """Fill characters and cuts are made safe like the values that they shape."""
+def test_specifications_cannot_add_separators():
+    """Separators from fill characters or truncation become underscores, too."""
     assert file_format("{run_name:/>5}").render(values("ab")) == "___ab"
     assert file_format("a/.{run_name:.1}").render(values(".x")) == "a/._"
 
@@ -189,8 +189,8 @@ def parse_conflict(case):
 
 
 @pytest.mark.parametrize("case", cases("trace.conflict"))
-def test_conflicts_are_the_documents(case, tmp_path):
-    """Files of a later moment conflict and others do not, in Composer's own cases."""
+def test_conflicts_as_in_composer(case, tmp_path):
+    """Only files of a later time conflict, in Composer's test cases."""
     pattern, now, existing = parse_conflict(case["input"])
     (tmp_path / existing).touch()
     found = conflicts(pattern, run_values("run", Ranks()), tmp_path, now)
@@ -227,8 +227,8 @@ NOW = Timestamp(epoch=2, batch=20, batch_in_epoch=4, sample=80, step=10, total_w
         ("{run_name}+{stage}.json", "a_b+train.json", True),
     ],
 )
-def test_what_conflicts(pattern, existing, conflict, tmp_path):
-    """This rank's files that lie strictly after now conflict, read back as they were written."""
+def test_later_files_conflict(pattern, existing, conflict, tmp_path):
+    """This rank's files later than now conflict, compared as formatted."""
     (tmp_path / existing).parent.mkdir(exist_ok=True)
     (tmp_path / existing).touch()
     fixed = {**run_values("a/b", RANKS), "stage": "train"}
@@ -236,7 +236,7 @@ def test_what_conflicts(pattern, existing, conflict, tmp_path):
     assert found == (tmp_path / existing if conflict else None)
 
 
-def test_nothing_conflicts_in_a_folder_that_is_not_there(tmp_path):
-    """The first run into a folder need not make it beforehand."""
+def test_a_missing_folder_has_no_conflicts(tmp_path):
+    """The folder need not exist before the first run."""
     fixed = run_values("run", RANKS)
     assert conflicts(file_format("rank{rank}.json"), fixed, tmp_path / "new", NOW) is None

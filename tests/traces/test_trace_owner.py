@@ -1,4 +1,4 @@
-"""Run folders: one for each run, however often its name comes again."""
+"""Run folders: one per run, also for runs of the same name."""
 
 import multiprocessing
 from pathlib import Path
@@ -11,13 +11,13 @@ from lightning_perf.traces.folder import MARKER, RunFolder, distinct_name
 FOLDER = "{run_name}/torch_traces"
 
 
-def home(root, identity, folder=FOLDER, run_name="owl-7", ranks=None):
+def run_folder(root, identity, folder=FOLDER, run_name="owl-7", ranks=None):
     return RunFolder(root, folder, ranks or Ranks(), run_name, identity)
 
 
 def claimed(root, *args, **kwargs):
-    """The folder below the root, as it is when something was recorded."""
-    return home(root, *args, **kwargs).claim().relative_to(root).as_posix()
+    """The folder of a claim, relative to the root."""
+    return run_folder(root, *args, **kwargs).claim().relative_to(root).as_posix()
 
 
 def distinct(identity, run_name="owl-7"):
@@ -25,9 +25,9 @@ def distinct(identity, run_name="owl-7"):
     return f"{distinct_name(run_name, identity)}/torch_traces"
 
 
-def test_looking_makes_nothing(tmp_path):
-    """Before something is recorded there is no folder, and whose it will be is open."""
-    ours, theirs = home(tmp_path, "ours"), home(tmp_path, "theirs")
+def test_folder_creates_nothing(tmp_path):
+    """Before the first claim there is no folder, and its owner is open."""
+    ours, theirs = run_folder(tmp_path, "ours"), run_folder(tmp_path, "theirs")
     assert ours.folder == theirs.folder == tmp_path / "owl-7/torch_traces"
     assert not list(tmp_path.iterdir())
     theirs.claim()
@@ -35,25 +35,25 @@ def test_looking_makes_nothing(tmp_path):
     assert theirs.folder == tmp_path / "owl-7/torch_traces"
 
 
-def test_the_folder_stays_when_it_is_removed(tmp_path):
-    """What a run has claimed is its own for as long as it runs."""
+def test_a_claimed_folder_does_not_change(tmp_path):
+    """A run keeps the folder that it has claimed, even if the marker is deleted."""
     claimed(tmp_path, "another run")
-    ours = home(tmp_path, "ours")
+    ours = run_folder(tmp_path, "ours")
     ours.claim()
     (tmp_path / "owl-7" / MARKER).unlink()
     assert ours.claim() == ours.folder == tmp_path / distinct("ours")
 
 
-def test_ranks_without_a_common_file_system_agree_on_the_other_name(tmp_path):
-    """It is made of the run's identity, and not of what else lies there."""
+def test_ranks_without_a_common_file_system_agree(tmp_path):
+    """The second name depends on the identity only, not on other folders."""
     for node in "ab":
         for other in range(3 if node == "a" else 1):
             claimed(tmp_path / node, f"run {other}")
     assert claimed(tmp_path / "a", "ours") == claimed(tmp_path / "b", "ours")
 
 
-def test_a_run_s_id_can_be_recognised():
-    """Of an id as MLflow draws them the first characters stand in the name, else of a hash."""
+def test_a_run_id_is_recognised():
+    """The name has the first characters of an MLflow run id, and a hash of other identities."""
     run_id = "3f2a1b0c9d8e7f6a5b4c3d2e1f0a9b8c"
     assert distinct_name("owl-7", run_id) == "owl-7-3f2a1b0c"
     assert len(distinct_name("owl-7", "logs/owl-7")) == len("owl-7-") + 8
@@ -61,7 +61,7 @@ def test_a_run_s_id_can_be_recognised():
 
 
 def test_a_marker_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
-    """On a disk that is full, no other rank waits for it."""
+    """On a full disk, no rank waits for an empty marker."""
     opened = Path.open
 
     def full(path, mode="r", **options):
@@ -76,8 +76,8 @@ def test_a_marker_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     assert not (tmp_path / "owl-7" / MARKER).exists()
 
 
-def test_runs_of_one_name_get_folders_of_their_own(tmp_path):
-    """The first has the plain name, the others one with their identity; the same after restarts."""
+def test_runs_of_one_name_get_different_folders(tmp_path):
+    """The first has the plain name, others have their identity in it, also after a restart."""
     first, *others = [claimed(tmp_path, run) for run in "abc"]
     assert first == "owl-7/torch_traces"
     assert others == [distinct("b"), distinct("c")]
@@ -85,7 +85,7 @@ def test_runs_of_one_name_get_folders_of_their_own(tmp_path):
 
 
 def test_recorders_and_ranks_of_a_run_share_a_name(tmp_path):
-    """Whatever stands below or above the run's name in the folder's pattern."""
+    """This holds for folders above and below the run's name in the pattern."""
     claimed(tmp_path, "another run")
     ranks = [Ranks(global_rank=n, local_rank=n, world_size=2) for n in range(2)]
     name = distinct_name("owl-7", "ours")
@@ -100,32 +100,32 @@ def test_recorders_and_ranks_of_a_run_share_a_name(tmp_path):
     assert found == [f"rank0/{name}", f"rank1/{name}"]
 
 
-def test_names_that_are_written_alike_are_told_apart(tmp_path):
-    """Two run names may render to one folder."""
+def test_names_that_render_alike_get_different_folders(tmp_path):
+    """Two run names may render to the same folder name."""
     assert claimed(tmp_path, "a", run_name="a/b") == "a_b/torch_traces"
     assert claimed(tmp_path, "b", run_name="a_b") == distinct("b", "a_b")
 
 
 @pytest.mark.parametrize("folder", ["traces", "rank{rank}/traces", "{run_name:.3}"])
-def test_a_folder_without_the_whole_name_is_the_user_s(tmp_path, folder):
-    """It stays as it is, and nothing is written: it leaves no room for another name."""
+def test_a_folder_without_the_run_name_is_unchanged(tmp_path, folder):
+    """Such a folder belongs to the user: it is neither renamed nor marked."""
     assert claimed(tmp_path, "a", folder) == claimed(tmp_path, "b", folder)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_was_there_is_taken(tmp_path):
-    """Traces from before there were markers do not push a run aside."""
+def test_a_folder_without_a_marker_is_claimed(tmp_path):
+    """Folders of versions without markers can be used."""
     (tmp_path / "owl-7" / "torch_traces").mkdir(parents=True)
     assert claimed(tmp_path, "ours") == "owl-7/torch_traces"
     assert (tmp_path / "owl-7" / MARKER).read_text() == "ours"
 
 
-def test_a_marker_that_a_killed_run_left_empty_is_another_s(tmp_path, monkeypatch):
-    """It is waited for, but not for ever."""
-    monkeypatch.setattr("lightning_perf.traces.folder._PATIENCE", 0.0)
+def test_an_empty_marker_of_a_killed_run_counts_as_another_run(tmp_path):
+    """A rank waits for the marker's content for a bounded time."""
     (tmp_path / "owl-7").mkdir()
     (tmp_path / "owl-7" / MARKER).touch()
-    assert claimed(tmp_path, "ours") == distinct("ours")
+    folder = RunFolder(tmp_path, FOLDER, Ranks(), "owl-7", "ours", patience=0.0)
+    assert folder.claim() == tmp_path / distinct("ours")
 
 
 def race(root: Path, identity: str, barrier, results) -> None:
@@ -134,8 +134,8 @@ def race(root: Path, identity: str, barrier, results) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_that_start_together_agree(tmp_path):
-    """Ranks of one run find one name, and runs of one name different ones, at the same moment."""
+def test_concurrent_processes_agree(tmp_path):
+    """Ranks of one run find one folder, and runs of one name find different ones."""
     fork = multiprocessing.get_context("fork")
     barrier, results = fork.Barrier(6), fork.Queue()
     processes = [

@@ -1,4 +1,4 @@
-"""The text beside the traces that says how to open them."""
+"""The README beside the traces that says how to open them."""
 
 import pytest
 from helpers.recordings import CONTENT, Server, after, files, record
@@ -7,11 +7,11 @@ from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import PerfWarning
 from lightning_perf.traces import Target
 
-TEXT = "Drop the files on https://ui.perfetto.dev.\n"
+TEXT = "Drag the files onto https://ui.perfetto.dev.\n"
 
 
-def test_it_lies_beside_the_first_trace_here_and_there(make_writer, worker, tmp_path):
-    """Once, at the root that all stages share, whatever stage is recorded first."""
+def test_the_readme_is_beside_the_first_trace(make_writer, worker, tmp_path):
+    """It is written and uploaded once, in the folder that all stages share."""
     server = Server()
     writer = make_writer(readme=TEXT, targets=[Target(server)])
     assert files(tmp_path) == []
@@ -28,8 +28,8 @@ def test_it_lies_beside_the_first_trace_here_and_there(make_writer, worker, tmp_
     assert server.attempts == 4
 
 
-def test_all_ranks_write_the_same(make_writer, worker, tmp_path):
-    """Each rank that records leaves it, and finds it there."""
+def test_all_ranks_share_one_readme(make_writer, worker, tmp_path):
+    """Ranks in one folder have the same file and do not replace it."""
     server = Server()
     for rank in (1, 0):
         ranks = Ranks(global_rank=rank, world_size=2)
@@ -41,16 +41,16 @@ def test_all_ranks_write_the_same(make_writer, worker, tmp_path):
     ]
 
 
-def test_it_counts_neither_as_a_trace_nor_as_a_conflict(make_writer, worker, tmp_path):
-    """Pruning leaves it, and a run that starts again does not stumble over it."""
+def test_the_readme_is_neither_pruned_nor_a_conflict(make_writer, worker, tmp_path):
+    """Pruning keeps it, and a new run in the folder is not refused because of it."""
     writer = make_writer(readme=TEXT, targets=[Target(Server())], num_traces_to_keep=0)
     after(worker, record(writer))
     assert files(tmp_path) == ["run/traces/README.md"]
     make_writer(filename="{run_name}.md", run_name="READ").check({"train": Timestamp()})
 
 
-def test_a_file_of_the_user_s_stays(make_writer, worker, tmp_path):
-    """It is neither replaced nor sent as ours."""
+def test_a_readme_of_the_user_stays(make_writer, worker, tmp_path):
+    """An existing README is neither replaced nor uploaded."""
     server = Server()
     (tmp_path / "run/traces").mkdir(parents=True)
     (tmp_path / "run/traces/README.md").write_text("mine")
@@ -59,16 +59,16 @@ def test_a_file_of_the_user_s_stays(make_writer, worker, tmp_path):
     assert list(server.files) == ["run/traces/rank0.5.json"]
 
 
-def test_the_root_of_a_target_is_the_user_s(make_writer, worker):
-    """Where traces have no folder there, no README is put among what else the user keeps."""
+def test_no_readme_in_the_root_of_a_target(make_writer, worker):
+    """Traces uploaded to the root of a target have no README, which is the place of the user."""
     server = Server()
     names = {"remote_file_name": "rank{rank}.{batch}.json", "targets": [Target(server)]}
     after(worker, record(make_writer(readme=TEXT, **names)))
     assert list(server.files) == ["rank0.5.json"]
 
 
-def test_what_did_not_arrive_is_tried_with_the_next_trace(make_writer, worker):
-    """A target that has it does not get it again, and a failure of it is no news."""
+def test_a_failed_readme_is_retried_with_the_next_trace(make_writer, worker):
+    """A target that has it does not get it again, and a failure is not a warning."""
 
     def refuse_once(path, remote):
         if path.suffix == ".md" and not refused:
@@ -85,8 +85,8 @@ def test_what_did_not_arrive_is_tried_with_the_next_trace(make_writer, worker):
     assert one.attempts == 3
 
 
-def test_no_failure_of_it_hurts_the_trace(make_writer, worker, tmp_path):
-    """Where it cannot be written, the trace is placed and sent all the same."""
+def test_a_trace_does_not_need_its_readme(make_writer, worker, tmp_path):
+    """If the README cannot be written, the trace is placed and uploaded."""
     server = Server()
     (tmp_path / "run/traces/README.md").mkdir(parents=True)
     written = after(worker, record(make_writer(readme=TEXT, targets=[Target(server)])))
@@ -94,8 +94,8 @@ def test_no_failure_of_it_hurts_the_trace(make_writer, worker, tmp_path):
     assert list(server.files) == ["run/traces/rank0.5.json"]
 
 
-def test_it_waits_for_a_server_that_takes_nothing(make_writer, worker, tmp_path):
-    """It lies here, and is not what a dead server is asked for first."""
+def test_the_readme_is_uploaded_after_the_trace(make_writer, worker, tmp_path):
+    """An unreachable server gets one attempt, for the trace."""
     server = Server(99)
     with pytest.warns(PerfWarning, match="not uploaded"):
         after(worker, record(make_writer(readme=TEXT, targets=[Target(server)], backoff=())))

@@ -1,4 +1,4 @@
-"""The trace writer: what becomes of a recording, whatever goes wrong on its way."""
+"""The trace writer: the steps from a recording to an uploaded file, and their failures."""
 
 import errno
 import gzip
@@ -15,9 +15,14 @@ from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record
 
 from lightning_perf.background.files import compress, place
 from lightning_perf.core.progress import Ranks, Timestamp
-from lightning_perf.errors import ConfigError, PerfWarning
-from lightning_perf.traces.uploads import PendingUpload, read_pending, rewrite_pending
-from lightning_perf.traces.writer import Target, check_names
+from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
+from lightning_perf.traces import (
+    PendingUpload,
+    Target,
+    check_names,
+    read_pending,
+    rewrite_pending,
+)
 from lightning_perf.tracking.mlflow import MlflowRun
 
 
@@ -25,7 +30,7 @@ from lightning_perf.tracking.mlflow import MlflowRun
     ("stage", "path"), [("train", "rank0.5.json"), ("validate", "validate/rank0.5.json")]
 )
 def test_a_recording_is_placed_and_uploaded(make_writer, worker, tmp_path, stage, path):
-    """The file has its documented name here and there, and nothing else is left behind."""
+    """The file has its documented local and remote name; no other file is left."""
     server = Server()
     written = record(make_writer(targets=[Target(server)]), stage=stage)
     assert worker.drain(PATIENCE)
@@ -36,7 +41,7 @@ def test_a_recording_is_placed_and_uploaded(make_writer, worker, tmp_path, stage
 
 
 def test_a_recording_is_compressed(make_writer, worker, tmp_path):
-    """With compress, .gz is appended to both names and the file unpacks to what was recorded."""
+    """With `compress`, both names end with .gz and the content is unchanged."""
     server = Server()
     written = record(make_writer(targets=[Target(server)], compress=True))
     assert worker.drain(PATIENCE)
@@ -46,7 +51,7 @@ def test_a_recording_is_compressed(make_writer, worker, tmp_path):
 
 
 def test_equal_recordings_give_equal_files(make_writer, worker, monkeypatch):
-    """Compressed files hold no time and no name."""
+    """Compressed files contain no time and no name."""
     monkeypatch.setattr(time, "time", itertools.count(1e9, 3600.0).__next__)
     writer = make_writer(compress=True)
     first, second = record(writer, batch=1), record(writer, batch=2)
@@ -64,7 +69,7 @@ def test_nothing_is_uploaded_without_a_remote_name(make_writer, worker):
 
 
 def test_prepare_completes_the_file_on_the_worker(make_writer, worker):
-    """A recorder's slow export runs off the training thread, before the file is looked at."""
+    """`prepare` runs on the worker thread, before the file is inspected."""
     writer, threads = make_writer(), []
     spooled = writer.spool("train")
 
@@ -78,8 +83,8 @@ def test_prepare_completes_the_file_on_the_worker(make_writer, worker):
     assert written.read_bytes() == CONTENT
 
 
-def test_a_recorder_is_let_go(make_writer, worker):
-    """Neither the writer nor an idle worker keeps alive what an export held."""
+def test_prepare_is_released(make_writer, worker):
+    """Neither the writer nor an idle worker keeps references to `prepare`."""
 
     class Export:
         def __call__(self):
@@ -95,8 +100,8 @@ def test_a_recorder_is_let_go(make_writer, worker):
     assert alive() is None
 
 
-def test_spools_are_new_hidden_and_named_for_the_tool(make_writer, tmp_path):
-    """Each is a path of its own beside the traces, with the suffix that the recorder writes."""
+def test_spools_are_new_hidden_paths_with_the_suffix(make_writer, tmp_path):
+    """Each spool is a unique hidden path beside the traces, with the suffix of `filename`."""
     writers = (
         make_writer(filename="a.{batch}.json.gz", compress=True),
         make_writer(filename="b{batch:06d}"),
@@ -112,8 +117,8 @@ def test_spools_are_new_hidden_and_named_for_the_tool(make_writer, tmp_path):
     }
 
 
-def test_what_a_killed_run_left_is_not_overwritten(make_writer):
-    """A spool of an earlier process with our id is passed over."""
+def test_the_spool_of_a_killed_run_is_not_overwritten(make_writer):
+    """`spool` skips a path that an earlier process with the same id has left."""
     writer = make_writer()
     before, number = writer.spool("train").stem.rsplit("-", 1)
     leftover = writer.spool("train").with_name(f"{before}-{int(number) + 2}.json")
@@ -121,8 +126,8 @@ def test_what_a_killed_run_left_is_not_overwritten(make_writer):
     assert writer.spool("train") != leftover
 
 
-def test_a_spool_that_cannot_be_made_is_told(make_writer, tmp_path):
-    """The caller hears of a folder that cannot be made."""
+def test_spool_raises_if_the_folder_cannot_be_created(make_writer, tmp_path):
+    """A file in place of the folder raises NotADirectoryError with its path."""
     (tmp_path / "run").write_text("a file in the folder's place")
     with pytest.raises(NotADirectoryError, match="run"):
         make_writer().spool("train")
@@ -134,7 +139,7 @@ def test_a_spool_that_cannot_be_made_is_told(make_writer, tmp_path):
 
 
 def test_later_traces_are_refused(make_writer, worker):
-    """A run that starts again where another got further says which file, and what to do."""
+    """A new run in the folder of a longer run gets an error with the file and a remedy."""
     record(make_writer(), batch=6)
     assert worker.drain(PATIENCE)
     now = {"train": Timestamp(batch=5)}
@@ -148,14 +153,14 @@ def test_later_traces_are_refused(make_writer, worker):
 
 
 def test_a_resume_into_the_same_folder_works(make_writer, worker):
-    """Traces up to the present batch, that one included, are no conflict."""
+    """Traces up to and including the present batch do not conflict."""
     record(make_writer(), batch=6)
     assert worker.drain(PATIENCE)
     make_writer().check({"train": Timestamp(batch=6)})
 
 
-def test_a_resume_from_an_older_checkpoint_goes_on_beside_the_later_traces(make_writer, worker):
-    """One warning names the first of the later files, and no file is replaced."""
+def test_a_resume_from_an_older_checkpoint_keeps_later_traces(make_writer, worker):
+    """One warning names the first later file, and no file is replaced."""
     first = after(worker, record(make_writer(), batch=6, content=b"first"))
     record(make_writer(), batch=7, stage="validate")
     assert worker.drain(PATIENCE)
@@ -168,8 +173,8 @@ def test_a_resume_from_an_older_checkpoint_goes_on_beside_the_later_traces(make_
     assert (first.read_bytes(), second.read_bytes()) == (b"first", b"second")
 
 
-def test_a_name_that_is_taken_gets_a_number(make_writer, worker, tmp_path):
-    """Without overwrite no trace replaces another one, neither here nor on the server."""
+def test_a_taken_name_gets_a_number(make_writer, worker, tmp_path):
+    """Without `overwrite` a trace never replaces another one, locally or on the server."""
     server = Server()
     record(make_writer(filename="last.pt.json"), content=b"an earlier run's")
     assert worker.drain(PATIENCE)
@@ -187,7 +192,7 @@ def test_a_name_that_is_taken_gets_a_number(make_writer, worker, tmp_path):
 
 
 def test_overwrite_replaces(make_writer, worker, tmp_path):
-    """With overwrite a trace of the same name takes the other's place, also in saved_traces."""
+    """With `overwrite` a trace replaces one of the same name, also in `saved_traces`."""
     writer = make_writer(filename="last.json", overwrite=True, num_traces_to_keep=1)
     record(writer, batch=1, content=b"first")
     written = record(writer, batch=2, content=b"second")
@@ -201,7 +206,7 @@ def test_overwrite_replaces(make_writer, worker, tmp_path):
 
 
 def test_a_failed_upload_is_retried(make_writer, worker, tmp_path):
-    """A server that comes back gets the file, and nobody is bothered."""
+    """The file is uploaded after three failed attempts, without a warning."""
     server = Server(failures=3)
     record(make_writer(targets=[Target(server)]))
     assert worker.drain(PATIENCE)
@@ -210,11 +215,11 @@ def test_a_failed_upload_is_retried(make_writer, worker, tmp_path):
     assert read_pending(tmp_path) == []
 
 
-def test_an_upload_that_fails_for_good_is_listed(make_writer, worker, tmp_path):
-    """The file stays, is named once in a warning, and can be sent later; secrets stay out."""
+def test_a_failed_upload_is_listed(make_writer, worker, tmp_path):
+    """After the last attempt the file stays, with one warning and one entry without secrets."""
     server = Server(99, "PUT https://me:hunter2@host/bucket?X-Signature=hunter2 failed")
     run = MlflowRun("https://me:hunter2@host/mlflow", "abc")
-    writer = make_writer(targets=[Target(server, run.as_dict())], num_traces_to_keep=0)
+    writer = make_writer(targets=[Target(server, run.address)], num_traces_to_keep=0)
     with pytest.warns(PerfWarning) as warned:
         written = after(worker, record(writer))
     assert server.attempts == 4
@@ -235,8 +240,8 @@ def test_an_upload_that_fails_for_good_is_listed(make_writer, worker, tmp_path):
     assert "hunter2" not in str(warned[0].message)
 
 
-def test_each_target_gets_what_it_has_not_got(make_writer, worker, tmp_path):
-    """Of two servers, one that took the file is not asked again, and only the other is listed."""
+def test_only_failed_targets_are_retried(make_writer, worker, tmp_path):
+    """A target that has the file gets it once; only the other is retried and listed."""
     one, other = Server(), Server(failures=2)
     targets = [Target(one, {"run_id": "one"}), Target(other, {"run_id": "other"})]
     writer = make_writer(targets=targets)
@@ -250,8 +255,8 @@ def test_each_target_gets_what_it_has_not_got(make_writer, worker, tmp_path):
     assert one.attempts == 2
 
 
-def test_a_trace_that_waits_at_the_end_is_listed_for_each_target(make_writer, worker, tmp_path):
-    """Whatever the first attempt reached is left out."""
+def test_an_unfinished_upload_is_listed_for_each_failed_target(make_writer, worker, tmp_path):
+    """Closing lists the targets that the first attempt did not reach."""
     targets = [Target(Server(99 * (name != "b")), {"run_id": name}) for name in "abc"]
     writer = make_writer(targets=targets, backoff=(3600.0,))
     record(writer)
@@ -261,15 +266,17 @@ def test_a_trace_that_waits_at_the_end_is_listed_for_each_target(make_writer, wo
     assert [entry.target["run_id"] for entry in read_pending(tmp_path)] == ["a", "c"]
 
 
-def test_an_upload_that_cannot_be_listed_is_still_told(make_writer, worker, tmp_path):
-    """Where the list cannot be written, the warning names the file and says so."""
+def test_an_upload_that_cannot_be_listed_is_a_warning(make_writer, worker, tmp_path):
+    """If the list cannot be written, the warning names the file and the error."""
     (tmp_path / "pending_uploads.jsonl").mkdir()
-    with pytest.warns(PerfWarning, match=r"rank0\.5\.json; they could not be listed .*Error"):
+    with pytest.warns(
+        PerfWarning, match=r"rank0\.5\.json; the list of pending uploads could not .*Error"
+    ):
         after(worker, record(make_writer(targets=[Target(Server(99))], backoff=())))
 
 
-def test_the_last_attempt_is_made_at_the_end(make_writer, worker):
-    """Closing the worker cuts the backoff short."""
+def test_closing_the_worker_retries_now(make_writer, worker):
+    """Closing the worker ends the backoff delay."""
     server = Server(failures=1)
     record(make_writer(targets=[Target(server)], backoff=(3600.0,)))
     assert worker.call(lambda: server.attempts, PATIENCE) == 1
@@ -277,8 +284,8 @@ def test_the_last_attempt_is_made_at_the_end(make_writer, worker):
     assert list(server.files) == ["run/traces/rank0.5.json"]
 
 
-def test_a_hanging_server_loses_nothing(make_writer, worker, tmp_path):
-    """What waits behind an upload that hangs is placed at the end, and all of it is listed."""
+def test_traces_behind_a_hanging_upload_are_placed(make_writer, worker, tmp_path):
+    """Closing places the traces that wait behind it and lists all of them."""
     reached, gate = threading.Event(), threading.Event()
 
     def hang(path, remote):
@@ -302,8 +309,8 @@ def test_a_hanging_server_loses_nothing(make_writer, worker, tmp_path):
     assert len(read_pending(tmp_path)) == 2
 
 
-def test_closing_when_all_is_done_does_nothing(make_writer, worker, tmp_path):
-    """A writer whose work was done closes without a word, as often as one likes."""
+def test_closing_twice_does_nothing(make_writer, worker, tmp_path):
+    """A writer without waiting traces closes without a warning, any number of times."""
     writer = make_writer(targets=[Target(Server())])
     record(writer)
     assert worker.close(PATIENCE)
@@ -312,19 +319,19 @@ def test_closing_when_all_is_done_does_nothing(make_writer, worker, tmp_path):
     assert files(tmp_path) == ["run/traces/rank0.5.json"]
 
 
-def test_a_worker_that_takes_nothing_loses_nothing(make_writer, worker, tmp_path):
-    """The file is then placed at once, and its upload is left to later, with a warning."""
+def test_a_closed_worker_places_the_file_on_the_calling_thread(make_writer, worker, tmp_path):
+    """The file is placed at once; its upload is listed, with a warning."""
     assert worker.close(PATIENCE)
     server = Server()
-    with pytest.warns(PerfWarning, match="took no more jobs.*rank0.5.json"):
+    with pytest.warns(PerfWarning, match="accepts no more jobs.*rank0.5.json"):
         written = record(make_writer(targets=[Target(server)]))
     assert written.read_bytes() == CONTENT
     assert server.attempts == 0
     assert [entry.path for entry in read_pending(tmp_path)] == [str(written)]
 
 
-def test_without_uploads_a_worker_that_takes_nothing_is_no_matter(make_writer, worker, tmp_path):
-    """A file that is not to be uploaded is placed, and older ones pruned, on the spot."""
+def test_a_closed_worker_prunes_on_the_calling_thread(make_writer, worker, tmp_path):
+    """Without an upload, the file is placed and older ones are deleted, without a warning."""
     assert worker.close(PATIENCE)
     writer = make_writer(num_traces_to_keep=1)
     for batch in (1, 2):
@@ -332,25 +339,25 @@ def test_without_uploads_a_worker_that_takes_nothing_is_no_matter(make_writer, w
     assert files(tmp_path) == ["run/traces/rank0.2.json"]
 
 
-def test_the_caller_is_told_what_could_not_be_written_at_once(make_writer, worker):
-    """If the worker takes nothing and the file cannot be placed either, there is no path."""
+def test_write_returns_none_if_the_file_cannot_be_placed(make_writer, worker):
+    """If the worker is closed and the recording is empty, there is no path."""
     assert worker.close(PATIENCE)
-    with pytest.warns(PerfWarning, match="left nothing"):
+    with pytest.warns(PerfWarning, match="wrote nothing"):
         assert record(make_writer(), content=b"") is None
 
 
-# What fails before
+# Failures before the upload
 
 
 @pytest.mark.parametrize("content", [b"", None])
-def test_a_recorder_that_left_nothing_is_told(make_writer, worker, tmp_path, content):
-    """A missing or an empty file is one warning; nothing is uploaded or left behind."""
+def test_an_empty_recording_is_a_warning(make_writer, worker, tmp_path, content):
+    """A missing or empty file gives one warning; no file is uploaded or left."""
     server = Server()
     writer = make_writer(targets=[Target(server)])
     spooled = writer.spool("train")
     if content is not None:
         spooled.write_bytes(content)
-    with pytest.warns(PerfWarning, match=r"left nothing for .*rank0\.5\.json") as warned:
+    with pytest.warns(PerfWarning, match=r"wrote nothing for .*rank0\.5\.json") as warned:
         after(worker, writer.write(spooled, Timestamp(batch=5), "train"))
     assert len(warned) == 1
     assert files(tmp_path) == []
@@ -360,7 +367,7 @@ def test_a_recorder_that_left_nothing_is_told(make_writer, worker, tmp_path, con
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_file_that_cannot_be_placed_is_kept(make_writer, worker, tmp_path, compress):
-    """One warning says where the recording is, and training goes on."""
+    """One warning says where the recording is, and nothing is raised."""
     server = Server()
     writer = make_writer(
         targets=[Target(server)], compress=compress, filename="{stage}/{batch}.json"
@@ -375,9 +382,10 @@ def test_a_file_that_cannot_be_placed_is_kept(make_writer, worker, tmp_path, com
     assert server.attempts == 0
 
 
-def test_an_export_that_fails_is_told(make_writer, worker, tmp_path):
-    """What prepare raises becomes a warning, also when it runs on the calling thread."""
-    writer = make_writer()
+def test_a_failing_prepare_is_a_warning(make_writer, worker, tmp_path):
+    """An exception of `prepare` is a warning, also on the calling thread."""
+    digest = WarningDigest()
+    writer = make_writer(digest=digest)
 
     def export():
         raise RuntimeError("no events")
@@ -387,7 +395,7 @@ def test_an_export_that_fails_is_told(make_writer, worker, tmp_path):
     assert worker.close(PATIENCE)
     assert record(writer, prepare=export) is None
     with pytest.warns(PerfWarning, match="1 more traces were not finished"):
-        writer.close()
+        digest.summarize()
     assert writer.saved_traces == []
 
 
@@ -398,7 +406,7 @@ def test_an_export_that_fails_is_told(make_writer, worker, tmp_path):
     ("keep", "left"), [(-1, [1, 2, 3]), (5, [1, 2, 3]), (2, [2, 3]), (1, [3]), (0, [])]
 )
 def test_the_latest_files_are_kept(make_writer, worker, tmp_path, keep, left):
-    """Uploaded files are removed, oldest first, until so many remain; the server has them all."""
+    """The oldest uploaded files are deleted until `num_traces_to_keep` remain."""
     server = Server()
     writer = make_writer(targets=[Target(server)], num_traces_to_keep=keep)
     paths = {batch: record(writer, batch) for batch in (1, 2, 3)}
@@ -408,16 +416,16 @@ def test_the_latest_files_are_kept(make_writer, worker, tmp_path, keep, left):
     assert len(server.files) == 3
 
 
-def test_only_uploaded_files_are_removed(make_writer, worker, tmp_path):
-    """A file whose upload failed for good outlives the newer ones that arrived."""
+def test_only_uploaded_files_are_deleted(make_writer, worker, tmp_path):
+    """A file whose upload failed stays when newer ones are deleted."""
     writer = make_writer(targets=[Target(Server(failures=1))], num_traces_to_keep=0, backoff=())
     with pytest.warns(PerfWarning, match="not uploaded"):
         after(worker, [record(writer, 1), record(writer, 2)])
     assert files(tmp_path) == ["pending_uploads.jsonl", "run/traces/rank0.1.json"]
 
 
-def test_a_file_between_two_attempts_is_not_removed(make_writer, worker, tmp_path):
-    """Pruning after a newer file leaves one that still waits for its retry."""
+def test_a_file_between_two_attempts_is_not_deleted(make_writer, worker, tmp_path):
+    """Pruning skips a file that waits for its retry."""
     server = Server(failures=1)
     writer = make_writer(targets=[Target(server)], num_traces_to_keep=1, backoff=(3600.0,))
     record(writer, 1)
@@ -432,8 +440,8 @@ def test_a_file_between_two_attempts_is_not_removed(make_writer, worker, tmp_pat
 
 
 @pytest.mark.parametrize("changes", [{"remote_file_name": None, "targets": [Target(Server())]}, {}])
-def test_the_only_copy_is_never_removed(make_writer, worker, tmp_path, changes):
-    """Where nothing is uploaded, num_traces_to_keep=0 still leaves the latest file."""
+def test_the_only_copy_is_never_deleted(make_writer, worker, tmp_path, changes):
+    """Without an upload, `num_traces_to_keep=0` still keeps the latest file."""
     writer = make_writer(num_traces_to_keep=0, **changes)
     record(writer, 1)
     record(writer, 2)
@@ -443,7 +451,7 @@ def test_the_only_copy_is_never_removed(make_writer, worker, tmp_path, changes):
 
 
 def test_saved_traces_are_listed_by_global_rank(make_writer, worker):
-    """This rank's path stands in its place, with None for the ranks that have their own lists."""
+    """This rank's path is at its index; other ranks are None."""
     writer = make_writer(ranks=Ranks(global_rank=2, world_size=4))
     written = record(writer, 7)
     assert worker.drain(PATIENCE)
@@ -452,7 +460,7 @@ def test_saved_traces_are_listed_by_global_rank(make_writer, worker):
 
 @pytest.mark.parametrize("value", [-2, 1.5, "3", None, True])
 def test_num_traces_to_keep_is_checked(make_writer, value):
-    """Anything but -1 and numbers of files is refused, with or before the writer."""
+    """Only -1 and integers from 0 are accepted, by the writer and by `check_names`."""
     with pytest.raises(ConfigError, match="num_traces_to_keep"):
         make_writer(num_traces_to_keep=value)
     with pytest.raises(ConfigError, match="num_traces_to_keep"):
@@ -461,16 +469,16 @@ def test_num_traces_to_keep_is_checked(make_writer, value):
 
 @pytest.mark.parametrize("field", ["folder", "filename", "remote_file_name"])
 def test_format_strings_are_checked(make_writer, field):
-    """A bad format string is refused at construction, even if nothing would be uploaded."""
+    """An invalid format string is refused at construction, even without an upload."""
     with pytest.raises(ConfigError, match=f"{field}='{{nonsense}}'"):
         make_writer(**{field: "{nonsense}"})
 
 
-# Files that appear whole, and the list of pending uploads
+# Atomic files and the list of pending uploads
 
 
 def test_a_file_is_copied_across_file_systems(tmp_path, monkeypatch):
-    """Where a rename cannot reach, the file is copied beside its target first, and then moved."""
+    """If a rename fails with EXDEV, the file is copied beside the target and then renamed."""
     source, target = tmp_path / "source", tmp_path / "new/target"
     source.write_bytes(CONTENT)
     rename = os.replace
@@ -487,8 +495,8 @@ def test_a_file_is_copied_across_file_systems(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("move", [compress, place])
-def test_a_move_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch, move):
-    """An error on the way, such as a full disk, leaves no half file and keeps the source."""
+def test_a_failed_move_changes_nothing(tmp_path, monkeypatch, move):
+    """An error such as a full disk keeps source and target and leaves no partial file."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(CONTENT)
     target.write_bytes(b"old")
@@ -503,8 +511,8 @@ def test_a_move_that_fails_leaves_everything_as_it_was(tmp_path, monkeypatch, mo
     assert (source.read_bytes(), target.read_bytes()) == (CONTENT, b"old")
 
 
-def test_a_place_that_is_taken_by_a_folder_is_an_error(tmp_path):
-    """Only a rename across file systems is turned into a copy; the source is kept."""
+def test_a_folder_in_place_of_the_target_is_an_error(tmp_path):
+    """Errors other than EXDEV are raised, and the source is kept."""
     (tmp_path / "target").mkdir()
     (tmp_path / "source").write_bytes(CONTENT)
     with pytest.raises(IsADirectoryError):
@@ -512,8 +520,8 @@ def test_a_place_that_is_taken_by_a_folder_is_an_error(tmp_path):
     assert (tmp_path / "source").read_bytes() == CONTENT
 
 
-def test_the_list_of_pending_uploads_is_rewritten_whole(tmp_path):
-    """What is written is what is read, and an empty list leaves no file."""
+def test_the_list_of_pending_uploads_is_rewritten(tmp_path):
+    """Entries are read back as written, and an empty list removes the file."""
     entries = [PendingUpload(f"/{n}", "é", "run", "why", {"run_id": "x"}) for n in range(3)]
     rewrite_pending(tmp_path, entries)
     assert read_pending(tmp_path) == entries
@@ -525,8 +533,8 @@ def test_the_list_of_pending_uploads_is_rewritten_whole(tmp_path):
 
 
 @pytest.mark.parametrize("line", ['{"path": "/a", "rem', '{"path": "/a"}', "[]", "7"])
-def test_a_line_cut_short_hides_no_other(tmp_path, line):
-    """A damaged line is told by its number, and the others are read."""
+def test_a_damaged_line_is_skipped(tmp_path, line):
+    """A damaged line is a warning with its number; other lines are read."""
     entry = PendingUpload("/0", "0", "run", "why")
     rewrite_pending(tmp_path, [entry])
     with (tmp_path / "pending_uploads.jsonl").open("a") as file:

@@ -1,8 +1,9 @@
-"""Where a run's files lie: fast development runs, nameless runs, and remote roots."""
+"""The root folder of a run: fast_dev_run, runs without a name, and remote roots."""
 
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from helpers.small import Small, left_in, ours, trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_perf import PerfWarning, PyTorch, Timings
-from lightning_perf.traces import read_pending
+from lightning_perf.run import artifacts
+from lightning_perf.traces import TraceRun, read_pending
 
-# Matplotlib's own; `pytest.warns` hands it on.
+# A warning of Matplotlib, which `pytest.warns` re-emits.
 pytestmark = pytest.mark.filterwarnings("ignore:Passing individual properties")
 
 
@@ -23,23 +25,23 @@ class Named(CSVLogger):
 
     def __init__(self, folder: Path, name: Any, version: Any) -> None:
         super().__init__(folder)
-        self.told = name, version
+        self.given = name, version
 
     @property
     def name(self) -> str:
-        return str(self.told[0])
+        return str(self.given[0])
 
     @property
     def version(self) -> Any:
-        return self.told[1]
+        return self.given[1]
 
     def save(self) -> None:
-        """Nothing, so that it may be made again."""
+        """Write nothing, so that the logger may be created twice."""
 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The system's folder for temporary files, empty."""
+    """An empty folder in place of the system's folder for temporary files."""
     folder = tmp_path / "system"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -59,23 +61,21 @@ def stored(under: str) -> list[str]:
     return sorted(name.removeprefix(f"/{under}/") for name in found)
 
 
-# Fast development runs
+# fast_dev_run
 
 
-def test_a_fast_development_run_leaves_nothing_and_may_be_repeated(
+def test_a_fast_dev_run_leaves_no_file_and_may_be_repeated(
     tmp_path: Path, in_tmp: Path, temporary: Path
 ) -> None:
-    """Twice in one folder: no error, no file, in whatever folder."""
+    """Two runs in one folder give no error and leave no file in any folder."""
     for _ in range(2):
         fit(tmp_path / "runs", fast_dev_run=True, logger=True)
     assert left_in(tmp_path) == left_in(in_tmp) == []
     assert list(temporary.iterdir()) == []
 
 
-def test_a_fast_development_run_keeps_what_a_folder_was_given_for(
-    tmp_path: Path, temporary: Path
-) -> None:
-    """With `output_path_prefix` traces stay, and two runs do not share a folder."""
+def test_a_fast_dev_run_writes_to_output_path_prefix(tmp_path: Path, temporary: Path) -> None:
+    """With `output_path_prefix` traces stay, and two runs have different folders."""
     for _ in range(2):
         fit(
             tmp_path,
@@ -94,10 +94,10 @@ def test_a_fast_development_run_keeps_what_a_folder_was_given_for(
     ("name", "version", "folder"),
     [("", "", "run-*"), ("", 3, "version_3"), ("", "v", "v"), ("exp", "", "run-*")],
 )
-def test_a_run_is_named_by_what_its_logger_tells(
+def test_a_run_is_named_after_its_logger(
     tmp_path: Path, name: str, version: Any, folder: str
 ) -> None:
-    """A logger without a name lends its version; one without a version cannot tell runs apart."""
+    """Without a name the version is used; without a version the name is generated."""
 
     fit(tmp_path, logger=Named(tmp_path / "csv", name, version))
     assert list(tmp_path.glob(f"{folder}/torch_traces/rank0.1.pt.trace.json.gz"))
@@ -108,7 +108,7 @@ def test_a_run_is_named_by_what_its_logger_tells(
 
 
 def test_files_go_to_a_remote_root(tmp_path: Path, in_tmp: Path, temporary: Path) -> None:
-    """Traces, pages and texts are in the store under a name of the run's own, and not here."""
+    """Traces, pages and texts are in the store under the run's own name, and not here."""
     fit("memory://roots/a", logger=CSVLogger("memory://roots/a", version=0))
     names = stored("roots/a")
     (run,) = {name.split("/")[0] for name in names} - {"lightning_logs"}
@@ -120,8 +120,8 @@ def test_files_go_to_a_remote_root(tmp_path: Path, in_tmp: Path, temporary: Path
     assert list(temporary.iterdir()) == []
 
 
-def test_a_remote_root_loses_nothing_to_a_second_run(tmp_path: Path) -> None:
-    """A restart into the same run gets numbers; with `overwrite` it replaces."""
+def test_a_second_run_in_a_remote_root_replaces_nothing(tmp_path: Path) -> None:
+    """A restart of a run adds numbers to names; with `overwrite` it replaces files."""
     for overwrite in (False, False, True):
         fit(
             "memory://roots/b",
@@ -136,16 +136,15 @@ def test_a_remote_root_loses_nothing_to_a_second_run(tmp_path: Path) -> None:
     assert names.count("torch_traces/README.md") == 1
 
 
-def test_what_a_remote_root_does_not_take_stays(
+def test_files_that_a_remote_root_refuses_stay(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is listed, and a later upload brings it to its place."""
+    """They are listed, and `lightning-perf upload` sends them to the same place."""
     from lightning_perf.cli import main
-    from lightning_perf.traces import uploads
 
     memory = type(fsspec.filesystem("memory"))
     put = memory.put_file
-    monkeypatch.setattr(uploads.Delivery, "__init__", _hasty(uploads.Delivery.__init__))
+    monkeypatch.setattr(artifacts, "TraceRun", partial(TraceRun, backoff=(0.0,)))
 
     def gone(*args: Any, **options: Any) -> None:
         raise ConnectionError("gone")
@@ -153,7 +152,7 @@ def test_what_a_remote_root_does_not_take_stays(
     monkeypatch.setattr(memory, "put_file", gone)
     with pytest.warns(PerfWarning, match="not uploaded") as caught:
         fit("memory://roots/c", logger=False)
-    assert len(ours(caught)) == 2  # the first one, and how many came again
+    assert len(ours(caught)) == 2  # the first one, and the count of the others
     (root,) = temporary.iterdir()
     listed = read_pending(root)
     assert {Path(entry.path).is_file() for entry in listed} == {True}
@@ -165,24 +164,15 @@ def test_what_a_remote_root_does_not_take_stays(
     assert {"torch_traces/rank0.1.pt.trace.json.gz", "timings/table.md"} <= set(names)
 
 
-def _hasty(original: Any) -> Any:
-    """Without seconds between attempts."""
-
-    def init(self: Any, *args: Any) -> None:
-        original(self, *args[:-1], (0.0,))
-
-    return init
-
-
-def test_a_store_that_cannot_be_used_is_told_in_one_line(in_tmp: Path) -> None:
-    """The warning names the URL, the reason and the folder that files go to instead."""
+def test_an_unusable_store_is_one_warning(in_tmp: Path) -> None:
+    """The warning has the URL, the reason and the folder that is used instead."""
     with pytest.warns(PerfWarning, match=r"nowhere://x has the protocol .* files are written to"):
         fit("nowhere://x", logger=False, enable_checkpointing=False)
     assert list(in_tmp.glob("run-*/torch_traces/rank0.1.pt.trace.json.gz"))
 
 
-def test_the_url_of_a_local_folder_is_that_folder(tmp_path: Path, in_tmp: Path) -> None:
-    """file:// makes no folder of that name."""
+def test_a_file_url_is_the_local_folder(tmp_path: Path, in_tmp: Path) -> None:
+    """file:// writes to the folder and creates no other."""
     fit(f"file://{tmp_path}/local", logger=False)
     assert list((tmp_path / "local").glob("run-*/torch_traces/rank0.1.pt.trace.json.gz"))
     assert left_in(in_tmp) == []

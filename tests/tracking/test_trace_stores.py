@@ -1,4 +1,4 @@
-"""Traces in stores by URL, as fsspec knows them, with or without MLflow."""
+"""Traces in stores that fsspec opens by URL, with or without MLflow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_perf.tracking.stores import store_target
 
 
 class Unsteady(MemoryFileSystem):
-    """A store whose connections break, as often as it is told to."""
+    """A store that fails as often as `failures` says."""
 
     protocol = "unsteady"
     store: ClassVar[dict[str, Any]] = {}
@@ -57,7 +57,7 @@ class Unsteady(MemoryFileSystem):
 
 @pytest.fixture
 def unsteady() -> Iterator[type[Unsteady]]:
-    """The store, empty and willing."""
+    """The store, empty and without failures."""
     fsspec.register_implementation("unsteady", Unsteady, clobber=True)
     Unsteady.store, Unsteady.pseudo_dirs, Unsteady.failures = {}, [""], 0
     Unsteady.connections = []
@@ -78,7 +78,7 @@ def memory(under: str) -> list[str]:
 
 
 def test_traces_go_to_a_store_without_any_logger(tmp_path: Path) -> None:
-    """All variables render below the bucket, and .gz is appended as for any name."""
+    """All variables render in the path of the URL, and .gz is appended."""
     url = "memory://bucket/a/rank{rank}-{stage}.{batch}.json"
     profiler = PyTorch(schedule="every 4ba", remote_file_name=url)
     trainer(tmp_path, profiler).fit(Small())
@@ -86,8 +86,8 @@ def test_traces_go_to_a_store_without_any_logger(tmp_path: Path) -> None:
     assert not read_pending(tmp_path)
 
 
-def test_a_file_url_names_a_folder_of_any_disk(tmp_path: Path) -> None:
-    """Files lie there whole, with those of other stages in folders of their own."""
+def test_a_file_url_is_a_folder_of_any_disk(tmp_path: Path) -> None:
+    """Files are complete there, and those of other stages are in subfolders."""
     url = f"file://{tmp_path}/shared disk/traces/rank{{rank}}.{{batch}}.json"
     profiler = VizTracer(schedule="first 1ba", remote_file_name=url, num_traces_to_keep=0)
     trainer(tmp_path / "here", profiler, limit_val_batches=1).fit(Small())
@@ -100,7 +100,7 @@ def test_a_file_url_names_a_folder_of_any_disk(tmp_path: Path) -> None:
 
 
 def test_mlflow_gets_metrics_and_the_store_the_traces(tmp_path: Path, mlflow_database: str) -> None:
-    """A run's name is followed by a part of its id, since runs of all machines meet there."""
+    """In a store, the run's name is followed by a part of its id."""
     logger = MLFlowLogger("stores", tracking_uri=mlflow_database, run_name="owl-7")
     url = "memory://me:hunter2@both/{run_name}/rank{rank}.{batch}.json"
     profiler = PyTorch(schedule="first 1ba", remote_file_name=url)
@@ -115,10 +115,10 @@ def test_mlflow_gets_metrics_and_the_store_the_traces(tmp_path: Path, mlflow_dat
     assert params["lightning_perf/PyTorch/remote_file_name"].startswith("memory://both/{run_name}")
 
 
-def test_a_store_that_fails_is_tried_again(
+def test_a_failed_store_is_retried(
     make_writer: Any, worker: Any, unsteady: type[Unsteady], tmp_path: Path
 ) -> None:
-    """Each time over a connection of its own, with the credentials of the URL."""
+    """Each attempt opens a new connection with the credentials of the URL."""
     unsteady.failures = 3
     url = "unsteady://me:hunter2@host/{run_name}/{batch}.json"
     target = store_target(url)
@@ -130,10 +130,10 @@ def test_a_store_that_fails_is_tried_again(
     assert read_pending(tmp_path) == []
 
 
-def test_what_a_store_did_not_take_is_listed_without_credentials_and_sent_later(
+def test_a_failed_upload_to_a_store_is_listed_without_credentials(
     make_writer: Any, worker: Any, unsteady: type[Unsteady], tmp_path: Path
 ) -> None:
-    """Files stay though none were to be kept, and the command sends them to the store."""
+    """The file stays, and the command uploads it to the store."""
     unsteady.failures = 4
     url = "unsteady://me:hunter2@host/traces/{batch}.json"
     writer = make_writer(remote_file_name=url, targets=[store_target(url)], num_traces_to_keep=0)
@@ -153,10 +153,10 @@ def test_what_a_store_did_not_take_is_listed_without_credentials_and_sent_later(
     assert unsteady.connections[-1] == {}
 
 
-def test_a_file_appears_on_another_disk_whole_or_not_at_all(
+def test_uploads_to_another_disk_are_atomic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that fails leaves what was there, and no part."""
+    """A failed copy keeps the old file and leaves no partial file."""
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "a.json").write_text("old")
     (tmp_path / "new").write_bytes(CONTENT)
@@ -189,7 +189,7 @@ def test_a_file_appears_on_another_disk_whole_or_not_at_all(
     ],
 )
 def test_addresses_are_listed_without_credentials(url: str, address: str) -> None:
-    """Of what stands before an @, only the container of Azure's URLs is no secret."""
+    """Text before an @ is removed, except the container in URLs of Azure."""
     target = store_target(url)
     assert target is not None
     assert target.address == {"store": address}
@@ -213,10 +213,10 @@ def test_addresses_are_listed_without_credentials(url: str, address: str) -> Non
         ("file://data/{batch}.json", "not absolute"),
     ],
 )
-def test_urls_that_cannot_work_are_refused_at_construction(
+def test_invalid_urls_are_refused_at_construction(
     url: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message tells what to install, if that is it, and never a secret."""
+    """The message says what to install, if that is the problem, and has no secrets."""
     for name, fault in (("lacking", "nosuchpackage.A"), ("lacking2", "fsspec.nosuchmodule.B")):
         known = {"class": fault, "err": "Needs nosuchclient"}
         monkeypatch.setitem(known_implementations, name, known)
@@ -226,7 +226,7 @@ def test_urls_that_cannot_work_are_refused_at_construction(
     assert "hunter2" not in str(caught.value) + repr(caught.value)
 
 
-def test_a_store_that_is_not_known_later_stays_listed(
+def test_an_entry_of_an_unknown_store_stays_listed(
     make_writer: Any, worker: Any, unsteady: type[Unsteady], tmp_path: Path
 ) -> None:
     """On a machine without the package, the command says so and keeps the entry."""
@@ -242,8 +242,8 @@ def test_a_store_that_is_not_known_later_stays_listed(
     assert "fsspec does not know" in json.loads(line)["error"]
 
 
-def test_two_runs_of_one_name_do_not_meet_in_a_store(tmp_path: Path) -> None:
-    """Their folders differ there as they do here."""
+def test_runs_of_one_name_have_different_folders_in_a_store(tmp_path: Path) -> None:
+    """Two runs with the same name and version write to two folders."""
     url = "memory://meet/{run_name}/{batch}.json"
     for logs in ("a", "b"):
         logger = CSVLogger(tmp_path / logs)

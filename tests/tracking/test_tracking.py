@@ -1,4 +1,4 @@
-"""MLflow: a real server is written to, and one that is gone costs training nothing."""
+"""Metrics, params and artifacts in MLflow, with a real server and without one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from lightning_perf import Flops, PyTorch, SpeedMonitor
 from lightning_perf.background.worker import Worker
 from lightning_perf.tracking import metrics
-from lightning_perf.tracking.mlflow import MlflowRun, run_target
+from lightning_perf.tracking.mlflow import MlflowRun
 
 
 def watched(folder: Path, logger: Any, **options: Any) -> Any:
@@ -39,7 +39,7 @@ def watched(folder: Path, logger: Any, **options: Any) -> Any:
 def test_a_run_is_read_back_from_mlflow(
     tmp_path: Path, address: str, request: pytest.FixtureRequest
 ) -> None:
-    """Metrics with their steps, the set-up as params, and the trace as an artifact."""
+    """MLflow has metrics with their steps, params, and the trace as an artifact."""
     uri = request.getfixturevalue(address)
     logger = MLFlowLogger("perf", run_name="a run/with a slash", tracking_uri=uri)
     watched(tmp_path, logger)
@@ -57,7 +57,7 @@ def test_a_run_is_read_back_from_mlflow(
 
 @pytest.mark.slow
 def test_other_loggers_get_the_same_metrics(tmp_path: Path, mlflow_database: str) -> None:
-    """Each logger of the trainer is written to, at the same steps."""
+    """All loggers of the trainer get the metrics, at the same steps."""
     records, csv = Records(), CSVLogger(tmp_path)
     mlflow = MLFlowLogger("perf", tracking_uri=mlflow_database, prefix="left")
     watched(tmp_path, [records, csv, mlflow])
@@ -68,10 +68,10 @@ def test_other_loggers_get_the_same_metrics(tmp_path: Path, mlflow_database: str
 
 
 @pytest.mark.slow
-def test_a_server_that_goes_away_costs_one_warning_and_no_time(
+def test_an_unreachable_server_does_not_delay_training(
     tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With nothing at the address any more, training is as fast, and the trace stays here."""
+    """Training continues with one warning per kind, and the trace stays on the disk."""
     logger = MLFlowLogger("perf", tracking_uri=mlflow_database)
     assert logger.run_id
     monkeypatch.setattr(logger, "_tracking_uri", f"http://127.0.0.1:{free_port()}")
@@ -82,30 +82,31 @@ def test_a_server_that_goes_away_costs_one_warning_and_no_time(
         run = watched(tmp_path, logger)
     assert run.global_step == 16
     assert time.monotonic() - start < 30
-    told = [str(w.message) for w in caught if "lightning_perf" in str(w.message)]
-    assert sum("metrics wait" in text for text in told) == 1
-    assert sum("did not reach MLflow" in text for text in told) == 1
+    warned = [str(w.message) for w in caught if "lightning_perf" in str(w.message)]
+    assert sum("metrics wait" in text for text in warned) == 1
+    assert sum("did not reach MLflow" in text for text in warned) == 1
     assert list(tmp_path.rglob("rank0.2.pt.trace.json.gz"))
 
 
-def test_metrics_wait_for_the_server_and_arrive(tmp_path: Path, mlflow_database: str) -> None:
-    """What a server did not take is sent once it does, in order, nothing twice."""
+def test_failed_metrics_are_sent_again(
+    mlflow_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics that the server refused arrive later, in order and once each."""
     client = MlflowClient(mlflow_database)
     experiment = client.create_experiment(f"retry-{time.time_ns()}")
     run = MlflowRun(mlflow_database, client.create_run(experiment).info.run_id)
     worker = Worker("test")
     sink = metrics.MlflowMetrics(run, worker)
-    failures = 2
+    failures, send = 2, MlflowClient.log_batch
 
-    class Flaky(MlflowClient):
-        def log_batch(self, *args: Any, **kwargs: Any) -> None:
-            nonlocal failures
-            if failures:
-                failures -= 1
-                raise ConnectionError("not now")
-            super().log_batch(*args, **kwargs)
+    def log_batch(*args: Any, **kwargs: Any) -> None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise ConnectionError("not now")
+        send(*args, **kwargs)
 
-    sink._client = Flaky(mlflow_database)
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(5):
@@ -123,7 +124,7 @@ def test_metrics_wait_for_the_server_and_arrive(tmp_path: Path, mlflow_database:
 def test_reports_share_calls(
     tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reports at every batch take few calls, whose time is training's, and all arrive."""
+    """Reports at every batch are sent in few calls, and all arrive."""
     calls, send = [], MlflowClient.log_batch
 
     def log_batch(self: MlflowClient, run_id: str, metrics: Any = (), **options: Any) -> None:
@@ -132,14 +133,13 @@ def test_reports_share_calls(
         send(self, run_id, metrics, **options)
 
     monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
-    # Lightning's own metrics aside: they go through another method.
     logger = MLFlowLogger("shared", tracking_uri=mlflow_database)
     run = trainer(tmp_path, Flops(schedule="1ba", peak_flops=1e9), logger=logger, max_epochs=12)
     run.fit(Small())
     client = MlflowClient(mlflow_database)
     steps = [m.step for m in client.get_metric_history(logger.run_id, "batch_flops")]
     assert steps == list(range(192))
-    # Hundreds of reports within a second or two: the first at once, the last at the end.
+    # Hundreds of reports in one or two seconds: the first is sent at once, the last at the end.
     assert 2 <= len(calls) <= 12
     assert sum(calls) > 1500
 
@@ -153,19 +153,19 @@ def test_reports_share_calls(
         ("k" * 300, "k" * 250),
     ],
 )
-def test_keys_are_made_such_that_mlflow_takes_them(key: str, clean: str) -> None:
-    """One refused key would lose every metric that is sent with it."""
+def test_keys_are_valid_in_mlflow(key: str, clean: str) -> None:
+    """Invalid characters are replaced: one invalid key would reject the whole call."""
     assert metrics.clean_key(key) == clean
 
 
-def test_a_file_may_have_another_name_there(tmp_path: Path, mlflow_database: str) -> None:
-    """The remote name decides on folder and file name alike."""
+def test_an_artifact_has_its_remote_name(tmp_path: Path, mlflow_database: str) -> None:
+    """The remote name sets the folder and the file name."""
     client = MlflowClient(mlflow_database)
     experiment = client.create_experiment(f"files-{time.time_ns()}")
     run = MlflowRun(mlflow_database, client.create_run(experiment).info.run_id)
     local = tmp_path / "here.txt"
     local.write_text("content")
-    target = run_target(run)
+    target = run.target
     target.send(local, "far/away/there.txt")
     target.send(local, "here.txt")
     assert [a.path for a in client.list_artifacts(run.run_id, "far/away")] == ["far/away/there.txt"]

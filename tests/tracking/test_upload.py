@@ -1,4 +1,4 @@
-"""lightning-perf upload: what did not reach the server in training reaches it later."""
+"""`lightning-perf upload`: files that training could not upload are uploaded later."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_perf import PyTorch
 from lightning_perf.cli import main
 from lightning_perf.errors import PerfWarning
 from lightning_perf.traces import PendingUpload, Target, read_pending, rewrite_pending
-from lightning_perf.tracking.mlflow import MlflowRun, run_target
+from lightning_perf.tracking.mlflow import MlflowRun
 
 
 @pytest.fixture(scope="module")
 def run_id(mlflow_database: str) -> str:
-    """A run that files belong to."""
+    """A run for the uploads."""
     client = MlflowClient(mlflow_database)
     return str(client.create_run(client.create_experiment("uploads")).info.run_id)
 
@@ -39,7 +39,7 @@ def artifacts(address: str, run_id: str, folder: str) -> list[str]:
 
 
 def listed(folder: Path, remote: str, address: str, run_id: str) -> PendingUpload:
-    """A file with its entry, which is yet to be written into a list."""
+    """Create a file and return its entry, not yet written to a list."""
     path = folder / Path(remote).name
     path.write_text("a trace")
     return PendingUpload(
@@ -47,10 +47,10 @@ def listed(folder: Path, remote: str, address: str, run_id: str) -> PendingUploa
     )
 
 
-def test_what_is_listed_is_sent_to_its_run(
+def test_listed_files_are_uploaded_to_their_runs(
     tmp_path: Path, mlflow_database: str, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Lists of the folder and of those below it are sent, and then are gone."""
+    """Lists of the folder and its subfolders are processed and then removed."""
     below = tmp_path / "runs" / "one"
     below.mkdir(parents=True)
     rewrite_pending(tmp_path, [listed(tmp_path, "sent/a.json", mlflow_database, run_id)])
@@ -62,10 +62,10 @@ def test_what_is_listed_is_sent_to_its_run(
     assert (tmp_path / "a.json").exists()
 
 
-def test_what_cannot_be_sent_stays_listed(
+def test_failed_uploads_stay_listed(
     tmp_path: Path, mlflow_database: str, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dead address and a run that is not there keep their entries, with what went wrong."""
+    """An unreachable server and a missing run keep their entries, with the error."""
     dead = f"http://me:secret@127.0.0.1:{free_port()}"
     entries = [
         listed(tmp_path, "dead/a.json", dead, run_id),
@@ -76,26 +76,28 @@ def test_what_cannot_be_sent_stays_listed(
     assert upload(str(tmp_path)) == 1
     first, last = read_pending(tmp_path)
     assert (first.remote, last.remote) == ("dead/a.json", "dead/c.json")
-    assert "does not answer" in first.error
+    assert "does not respond" in first.error
     assert "nosuchrun" in last.error
-    told = capsys.readouterr()
-    assert "1 uploaded, 2 left" in told.out
-    assert "a.json: http://127.0.0.1" in told.err
-    assert "secret" not in told.err + first.error
+    printed = capsys.readouterr()
+    assert "1 uploaded, 2 left" in printed.out
+    assert "a.json: http://127.0.0.1" in printed.err
+    assert "secret" not in printed.err + first.error
 
 
-def test_another_address_may_be_given(tmp_path: Path, mlflow_database: str, run_id: str) -> None:
-    """--tracking_uri stands in for the listed one, which has lost its password or has moved."""
+def test_tracking_uri_replaces_the_listed_address(
+    tmp_path: Path, mlflow_database: str, run_id: str
+) -> None:
+    """Uploads go to the address of --tracking_uri instead of the listed one."""
     dead = f"http://127.0.0.1:{free_port()}"
     rewrite_pending(tmp_path, [listed(tmp_path, "moved/a.json", dead, run_id)])
     assert upload(str(tmp_path), "--tracking_uri", mlflow_database) == 0
     assert artifacts(mlflow_database, run_id, "moved") == ["moved/a.json"]
 
 
-def test_a_file_that_is_gone_is_forgotten_on_request_only(
+def test_missing_files_are_removed_on_request_only(
     tmp_path: Path, mlflow_database: str, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is said, and stays listed without --forget-missing."""
+    """A missing file is reported, and stays listed without --forget-missing."""
     entry = listed(tmp_path, "gone/a.json", mlflow_database, run_id)
     Path(entry.path).unlink()
     rewrite_pending(tmp_path, [entry])
@@ -103,14 +105,14 @@ def test_a_file_that_is_gone_is_forgotten_on_request_only(
     assert "--forget-missing" in capsys.readouterr().err
     assert [kept.path for kept in read_pending(tmp_path)] == [entry.path]
     assert upload(str(tmp_path), "--forget-missing") == 0
-    assert "a.json: the file is gone and forgotten" in capsys.readouterr().err
+    assert "a.json: the file is missing and was removed from the list" in capsys.readouterr().err
     assert read_pending(tmp_path) == []
 
 
-def test_no_database_is_made_where_there_is_none(
+def test_no_database_is_created(
     in_tmp: Path, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A relative address is looked for from here, and the present folder is the default."""
+    """A relative address is relative to the current folder, which is the default."""
     rewrite_pending(in_tmp, [listed(in_tmp, "a.json", "sqlite:///mlflow.db", run_id)])
     assert upload() == 1
     assert "there is no mlflow.db" in capsys.readouterr().err
@@ -118,24 +120,25 @@ def test_no_database_is_made_where_there_is_none(
 
 
 def test_an_entry_without_a_run_is_kept(tmp_path: Path) -> None:
-    """It cannot be sent, but its file is not forgotten either."""
+    """It cannot be uploaded, but stays on the list."""
     (tmp_path / "a.json").touch()
     rewrite_pending(tmp_path, [PendingUpload(str(tmp_path / "a.json"), "a.json", "run", "why")])
     assert upload(str(tmp_path)) == 1
     (kept,) = read_pending(tmp_path)
-    assert "does not tell its run" in kept.error
+    assert "names no run" in kept.error
 
 
-def test_a_folder_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """A typing error is not taken for a folder in which all is well."""
-    assert upload("nowhere") == 1
-    assert "no folder nowhere" in capsys.readouterr().err
+def test_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistyped folder gives exit code 2 and one line, not a report of success."""
+    assert upload("nowhere") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "lightning-perf upload: there is no folder nowhere."
 
 
-def test_a_trace_of_a_training_whose_server_was_gone_arrives_later(
+def test_a_trace_that_training_could_not_upload_is_uploaded_later(
     tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What training could not send and listed, the command sends under the same name."""
+    """The command uploads it under the same name."""
 
     def gone(*args: object) -> None:
         raise ConnectionError("gone")
@@ -143,7 +146,7 @@ def test_a_trace_of_a_training_whose_server_was_gone_arrives_later(
     logger = MLFlowLogger("later", tracking_uri=mlflow_database, run_name="later")
     run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_perf.tracking.mlflow._send", gone)
+        patch.setattr(MlflowRun, "upload", gone)
         with pytest.warns(PerfWarning, match="lightning-perf upload"):
             run.fit(Small())
     assert upload(str(tmp_path)) == 0
@@ -151,10 +154,10 @@ def test_a_trace_of_a_training_whose_server_was_gone_arrives_later(
     assert found == ["later/torch_traces/rank0.1.pt.trace.json.gz"]
 
 
-def test_of_two_runs_each_gets_what_it_has_not_got(
+def test_a_trace_is_listed_for_each_of_two_runs(
     tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training with two MLflow loggers lists a trace for both, and the command sends both."""
+    """With two MLflow loggers the command uploads the trace to both runs."""
 
     def gone(*args: object) -> None:
         raise ConnectionError("gone")
@@ -162,7 +165,7 @@ def test_of_two_runs_each_gets_what_it_has_not_got(
     loggers = [MLFlowLogger("two", tracking_uri=mlflow_database, run_name=name) for name in "ab"]
     run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=loggers)
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_perf.tracking.mlflow._send", gone)
+        patch.setattr(MlflowRun, "upload", gone)
         with pytest.warns(PerfWarning, match="lightning-perf upload"):
             run.fit(Small())
     ids = [str(logger.run_id) for logger in loggers]
@@ -174,10 +177,10 @@ def test_of_two_runs_each_gets_what_it_has_not_got(
     assert read_pending(tmp_path) == []
 
 
-def test_lists_of_earlier_versions_are_sent(
+def test_lists_of_earlier_versions_are_read(
     tmp_path: Path, mlflow_database: str, run_id: str
 ) -> None:
-    """One line named one run, as it does now; the same line twice is one upload."""
+    """Two equal lines of an old list are one upload."""
     entry = listed(tmp_path, "old/a.json", mlflow_database, run_id)
     target = {"tracking_uri": mlflow_database, "run_id": run_id}
     line = {"path": entry.path, "remote": "old/a.json", "run_name": "run", "error": "no route"}
@@ -187,11 +190,11 @@ def test_lists_of_earlier_versions_are_sent(
     assert artifacts(mlflow_database, run_id, "old") == ["old/a.json"]
 
 
-def test_an_upload_that_arrives_after_all_is_no_trouble(
+def test_an_upload_that_ends_late_is_repeated_without_harm(
     make_writer: Any, worker: Any, tmp_path: Path, mlflow_database: str, run_id: str
 ) -> None:
-    """It was listed when the wait was over: the file stays, and is sent again to no harm."""
-    target, reached, gate = run_target(MlflowRun(mlflow_database, run_id)), Event(), Event()
+    """It was listed when the wait ended; the file stays and is uploaded again."""
+    target, reached, gate = MlflowRun(mlflow_database, run_id).target, Event(), Event()
 
     def late(path: Path, remote: str) -> None:
         reached.set()
