@@ -111,9 +111,10 @@ def ecosystem(session: nox.Session) -> None:
 def lightning_suite(session: nox.Session) -> None:
     """Run Lightning's own tests with our callbacks in every Trainer (``-- trainer callbacks``).
 
-    LIGHTNING_SOURCE names a checkout of Lightning at the release that is to be installed.
+    LIGHTNING_SOURCE names a checkout of Lightning, of the release that is to be installed.
     """
     source = Path(os.environ["LIGHTNING_SOURCE"]).resolve()
-    _install(session, "tests", "lightning-suite")
+    release = (source / "src/version.info").read_text().strip()
+    _install(session, "tests", "lightning-suite", options=(f"lightning=={release}", *QUICKLY))
     script = ("tests/ecosystem/lightning_suite.py", str(source))
     session.run("python", *script, *session.posargs, env=TEST_ENV)

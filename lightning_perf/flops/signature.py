@@ -90,12 +90,33 @@ def _describe_rare(value: Any, kind: type, parts: list[Any], seen: set[int]) -> 
         for item in value:
             _describe(item, parts, seen)
         _describe_extras(value, parts)
-    elif isinstance(value, np.ndarray):
-        parts += (value.dtype, Size(value.shape))
-        if value.dtype.hasobject:
-            parts.append(object())
+    elif isinstance(value, np.ndarray) or _is_array(value, kind):
+        _describe_array(value, parts, seen)
     elif not isinstance(value, _LEAVES) and not isroutine(value):
         _describe_object(value, parts, seen)
+
+
+def _is_array(value: Any, kind: type) -> bool:
+    """Whether an object converts to one NumPy array, as an index of pandas does."""
+    return (
+        hasattr(kind, "__array__")
+        and not isinstance(value, np.generic)
+        and isinstance(getattr(value, "shape", None), tuple)
+        and not isinstance(getattr(value, "dtype", None), torch.dtype | None)
+    )
+
+
+def _describe_array(array: Any, parts: list[Any], seen: set[int]) -> None:
+    parts += (array.dtype, Size(array.shape))
+    if not getattr(array.dtype, "hasobject", False):
+        return
+    # Strings in most cases, but any of them may be a tensor.
+    if array.dtype != object or array.size > _MOST_OBJECTS or id(array) in seen:
+        parts.append(object())
+        return
+    seen.add(id(array))
+    for item in np.asarray(array).flat:
+        _describe(item, parts, seen)
 
 
 def _describe_extras(container: Any, parts: list[Any]) -> None:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--attach"):
         _attach()
+        config.pluginmanager.register(_CleanUp())
     # Workers of xdist report to the process that started them.
     if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Outcomes(config.getoption("--outcomes").resolve()))
@@ -45,6 +48,23 @@ def _attach() -> None:
         make(self, *args, callbacks=[*theirs, _suite()], **options)
 
     pl.Trainer.__init__ = make_with_us
+
+
+class _CleanUp:
+    """Removes what a test of Lightning takes for its own leftovers; runs before its fixtures end.
+
+    After an exception nothing waits for our threads, which must end on their own. Where a test
+    trains in the current folder, Timings writes its pages there.
+    """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self) -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("lightning_perf"):
+                thread.join(timeout=30)
+                assert not thread.is_alive(), f"{thread.name} outlives its Trainer"
+        for folder in Path().glob("run-*"):
+            shutil.rmtree(folder)
 
 
 class _Outcomes:

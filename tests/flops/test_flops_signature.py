@@ -4,6 +4,7 @@ from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -95,7 +96,7 @@ def test_objects_are_inspected(make):
         (x for x in "ab"),
         memoryview(b"a"),
         {1},
-        np.array([None]),
+        np.array([None] * 300),
         [Plain(1) for _ in "a" * 300],
     ],
     ids=["iterator", "generator", "memory", "set", "objects", "too many"],
@@ -105,6 +106,25 @@ def test_what_cannot_be_looked_into_is_always_new(hidden):
     one = signature([torch.zeros(2), hidden])
     assert one == one
     assert one != signature([torch.zeros(2), hidden])
+
+
+@pytest.mark.parametrize("dtype", ["str", "object", "int64", "category"])
+def test_names_of_columns_make_no_new_signature(dtype):
+    """neuralforecast puts a pandas.Index into each batch, which holds objects of C."""
+    columns = [pd.Index([1, 2]).astype(dtype) for _ in range(2)]
+    columns[1].get_loc(columns[1][0])  # fills the cache of an index
+    assert signature(columns[0]) == signature(columns[1])
+    assert signature(columns[0]) != signature(columns[0].append(columns[0]))
+
+
+def test_arrays_of_objects_are_looked_into():
+    """Tensors within an array tell batches apart, wherever they are."""
+    one, other = np.empty(2, dtype=object), np.empty(2, dtype=object)
+    one[0], other[0] = torch.zeros(2), torch.zeros(3)
+    assert signature(one) == signature(one.copy())
+    assert signature(one) != signature(other)
+    one[1] = one
+    assert signature(one) != signature(one)
 
 
 def test_containers_tell_batches_apart():
