@@ -188,8 +188,9 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
         per = "progress/batches"
         if name.startswith("device/") or name == "exposed_input":
             per = "timings/device/batches"
-            if window.least(per) <= 0 or window.least(column) <= 0:
-                continue  # the device was not measured, or this was not
+            measured = name == "device/other" or window.least(column) > 0
+            if window.least(per) <= 0 or not measured:
+                continue
         found[name] = window.rate(column, per) / window.world_size
         if window.world_size > 1:
             spread = window.spread(column, per)

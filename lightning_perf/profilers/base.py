@@ -185,7 +185,6 @@ class Profiler(PerfCallback):
             self.__dict__.pop(name, None)
         self._check_ranks(context)
         self._check_names(context)
-        self.schedule.validate(context.limits)
         self.schedule.setup(context.schedule_context)
         if self.ranks is not None and context.ranks.global_rank not in self.ranks:
             return

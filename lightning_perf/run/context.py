@@ -277,8 +277,16 @@ class RunContext:
             for _, paths in getattr(p, "saved_traces", ())
             for path in paths
         ]
-        elsewhere = {str(path.parent) for path in saved if path and run not in path.parents}
-        folders = [*([str(run)] if run.exists() else []), *sorted(elsewhere)]
+        root = self.reporting.root(None)
+        own = [str(run)] if run.exists() else []
+        if root.mirror is not None:
+            own = [f"{root.place}/{self.run_name}"] if saved else []
+        elsewhere = {
+            str(path.parent)
+            for path in saved
+            if path and run not in path.parents and root.path not in path.parents
+        }
+        folders = [*own, *sorted(elsewhere)]
         places = [f"the last figures are in {', '.join(named)}"] if named else []
         places += [f"files are in {', '.join(folders)}"] if folders else []
         if places:

@@ -75,9 +75,9 @@ class ReportTrigger:
         if self._schedule is None:
             self.quiet_until = inf
             return
-        self._shared = self._schedule.shared or context.ranks.world_size == 1
-        self._schedule.validate(context.limits)
         self._schedule.setup(context.schedule_context)
+        # What a schedule depends on is known after its set-up.
+        self._shared = self._schedule.shared or context.ranks.world_size == 1
 
     def start(self, context: RunContext) -> None:
         """A stage begins."""

@@ -108,9 +108,6 @@ class Schedule(ABC):
     def close(self) -> None:
         """Release what `setup` acquired. Idempotent."""
 
-    def validate(self, limits: Limits) -> None:
-        """Do nothing: `setup` validates. Kept until no caller is left."""
-
     def __and__(self, other: Schedule | str) -> Schedule:
         return All(schedules=[self, other])
 

@@ -92,7 +92,9 @@ class TimeWeighted:
             return dict(self._totals)
 
 
-#: What the thread is told: to sample now and set the event, or to end.
+#: Seconds that the end of a run waits for the thread.
+_JOIN_TIMEOUT = 0.2
+#: Requests to the thread: to sample now and set the event, or to end.
 Mailbox = SimpleQueue[Event | None]
 
 
@@ -118,6 +120,7 @@ class Sampler:
         self._intervals: dict[str, float] = {}
         self._sums = TimeWeighted()
         self._mailbox: Mailbox | None = None
+        self._thread: Thread | None = None
         #: This job's processes on this node, as far as they are known.
         self.processes = {os.getpid()}
         #: The latest value by name.
@@ -134,14 +137,21 @@ class Sampler:
         if self._mailbox is None:
             self._mailbox = SimpleQueue()
             arguments = (weakref.ref(self), self._mailbox, self._open_sensors, self.processes)
-            Thread(target=_run, args=arguments, name="lightning_perf system", daemon=True).start()
+            self._thread = Thread(
+                target=_run, args=arguments, name="lightning_perf system", daemon=True
+            )
+            self._thread.start()
 
     def unsubscribe(self, name: str) -> None:
-        """End a subscription; without any, the thread ends, and is not waited for."""
+        """End a subscription; without any, the thread ends."""
         self._intervals = {key: each for key, each in self._intervals.items() if key != name}
         if not self._intervals and self._mailbox is not None:
             self._mailbox.put(None)
             self._mailbox = None
+            # It usually ends at once; a sensor that hangs must not hold up the end of a run.
+            if self._thread is not None:
+                self._thread.join(_JOIN_TIMEOUT)
+                self._thread = None
 
     @property
     def subscribed(self) -> bool:

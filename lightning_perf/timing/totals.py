@@ -286,7 +286,7 @@ def as_markdown(table: Sequence[Share], batches: int) -> str:
         table: The rows.
         batches: Number of batches, for the milliseconds per batch.
     """
-    lines = ["| what | seconds | ms a batch | calls | share |", "|---|---:|---:|---:|---:|"]
+    lines = ["| what | seconds | ms per batch | calls | share |", "|---|---:|---:|---:|---:|"]
     for row in table:
         each = 1e3 * row.seconds / max(batches, 1)
         lines.append(

@@ -130,6 +130,8 @@ class Root:
     mirror: Mirror | None = None
     #: Whether the files are deleted at the end of the run.
     discards: bool = False
+    #: Where people find the files; empty for the path itself.
+    place: str = ""
 
     def close(self) -> None:
         """At the end of the run, remove temporary folders; files not uploaded stay."""
@@ -161,7 +163,7 @@ def root_of(place: str) -> Root:
         path = Path.cwd()
         warn(f"{without_credentials(place)} {error.problem}: files are written to {path} instead.")
         return Root(path)
-    return Root(_temporary(), store_mirror(place))
+    return Root(_temporary(), store_mirror(place), place=without_credentials(place).rstrip("/"))
 
 
 def trial_root() -> Root:

@@ -305,7 +305,7 @@ def test_the_table_is_left_as_a_page_and_as_data(tmp_path: Path, mlflow_database
     assert [row["name"] for row in rows] == [row.name for row in timings.table]
     assert {"name", "seconds", "calls", "share"} == set(rows[0])
     page = (folder / "table.md").read_text()
-    assert page.startswith("| what | seconds | ms a batch | calls | share |\n|---|")
+    assert page.startswith("| what | seconds | ms per batch | calls | share |\n|---|")
     assert "| MLFlowLogger.log_metrics |" in page
     client = MlflowClient(mlflow_database)
     found = [a.path for a in client.list_artifacts(logger.run_id, "table/timings")]

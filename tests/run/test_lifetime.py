@@ -214,5 +214,5 @@ def test_a_callback_that_moves_on_holds_only_the_new_trainer(tmp_path: Path) -> 
     """It says so, and the first Trainer can go."""
     monitor = SpeedMonitor(2)
     watched = run(tmp_path, [Failing("on_train_end"), Failing("on_exception"), monitor], [], fit)
-    with pytest.warns(PerfWarning, match="leaves the Trainer that it watched"):
+    with pytest.warns(PerfWarning, match="attached to another Trainer, which it leaves"):
         assert_gone([*watched, *run(tmp_path, [monitor], [], fit)])
