@@ -1,4 +1,4 @@
-"""The chores of this project: ``nox -l`` lists them, ``nox -s demo`` shows what it does."""
+"""Development tasks: ``nox -l`` lists them, ``nox -s demo`` shows what the package does."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests against the built wheel (what they cover: ``-- -n 2 --cov``)."""
+    """Run the tests against the built wheel (with coverage: ``-- -n 2 --cov``)."""
     _run_tests(session)
 
 

@@ -284,7 +284,9 @@ class RunContext:
         elsewhere = {
             str(path.parent)
             for path in saved
-            if path and run not in path.parents and root.path not in path.parents
+            if path
+            and run not in path.parents
+            and not (root.mirror is not None and root.path in path.parents)
         }
         folders = [*own, *sorted(elsewhere)]
         places = [f"the last figures are in {', '.join(named)}"] if named else []

@@ -42,9 +42,9 @@ class Told(Stopped):
         self.folder = folder
         self.names: list[str] = []
 
-    def attach(self, context: Any) -> None:
-        super().attach(context)
-        self.spans = context.spans
+    def window_due(self, context: Any, at_end: bool) -> bool:
+        self.names = [action.name for action in context.spans.totals.costs]
+        return super().window_due(context, at_end)
 
     def receive(self, window: Any) -> Any:
         reported = super().receive(window)
@@ -54,7 +54,7 @@ class Told(Stopped):
             "batches": window.batches,
             "wall": self.wall,
             "rows": self.rows,
-            "names": [action.name for action in self.spans.totals.costs],
+            "names": self.names,
         }
         (self.folder / f"rank{window.rank}.json").write_text(json.dumps(found))
         return reported
