@@ -69,7 +69,7 @@ class Lagging(Small):
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        if self.global_rank == 1 and batch_idx == 1:
+        if self.global_rank == 1 and self.current_epoch == 0 and batch_idx == 1:
             time.sleep(3)
 
 
