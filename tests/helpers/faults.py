@@ -108,7 +108,7 @@ class Nursery:
             [sys.executable, "-c", "from helpers.faults import serve; serve()()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            env=_environment() | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
 
     def start(self, folder: Path, job: Callable[..., None], /, *args: Any, **kwargs: Any) -> Child:
@@ -129,6 +129,11 @@ class Nursery:
 
     def close(self) -> None:
         self._process.communicate(timeout=PATIENCE)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without the port that Lightning left there: children run side by side."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
 
 
 def serve() -> Callable[[], None]:

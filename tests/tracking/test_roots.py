@@ -69,7 +69,7 @@ def test_a_fast_dev_run_leaves_no_file_and_may_be_repeated(
 ) -> None:
     """Two runs in one folder give no error and leave no file in any folder."""
     for _ in range(2):
-        fit(tmp_path / "runs", fast_dev_run=True, logger=True)
+        fit(tmp_path / "runs", fast_dev_run=True, logger=CSVLogger(tmp_path))
     assert left_in(tmp_path) == left_in(in_tmp) == []
     assert list(temporary.iterdir()) == []
 
@@ -80,7 +80,7 @@ def test_a_fast_dev_run_writes_to_output_path_prefix(tmp_path: Path, temporary: 
         fit(
             tmp_path,
             fast_dev_run=2,
-            logger=True,
+            logger=CSVLogger(tmp_path),
             profiler={"output_path_prefix": str(tmp_path / "given")},
         )
     found = [path.relative_to(tmp_path).parts for path in left_in(tmp_path / "given")]
