@@ -89,14 +89,16 @@ class BatchTotals:
         self._rolling = max(self._rolling, size)
         return RollingBatches(self, size)
 
-    def end_batch(self, stage: str, record: BatchRecord, timed: DeviceBatchTime | None) -> None:
+    def end_batch(self, stage: str, record: BatchRecord) -> None:
         """Keep the record of a batch.
 
         Args:
             stage: The stage.
             record: Its figures, by the host's clock.
-            timed: Its time on the device; None where the host's clock is right.
         """
+        timed = None if self._timer is None else self._timer.end()
+        if not self.wanted:
+            return
         found = self._stages[stage]
         if timed is None:
             found.records.append(record)

@@ -130,6 +130,8 @@ FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
 class RunContext:
     """Owns what the callbacks of one Trainer share: progress, FLOPs, windows, workers, loggers.
 
+    It has at most 30 attributes: with more, Python 3.11 reads each of them more slowly.
+
     The first callback drives it, the last one to leave closes it. All ranks construct it together.
     Only the callbacks keep it alive, so a run whose end was never announced is freed with them.
     """
@@ -148,12 +150,10 @@ class RunContext:
         self.reporting = Reporting(trainer, self.worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
-        self._device_timer = DeviceBatchTimer() if clocked(trainer.strategy.root_device) else None
-        self.stages = StageStack(
-            self.progress, self.ranks, self.reporting.run_name, self._device_timer
-        )
+        timer = DeviceBatchTimer() if clocked(trainer.strategy.root_device) else None
+        self.stages = StageStack(self.progress, self.ranks, self.reporting.run_name, timer)
         self.spans = Spans(trainer, module)
-        self.batches = BatchTotals(self._device_timer)
+        self.batches = BatchTotals(timer)
         self.windows = Windows(trainer)
         self._offer_signals()
         self._loop: compat.TrainingLoop  # read anew in each stage: modules may change it late
@@ -170,7 +170,7 @@ class RunContext:
         self.step = 0
         self._on_close: list[Callable[[], None]] = []
         self._counter: BatchCounter | None = None
-        self._resumed = self._warned_untracked = False
+        self._resumed = False
         self._pid = os.getpid()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
         self._patches = PatchSet()
@@ -362,7 +362,7 @@ class RunContext:
         meter, every = self.meter, self._log_every
         if meter.wanted:
             meter.after_batch(batch)
-            if meter.untracked and not self._warned_untracked:
+            if meter.untracked and not meter.untracked_reported:
                 self._warn_untracked()
         if self.stage == "train":
             self.step, steps, last = self._loop.counts
@@ -375,18 +375,14 @@ class RunContext:
             if not self.nested:
                 self.step = self._loop.step + batches
         seconds = self.counters.last_seconds
-        if self.batches.wanted:
-            record = (seconds, samples, tokens, meter.work, meter.counted, batches == 1)
-            device_time = None if self._device_timer is None else self._device_timer.end()
-            self.batches.end_batch(self.stage, record, device_time)
-        elif self._device_timer is not None:
-            self._device_timer.end()
+        record = (seconds, samples, tokens, meter.work, meter.counted, batches == 1)
+        self.batches.end_batch(self.stage, record)
         self.report_possible = self.windows.end_batch(self)
         if self.spans.clocked:
             self.spans.end_batch()
 
     def _warn_untracked(self) -> None:
-        self._warned_untracked = True
+        self.meter.untracked_reported = True
         names = ", ".join(sorted(self.meter.untracked))
         self.describe({"untracked_operations": names})
         if self.ranks.global_rank == 0:

@@ -50,6 +50,8 @@ class FlopMeter:
         self.counted = False
         #: Names of operators whose FLOPs are unknown.
         self.untracked: set[str] = set()
+        #: Whether the run's context has reported them.
+        self.untracked_reported = False
         self._stage = ""
         self._declared = self._compiled = False
         #: The last declared value and its cost.

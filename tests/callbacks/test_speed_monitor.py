@@ -174,11 +174,12 @@ def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field
 def test_a_rolling_window_keeps_only_its_latest_batches() -> None:
     """Its sums are those of the last batches that are timed, however many came before."""
     batches = BatchTotals()
+    batches.start()
     rolling = batches.rolling(2)
     cost = BatchCost(total=8.0)
     for seconds, slowed, first in [(9, False, True), (5, False, False), (1, False, False),
                                    (7, True, False), (2, False, False)]:  # fmt: skip
-        batches.end_batch("train", (seconds, 4, 0, cost, slowed, first), None)
+        batches.end_batch("train", (seconds, 4, 0, cost, slowed, first))
     batches.fold("train")
     found = dict(zip(rolling.columns, rolling.totals("train"), strict=True))
     assert found["rolling_2/batch/seconds"] == 3.0
