@@ -87,7 +87,10 @@ class Window:
         Raises:
             KeyError: The window has no such column; the message names the nearest.
         """
-        return np.array([row[self._index(name)] for row in self.rows], dtype=np.float64)
+        index = self._index(name)
+        if isinstance(self.rows, np.ndarray):
+            return self.rows[:, index]
+        return np.array([row[index] for row in self.rows], dtype=np.float64)
 
     def own(self, name: str) -> float:
         """This rank's value."""
