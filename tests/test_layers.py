@@ -20,7 +20,7 @@ LAYERS = [
     {"background"},
     {"checks"},
     {"core", "patches"},
-    {"errors", "__init__"},
+    {"errors", "units", "__init__"},
 ]
 #: Libraries that may be imported in some packages only.
 RESERVED = {

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_perf.checks import whole
-from lightning_perf.core.metrics import SECONDS_PER_UNIT, elapsed, throughput
-from lightning_perf.core.remaining import RemainingTime
+from lightning_perf.core.metrics import SECONDS_PER_UNIT, RemainingTime, elapsed, throughput
 from lightning_perf.core.window import Window
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak

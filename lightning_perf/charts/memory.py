@@ -14,17 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.charts.page import Areas, Layer, page
-from lightning_perf.charts.style import (
-    COLOURS,
-    OTHER,
-    PALETTE,
-    bytes_text,
-    bytes_unit,
-    duration,
-    ticks,
-    time_unit,
-)
+from lightning_perf.charts.page import COLOURS, OTHER, PALETTE, Areas, Layer, page, ticks
+from lightning_perf.units import bytes_text, bytes_unit, duration, time_unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

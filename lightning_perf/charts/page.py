@@ -6,15 +6,69 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
+from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any, TypeAlias
+from zlib import crc32
 
 from lightning_perf.charts.flame import SCRIPT, STYLE, FlameGraph
-from lightning_perf.charts.style import ticks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from jinja2 import Template
+
+OTHER = "other"
+#: Distinguishable for the colour-blind, and on light and dark pages.
+COLOURS = {
+    "dataloader_next": "#db4e10",
+    "to_device": "#f3bc00",
+    "forward": "#79dff7",
+    "backward": "#0061bc",
+    "optimizer_step": "#3b3d6a",
+    "step_lr_schedulers": "#95a7f8",
+    "from_device": "#d8e074",
+    "reduce_metrics": "#655428",
+    "callbacks": "#00b062",
+    "logging": "#a4eeab",
+    "checkpoint": "#6a2d3f",
+    "validation": "#a86cac",
+    OTHER: "#9a9a9a",
+}
+#: For categories of the user, two of which may share a colour.
+_CUSTOM = ("#ff8fab", "#00796b", "#c9a66b", "#5e35b1", "#b0003a", "#7cb342")
+#: For layers that have no fixed colour.
+PALETTE = tuple(
+    COLOURS[name]
+    for name in ("backward", "to_device", "callbacks", "forward", "dataloader_next", "validation",
+                 "logging", "optimizer_step")
+)  # fmt: skip
+
+
+def colour_of(name: str) -> str:
+    """The colour of a timing category, as ``#rrggbb``; a custom name always has the same one.
+
+    Example:
+        >>> colour_of("backward"), colour_of("my_phase") == colour_of("my_phase")
+        ('#0061bc', True)
+    """
+    return COLOURS.get(name) or _CUSTOM[crc32(name.encode()) % len(_CUSTOM)]
+
+
+def ticks(low: float, high: float, about: int = 8) -> list[float]:
+    """Round numbers from one end of an axis to the other.
+
+    Example:
+        >>> ticks(0, 47)
+        [0.0, 10.0, 20.0, 30.0, 40.0]
+    """
+    if not high > low:
+        return [low]
+    rough = (high - low) / about
+    magnitude = 10.0 ** floor(log10(rough))
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= rough * (1 - 1e-9))
+    count = range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)
+    return [float(f"{n * step:.12g}") for n in count]
+
 
 #: Drawing units along each axis; the browser stretches them to the width of the page.
 _SIZE = 1000

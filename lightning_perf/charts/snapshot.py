@@ -18,8 +18,8 @@ from typing import Any
 
 from lightning_perf.charts.flame import FlameGraph, fold
 from lightning_perf.charts.memory import Timeline, memory_areas
-from lightning_perf.charts.page import Bar, Heading, Part, Table, page
-from lightning_perf.charts.style import COLOURS, OTHER, bytes_text
+from lightning_perf.charts.page import COLOURS, OTHER, Bar, Heading, Part, Table, page
+from lightning_perf.units import bytes_text
 
 Snapshot = dict[str, Any]
 Frames = Sequence[dict[str, Any]]

@@ -10,9 +10,20 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_perf.charts.page import Areas, Bar, Heading, Layer, Part, Table, page
+from lightning_perf.charts.page import (
+    OTHER,
+    Areas,
+    Bar,
+    Heading,
+    Layer,
+    Part,
+    Table,
+    colour_of,
+    page,
+    ticks,
+)
 from lightning_perf.charts.png import write_png
-from lightning_perf.charts.style import OTHER, colour_of, duration, three_digits, ticks, time_unit
+from lightning_perf.units import duration, three_digits, time_unit
 
 #: A step, and the mean seconds per batch of each category since the row before.
 Row: TypeAlias = tuple[int, Mapping[str, float]]

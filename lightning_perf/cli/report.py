@@ -8,9 +8,9 @@ import sys
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from lightning_perf.charts.style import duration
 from lightning_perf.errors import without_credentials
 from lightning_perf.timing.totals import CATEGORIES, windows_of
+from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -16,13 +16,13 @@ from torch.cuda import _memory_viz
 from typing_extensions import override
 
 from lightning_perf.charts.flame import FlameGraph, fold, read_folded
-from lightning_perf.charts.style import bytes_text
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
 from lightning_perf.profilers.base import Profiler, shared
 from lightning_perf.profilers.tools import run_python
 from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
+from lightning_perf.units import bytes_text
 
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_perf.charts.style import bytes_text
+from lightning_perf.units import bytes_text
 
 _LINES = 15
 _UNKNOWN = ("<no Python frame>", "", 0)

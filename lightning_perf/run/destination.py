@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.background.waiting import waiting
+from lightning_perf.background.worker import waiting
 from lightning_perf.errors import describe, warn
 from lightning_perf.tracking.metrics import MlflowMetrics, OtherLoggers, finite
 from lightning_perf.tracking.mlflow import MlflowRun, TagReader, is_mlflow, mlflow_run

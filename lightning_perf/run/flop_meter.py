@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import warn
@@ -12,15 +13,24 @@ from lightning_perf.flops.cost import BatchCost as BatchCost
 from lightning_perf.flops.counter import Counts, FlopCounter
 from lightning_perf.flops.shadow import ShadowError, count_on_shadow, is_compiled
 from lightning_perf.flops.signature import Signature, signature
+from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run.compat import precision
-from lightning_perf.run.step_hooks import STEPS, StepHooks
+from lightning_perf.timing.clock import NOTHING
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
+    from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
 
 
+#: The strategy's method that processes a batch, by stage.
+_STEPS = {
+    "train": "training_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
 _CONTEXTS = {
     "train": "train_step_context",
     "validate": "val_step_context",
@@ -62,7 +72,7 @@ class FlopMeter:
         self._cache_is_stale = True
         self._signature: Signature = ()
         self._warned_unpredictable = False
-        self._steps = StepHooks(trainer.strategy, self._on_step)
+        self._steps = _StepHooks(trainer.strategy, self._on_step)
         #: Whether the step of the current batch has begun, and the error in our code there.
         self._begun = False
         self._error: Exception | None = None
@@ -159,7 +169,7 @@ class FlopMeter:
 
     def _step(self, module: Any, batch: Any) -> Any:
         """Run the stage's step of a module in the precision plugin's context."""
-        step, context = getattr(module, STEPS[self._stage]), _CONTEXTS[self._stage]
+        step, context = getattr(module, _STEPS[self._stage]), _CONTEXTS[self._stage]
         arguments = len(inspect.signature(step).parameters)
         with getattr(self._trainer.precision_plugin, context)():
             return step(*(batch, 0, 0)[:arguments])
@@ -214,3 +224,63 @@ class FlopMeter:
         self._declared_flops = flops
         self._declared_cost = self.peaks.cost_of(Counts(model=each, hardware=each))
         return self._declared_cost
+
+
+class _StepHooks:
+    """Patches ``strategy.*_step`` to announce each batch and to count its FLOPs on request.
+
+    A Lightning hook would announce the batch too, but takes several times as long to call.
+
+    Args:
+        strategy: The strategy to patch.
+        on_step: Called with the stage and the batch before each step, several times if a step has
+            several closures. Must not raise.
+    """
+
+    def __init__(self, strategy: Any, on_step: Callable[[str, Any], None]) -> None:
+        self.on_step = on_step
+        #: The active counter, if any.
+        self.counter: FlopCounter | None = None
+        #: Whether a backward ran under the counter.
+        self.backward_seen = False
+        self._strategy = strategy
+        self._steps, self._backward = PatchSet(), PatchSet()
+
+    def watch(self, stage: str) -> None:
+        """Patch the step method of a stage. Idempotent."""
+        self._steps.wrap(self._strategy, _STEPS[stage], partial(_Step, stage=stage, hooks=self))
+
+    def count(self, counter: FlopCounter) -> None:
+        """Run the steps and backwards of the current batch under a counter."""
+        self.counter, self.backward_seen = counter, False
+        self._backward.wrap_in_context(self._strategy, "backward", self._in_backward)
+
+    def _in_backward(self) -> AbstractContextManager[Any]:
+        self.backward_seen = True
+        return self.counter or NOTHING
+
+    def stop_counting(self) -> None:
+        """Remove the counter."""
+        self.counter = None
+        self._backward.restore()
+
+    def close(self) -> None:
+        """Remove the counter and all patches."""
+        self.stop_counting()
+        self._steps.restore()
+
+
+class _Step(MethodPatch):
+    """Calls ``on_step``, then the original step, under the counter if there is one."""
+
+    def __init__(self, original: Callable[..., Any], stage: str, hooks: _StepHooks) -> None:
+        super().__init__(original)
+        self._stage, self._hooks = stage, hooks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hooks = self._hooks
+        hooks.on_step(self._stage, args[0] if args else None)
+        if hooks.counter is None:
+            return self.original(*args, **kwargs)
+        with hooks.counter:
+            return self.original(*args, **kwargs)

@@ -13,8 +13,12 @@ from torchmetrics import Metric
 from lightning_perf.flops import is_compiled
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
-from lightning_perf.run.categories import classify
-from lightning_perf.run.profiler_tee import NullProfiler, SpanProfiler, TeeProfiler
+from lightning_perf.run.lightning_spans import (
+    NullProfiler,
+    SpanProfiler,
+    TeeProfiler,
+    classify,
+)
 from lightning_perf.timing.clock import (
     NOTHING,
     Clock,

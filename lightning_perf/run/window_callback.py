@@ -1,13 +1,13 @@
-"""The base class of callbacks that log what they make of windows."""
+"""The base class of callbacks that log what they make of windows, and when these report."""
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.run.windows import ReportTrigger
 from lightning_perf.schedule import Schedule, as_schedule
 
 if TYPE_CHECKING:
@@ -15,6 +15,78 @@ if TYPE_CHECKING:
 
     from lightning_perf.core.window import Window
     from lightning_perf.run.context import RunContext
+
+
+class ReportTrigger:
+    """Decides after each batch whether a callback reports.
+
+    Ranks may disagree about a schedule that depends on clocks or on the rank. With such a
+    schedule all ranks meet when Lightning logs, and each remembers whether it wanted to report.
+
+    Args:
+        schedule: When to report; None for every ``Trainer(log_every_n_steps)``.
+    """
+
+    def __init__(self, schedule: Schedule | None) -> None:
+        self._schedule = schedule
+        self._shared = True
+        self._wanted = False
+        #: Batches before this one need no check, but where Lightning logs.
+        self.quiet_until: float = 0
+
+    def setup(self, context: RunContext) -> None:
+        """Start to follow a run.
+
+        Raises:
+            ConfigError: The schedule cannot work in this run.
+        """
+        self._wanted, self.quiet_until = False, 0
+        if self._schedule is None:
+            self.quiet_until = inf
+            return
+        self._schedule.setup(context.schedule_context)
+        # What a schedule depends on is known after its set-up.
+        self._shared = self._schedule.shared or context.ranks.world_size == 1
+
+    def start(self, context: RunContext) -> None:
+        """A stage begins."""
+        if self._schedule is not None:
+            self.quiet_until = 0
+            self._schedule.observe(context.moment)
+
+    def due(self, context: RunContext) -> bool:
+        """Whether the ranks meet now, the same on all of them; called at most once per batch."""
+        if self._schedule is None:
+            self._wanted = context.report_due
+            return self._wanted
+        now = context.counters.batch >= self.quiet_until and self._now(self._schedule, context)
+        if self._shared:
+            self._wanted = now
+            return now
+        self._wanted |= now
+        return context.report_due
+
+    def request(self) -> None:
+        """Ask for a report now, beside the schedule."""
+        self._wanted = True
+
+    def consume_request(self) -> bool:
+        """Whether this rank wanted a report since the last call."""
+        wanted, self._wanted = self._wanted, False
+        return wanted
+
+    def close(self) -> None:
+        """Stop following the run; may be called more than once."""
+        if self._schedule is not None:
+            self._schedule.close()
+
+    def _now(self, schedule: Schedule, context: RunContext) -> bool:
+        schedule.observe(context.moment)
+        if schedule(context.moment):
+            return True
+        if not schedule.watches:
+            self.quiet_until = schedule.quiet_until(context.moment)
+        return False
 
 
 class WindowCallback(PerfCallback):

@@ -1,9 +1,7 @@
 """What the hardware of a node does, sampled by a thread. No torch, no Lightning."""
 
-from lightning_perf.system.figures import GPU, HOST, MOST_GPUS, gpu_key, gpu_number
-from lightning_perf.system.gpus import has_gpus
-from lightning_perf.system.sampler import Sampler
-from lightning_perf.system.sensors import node_sensors
+from lightning_perf.system.gpus import GPU, MOST_GPUS, gpu_key, gpu_number, has_gpus
+from lightning_perf.system.sampler import HOST, Sampler, node_sensors
 
 __all__ = [
     "GPU",

@@ -5,22 +5,48 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from lightning_perf.errors import describe, warn
-from lightning_perf.system.sensors import Sensor, node_sensors
+from lightning_perf.system.gpus import gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Set
     from contextlib import AbstractContextManager
 
-    OpenSensors = Callable[[set[int]], AbstractContextManager[Sequence[Sensor]]]
+    _Open = Callable[[set[int]], AbstractContextManager[Sequence["Sensor"]]]
 
+
+#: What is measured of a node. docs/system_metrics.md says what each is, and in which unit.
+HOST = (
+    "net_throughput_sent", "net_throughput_recv",
+    "disk_iops", "disk_throughput_read", "disk_throughput_write",
+    "free_memory", "swap_used",
+    "cpu_util_simple", "cpu_util_max", "cpu_iowait",
+    "process_rss", "process_cpu",
+)  # fmt: skip
 
 Device = TypeVar("Device")
+
+
+class Sensor(Protocol):
+    """Something that can be sampled repeatedly."""
+
+    @property
+    def name(self) -> str:
+        """What it measures, for messages."""
+        ...
+
+    def __call__(self, now: float, /) -> Mapping[str, float]:
+        """Return values by name: current values, and rates since the last call.
+
+        Args:
+            now: The current time in seconds.
+        """
+        ...
 
 
 class Rates(Generic[Device]):
@@ -98,6 +124,37 @@ _JOIN_TIMEOUT = 0.2
 Mailbox = SimpleQueue[Event | None]
 
 
+@contextmanager
+def node_sensors(
+    processes: Set[int], visible: Sequence[str] | None = None, ranks: int = 0
+) -> Iterator[list[Sensor]]:
+    """Open the sensors that are available on this node.
+
+    Args:
+        processes: Ids of this job's processes on this node.
+        visible: See `lightning_perf.system.gpus.gpus`.
+        ranks: See `lightning_perf.system.gpus.gpus`.
+    """
+    with gpus(visible, ranks) as devices:
+        yield [*_host_sensors(processes), *devices]
+
+
+def _host_sensors(processes: Set[int]) -> Iterator[Sensor]:
+    try:
+        from lightning_perf.system.host import Cpu, Disks, Memory, Network, Processes, Swap
+    except ImportError:
+        warn("CPU, memory, network and disks are not sampled. Install the package psutil.")
+        return
+    makers: list[Callable[[], Sensor]] = [
+        Cpu, Memory, Swap, Network, Disks, lambda: Processes(processes),
+    ]  # fmt: skip
+    for make in makers:
+        try:
+            yield make()
+        except Exception as error:
+            warn(f"a sensor failed to start ({type(error).__name__}: {error}).")
+
+
 class Sampler:
     """Samples the node's sensors on a thread while somebody subscribes.
 
@@ -115,7 +172,10 @@ class Sampler:
         >>> sampler.unsubscribe("me")
     """
 
-    def __init__(self, open_sensors: OpenSensors = node_sensors) -> None:
+    def __init__(
+        self,
+        open_sensors: _Open = node_sensors,
+    ) -> None:
         self._open_sensors = open_sensors
         self._intervals: dict[str, float] = {}
         self._sums = TimeWeighted()
@@ -194,7 +254,7 @@ class Sampler:
 
 
 def _run(
-    owner: weakref.ref[Sampler], mailbox: Mailbox, open_sensors: OpenSensors, processes: set[int]
+    owner: weakref.ref[Sampler], mailbox: Mailbox, open_sensors: _Open, processes: set[int]
 ) -> None:
     """The thread's work. It must not keep its owner alive, nor raise."""
     with suppress(Exception), open_sensors(processes) as found:

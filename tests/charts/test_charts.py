@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from lightning_perf.charts import Row, stacked_html, stacked_png
+from lightning_perf.charts.page import COLOURS, colour_of
 from lightning_perf.charts.stacked import MAX_POINTS, stack
-from lightning_perf.charts.style import COLOURS, colour_of
 
 #: Batches of up to 50 ms.
 ROWS: list[Row] = [

@@ -12,7 +12,7 @@ from helpers.browser import needs_browser, said_in_a_browser
 
 from lightning_perf.charts.flame import FlameGraph, fold, read_folded
 from lightning_perf.charts.page import page
-from lightning_perf.charts.style import bytes_text
+from lightning_perf.units import bytes_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 STACKS = """main;load;read 60

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_perf import SpeedMonitor
+from lightning_perf.core.metrics import RemainingTime
 from lightning_perf.core.progress import Limits, Timestamp
-from lightning_perf.core.remaining import RemainingTime
 from lightning_perf.run import stages
 
 KEY = "time/remaining_estimate"

@@ -1,0 +1,63 @@
+"""Formats quantities with their units."""
+
+from __future__ import annotations
+
+from math import floor, log10
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit for a time, and how many of it are one second.
+
+    Example:
+        >>> time_unit(0.25)
+        (1000.0, 'ms')
+    """
+    if seconds >= 1:
+        return 1.0, "s"
+    return (1e3, "ms") if seconds >= 1e-3 else (1e6, "\u00b5s")
+
+
+def duration(seconds: float) -> str:
+    """A time with three digits and its unit.
+
+    Example:
+        >>> duration(0.01234)
+        '12.3 ms'
+    """
+    scale, unit = time_unit(seconds)
+    return f"{three_digits(seconds * scale)} {unit}"
+
+
+def bytes_unit(size: float) -> tuple[float, str]:
+    """The unit for a number of bytes, and how many of it are one byte.
+
+    Example:
+        >>> bytes_unit(3 * 2**20)
+        (9.5367431640625e-07, 'MiB')
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = next((power for power in range(4) if size < 1024 ** (power + 1)), 4)
+    return 1 / 1024**power, units[power]
+
+
+def bytes_text(size: float) -> str:
+    """A number of bytes with its unit.
+
+    Example:
+        >>> bytes_text(3 * 2**20)
+        '3.0 MiB'
+    """
+    scale, unit = bytes_unit(size)
+    return f"{size:.0f} B" if unit == "B" else f"{size * scale:.1f} {unit}"
+
+
+def three_digits(value: float) -> str:
+    """A number with three significant digits, never as a power of ten.
+
+    Example:
+        >>> three_digits(1234.5), three_digits(0.01234), three_digits(12.0)
+        ('1,234', '0.0123', '12.0')
+    """
+    if not value:
+        return "0"
+    return f"{value:,.{max(2 - floor(log10(abs(value))), 0)}f}"
