@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lightning_perf.schedule import OnSlowBatch as OnSlowBatch
     from lightning_perf.schedule import Schedule as Schedule
     from lightning_perf.schedule import Stages as Stages
+    from lightning_perf.tracking.tracker import Tracker as Tracker
 
 _HOMES = {
     "callbacks.flops": ["Flops"],
@@ -65,6 +66,7 @@ _HOMES = {
         "HasTag", "LocalRank", "Never", "Not", "OnSignal", "OnSlowBatch", "Schedule", "Stages",
     ],
     "core.time": ["Time", "TimeUnit"],
+    "tracking.tracker": ["Tracker"],
     "core.progress": ["Moment", "Timestamp"],
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.errors import describe, without_credentials
+from lightning_perf.errors import describe
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
-from lightning_perf.tracking.mlflow import MlflowRun, check_reachable
 from lightning_perf.tracking.stores import STORE, check_store, store_target
+from lightning_perf.tracking.tracker import tracker_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -101,9 +101,8 @@ class _Sender:
         self.left: list[PendingUpload] = []
         self._override = {} if tracking_uri is None else {"tracking_uri": tracking_uri}
         self._forget_missing = forget_missing
-        # The problem of each tracking address, so that each is checked once.
-        self._problems: dict[str, str | None] = {}
-        self._targets: dict[frozenset[tuple[str, str]], Target] = {}
+        # By address, so that each is checked once: its target, or its problem.
+        self._targets: dict[frozenset[tuple[str, str]], Target | str] = {}
 
     def send(self, entry: PendingUpload) -> PendingUpload | None:
         """Try once; returns what stays on the list."""
@@ -129,42 +128,26 @@ class _Sender:
         return kept
 
     def _error(self, entry: PendingUpload) -> str | None:
-        address = entry.target if STORE in entry.target else entry.target | self._override
+        address = entry.target | (self._override if "tracking_uri" in entry.target else {})
+        key = frozenset(address.items())
         try:
-            if (problem := self._problem(address)) is not None:
-                return problem
-            key = frozenset(address.items())
             if key not in self._targets:
                 self._targets[key] = _target(address)
-            self._targets[key].send(Path(entry.path), entry.remote)
+            target = self._targets[key]
+            if isinstance(target, str):
+                return target
+            target.send(Path(entry.path), entry.remote)
         except Exception as error:
             return describe(error)
         return None
 
-    def _problem(self, address: Mapping[str, str]) -> str | None:
-        """Why nothing can be sent to an address, or None."""
-        if STORE in address:
-            check_store(address[STORE])
-            return None
-        if not {"tracking_uri", "run_id"} <= set(address):
-            return "its entry names no run"
-        uri = address["tracking_uri"]
-        if uri not in self._problems:
-            self._problems[uri] = _tracking_problem(uri)
-        return self._problems[uri]
 
-
-def _target(address: Mapping[str, str]) -> Target:
-    store = store_target(address.get(STORE, ""))
-    return store or MlflowRun(address["tracking_uri"], address["run_id"]).target
-
-
-def _tracking_problem(address: str) -> str | None:
-    database = address.removeprefix("sqlite:///")
-    if database != address and not Path(database).exists():  # MLflow would create it
-        return f"there is no {database} in {Path.cwd()}; try --tracking_uri"
-    try:
-        check_reachable(address)
-    except OSError as error:
-        return f"{without_credentials(address)} does not respond ({describe(error)})"
-    return None
+def _target(address: Mapping[str, str]) -> Target | str:
+    """The target at an address, or why nothing can be sent to it."""
+    if STORE in address:
+        check_store(address[STORE])
+        return store_target(address[STORE]) or "its entry names no store"
+    tracker = tracker_at(address)
+    if tracker is None:
+        return "its entry names no run that an installed tracker knows"
+    return tracker.problem() or tracker.target

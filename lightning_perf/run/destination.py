@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_perf.background.worker import waiting
 from lightning_perf.errors import describe, warn
 from lightning_perf.tracking.metrics import MlflowMetrics, OtherLoggers, finite
-from lightning_perf.tracking.mlflow import MlflowRun, TagReader, is_mlflow, mlflow_run
+from lightning_perf.tracking.mlflow import MlflowRun, TagReader, is_mlflow
 from lightning_perf.tracking.stores import Root, root_of, store_target, trial_root
+from lightning_perf.tracking.tracker import Tracker, trackers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ TIMEOUTS = Timeouts()
 class Destination:
     """What rank 0 broadcasts to all ranks."""
 
-    runs: tuple[MlflowRun, ...]
+    runs: tuple[Tracker, ...]
     run_name: str
     #: Distinguishes runs of one name.
     identity: str
@@ -63,8 +64,9 @@ class Reporting:
         self.runs, self.run_name = destination.runs, destination.run_name
         self.identity = destination.identity
         self._runs_as_targets = [run.target for run in self.runs]
-        self.tags = TagReader(next(iter(self.runs), None), worker)
-        self._own = [MlflowMetrics(run, worker) for run in self.runs]
+        mlflow = [run for run in self.runs if isinstance(run, MlflowRun)]
+        self.tags = TagReader(next(iter(mlflow), None), worker)
+        self._own = [MlflowMetrics(run, worker) for run in mlflow]
         self._mlflow = self._own if first else []
         others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
         self._others = OtherLoggers(others)
@@ -84,7 +86,7 @@ class Reporting:
         return self._roots[prefix]
 
     def targets(self, remote_file_name: str | None) -> Sequence[Target]:
-        """The upload targets of a remote name: the store of a URL, else all MLflow runs."""
+        """The upload targets of a remote name: the store of a URL, else all tracked runs."""
         if self._trial:
             return ()
         store = None if remote_file_name is None else store_target(remote_file_name)
@@ -154,20 +156,20 @@ class Reporting:
 def _destination(trainer: Trainer, worker: Worker) -> Destination:
     """Rank 0's destination. It never raises, since the other ranks wait for the broadcast."""
     generated = time.strftime("run-%Y%m%d-%H%M%S-") + os.urandom(2).hex()
+    runs: tuple[Tracker, ...] = ()
     try:
-        found = [mlflow_run(logger) for logger in trainer.loggers if is_mlflow(logger)]
-        runs = tuple(run for run in found if run is not None)
-        if runs:
+        runs = tuple(trackers_of(trainer.loggers))
+        if runs and isinstance(runs[0], MlflowRun):
             return Destination(runs, _mlflow_name(runs[0], worker), runs[0].run_id)
         for logger in trainer.loggers:
             parts = (logger.name, None if logger.version is None else _version(logger.version))
             # Without a version, all runs have the logger's name. DummyLogger has neither.
             if parts[1]:
                 name = "-".join(part for part in parts if part)
-                return Destination((), name, f"{logger.save_dir}/{name}")
+                return Destination(runs, name, f"{logger.save_dir}/{name}")
     except Exception as error:
         warn(f"a logger's run is unknown ({describe(error)}): files are written to {generated}.")
-    return Destination((), generated, generated)
+    return Destination(runs, generated, generated)
 
 
 @cache

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from lightning_perf.errors import WarningDigest
 
 
+class NotHere(OSError):
+    """This process can never upload to a target; another one may."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
     """A place that files are uploaded to: an MLflow run or a store."""
@@ -186,13 +190,13 @@ class UploadQueue:
         Returns:
             Whether all targets have it.
         """
-        left, why = [], ""
+        left, why, final = [], "", False
         for target, remote in trace.sends:
             try:
                 target.send(trace.path, remote)
             except Exception as error:
                 left.append((target, remote))
-                why = describe(error)
+                why, final = describe(error), isinstance(error, NotHere)
         failed = replace(trace, failures=trace.failures + 1, sends=tuple(left))
         with self._lock:
             if not left:
@@ -200,7 +204,7 @@ class UploadQueue:
                 return True
             if trace.spooled in self._unsent:
                 self._unsent[trace.spooled] = failed
-        delays = self._backoff[trace.failures :]
+        delays = () if final else self._backoff[trace.failures :]
         label = f"uploading {trace.path.name}"
         if not delays or not self._worker.submit(partial(retry, failed), label, delays[0]):
             self.park([failed], why)

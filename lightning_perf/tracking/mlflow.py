@@ -11,11 +11,13 @@ import urllib.request
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from lightning_perf.errors import without_credentials
-from lightning_perf.traces.uploads import Target
+from typing_extensions import override
+
+from lightning_perf.errors import describe, without_credentials
+from lightning_perf.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MlflowRun:
+class MlflowRun(Tracker):
     """One MLflow run, and the connection of this process to it. Pickles without the connection.
 
     Methods may wait for the server: call them on the worker thread. They raise what MLflow raises,
@@ -42,15 +44,43 @@ class MlflowRun:
     def __reduce__(self) -> tuple[type[MlflowRun], tuple[str, str, str]]:
         return MlflowRun, (self.tracking_uri, self.run_id, self.prefix)
 
-    @property
-    def address(self) -> dict[str, str]:
-        """What a later upload needs to find the run, without credentials."""
-        return {"tracking_uri": without_credentials(self.tracking_uri), "run_id": self.run_id}
+    @classmethod
+    @override
+    def of(cls, logger: Any) -> Self | None:
+        if not is_mlflow(logger) or logger.run_id is None:
+            return None
+        uri = getattr(logger, "_tracking_uri", None)
+        if uri is None:
+            import mlflow
+
+            uri = mlflow.get_tracking_uri()
+        prefix = getattr(logger, "_prefix", "") or ""
+        joint = getattr(logger, "LOGGER_JOIN_CHAR", "-")
+        return cls(str(uri), str(logger.run_id), f"{prefix}{joint}" if prefix else "")
+
+    @classmethod
+    @override
+    def at(cls, address: Mapping[str, str]) -> Self | None:
+        if not {"tracking_uri", "run_id"} <= set(address):
+            return None
+        return cls(address["tracking_uri"], address["run_id"])
 
     @property
-    def target(self) -> Target:
-        """The run as an upload target: files become its artifacts."""
-        return Target(self.upload, self.address)
+    @override
+    def address(self) -> dict[str, str]:
+        return {"tracking_uri": without_credentials(self.tracking_uri), "run_id": self.run_id}
+
+    @override
+    def problem(self) -> str | None:
+        uri = self.tracking_uri
+        database = uri.removeprefix("sqlite:///")
+        if database != uri and not Path(database).exists():  # MLflow would create it
+            return f"there is no {database} in {Path.cwd()}; try --tracking_uri"
+        try:
+            check_reachable(uri)
+        except OSError as error:
+            return f"{without_credentials(uri)} does not respond ({describe(error)})"
+        return None
 
     def client(self) -> MlflowClient:
         """MLflow's client, after a check that the server is reachable."""
@@ -65,8 +95,8 @@ class MlflowRun:
         """The run's tags."""
         return dict(self.client().get_run(self.run_id).data.tags)
 
+    @override
     def upload(self, path: Path, remote: str) -> None:
-        """Upload a file as an artifact under a remote name."""
         self.client()
         folder, _, name = remote.rpartition("/")
         if path.name == name:
@@ -95,21 +125,6 @@ class MlflowRun:
 def is_mlflow(logger: Any) -> bool:
     """Whether a logger is Lightning's MLFlowLogger, of either of Lightning's two packages."""
     return any(kind.__name__ == "MLFlowLogger" for kind in type(logger).__mro__)
-
-
-def mlflow_run(logger: Any) -> MlflowRun | None:
-    """The run of an MLFlowLogger on rank 0, which has created it before set-up."""
-    run_id = logger.run_id
-    if run_id is None:
-        return None
-    uri = getattr(logger, "_tracking_uri", None)
-    if uri is None:
-        import mlflow
-
-        uri = mlflow.get_tracking_uri()
-    prefix = getattr(logger, "_prefix", "") or ""
-    joint = getattr(logger, "LOGGER_JOIN_CHAR", "-")
-    return MlflowRun(str(uri), str(run_id), f"{prefix}{joint}" if prefix else "")
 
 
 class Artifacts(NamedTuple):

@@ -58,6 +58,7 @@ ARGUMENTS: dict[str, Callable[[], Any] | None] = {
     "Time": lambda: Time(10, TimeUnit.BATCH),
     "TimeUnit": lambda: TimeUnit.BATCH,
     "Timings": lambda: Timings(schedule="1ba"),
+    "Tracker": None,
     "Window": lambda: window_of({"batch/seconds": [1.0]}),
 }
 NAMES = [name for name in lightning_perf.__all__ if ARGUMENTS.get(name, name) is not None]

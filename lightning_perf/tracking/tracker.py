@@ -1,0 +1,100 @@
+"""Experiment trackers as places for files: the interface, and which ones exist."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Self
+
+from lightning_perf.errors import describe, warn
+from lightning_perf.traces.uploads import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+#: Our own trackers. Others are found through their entry points.
+_OURS = (
+    ("lightning_perf.tracking.mlflow", "MlflowRun"),
+    ("lightning_perf.tracking.wandb", "WandbRun"),
+)
+#: The group of entry points under which packages offer trackers.
+GROUP = "lightning_perf.trackers"
+
+
+class Tracker(ABC):
+    """A run of an experiment tracker, to which files are uploaded.
+
+    Rank 0 finds it by the trainer's loggers and broadcasts it, so it must pickle, without its
+    connection. Metrics need no tracker: they go to every logger of the trainer.
+
+    To add a tracker, subclass this and name the class as an entry point of the group
+    ``lightning_perf.trackers`` in your package's ``pyproject.toml``::
+
+        [project.entry-points."lightning_perf.trackers"]
+        mine = "my_package:MyRun"
+    """
+
+    @classmethod
+    @abstractmethod
+    def of(cls, logger: Any) -> Self | None:
+        """The run of a logger, on rank 0; None for loggers of another kind."""
+
+    @classmethod
+    @abstractmethod
+    def at(cls, address: Mapping[str, str]) -> Self | None:
+        """The run at an address, for ``lightning-perf upload``; None for another kind of address.
+
+        Args:
+            address: As `address` returned it in the training's process.
+        """
+
+    @property
+    @abstractmethod
+    def address(self) -> Mapping[str, str]:
+        """What finds the run again from another process, without credentials."""
+
+    @abstractmethod
+    def upload(self, path: Path, remote: str) -> None:
+        """Upload a file; called on a worker thread. Any exception is a failed attempt.
+
+        Args:
+            path: The local file.
+            remote: Its name in the run, with ``/`` between folders.
+
+        Raises:
+            NotHere: The file cannot be uploaded by this process: it is listed for later.
+        """
+
+    def problem(self) -> str | None:
+        """Why nothing can be uploaded now, found within seconds; None if nothing is known."""
+        return None
+
+    @property
+    def target(self) -> Target:
+        """The run as a target of the upload queue."""
+        return Target(self.upload, self.address)
+
+
+def trackers_of(loggers: Sequence[Any]) -> list[Tracker]:
+    """The runs of loggers that take files, MLflow's first. Call it on rank 0."""
+    return [run for kind in _kinds() for logger in loggers if (run := kind.of(logger)) is not None]
+
+
+def tracker_at(address: Mapping[str, str]) -> Tracker | None:
+    """The run at an address; None if no installed tracker knows it."""
+    found = (kind.at(address) for kind in _kinds())
+    return next((run for run in found if run is not None), None)
+
+
+@cache
+def _kinds() -> tuple[type[Tracker], ...]:
+    kinds: list[type[Tracker]] = [getattr(import_module(name), kind) for name, kind in _OURS]
+    for entry in entry_points(group=GROUP):
+        try:
+            kinds.append(entry.load())
+        except Exception as error:
+            warn(f"the tracker {entry.value} could not be loaded ({describe(error)}).")
+    return tuple(kinds)

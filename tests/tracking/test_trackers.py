@@ -1,0 +1,148 @@
+"""Files go to the runs of Weights & Biases, and of trackers of other packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small import Records, Small, trainer
+
+from lightning_perf import PyTorch, Tracker
+from lightning_perf.cli import main
+from lightning_perf.traces.uploads import NotHere, read_pending
+from lightning_perf.tracking.tracker import _kinds
+
+TRACE = "torch_traces/rank0.2.pt.trace.json.gz"
+
+
+class Shelf(Records):
+    """A logger of another package, whose runs are folders."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self.place = place
+
+
+class ShelfRun(Tracker):
+    """The tracker of its runs."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    @classmethod
+    def of(cls, logger: Any) -> ShelfRun | None:
+        return cls(str(logger.place)) if isinstance(logger, Shelf) else None
+
+    @classmethod
+    def at(cls, address: Mapping[str, str]) -> ShelfRun | None:
+        return cls(address["shelf"]) if "shelf" in address else None
+
+    @property
+    def address(self) -> dict[str, str]:
+        return {"shelf": self.place}
+
+    def upload(self, path: Path, remote: str) -> None:
+        if not Path(self.place).is_dir():
+            raise NotHere("the shelf is gone")
+        Path(self.place, remote.replace("/", "-")).write_bytes(path.read_bytes())
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another package is installed that offers the tracker above and one that does not load."""
+    info = tmp_path / "site" / "shelf-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[lightning_perf.trackers]\nshelf = {__name__}:ShelfRun\ngone = no_such_module:Run\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[ShelfRun.__module__])
+    _kinds.cache_clear()
+    yield
+    _kinds.cache_clear()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_tracker_of_another_package_takes_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its class takes 25 lines; what could not be sent is sent by `lightning-perf upload`."""
+    run = trainer(tmp_path / "run", PyTorch("first 2ba"), logger=Shelf(tmp_path / "shelf"))
+    with pytest.warns(match="the shelf is gone"), pytest.warns(match="no_such_module"):
+        run.fit(Small())
+    (tmp_path / "shelf").mkdir()
+    with pytest.raises(SystemExit, match="0"):
+        main(["upload", str(tmp_path / "run")])
+    assert "1 uploaded, 0 left" in capsys.readouterr().out
+    (name,) = (path.name for path in (tmp_path / "shelf").iterdir())
+    assert name == f"records-version_0-{TRACE}".replace("/", "-")
+
+
+#: Trains with W&B offline; then again, as on a rank whose process does not own the run.
+TRAINING = """
+import sys
+import wandb
+from helpers.small import Records, Small, trainer
+from lightning.pytorch.loggers import WandbLogger
+from lightning_perf import PyTorch, SpeedMonitor
+from lightning_perf.run import destination
+from lightning_perf.tracking.wandb import WandbRun
+
+def train(folder, logger):
+    callbacks = SpeedMonitor(window_size=4), PyTorch("first 2ba")
+    trainer(folder, *callbacks, logger=logger).fit(Small())
+
+if __name__ == "__main__":
+    logger = WandbLogger(project="perf", save_dir=sys.argv[1], offline=True)
+    train(sys.argv[1] + "/rank0", logger)
+    found = WandbRun.of(logger)
+    wandb.finish()
+    elsewhere = WandbRun(*found.__reduce__()[1])
+    destination.trackers_of = lambda loggers: [elsewhere]
+    train(sys.argv[1] + "/rank1", Records())
+    print(found.address["wandb"])
+"""
+
+
+@pytest.mark.slow
+def test_files_become_artifacts_of_the_w_and_b_run(tmp_path: Path) -> None:
+    """Metrics and traces are in the records of the offline run; `upload` resumes it for ranks > 0.
+
+    In processes of its own, since W&B patches ``sys.exit`` and the standard streams.
+    """
+    names = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")
+    offline = dict.fromkeys(names, str(tmp_path)) | {"WANDB_MODE": "offline"}
+    path = os.pathsep.join(each for each in sys.path if each)
+
+    def python(*args: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | offline | {"PYTHONPATH": path}
+        command = [sys.executable, *args]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    (tmp_path / "training.py").write_text(TRAINING)
+    trained = python(str(tmp_path / "training.py"), str(tmp_path))
+    written = records(tmp_path)
+    assert b"throughput/batches_per_sec" in written
+    project, run_id = trained.stdout.split()[-1].split("/")[1:]
+    assert project == "perf"
+    assert f"{run_id}-perf-{run_id}-{TRACE}".replace("/", "-").encode() in written
+    assert not (tmp_path / "rank0" / "pending_uploads.jsonl").exists()
+    assert "belongs to rank 0's process" in trained.stderr
+    listed = read_pending(tmp_path / "rank1")
+    assert {entry.target["wandb"] for entry in listed} == {trained.stdout.split()[-1]}
+    sent = python("-m", "lightning_perf.cli", "upload", str(tmp_path / "rank1"))
+    assert f"{len(listed)} uploaded, 0 left" in sent.stdout
+    assert f"{run_id}-records-version_0-{TRACE}".replace("/", "-").encode() in records(tmp_path)
+
+
+def records(folder: Path) -> bytes:
+    """What W&B wrote of all offline runs below a folder."""
+    return b"".join(path.read_bytes() for path in folder.rglob("offline-run-*/run-*.wandb"))
