@@ -3,8 +3,9 @@
     python benchmarks/ranks.py
 
 A small training runs with the always-on callbacks. Each report gets simulated values of the other
-ranks. The benchmark measures the work of rank 0, which logs, from its own values to the finished
-metrics. The network is not included.
+ranks: eight ranks per node, of which the first samples a node and its eight GPUs. The benchmark
+measures the work of rank 0, which logs, from its own values to the finished metrics. The network
+is not included.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import logging
 import statistics
 import tempfile
 import time
+import tracemalloc
 import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -29,59 +32,133 @@ from torch import Tensor
 
 from lightning_perf import Flops, SpeedMonitor, SystemMetrics, Timings
 from lightning_perf.core.window import Rows
-from lightning_perf.run import windows
-from lightning_perf.run.collective import Gatherer
+from lightning_perf.run import context, windows
+from lightning_perf.run.collective import HEADER, Gatherer
+from lightning_perf.system import GPU
 
-WORLDS = (1, 8, 64, 1000)
+WORLDS = (1, 8, 64, 1000, 10_000)
+PER_NODE = 8
 CALLBACKS = (SpeedMonitor, Flops, Timings, SystemMetrics)
+
+
+class Records:
+    """What the reports of one training cost."""
+
+    def __init__(self) -> None:
+        self.milliseconds: list[float] = []
+        #: Of one report: bytes per rank, and keys of all reports.
+        self.sent = 0
+        self.keys: set[str] = set()
 
 
 class Simulated(Gatherer):
     """Gathers numbers like this rank's from many ranks, and measures what is done with them."""
 
     ranks = 1
-    milliseconds: ClassVar[list[float]] = []
+    records: ClassVar[Records] = Records()
+    #: The columns of the report that is being gathered.
+    columns: ClassVar[Sequence[str]] = ()
 
     def __init__(self, trainer: L.Trainer) -> None:
         super().__init__(SimpleNamespace(world_size=self.ranks, strategy=self))  # type: ignore[arg-type]
-        self._copying = 0.0
+        self._copying, self._factors = 0.0, 1 + torch.rand(self.ranks, 1, dtype=torch.float64) / 10
 
     def gather(
         self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]
     ) -> None:
         """Measure a report, without the time that the network would take."""
-        self._copying, began = 0.0, time.perf_counter()
+        self._copying, self._begin, began = 0.0, 0, time.perf_counter()
+        self.records.sent = 0
         super().gather(tag, values, then)
         spent = time.perf_counter() - began - self._copying
-        self.milliseconds.append(1e3 * spent)
+        self.records.milliseconds.append(1e3 * spent)
 
     def all_gather(self, message: Tensor) -> Tensor:
         """One row per rank, as a strategy returns them."""
         began = time.perf_counter()
+        self.records.sent += 8 * len(message)
+        header = 0 if self._begin else HEADER
         table = message.repeat(self.ranks, 1)
-        table[:, 3:] *= 1 + torch.rand(self.ranks, 1) / 10
+        table[:, header:] *= self._factors
+        ranks = torch.arange(self.ranks)
+        for column, name in enumerate(self.columns[self._begin :][: len(message) - header], header):
+            if name == "memory/node_rank":
+                table[:, column] = ranks // PER_NODE
+            elif name.startswith("system/"):
+                table[ranks % PER_NODE > 0, column] = 0.0
+        self._begin += len(message) - header
         self._copying += time.perf_counter() - began
         return table
 
 
-def reports(ranks: int, folder: str, kinds: Sequence[type[Callback]]) -> list[float]:
-    """Milliseconds of each report of a training."""
-    Simulated.ranks, Simulated.milliseconds = ranks, []
+class Watched(windows.Windows):
+    """Tells the simulation which columns a report has."""
+
+    def _layout(self, due: Sequence[Any]) -> Any:
+        layout = super()._layout(due)
+        Simulated.columns = [name for each in layout.signals for name in each.columns]
+        return layout
+
+
+class FakeGpus:
+    """Sensors of the GPUs of one node, as its sampler would report them."""
+
+    def __init__(self, signal: Any) -> None:
+        self.names = [f"gpu_{n}/{name}" for n in range(PER_NODE) for name in GPU]
+        self._totals = signal._sampler.totals
+        signal._sampler.totals = self
+
+    def __call__(self) -> dict[str, tuple[float, float]]:
+        """The real sensors' sums, and some of each GPU."""
+        found = self._totals()
+        seconds = found["free_memory"][1] if "free_memory" in found else 0.0
+        return {**found, **dict.fromkeys(self.names, (40.0 * seconds, seconds))}
+
+
+class Node(context.NodeSignal):
+    """The signal of a node with GPUs."""
+
+    def __init__(self, sampler: Any, slots: int) -> None:
+        super().__init__(sampler, PER_NODE)
+        FakeGpus(self)
+
+
+class Keys(L.pytorch.loggers.logger.DummyLogger):
+    """Keeps the names of all metrics."""
+
+    def log_metrics(self, *args: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Called at each report."""
+        Simulated.records.keys |= (metrics or args[0]).keys()
+
+
+def reports(ranks: int, folder: str, kinds: Sequence[type[Callback]]) -> Records:
+    """Train with some callbacks, and return what their reports cost."""
+    Simulated.ranks, Simulated.records = ranks, Records()
     callbacks = [SystemMetrics("200ms") if kind is SystemMetrics else kind() for kind in kinds]
     L.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=6,
+        max_epochs=6 if ranks < 10_000 else 2,
         limit_val_batches=0,
         log_every_n_steps=5,
         callbacks=callbacks,
-        logger=False,
+        logger=Keys(),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
     ).fit(BoringModel())
-    return Simulated.milliseconds
+    return Simulated.records
+
+
+def memory(ranks: int, folder: str) -> float:
+    """Megabytes that numpy and Python hold at most for the reports of all callbacks."""
+    tracemalloc.start()
+    try:
+        reports(ranks, folder, CALLBACKS)
+        return tracemalloc.get_traced_memory()[1] / 1e6
+    finally:
+        tracemalloc.stop()
 
 
 def main() -> None:
@@ -90,18 +167,31 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     windows.Gatherer = Simulated  # type: ignore[misc]
+    context.Windows, context.NodeSignal = Watched, Node  # type: ignore[misc]
     sets = [*((kind,) for kind in CALLBACKS), CALLBACKS]
     names = [" ".join(kind.__name__ for kind in kinds) for kinds in sets]
-    table = Table("ranks", *names[:-1], "all four", title="ms per report, 10 to 90 %")
+    table = Table("ranks", *names[:-1], "all four", title="ms per report, median (10 to 90 %)")
+    sizes = Table("ranks", "KB sent per rank", "MB received per rank", "peak MB", "metrics logged")
     with tempfile.TemporaryDirectory() as folder:
+        reports(1, folder, CALLBACKS)  # the first training imports and allocates
+        least = memory(1, folder)
         for ranks in track(WORLDS, "training", transient=True):
             cells = []
             for kinds in sets:
-                times = reports(ranks, folder, kinds)
-                low, *_, high = statistics.quantiles(times, n=10)
-                cells.append(f"{statistics.median(times):.2f} ({low:.2f} to {high:.2f})")
-            table.add_row(str(ranks), *cells)
-    Console(width=120).print(table)
+                found = reports(ranks, folder, kinds)
+                low, *_, high = np.quantile(found.milliseconds, np.arange(1, 10) / 10)
+                median = statistics.median(found.milliseconds)
+                cells.append(f"{median:.2f} ({low:.2f} to {high:.2f})")
+            table.add_row(f"{ranks:,}", *cells)
+            more = memory(ranks, folder) - least
+            received = found.sent * ranks / 1e6
+            sizes.add_row(
+                f"{ranks:,}", f"{found.sent / 1e3:.1f}", f"{received:.1f}", f"+{more:.1f}",
+                str(len(found.keys)),
+            )  # fmt: skip
+    console = Console(width=120)
+    console.print(table)
+    console.print(sizes)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from math import ceil, isfinite
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from math import isfinite
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from lightning_perf.core.time import Time, TimeUnit
-from lightning_perf.core.window import Window
+from lightning_perf.core.window import PerRank, Window
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.hardware import HOST_MEMORY
 from lightning_perf.run.window_callback import WindowCallback
-from lightning_perf.system import gpu_key
+from lightning_perf.system import GPU, HOST, PER_GPU, gpu_key
 
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
@@ -27,8 +29,9 @@ _PER_SECOND = {"ms": 1000, "s": 1, "sec": 1}
 #: Seconds that the end of a short run waits for a sample.
 _PATIENCE = 0.5
 
-#: Nodes per report: more of them take turns, which bounds the number of metrics per report.
-_AT_ONCE = 8
+#: Nodes that are logged one by one. Of more nodes the spread is logged, so that the number of keys
+#: is bounded.
+_MOST_NODES = 8
 
 
 class SystemMetrics(WindowCallback):
@@ -48,7 +51,8 @@ class SystemMetrics(WindowCallback):
 
     Reports are due every ``Trainer(log_every_n_steps)``, in all stages under the same keys. What
     was not sampled since the last report is left out; a run too short to be sampled reports at its
-    end. More than eight nodes take turns.
+    end. Of more than eight nodes, ``system/nodes/...`` and ``system/gpus/...`` log each figure's
+    ``min``, ``median`` and ``max``, and which node and GPU had the smallest and the largest.
 
     Args:
         interval: Time between samples: seconds, or a string such as ``"10s"``, ``"1m"``,
@@ -72,15 +76,10 @@ class SystemMetrics(WindowCallback):
         self._seconds = _seconds(interval)
         self._sampled = False
         self._memory_step = -1
-        self._reports, self._turns = 0, 1
-        # By rank, the totals of its node at the last report that had it.
-        self._before: dict[int, Sequence[float]] = {}
 
     @override
     def prepare(self, context: RunContext) -> None:
-        self._memory_step, self._reports, self._before = -1, 0, {}
-        nodes = context.ranks.world_size // max(context.ranks.local_world_size, 1)
-        self._turns = ceil(nodes / _AT_ONCE) or 1
+        self._memory_step = -1
         if context.sampler is not None:
             context.sampler.subscribe(self.state_key, self._seconds)
         super().prepare(context)
@@ -107,46 +106,18 @@ class SystemMetrics(WindowCallback):
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float]:
-        nodes = window["memory/node_rank"].astype(int).tolist()
-        pids = window["memory/pid"].astype(int).tolist()
+        nodes = window["memory/node_rank"]
         if self._context is not None and self._context.sampler is not None:
-            here = nodes[window.rank]
-            found = {pid for pid, node in zip(pids, nodes, strict=True) if node == here}
-            self._context.sampler.processes.update(found)
+            here = window["memory/pid"][nodes == nodes[window.rank]]
+            self._context.sampler.processes.update(here.astype(int).tolist())
         if window.rank != 0:
             return {}
         # The end of a stage right after a report has the same memory at the same step.
         metrics = _memory(window) if window.step != self._memory_step else {}
         self._memory_step = window.step if "memory/rss" in metrics else -1
-        for rank, node in enumerate(nodes):
-            if window.at_end or self._reports % self._turns == node % self._turns:
-                means = self._means(window, rank)
-                self._sampled = self._sampled or bool(means)
-                metrics |= {f"system/node_{node}/{name}": mean for name, mean in means.items()}
-        self._reports += 1
-        return metrics
-
-    def _means(self, window: Window, rank: int) -> dict[str, float]:
-        """Means over time of one rank's sensors, since the last report that had them."""
-        now = window.totals[rank]
-        before = self._before.get(rank)
-        self._before[rank] = now
-        found: dict[str, float] = {}
-        columns = window.columns
-        for column, position in columns.items():
-            weight = columns.get(f"{column}/seconds")
-            if weight is None:
-                continue
-            seconds, value = now[weight], now[position]
-            if before is not None:
-                seconds, value = seconds - before[weight], value - before[position]
-            if seconds > 0:
-                name = column.removeprefix("system/")
-                slot, slash, figure = name.partition("/")
-                if slash:
-                    name = f"{gpu_key(now[columns[f'system/{slot}']])}/{figure}"
-                found[name] = float(value / seconds)
-        return found
+        sampled = _averages(window)
+        self._sampled = self._sampled or bool(sampled)
+        return metrics | sampled
 
 
 def _seconds(interval: object) -> float:
@@ -173,6 +144,80 @@ def _clock_time(interval: str, example: str) -> float:
     if time.unit is not TimeUnit.SECOND:
         raise ConfigError("interval", interval, "is not a wall-clock time", example)
     return time.value
+
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class _Layout(NamedTuple):
+    """Where the figures of a node, or of its GPU slots, are in a row of a window."""
+
+    names: Sequence[str]
+    #: Positions: of each slot's GPU number, and of each slot's values and seconds.
+    numbers: list[int]
+    values: list[list[int]]
+    seconds: list[list[int]]
+
+
+@cache
+def _layouts(columns: tuple[str, ...]) -> list[_Layout]:
+    """The layout of the node and, where there are GPUs, of their slots."""
+    at = {column: number for number, column in enumerate(columns)}
+    hosts = [name for name in HOST if f"system/{name}" in at]
+    values = [at[f"system/{name}"] for name in hosts]
+    seconds = [at[f"system/{name}/seconds"] for name in hosts]
+    found = [_Layout(hosts, [], [values], [seconds])]
+    slots = [each for each in columns if re.fullmatch(r"system/gpu_slot_\d+", each)]
+    if slots:
+        figures = [[at[f"{slot}/{name}"] for name in GPU] for slot in slots]
+        shared = [[at[f"{slot}/seconds"]] for slot in slots]
+        found.append(_Layout(GPU, [at[slot] for slot in slots], figures, shared))
+    return found
+
+
+def _averages(window: Window) -> dict[str, float]:
+    """Means over the window of what was sampled: of each node, or how many nodes differ."""
+    # The first rank of each node samples.
+    nodes, first = np.unique(window["memory/node_rank"], return_index=True)
+    rows = np.asarray(window.rows)[first]
+    found: dict[str, float] = {}
+    for layout in _layouts(tuple(window.columns)):
+        # Nodes x slots x figures; NaN where nothing was sampled.
+        with np.errstate(invalid="ignore"):
+            means = rows[:, layout.values] / rows[:, layout.seconds]
+        gpus = rows[:, layout.numbers]
+        if len(nodes) > _MOST_NODES:
+            found |= _spread(layout.names, means, nodes, gpus)
+            continue
+        for row, slot in np.ndindex(*means.shape[:2]):
+            gpu = f"{gpu_key(float(gpus[row, slot]))}/" if layout.numbers else ""
+            prefix = f"system/node_{int(nodes[row])}/{gpu}"
+            for name, mean in zip(layout.names, means[row, slot].tolist(), strict=True):
+                if isfinite(mean):
+                    found[prefix + name] = mean
+    return found
+
+
+def _spread(
+    names: Sequence[str], means: FloatArray, nodes: PerRank, gpus: FloatArray
+) -> Iterator[tuple[str, float]]:
+    """How the nodes, or the GPUs of all nodes, differ in each figure."""
+    count, slots, _ = means.shape
+    where = {"node": np.repeat(nodes, slots)}
+    if gpus.size:
+        where["gpu"] = gpus.reshape(-1) // PER_GPU
+    prefix = "system/gpus" if gpus.size else "system/nodes"
+    for name, values in zip(names, means.reshape(count * slots, -1).T, strict=True):
+        order = values.argsort()[: int(np.isfinite(values).sum())]  # NaN comes last
+        if not order.size:
+            continue
+        middle = order[[(len(order) - 1) // 2, len(order) // 2]]
+        key = f"{prefix}/{name}"
+        yield f"{key}/median", float(values[middle].mean())
+        for label, at in (("min", order[0]), ("max", order[-1])):
+            yield f"{key}/{label}", float(values[at])
+            for kind, each in where.items():
+                yield f"{key}/{label}_{kind}", float(each[at])
 
 
 def _memory(window: Window) -> dict[str, float]:

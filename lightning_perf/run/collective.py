@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Numbers per message: all messages have this size. The rest of a longer report follows in a
 #: second message.
 WIDTH = 240
-_HEADER = 3
+HEADER = 3
 #: Messages under way per rank; further ones are queued here, without a table of all ranks.
 _ON_THEIR_WAY = 8
 #: Messages queued at most: with more than that, another rank is gone.
@@ -89,6 +89,20 @@ class Gatherer:
         self._count = 0
         self._ended = self._lost = False
         self._group = _new_group() if self._world_size > 1 and _initialized() else None
+
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers; waits for all of them.
+
+        Args:
+            number: This rank's.
+        """
+        if self._world_size == 1:
+            return number
+        mine = torch.tensor([number])
+        if self._group is None:
+            return int(self._trainer.strategy.all_gather(mine).max())
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)
+        return int(mine)
 
     def gather(
         self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]
@@ -198,7 +212,7 @@ class Gatherer:
         rows, *more = report.parts
         lengths = rows[:, 2]
         if lengths.all():
-            values = np.hstack([rows[:, _HEADER:], *more]) if more else rows[:, _HEADER:]
+            values = np.hstack([rows[:, HEADER:], *more]) if more else rows[:, HEADER:]
             report.then(values[:, : int(lengths.max())])
 
     def _give_up(self, why: str) -> None:
@@ -214,7 +228,7 @@ class Gatherer:
 def _first(report: _Report) -> torch.Tensor:
     """A report's first message: its tag, the number of values, and the values."""
     row = [*report.tag, len(report.values), *report.values[:WIDTH]]
-    return _padded(row, _HEADER + WIDTH)
+    return _padded(row, HEADER + WIDTH)
 
 
 def _rest(report: _Report) -> torch.Tensor:

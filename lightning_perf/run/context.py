@@ -26,12 +26,11 @@ from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchTotals, ProgressSignal
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import MemorySignal, NodeSignal, node_sampler
+from lightning_perf.run.hardware import MemorySignal, NodeSignal, node_gpus, node_sampler
 from lightning_perf.run.spans import Spans, SpanSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
-from lightning_perf.system import MOST_GPUS, has_gpus
 from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
 
 if TYPE_CHECKING:
@@ -183,12 +182,17 @@ class RunContext:
 
     def _offer_signals(self) -> None:
         """What windows may hold; each signal starts when a callback subscribes to it."""
+        gpus: Callable[[], int] = partial(node_gpus, self.trainer, self.ranks)
+        if self.ranks.world_size > 1:
+            # Nodes may differ, and all ranks must have the same columns. They agree now, because
+            # a callback may fail on one rank before it subscribes.
+            gpus = partial(int, self.windows.largest(gpus()))
         offers: dict[str, Callable[[], Signal]] = {
             "batch": self._start_batches,
             "flops": self._start_flops,
             "progress": lambda: ProgressSignal(self.progress),
             "timings": self._start_spans,
-            "system": self._start_node,
+            "system": lambda: NodeSignal(self._start_sampler(), gpus()),
             "memory": lambda: MemorySignal(
                 self.trainer.strategy.root_device, self._start_sampler(), self.ranks.node_rank
             ),
@@ -207,11 +211,6 @@ class RunContext:
     def _start_spans(self) -> SpanSignal:
         self.spans.require()
         return SpanSignal(self.spans)
-
-    def _start_node(self) -> NodeSignal:
-        # Nodes may differ, and all ranks must have the same columns.
-        gpus = self.ranks.world_size > 1 or has_gpus()
-        return NodeSignal(self._start_sampler(), MOST_GPUS if gpus else 0)
 
     def _start_sampler(self) -> Sampler | None:
         if self.sampler is not None and not self.sampler.subscribed:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from functools import partial
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_perf.errors import describe, warn
-from lightning_perf.system import GPU, HOST, Sampler, gpu_number, node_sensors
+from lightning_perf.system import GPU, HOST, Sampler, count_gpus, gpu_number, node_sensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,15 +41,27 @@ def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
     """Return the sampler of this node on its first rank, None on the others."""
     if ranks.local_rank != 0:
         return None
+    return Sampler(partial(node_sensors, **_gpu_options(trainer, ranks)))
+
+
+def node_gpus(trainer: Trainer, ranks: Ranks) -> int:
+    """Return how many GPUs this rank samples. It never raises, since all ranks exchange it."""
+    if ranks.local_rank:
+        return 0
+    try:
+        return count_gpus(**_gpu_options(trainer, ranks))
+    except Exception as error:
+        warn(f"GPUs are not sampled ({describe(error)}).")
+        return 0
+
+
+def _gpu_options(trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     # torch calls AMD devices "cuda" too, but NVML does not support them.
     on_gpu = trainer.strategy.root_device.type == "cuda" and torch.version.hip is None
-    return Sampler(
-        partial(
-            node_sensors,
-            visible=_visible() if on_gpu else None,
-            ranks=ranks.local_world_size if on_gpu else 0,
-        )
-    )
+    return {
+        "visible": _visible() if on_gpu else None,
+        "ranks": ranks.local_world_size if on_gpu else 0,
+    }
 
 
 def _visible() -> list[str] | None:
@@ -97,7 +109,8 @@ class NodeSignal:
     """The node's sensors as columns: value x seconds, and the seconds beside it.
 
     Each GPU has a slot, in the order in which they are first sampled; ``system/gpu_slot_0`` is the
-    number of the GPU in it. Ranks that do not sample have zeros.
+    number of the GPU in it. Its values share one column of seconds. Ranks that do not sample have
+    zeros.
 
     Args:
         sampler: The node's, on the rank that samples.
@@ -109,8 +122,13 @@ class NodeSignal:
         self._numbers: dict[str, int] = {}
         host = [f"system/{name}" for name in HOST]
         gpus = [f"system/gpu_slot_{slot}" for slot in range(slots)]
-        values = [*host, *(f"{gpu}/{name}" for gpu in gpus for name in GPU)]
-        self.columns = (*gpus, *values, *(f"{name}/seconds" for name in values))
+        names = (*GPU, "seconds")
+        self.columns = (
+            *host,
+            *(f"{name}/seconds" for name in host),
+            *gpus,
+            *(f"{gpu}/{name}" for gpu in gpus for name in names),
+        )
         self.gauges = frozenset(gpus)
 
     def totals(self, stage: str) -> Sequence[float]:
@@ -122,11 +140,17 @@ class NodeSignal:
             gpu, slash, _ = name.partition("/")
             if slash and gpu not in self._numbers and len(self._numbers) < self._slots:
                 self._numbers[gpu] = len(self._numbers)
+        host = [sums.get(name, _NOTHING) for name in HOST]
+        values = [total for total, _ in host] + [seconds for _, seconds in host]
         gpus = [*self._numbers, *[""] * (self._slots - len(self._numbers))]
-        pairs = [sums.get(name, _NOTHING) for name in HOST]
-        pairs += [sums.get(f"{gpu}/{name}", _NOTHING) for gpu in gpus for name in GPU]
-        numbers = [gpu_number(gpu) if gpu else -1.0 for gpu in gpus]
-        return [*numbers, *(total for total, _ in pairs), *(seconds for _, seconds in pairs)]
+        values += [gpu_number(gpu) if gpu else -1.0 for gpu in gpus]
+        for gpu in gpus:
+            pairs = [sums.get(f"{gpu}/{name}", _NOTHING) for name in GPU]
+            longest = max(seconds for _, seconds in pairs)
+            # A reading that ended before the others has no mean over the shared seconds.
+            values += [total if seconds == longest else nan for total, seconds in pairs]
+            values.append(longest)
+        return values
 
 
 class MemorySignal:

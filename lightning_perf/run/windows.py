@@ -74,6 +74,7 @@ class _Subscription:
         self._columns = {name: number for number, name in enumerate(names)}
         gauges = frozenset[str]().union(*(signal.gauges for signal in signals))
         self._sums = [name not in gauges for name in names]
+        self._gauges = [number for number, name in enumerate(names) if name in gauges]
         self._stamps: dict[str, Timestamp] = {}
         self._totals: dict[str, Rows] = {}
 
@@ -94,7 +95,7 @@ class _Subscription:
         """
         stage = snapshot.stage
         totals = _columns(rows, positions)
-        differences = _differences(totals, self._totals.get(stage), self._sums)
+        differences = self._differences(totals, self._totals.get(stage))
         first, self._stamps[stage] = self._stamps[stage], snapshot.stamp
         self._totals[stage] = totals
         window = Window(
@@ -102,6 +103,16 @@ class _Subscription:
             self._columns, differences, totals,
         )  # fmt: skip
         return self.callback.call(self.callback.receive, window) or {}
+
+    def _differences(self, now: Rows, before: Rows | None) -> Rows:
+        if before is None:
+            return now
+        if len(now) == 1:
+            pairs = zip(now[0], before[0], self._sums, strict=True)
+            return [[late - early if is_sum else late for late, early, is_sum in pairs]]
+        found = np.subtract(now, before)
+        found[:, self._gauges] = np.asarray(now)[:, self._gauges]
+        return found
 
 
 class _Layout(NamedTuple):
@@ -129,16 +140,10 @@ def _columns(rows: Rows, positions: Sequence[int]) -> Rows:
     if len(rows) == 1:
         row = rows[0]
         return [[row[position] for position in positions]]
-    return np.asarray(rows)[:, positions]
-
-
-def _differences(now: Rows, before: Rows | None, sums: Sequence[bool]) -> Rows:
-    if before is None:
-        return now
-    if len(now) == 1:
-        pairs = zip(now[0], before[0], sums, strict=True)
-        return [[late - early if is_sum else late for late, early, is_sum in pairs]]
-    return np.where(sums, np.subtract(now, before), now)
+    first, last = positions[0], positions[-1]
+    # Columns that follow one another need no copy.
+    contiguous = positions == list(range(first, last + 1))
+    return np.asarray(rows)[:, slice(first, last + 1) if contiguous else positions]
 
 
 def _unknown_column(name: str, known: Iterable[str]) -> ConfigError:
@@ -176,6 +181,10 @@ class Windows:
             source: Starts the signal.
         """
         self._sources[prefix] = source
+
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers; all ranks call it together, at set-up."""
+        return self._gatherer.largest(number)
 
     def subscribe(self, callback: WindowCallback, columns: Iterable[str]) -> None:
         """Deliver windows of some columns to a callback from now on.

@@ -1,15 +1,15 @@
 """What the hardware of a node does, sampled by a thread. No torch, no Lightning."""
 
-from lightning_perf.system.gpus import GPU, MOST_GPUS, gpu_key, gpu_number, has_gpus
+from lightning_perf.system.gpus import GPU, PER_GPU, count_gpus, gpu_key, gpu_number
 from lightning_perf.system.sampler import HOST, Sampler, node_sensors
 
 __all__ = [
     "GPU",
     "HOST",
-    "MOST_GPUS",
+    "PER_GPU",
     "Sampler",
+    "count_gpus",
     "gpu_key",
     "gpu_number",
-    "has_gpus",
     "node_sensors",
 ]

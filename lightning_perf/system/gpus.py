@@ -22,7 +22,8 @@ GPU = (
 #: GPUs, or MIG instances, of one node that are looked at.
 MOST_GPUS = 16
 
-_MIG = 100
+#: A GPU's number is nvidia-smi's times this, and one more than the instance's if it is one.
+PER_GPU = 100
 
 # NVML's bits for the reasons of reduced clocks. Idling and clocks set by the user are not
 # throttling.
@@ -54,12 +55,12 @@ def gpu_number(name: str) -> float:
         'gpu_3_mig_0'
     """
     _, index, *instance = name.partition("/")[0].split("_")
-    return _MIG * int(index) + (int(instance[1]) + 1 if instance else 0)
+    return PER_GPU * int(index) + (int(instance[1]) + 1 if instance else 0)
 
 
 def gpu_key(number: float) -> str:
     """The key of a GPU by the number that `gpu_number` returned."""
-    index, instance = divmod(int(number), _MIG)
+    index, instance = divmod(int(number), PER_GPU)
     return gpu_name(index, instance - 1 if instance else None)
 
 
@@ -149,41 +150,38 @@ def gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[list[
         visible: UUIDs of the GPUs that torch sees; None to use CUDA_VISIBLE_DEVICES.
         ranks: Number of this node's ranks that train on a GPU.
     """
-    try:
-        nvml = import_module("pynvml")
-    except ImportError:
-        nvml = None
-    if nvml is None or not _initialized(nvml):
-        if ranks:
+    with _nvml() as nvml:
+        if nvml is None and ranks:
             warn("GPUs are not sampled: NVML is missing. Install the package nvidia-ml-py.")
-        yield []
-        return
-    try:
-        yield [Gpu(nvml, device) for device in _chosen(nvml, visible, ranks)]
-    finally:
-        with suppress(nvml.NVMLError):
-            nvml.nvmlShutdown()
+        yield (
+            [] if nvml is None else [Gpu(nvml, device) for device in _chosen(nvml, visible, ranks)]
+        )
 
 
-def has_gpus() -> bool:
-    """Whether this node has a GPU that NVML can read."""
+def count_gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> int:
+    """How many GPUs `gpus` opens for the same arguments."""
+    with _nvml() as nvml:
+        return 0 if nvml is None else len(_chosen(nvml, visible, ranks))
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML, initialized; None without the package or the driver."""
     try:
         nvml = import_module("pynvml")
     except ImportError:
-        return False
-    if not _initialized(nvml):
-        return False
-    with suppress(nvml.NVMLError):
-        nvml.nvmlShutdown()
-    return True
-
-
-def _initialized(nvml: Any) -> bool:
+        yield None
+        return
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:  # no driver here
-        return False
-    return True
+        yield None
+        return
+    try:
+        yield nvml
+    finally:
+        with suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
 
 
 def _chosen(nvml: Any, visible: Sequence[str] | None, ranks: int) -> list[_Device]:

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +24,12 @@ from helpers.windows import window_of
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
-from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, SystemMetrics
+from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, SystemMetrics, Window
 from lightning_perf.callbacks.system_metrics import _memory
 from lightning_perf.core.progress import Ranks
 from lightning_perf.run import hardware
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.system import GPU, HOST
+from lightning_perf.system import GPU, HOST, Sampler, gpu_key
 
 #: Nobody waits a second for a test: what is not sampled in time is sampled at the end.
 FAST = 0.1
@@ -291,31 +290,60 @@ def test_memory_of_several_ranks_is_rank_0s_and_the_largest() -> None:
     assert not [key for key in alone if "max_over_ranks" in key]
 
 
-def test_many_nodes_take_turns() -> None:
-    """Of a hundred nodes some report at a time, each over the time since its own last report."""
-    metrics = SystemMetrics("1h")
-    metrics._turns = 13
-    nodes = [float(rank // 8) for rank in range(800)]
-    samples = [rank % 8 == 0 for rank in range(800)]
-    seen: dict[int, list[float]] = {}
-    for number in range(40):
-        spent = [float(number + 1) if each else 0.0 for each in samples]
-        columns = {
-            "memory/node_rank": nodes,
-            "memory/pid": nodes,
-            "system/free_memory": [each * (number + 1) / 2 for each in spent],
-            "system/free_memory/seconds": spent,
-        }
-        window = window_of(columns)
-        window = replace(window, step=number, totals=window.rows)
-        for key, value in metrics.on_window(window).items():
-            node = int(key.split("/")[1].removeprefix("node_"))
-            seen.setdefault(node, []).append(value)
-    # The sum of s (s + 1) / 2 ... : each report averages over what came since the one before.
-    assert len(seen) == 100
-    assert {len(values) for values in seen.values()} <= {3, 4}
-    means = [(4 + 1) / 2, ((18 * 18 - 5 * 5) / 2 + 0.5 * 0) / 13, (31 * 31 - 18 * 18) / 2 / 13]
-    assert seen[30][1:3] == pytest.approx(means[1:])
+def nodes_window(nodes: int, gpus: int) -> Window:
+    """Nodes of four ranks, of which the first samples: node n is at n %, its GPU g at n + g %."""
+    ranks = range(4 * nodes)
+    first = [float(rank % 4 == 0) for rank in ranks]
+    columns = {
+        "memory/node_rank": [float(rank // 4) for rank in ranks],
+        "memory/pid": [float(rank) for rank in ranks],
+        "system/cpu_util_simple": [
+            2.0 * each * (r // 4) for r, each in zip(ranks, first, strict=True)
+        ],
+        "system/cpu_util_simple/seconds": [2.0 * each for each in first],
+    }
+    for slot in range(gpus):
+        key = f"system/gpu_slot_{slot}"
+        columns[key] = [float(slot) * 100 if each else -1.0 for each in first]
+        for name in GPU:
+            columns[f"{key}/{name}"] = [
+                3.0 * each * (r // 4 + slot) for r, each in zip(ranks, first, strict=True)
+            ]
+        columns[f"{key}/seconds"] = [3.0 * each for each in first]
+    return window_of(columns)
+
+
+def test_up_to_eight_nodes_have_their_own_keys() -> None:
+    """The rank that samples decides, whatever the others send."""
+    found = SystemMetrics().on_window(nodes_window(8, gpus=2))
+    assert found["system/node_5/cpu_util_simple"] == 5.0
+    assert found["system/node_5/gpu_1/gpu_util"] == 6.0
+    assert len(found) == 8 * (1 + 2 * len(GPU))
+
+
+def test_of_many_nodes_the_spread_is_logged() -> None:
+    """Who has the least and the most is named, and the number of keys does not grow."""
+    found = SystemMetrics().on_window(nodes_window(101, gpus=2))
+    key = "system/nodes/cpu_util_simple"
+    assert [found[f"{key}/{name}"] for name in ("min", "median", "max")] == [0.0, 50.0, 100.0]
+    assert (found[f"{key}/min_node"], found[f"{key}/max_node"]) == (0, 100)
+    key = "system/gpus/gpu_power"
+    assert [found[f"{key}/{name}"] for name in ("min", "median", "max")] == [0.0, 50.5, 101.0]
+    assert (found[f"{key}/max_node"], found[f"{key}/max_gpu"]) == (100, 1)
+    assert found.keys() == SystemMetrics().on_window(nodes_window(9, gpus=1)).keys()
+
+
+def test_gpus_share_a_column_of_seconds() -> None:
+    """A reading that ends early is left out, and the mean of the others is right."""
+    sampler = Sampler()
+    signal = hardware.NodeSignal(sampler, slots=2)
+    sampler.receive({f"gpu_3/{name}": 10.0 for name in GPU}, 2.0)
+    sampler.receive({f"gpu_3/{name}": 40.0 for name in GPU if name != "gpu_power"}, 1.0)
+    found = dict(zip(signal.columns, signal.totals("train"), strict=True))
+    assert gpu_key(found["system/gpu_slot_0"]) == "gpu_3"
+    assert found["system/gpu_slot_0/gpu_util"] / found["system/gpu_slot_0/seconds"] == 20.0
+    assert isnan(found["system/gpu_slot_0/gpu_power"])
+    assert (found["system/gpu_slot_1"], found["system/gpu_slot_1/seconds"]) == (-1.0, 0.0)
 
 
 @pytest.mark.gpu

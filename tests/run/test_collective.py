@@ -143,6 +143,12 @@ def test_a_rank_that_lags_by_hundreds_of_reports_shifts_none(tmp_path: Path) -> 
     assert first["warnings"] == second["warnings"] == []
 
 
+def test_ranks_agree_on_the_largest_number(tmp_path: Path) -> None:
+    """Such as the number of GPUs of a node, which decides how many columns all ranks send."""
+    found = two(tmp_path, lambda gatherer, rank: gatherer.largest(3 + 5 * rank))
+    assert [each and each["found"] for each in found] == [8, 8]
+
+
 @pytest.mark.parametrize("every", [1, 7, 40])
 def test_a_report_may_be_of_any_width(tmp_path: Path, every: int) -> None:
     """Wide ones, on one rank or both, arrive whole and in order among narrow ones."""
