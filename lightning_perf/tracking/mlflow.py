@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from lightning_perf.errors import without_credentials
 from lightning_perf.traces.uploads import Target
+from lightning_perf.tracking.summary import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
     from lightning_perf.background.worker import Worker
+
+
+#: The tag that MLflow shows as the description of a run.
+_DESCRIPTION = "mlflow.note.content"
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,12 @@ class MlflowRun:
     def tags(self) -> dict[str, str]:
         """The run's tags."""
         return dict(self.client().get_run(self.run_id).data.tags)
+
+    def describe(self, text: str) -> None:
+        """Make a text the run's description, unless the user wrote one."""
+        before = self.tags().get(_DESCRIPTION, "")
+        if not before or is_ours(before):
+            self._client.set_tag(self.run_id, _DESCRIPTION, text)
 
     def upload(self, path: Path, remote: str) -> None:
         """Upload a file as an artifact under a remote name."""
