@@ -61,7 +61,10 @@ def end_summary(
         return None
     try:
         summary = RunSummary(context, callbacks, reason)
-        if not (summary.content["stages"] or summary.files(summary.folder)):
+        recorded = summary.folder.exists() or any(
+            getattr(callback, "saved_traces", ()) for callback in callbacks
+        )
+        if not (summary.content["stages"] or recorded):
             return None
         summary.write()
     except Exception as error:
