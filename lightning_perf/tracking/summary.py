@@ -6,8 +6,8 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.units import duration
 from lightning_perf.errors import describe
+from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
