@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback
 from typing_extensions import override
 
+from lightning_perf.checks import flag
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
 
@@ -30,6 +31,7 @@ class Suite(PerfCallback):
 
     Args:
         callbacks: Callbacks of lightning_perf, in the order in which they run.
+        show_summary: Whether to print the summary of the run at its end, on rank 0.
 
     Raises:
         ConfigError: A callback is not ours, or two are of one kind and key.
@@ -40,8 +42,9 @@ class Suite(PerfCallback):
         ['SpeedMonitor', 'Flops']
     """
 
-    def __init__(self, callbacks: list[PerfCallback]) -> None:
+    def __init__(self, callbacks: list[PerfCallback], show_summary: bool = False) -> None:
         super().__init__()
+        self.show_summary = self.shows_summary = flag("show_summary", show_summary)
         example = "[SpeedMonitor(), Flops()]"
         if not isinstance(callbacks, list | tuple):
             raise ConfigError("callbacks", callbacks, "is not a list", example)

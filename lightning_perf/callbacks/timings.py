@@ -21,8 +21,7 @@ from lightning_perf.timing.totals import CATEGORIES, History, Share, Totals, as_
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
-_RUN_FOLDER = "{run_name}"
-_FOLDER = f"{_RUN_FOLDER}/timings"
+_FOLDER = "{run_name}/timings"
 #: Seconds that the files of a run wait for its last window.
 _LAST_WINDOW_TIMEOUT = 10.0
 #: Categories whose actions the table names.
@@ -46,8 +45,7 @@ class Timings(WindowCallback):
 
     At the end of a run, ``table`` lists callbacks, loggers and checkpoints by cost. It is written
     to ``{run_name}/timings`` as ``table.md`` and ``table.json``, with a chart of the time per step
-    as ``timings.png`` and ``timings.html``, and uploaded to MLflow. ``{run_name}/summary.json`` has
-    the seconds of the whole run and of the last report, each with the steps that it covers.
+    as ``timings.png`` and ``timings.html``, and uploaded to MLflow.
 
     Args:
         schedule: When to report; by default every ``Trainer(log_every_n_steps)``.
@@ -145,23 +143,14 @@ class Timings(WindowCallback):
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
             files["timings.png"] = partial(stacked_png, rows=rows, first=first)
-        summary = json.dumps(self._summary(), indent=1)
         try:
             artifacts.leave(context, _FOLDER, files, self._stage)
-            whole_run = {"summary.json": partial(_write, summary)}
-            artifacts.leave(context, _RUN_FOLDER, whole_run, self._stage)
         except OSError as error:
             warn(f"timings were not written ({describe(error)}): see Timings.table and .rows.")
 
-    def _summary(self) -> dict[str, object]:
-        """What the run was, for those who read it back."""
-        windows = {"whole_run": self._history.whole, "last_window": self._history.last}
-        return {
-            "version": 1,
-            "stage": self._stage,
-            "timings": {name: each._asdict() for name, each in windows.items() if each},
-            "culprits": [row._asdict() for row in self.table],
-        }
+    @override
+    def summary_sections(self) -> Mapping[str, object]:
+        return {"culprits": [row._asdict() for row in self.table]} if self.table else {}
 
 
 def _write(text: str, path: Path) -> None:

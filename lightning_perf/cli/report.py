@@ -1,7 +1,8 @@
-"""``lightning-perf report``: the speed, times and files of a run in MLflow."""
+"""``lightning-perf report``: the speed, times and files of a run."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -9,23 +10,19 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import without_credentials
-from lightning_perf.timing.totals import CATEGORIES, windows_of
-from lightning_perf.units import duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from typing import Any
+    from collections.abc import Sequence
 
     from jsonargparse import ArgumentParser
     from rich.console import Console
-    from rich.table import Table
 
     from lightning_perf.tracking.runs import Run
 
 #: The folders and suffixes of traces that Perfetto opens.
 _TRACES, _TRACE_FILES = {"torch_traces", "viztracer"}, (".json", ".json.gz")
-#: The most files of a kind and the most categories of time that are shown.
-_MOST_FILES, _MOST_CATEGORIES = 5, 5
+#: The most files of a kind that are shown.
+_MOST_FILES = 5
 
 
 def parser() -> ArgumentParser:
@@ -33,55 +30,74 @@ def parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(description="Show how fast a run was, and the paths of its traces.")
-    parser.add_argument("run", nargs="?", help="The run id in MLflow; by default the latest run.")
+    parser.add_argument(
+        "run",
+        nargs="?",
+        help="A run's id or name in MLflow, or a folder with its summary.json; by default the "
+        "latest run in MLflow or below the present folder.",
+    )
     parser.add_argument(
         "--tracking_uri",
         type=str,
         default=None,
         help="The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
     )
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
     return parser
 
 
-def run(run: str | None, tracking_uri: str | None) -> int:
+def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     """Print the report.
 
     Returns:
         The exit code: 2 if the run cannot be read.
     """
-    from rich.console import Console
-
-    from lightning_perf.tracking.runs import default_tracking_uri, read_run
+    from lightning_perf.tracking.runs import find_run
+    from lightning_perf.tracking.summary import SummaryError
 
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    uri = tracking_uri or default_tracking_uri()
     try:
-        found = read_run(run, uri, [f"timings/{name}" for name in CATEGORIES])
+        found = find_run(run, tracking_uri)
     except LookupError as error:
+        remedy = "" if isinstance(error, SummaryError) else " Try --tracking_uri ADDRESS."
         why = str(error).rstrip(".")
-        print(f"lightning-perf report: {why}. Try --tracking_uri ADDRESS.", file=sys.stderr)  # noqa: T201
+        print(f"lightning-perf report: {why}.{remedy}", file=sys.stderr)  # noqa: T201
         return 2
-    # Paths are meant to be copied, so lines are not wrapped. Names may look like markup.
-    console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
-    _show(found, console)
+    if json:
+        _print_json(found)
+    else:
+        _show(found)
     return 0
 
 
-def _show(run: Run, console: Console) -> None:
-    console.print(f"{run.name} ({run.run_id})", style="bold")
-    console.print(_table(run), soft_wrap=False)
+def _print_json(run: Run) -> None:
+    print(json.dumps({**run.summary, "files": run.files}, indent=1))  # noqa: T201
+
+
+def _show(run: Run) -> None:
+    from rich.console import Console
+
+    from lightning_perf.tracking.summary import panel
+
+    # Paths are meant to be copied, so lines are not wrapped. Names may look like markup.
+    console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
+    console.print(run.title, style="bold")
+    console.print(panel(run.summary), soft_wrap=False)
+    traces = _sorted(run, *_TRACE_FILES)
     _list(
         console,
         "Traces: drag onto https://ui.perfetto.dev (processed in your browser, never uploaded):",
-        [path for path in _files(run, *_TRACE_FILES) if _TRACES & set(PurePosixPath(path).parts)],
+        [path for path in traces if _TRACES & set(PurePosixPath(path).parts)],
     )
     # The chart of the run is last, so that it is always shown.
-    pages = sorted(_files(run, ".html"), key=lambda path: path.endswith("/timings.html"))
-    _list(console, "Pages: open in a browser or among MLflow's artifacts:", pages)
-    console.print(
-        "To see the run and its charts, start MLflow and open the address that it prints:"
-    )
-    console.print(f"  {_ui_command(run.tracking_uri)}", style="bold")
+    pages = sorted(_sorted(run, ".html"), key=lambda path: path.endswith("/timings.html"))
+    where = "" if run.tracking_uri is None else " or among MLflow's artifacts"
+    _list(console, f"Pages: open in a browser{where}:", pages)
+    if run.tracking_uri is not None:
+        console.print(
+            "To see the run and its charts, start MLflow and open the address that it prints:"
+        )
+        console.print(f"  {_ui_command(run.tracking_uri)}", style="bold")
 
 
 def _list(console: Console, headline: str, paths: Sequence[str]) -> None:
@@ -100,82 +116,9 @@ def _ui_command(uri: str) -> str:
     return f"mlflow ui --backend-store-uri {uri}"
 
 
-def _table(run: Run) -> Table:
-    from rich.table import Table
-
-    table = Table(show_header=False)
-    table.add_column(style="bold", overflow="fold")
-    table.add_column(overflow="fold")
-    for name, value in _rows(run):
-        table.add_row(name, value)
-    return table
-
-
-def _rows(run: Run) -> Iterator[tuple[str, str]]:
-    def metric(key: str, text: str, scale: float = 1.0) -> Iterator[str]:
-        if key in run.metrics:
-            yield text.format(run.metrics[key] / scale)
-
-    for name, values in {
-        "status": iter(() if run.status == "FINISHED" else (run.status.lower(),)),
-        "batches/s": metric("throughput/batches_per_sec", "{:,.2f}"),
-        "samples/s": metric("throughput/samples_per_sec", "{:,.1f}"),
-        "tokens/s": metric("throughput/tokens_per_sec", "{:,.0f}"),
-        "TFLOP/s per device": metric("throughput/device/flops_per_sec", "{:.3g}", 1e12),
-        "FLOPs per batch": metric("batch_flops", "{:.4g}"),
-        "MFU (last window)": metric("throughput/device/mfu", "{:.1%}"),
-        "peak": _peak(run),
-        "devices": _device(run),
-        **_times(run),
-    }.items():
-        text = "\n".join(values)
-        if text:
-            yield name, text
-
-
-def _peak(run: Run) -> Iterator[str]:
-    peak = run.params.get("lightning_perf/peak_flops")
-    if peak is not None:
-        source = run.params.get("lightning_perf/peak_source", "")
-        precision = run.params.get("lightning_perf/precision", "")
-        yield f"{float(peak) / 1e12:.3g} TFLOP/s per device, {precision} ({source})"
-
-
-def _device(run: Run) -> Iterator[str]:
-    if device := run.params.get("lightning_perf/device"):
-        yield f"{run.params.get('lightning_perf/world_size', '1')} x {device}"
-
-
-def _times(run: Run) -> dict[str, Iterator[str]]:
-    """The times of the whole run and of its last report."""
-    windows = run.summary.get("timings") or windows_of(run.points)
-    whole, last = windows.get("whole_run"), windows.get("last_window")
-    found = {}
-    if whole:
-        found["where the time went"] = _shares(whole, "the whole run, ")
-    if last and last != whole:
-        found["in the last window"] = _shares(last)
-    return found
-
-
-def _shares(window: Mapping[str, Any], what: str = "") -> Iterator[str]:
-    """The steps of a window, and the categories with the largest shares of its time."""
-    spent, batches = window["seconds"], window["batches"] or 1
-    whole = sum(spent.values())
-    if not whole > 0:
-        return
-    yield f"{what}steps {window['first']} to {window['last']}"
-    for name in sorted(spent, key=lambda name: -spent[name])[:_MOST_CATEGORIES]:
-        if spent[name] > 0:
-            each = duration(spent[name] / batches)
-            yield f"{spent[name] / whole:6.1%}  {name} ({each} per batch)"
-
-
-def _files(run: Run, *endings: str) -> list[str]:
+def _sorted(run: Run, *endings: str) -> list[str]:
     """The paths of files with these suffixes, in the order of batches."""
-    root = run.artifact_uri.removeprefix("file://").rstrip("/")
-    found = sorted((path for path in run.artifacts if path.endswith(endings)), key=_natural)
-    return [f"{root}/{path}" for path in found]
+    return sorted((path for path in run.files if path.endswith(endings)), key=_natural)
 
 
 def _natural(path: str) -> list[tuple[int, str]]:

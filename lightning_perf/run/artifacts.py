@@ -69,7 +69,12 @@ def new_writer(
 
 
 def leave(
-    context: RunContext, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str
+    context: RunContext,
+    folder: str,
+    files: Mapping[str, Callable[[Path], None]],
+    stage: str,
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Write files below the trainer's ``default_root_dir``, and to MLflow as artifacts.
 
@@ -78,11 +83,13 @@ def leave(
         folder: Format string of the folder.
         files: For each file name, a function that writes the file; called on the worker thread.
         stage: The stage that they describe, as for traces.
+        overwrite: Whether to replace files.
 
     Raises:
         OSError: If the folder cannot be written to.
     """
     for filename, write in files.items():
-        writer = new_writer(context, None, folder, filename, f"{folder}/{filename}")
+        remote = f"{folder}/{filename}"
+        writer = new_writer(context, None, folder, filename, remote, overwrite=overwrite)
         spooled = writer.spool(stage)
         writer.write(spooled, context.progress.timestamp(stage), stage, partial(write, spooled))

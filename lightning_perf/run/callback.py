@@ -14,7 +14,7 @@ from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_crede
 from lightning_perf.run.context import RunContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from lightning.pytorch import LightningModule, Trainer
 
@@ -121,6 +121,8 @@ class PerfCallback(Callback):
 
     #: Whether checkpoints carry the run's progress in this callback's state.
     keeps_progress = True
+    #: Whether the summary of the run is printed at its end.
+    shows_summary = False
 
     def __init__(self) -> None:
         self._context: RunContext | None = None
@@ -178,6 +180,10 @@ class PerfCallback(Callback):
             context: The run's.
             reason: ``"teardown"``, ``"exception"`` or ``"failure"`` (of this callback).
         """
+
+    def summary_sections(self) -> Mapping[str, Any]:
+        """What this callback adds to `summary.json` at the end of a run, by section; on rank 0."""
+        return {}
 
     # -- dispatch -----------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -29,9 +28,11 @@ from lightning_perf.run.flop_meter import FlopMeter
 from lightning_perf.run.hardware import MemorySignal, NodeSignal, node_gpus, node_sampler
 from lightning_perf.run.spans import Spans, SpanSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
+from lightning_perf.run.summary import end_summary
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
+from lightning_perf.tracking.summary import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,19 +98,12 @@ def owners_of(trainer: Trainer, module: LightningModule, members: Iterable[objec
 def setup_of(trainer: Trainer) -> dict[str, object]:
     """Device, precision and strategy, for the run's params."""
     return {
-        "version": _version(),
+        "version": installed_version("lightning_perf"),
         "device": device_name(trainer.strategy.root_device),
         "world_size": trainer.world_size,
         "precision": compat.precision(trainer),
         "strategy": type(trainer.strategy).__name__,
     }
-
-
-def _version() -> str:
-    try:
-        return version("lightning_perf")
-    except PackageNotFoundError:  # run from its sources, which nobody installed
-        return "unknown"
 
 
 def _positive(value: float | None) -> int | None:
@@ -241,7 +235,7 @@ class RunContext:
                 problem = f"has two of {kind}: one is attached already, alone or in a Suite"
                 raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
         context.members.append(member)
-        context._joined += member.parts
+        context._joined += dict.fromkeys((member, *member.parts))
         return context
 
     def leave(self, member: PerfCallback, reason: str) -> None:
@@ -252,9 +246,10 @@ class RunContext:
             return
         del _CONTEXTS[id(self.trainer)]
         self._patches.restore()
+        self.windows.close(0 if reason == "exception" else GATHER_TIMEOUT)
+        summary = end_summary(self, self._joined, reason)
         self.meter.close()
         self.spans.restore()
-        self.windows.close(0 if reason == "exception" else GATHER_TIMEOUT)
         self.reporting.flush()
         self.reporting.finish(self.file_worker, FILE_TIMEOUT[reason])
         self.reporting.close(UPLOAD_TIMEOUT[reason])
@@ -262,6 +257,8 @@ class RunContext:
             finish()
         self.reporting.tidy()
         self.warnings_digest.summarize()
+        if summary is not None:
+            summary.show()
         if reason == "teardown" and self.ranks.global_rank == 0 and not self.trainer.loggers:
             with suppress(Exception):
                 self._tell_where()
@@ -345,6 +342,8 @@ class RunContext:
         self._log_every = compat.log_every_n_steps(self.trainer)
         self.stages.enter(stage, limits)
         self._select_stage()
+        if not self.nested:  # the step of the first batch
+            self.step = self._loop.step + (stage != "train")
         self.windows.enter(self)
 
     def _select_stage(self) -> None:

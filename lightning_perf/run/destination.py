@@ -121,6 +121,12 @@ class Reporting:
         for target in self._mlflow:
             target.log_params(params)
 
+    def describe(self, text: str) -> None:
+        """Make a text the description of MLflow runs, unless the user wrote one."""
+        if not self._trial:
+            for target in self._mlflow:
+                target.describe(text)
+
     def flush(self) -> None:
         """Send the waiting metrics now, while the last files of the run are made."""
         for target in self._own:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import filter as matching
 from functools import partial
+from itertools import pairwise
 from math import inf, nan
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -58,6 +60,28 @@ class _Snapshot:
     at_end: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Report:
+    """What a report gathered."""
+
+    snapshot: _Snapshot
+    signals: Sequence[Signal]
+    #: The totals of each rank.
+    rows: Rows
+
+    def window(self, start: _Snapshot, before: Rows | None, rank: int) -> Window:
+        """All columns from ``start``, where the totals were ``before``, to this report."""
+        names = [name for signal in self.signals for name in signal.columns]
+        gauges = frozenset[str]().union(*(signal.gauges for signal in self.signals))
+        at_end = [number for number, name in enumerate(names) if name in gauges]
+        rows = _differences(self.rows, before, at_end)
+        columns = {name: number for number, name in enumerate(names)}
+        end = self.snapshot
+        return Window(
+            end.stage, end.step, start.stamp, end.stamp, end.at_end, rank, columns, rows, self.rows
+        )
+
+
 class _Subscription:
     """One callback's columns, and where its last window of each stage ended.
 
@@ -73,7 +97,6 @@ class _Subscription:
         self.callback, self.signals, self.names = callback, signals, names
         self._columns = {name: number for number, name in enumerate(names)}
         gauges = frozenset[str]().union(*(signal.gauges for signal in signals))
-        self._sums = [name not in gauges for name in names]
         self._gauges = [number for number, name in enumerate(names) if name in gauges]
         self._stamps: dict[str, Timestamp] = {}
         self._totals: dict[str, Rows] = {}
@@ -95,7 +118,7 @@ class _Subscription:
         """
         stage = snapshot.stage
         totals = _columns(rows, positions)
-        differences = self._differences(totals, self._totals.get(stage))
+        differences = _differences(totals, self._totals.get(stage), self._gauges)
         first, self._stamps[stage] = self._stamps[stage], snapshot.stamp
         self._totals[stage] = totals
         window = Window(
@@ -103,16 +126,6 @@ class _Subscription:
             self._columns, differences, totals,
         )  # fmt: skip
         return self.callback.call(self.callback.receive, window) or {}
-
-    def _differences(self, now: Rows, before: Rows | None) -> Rows:
-        if before is None:
-            return now
-        if len(now) == 1:
-            pairs = zip(now[0], before[0], self._sums, strict=True)
-            return [[late - early if is_sum else late for late, early, is_sum in pairs]]
-        found = np.subtract(now, before)
-        found[:, self._gauges] = np.asarray(now)[:, self._gauges]
-        return found
 
 
 class _Layout(NamedTuple):
@@ -146,6 +159,19 @@ def _columns(rows: Rows, positions: Sequence[int]) -> Rows:
     return np.asarray(rows)[:, slice(first, last + 1) if contiguous else positions]
 
 
+def _differences(now: Rows, before: Rows | None, gauges: Sequence[int]) -> Rows:
+    if before is None:
+        return now
+    if len(now) == 1:
+        row = [late - early for late, early in zip(now[0], before[0], strict=True)]
+        for column in gauges:
+            row[column] = now[0][column]
+        return [row]
+    found = np.subtract(now, before)
+    found[:, gauges] = np.asarray(now)[:, gauges]
+    return found
+
+
 def _unknown_column(name: str, known: Iterable[str]) -> ConfigError:
     near = get_close_matches(name, list(known), n=1)
     return ConfigError("columns", name, "matches no column", repr(near[0] if near else "batch/*"))
@@ -160,7 +186,7 @@ class Windows:
 
     def __init__(self, trainer: Trainer) -> None:
         self._gatherer = Gatherer(trainer)
-        self._rank = trainer.global_rank
+        self._rank, self._alone = trainer.global_rank, trainer.world_size == 1
         self._sources: dict[str, Callable[[], Signal]] = {}
         self._signals: dict[str, Signal] = {}
         # By signal and stage: where its columns count from, and its totals at the last report.
@@ -170,6 +196,9 @@ class Windows:
         self._failed: set[int] = set()
         self._subscriptions: list[_Subscription] = []
         self._quiet_until: float = 0
+        # By stage: the step and time at its beginning, and the last reports of all signals.
+        self._began: dict[str, tuple[int, Timestamp]] = {}
+        self._recent: defaultdict[str, deque[_Report]] = defaultdict(partial(deque, maxlen=3))
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -220,6 +249,7 @@ class Windows:
         """A stage begins."""
         self._quiet_until = 0
         stage = context.stage
+        self._began.setdefault(stage, (context.step, context.timestamp))
         for subscription in self._subscriptions:
             subscription.enter(stage, context.timestamp)
         signals = {id(each): each for sub in self._subscriptions for each in sub.signals}
@@ -277,7 +307,8 @@ class Windows:
         ]
         snapshot = _Snapshot(context, stage, context.step, context.timestamp, at_end)
         tag = (layout.number, context.counters.batch)
-        self._gatherer.gather(tag, values, partial(self._deliver, snapshot, ends))
+        deliver = partial(self._deliver, snapshot, ends, layout.signals)
+        self._gatherer.gather(tag, values, deliver)
 
     def _layout(self, due: Sequence[_Subscription]) -> _Layout:
         key = tuple(map(id, due))
@@ -302,14 +333,53 @@ class Windows:
                 warn(f"{name} is no longer measured ({describe(error)}). Training continues.")
         return [nan] * len(signal.columns)
 
-    def _deliver(self, snapshot: _Snapshot, ends: Sequence[_End], rows: Rows) -> None:
+    def _deliver(
+        self, snapshot: _Snapshot, ends: Sequence[_End], signals: Sequence[Signal], rows: Rows
+    ) -> None:
         """Hand out windows; with several ranks some batches after the snapshot."""
+        recent = self._recent[snapshot.stage]
+        if not recent or len(signals) >= len(recent[-1].signals):
+            recent.append(_Report(snapshot, signals, rows))
         found: dict[str, float] = {}
         for end in ends:
             if end.wanted:
                 found |= end.subscription.receive(snapshot, end.positions, rows, self._rank)
         if found:
             snapshot.context.log(found, snapshot.step)
+
+    def recap(self, context: RunContext, stage: str) -> list[tuple[int, Window]]:
+        """The whole run of a stage, and its last window with batches if that is shorter.
+
+        Each comes with the step of its first batch. They end at the last report of all ranks; if
+        the only rank did not end the stage, the whole run ends now.
+        """
+        began, reports = self._began.get(stage), list(self._recent[stage])
+        if began is None or not self._signals:
+            return []
+        if self._alone and not (reports and reports[-1].snapshot.at_end):
+            reports.append(self._report_now(context, stage))
+        if not reports:
+            return []
+        start = _Snapshot(context, stage, *began, at_end=False)
+        found = [(start.step, reports[-1].window(start, None, self._rank))]
+        alike = [report for report in reports if report.signals == reports[-1].signals]
+        for before, report in reversed(list(pairwise(alike))):
+            window = report.window(before.snapshot, before.rows, self._rank)
+            if window.batches:
+                return [*found, (before.snapshot.step + 1, window)]
+        return found
+
+    def _report_now(self, context: RunContext, stage: str) -> _Report:
+        """The totals of this rank, which is the only one."""
+        context.batches.fold(stage)
+        signals = {id(each): each for sub in self._subscriptions for each in sub.signals}
+        values: list[float] = []
+        for key, signal in signals.items():
+            pairs = zip(self._totals(signal, stage), self._origins[key, stage], strict=True)
+            values += [value - first for value, first in pairs]
+        stamp = context.progress.timestamp(stage)
+        snapshot = _Snapshot(context, stage, context.step, stamp, at_end=False)
+        return _Report(snapshot, list(signals.values()), [values])
 
     def finish(self, timeout: float) -> None:
         """Wait a bounded time for windows that are on their way; none is gathered afterwards.

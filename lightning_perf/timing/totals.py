@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -227,7 +227,7 @@ def _merge(rows: Sequence[_Row]) -> _Row:
     return rows[-1][0], sum(row[1] for row in rows), seconds
 
 
-def windows_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, dict[str, object]]:
+def windows_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, dict[str, Any]]:
     """Return the whole run and its last report, for a run that ended without writing them.
 
     Each report is weighted by the number of steps since the previous one; the first report like
@@ -238,7 +238,7 @@ def windows_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, d
 
     Example:
         >>> points = {"timings/forward": [(9, 1.0), (19, 2.0), (24, 6.0)]}
-        >>> {name: window["seconds"] for name, window in windows_of(points).items()}
+        >>> {name: window["timings"] for name, window in windows_of(points).items()}
         {'whole_run': {'forward': 60.0}, 'last_window': {'forward': 30.0}}
     """
     history = History(most=sum(map(len, points.values())) + 1)
@@ -253,7 +253,12 @@ def windows_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, d
     for step, batches in zip(steps, [*first, *passed], strict=True):
         history.add(step, batches, {name: reports[step].get(name, 0.0) for name in names})
     windows = {"whole_run": history.whole, "last_window": history.last}
-    return {name: window._asdict() for name, window in windows.items() if window}
+    found = {}
+    for name, window in windows.items():
+        if window:
+            found[name] = window._asdict()
+            found[name]["timings"] = found[name].pop("seconds")
+    return found
 
 
 #: Rows below this share of the wall time are merged.

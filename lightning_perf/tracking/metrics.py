@@ -102,6 +102,10 @@ class MlflowMetrics:
         texts = {clean_key(key): str(value)[:500] for key, value in params.items()}
         self._worker.submit(lambda: self._send_params(texts), "params to MLflow")
 
+    def describe(self, text: str) -> None:
+        """Queue the description of the run."""
+        self._worker.submit(lambda: self._send_description(text), "description to MLflow")
+
     def flush(self) -> None:
         """Send the waiting metrics now."""
         self._worker.submit(self._send, "metrics to MLflow")
@@ -154,6 +158,12 @@ class MlflowMetrics:
             client.log_batch(self._run.run_id, params=new)
         except Exception as error:
             self._warn(f"params were not logged ({describe(error)})")
+
+    def _send_description(self, text: str) -> None:
+        try:
+            self._run.describe(text)
+        except Exception as error:
+            self._warn(f"the description was not written ({describe(error)})")
 
     def _warn(self, what: str) -> None:
         kind = what.split()[0]

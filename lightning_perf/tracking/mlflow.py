@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from lightning_perf.errors import describe, without_credentials
+from lightning_perf.tracking.summary import is_ours
 from lightning_perf.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
     from lightning_perf.background.worker import Worker
+
+
+#: The tag that MLflow shows as the description of a run.
+_DESCRIPTION = "mlflow.note.content"
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,12 @@ class MlflowRun(Tracker):
     def tags(self) -> dict[str, str]:
         """The run's tags."""
         return dict(self.client().get_run(self.run_id).data.tags)
+
+    def describe(self, text: str) -> None:
+        """Make a text the run's description, unless the user wrote one."""
+        before = self.tags().get(_DESCRIPTION, "")
+        if not before or is_ours(before):
+            self._client.set_tag(self.run_id, _DESCRIPTION, text)
 
     @override
     def upload(self, path: Path, remote: str) -> None:

@@ -1,49 +1,123 @@
-"""Reads a run back from MLflow."""
+"""Reads a run back, from MLflow or from its folder."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe, without_credentials
+from lightning_perf.timing.totals import CATEGORIES, windows_of
 from lightning_perf.tracking.mlflow import artifacts_of, check_reachable
+from lightning_perf.tracking.summary import FILE_NAME, VERSION, read_summary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from mlflow import MlflowClient
 
     from lightning_perf.tracking.mlflow import Artifacts
+    from lightning_perf.tracking.summary import Summary
 
 _DATABASE = "sqlite:///"
-#: The file that `Timings` writes at the end of training; a second one in the run gets a number.
-_SUMMARY = re.compile(r"[^/]+/summary(-\d+)?\.json")
+#: Folders below the present one that are searched for runs.
+_DEPTH = 4
+#: Params among a run's that describe its set-up.
+_SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
+#: Rates among a run's metrics, by their names in a summary.
+_RATES = {
+    "mfu": "throughput/device/mfu",
+    "flops_per_sec_per_device": "throughput/device/flops_per_sec",
+    "batches_per_sec": "throughput/batches_per_sec",
+    "samples_per_sec": "throughput/samples_per_sec",
+    "tokens_per_sec": "throughput/tokens_per_sec",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run as MLflow has it."""
+    """One run, as it is found in MLflow or in a folder."""
 
-    run_id: str
-    name: str
-    tracking_uri: str
-    #: As in MLflow: ``RUNNING``, ``FINISHED``, ``FAILED``, ``KILLED`` or ``SCHEDULED``.
-    status: str
-    metrics: dict[str, float]
-    params: dict[str, str]
-    #: Paths of all files, below the artifact root.
-    artifacts: tuple[str, ...]
-    artifact_uri: str
-    #: What `Timings` wrote at the end of the run; empty without it.
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    #: The requested metrics as lists of step and value, in the order of steps.
-    points: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    #: Its name and, in MLflow, its id.
+    title: str
+    summary: Summary
+    #: The paths or addresses of all its files.
+    files: tuple[str, ...]
+    #: Where MLflow keeps it; None for a folder.
+    tracking_uri: str | None = None
+
+
+def find_run(what: str | None, tracking_uri: str | None) -> Run:
+    """Find a run.
+
+    Args:
+        what: A folder or file, or a run's id or name; None for the latest run.
+        tracking_uri: Where MLflow keeps it; by default `default_tracking_uri`, or a folder below
+            the present one.
+
+    Raises:
+        LookupError: There is no such run, or it cannot be read; the message is one line.
+        ImportError: It is in MLflow, which is not installed.
+    """
+    if what is not None and Path(what).exists():
+        return read_folder(Path(what))
+    if tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
+        folder = latest_folder(Path(), what)
+        try:
+            found = read_run(what, default_tracking_uri(), newer_than=folder)
+        except (LookupError, ImportError):
+            if folder is None:
+                raise
+            found = None
+        return found or read_folder(folder)  # type: ignore[arg-type]  # one of both is there
+    found = read_run(what, tracking_uri or default_tracking_uri())
+    assert found is not None
+    return found
+
+
+# -- folders ----------------------------------------------------------------------------------
+
+
+def latest_folder(root: Path, name: str | None = None) -> Path | None:
+    """The folder below another one with the latest summary.
+
+    Args:
+        root: Where to look.
+        name: The name of the folder; None for any.
+    """
+    found: list[tuple[float, Path]] = []
+    for place, below, files in os.walk(root):
+        folder = Path(place)
+        deep = len(folder.relative_to(root).parts) >= _DEPTH
+        # MLflow's own folders hold copies.
+        below[:] = [] if deep else [each for each in below if each[0] != "." and each != "mlruns"]
+        if FILE_NAME in files and name in (None, folder.name):
+            with suppress(OSError):
+                found.append(((folder / FILE_NAME).stat().st_mtime, folder))
+    return max(found)[1] if found else None
+
+
+def read_folder(path: Path) -> Run:
+    """Read a run from its folder, from the latest one below a folder, or from its summary.
+
+    Raises:
+        LookupError: There is no summary, or it cannot be read.
+    """
+    folder = path.parent if path.is_file() else path
+    if path.is_dir() and not (path / FILE_NAME).exists():
+        latest = latest_folder(path)
+        if latest is None:
+            raise LookupError(f"there is no {FILE_NAME} in {path}")
+        folder = latest
+    summary = read_summary(path if path.is_file() else folder / FILE_NAME)
+    files = tuple(sorted(str(each.resolve()) for each in folder.rglob("*") if each.is_file()))
+    return Run(str(summary["run"]), summary, files)
+
+
+# -- MLflow -----------------------------------------------------------------------------------
 
 
 def default_tracking_uri() -> str:
@@ -51,13 +125,13 @@ def default_tracking_uri() -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"{_DATABASE}mlflow.db"
 
 
-def read_run(run_id: str | None, tracking_uri: str, keys: Sequence[str] = ()) -> Run:
-    """Read a run.
+def read_run(what: str | None, tracking_uri: str, newer_than: Path | None = None) -> Run | None:
+    """Read a run from MLflow.
 
     Args:
-        run_id: The run; None for the latest of all experiments.
+        what: The id or name of the run; None for the latest of all experiments.
         tracking_uri: The tracking server or database.
-        keys: The metrics whose points are read if the run has no summary.
+        newer_than: The folder of a run that is returned as None if it ended after this one.
 
     Raises:
         LookupError: The run does not exist, or MLflow cannot be read.
@@ -68,28 +142,30 @@ def read_run(run_id: str | None, tracking_uri: str, keys: Sequence[str] = ()) ->
     _check_address(tracking_uri)
     try:
         client = MlflowClient(tracking_uri)
-        run = client.get_run(run_id or _latest(client))
+        run = _find(client, what)
+        if newer_than is not None and _is_older(run, newer_than):
+            return None
         files = artifacts_of(client, run.info.run_id)
         paths = tuple(sorted(_paths(files)))
+        summary = _summary(files, paths) or _from_metrics(client, run)
     except LookupError:
         raise
     except Exception as error:  # MLflow, databases and networks raise many kinds
         raise LookupError(describe(error)) from error
-    summary = _summary(files, paths)
-    metrics = dict(run.data.metrics)
-    wanted = () if summary else [key for key in keys if key in metrics]
+    root = (run.info.artifact_uri or "").removeprefix("file://").rstrip("/")
     return Run(
-        run.info.run_id,
-        run.info.run_name or run.info.run_id,
-        tracking_uri,
-        run.info.status,
-        metrics,
-        dict(run.data.params),
-        paths,
-        run.info.artifact_uri or "",
+        f"{run.info.run_name or run.info.run_id} ({run.info.run_id})",
         summary,
-        {key: _points(client, run.info.run_id, key) for key in wanted},
+        tuple(f"{root}/{path}" for path in paths),
+        tracking_uri,
     )
+
+
+def _is_older(run: Any, folder: Path) -> bool:
+    """Whether a run had ended when the run of a folder, another one, ended."""
+    ended = run.info.end_time or run.info.start_time
+    later: bool = (folder / FILE_NAME).stat().st_mtime > ended / 1e3
+    return later and folder.name != run.info.run_name
 
 
 def _check_address(tracking_uri: str) -> None:
@@ -104,12 +180,29 @@ def _check_address(tracking_uri: str) -> None:
         raise LookupError(f"{address} does not respond ({describe(error)})") from error
 
 
-def _latest(client: MlflowClient) -> str:
+def _find(client: MlflowClient, what: str | None) -> Any:
+    """The latest run, or the one with this id or name.
+
+    Raises:
+        LookupError: There is none.
+    """
+    from mlflow.exceptions import MlflowException
+
+    with suppress(MlflowException):
+        if what is not None:
+            return client.get_run(what)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    found = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)
+    quoted = (what or "").replace("'", "")
+    found = client.search_runs(
+        experiments,
+        filter_string=f"attributes.run_name = '{quoted}'" if what else "",
+        order_by=["attributes.start_time DESC"],
+        max_results=1,
+    )
     if not found:
-        raise LookupError("there is no run yet")
-    return str(found[0].info.run_id)
+        named = f"no run with the id or name {what}" if what else "no run yet"
+        raise LookupError(f"there is {named}")
+    return found[0]
 
 
 def _paths(files: Artifacts, folder: str | None = None) -> Iterator[str]:
@@ -120,15 +213,35 @@ def _paths(files: Artifacts, folder: str | None = None) -> Iterator[str]:
             yield entry.path
 
 
-def _summary(files: Artifacts, paths: Sequence[str]) -> dict[str, Any]:
-    """The latest summary; empty if there is none or it cannot be read."""
-    found = [path for path in paths if _SUMMARY.fullmatch(path)]
-    with suppress(Exception), tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-        # Longer names have higher numbers.
-        path = files.download(max(found, key=lambda path: (len(path), path)), scratch)
-        summary = json.loads(Path(path).read_text(encoding="utf-8"))
-        return summary if isinstance(summary, dict) else {}
-    return {}
+def _summary(files: Artifacts, paths: Sequence[str]) -> Summary | None:
+    """The summary among a run's artifacts; None if there is none."""
+    found = [path for path in paths if path.rpartition("/")[2] == FILE_NAME]
+    if not found:
+        return None
+    with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
+        return read_summary(Path(files.download(found[-1], scratch)))
+
+
+def _from_metrics(client: MlflowClient, run: Any) -> Summary:
+    """What the metrics of a run say that has not ended or was killed."""
+    metrics, run_id = run.data.metrics, run.info.run_id
+    keys = [f"timings/{name}" for name in CATEGORIES]
+    points = {key: _points(client, run_id, key) for key in keys if key in metrics}
+    windows = windows_of(points)
+    rates = {name: metrics[key] for name, key in _RATES.items() if key in metrics}
+    if rates:
+        step = _points(client, run_id, "throughput/batches_per_sec")[-1][0]
+        last = {"first": step, "last": step, "batches": 0}
+        windows["last_window"] = windows.get("last_window", last) | {"throughput": rates}
+    prefix = "lightning_perf/"
+    params = {key.removeprefix(prefix): value for key, value in run.data.params.items()}
+    return {
+        "version": VERSION,
+        "run": run.info.run_name or run_id,
+        "status": run.info.status.lower(),
+        "setup": {key: params[key] for key in _SETUP if key in params},
+        "stages": {"train": windows} if windows else {},
+    }
 
 
 def _points(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:

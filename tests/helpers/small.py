@@ -109,9 +109,12 @@ def ours(caught: Any) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, PerfWarning)]
 
 
+OURS = {"README.md", "summary.json"}
+
+
 def left_in(folder: Path) -> list[Path]:
-    """The files of a folder that recorders left, without the text that says how to open them."""
-    found = (path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
+    """The files of a folder that recorders left, without the README and the summary of the run."""
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name not in OURS)
     return sorted(found)
 
 

@@ -110,7 +110,8 @@ def test_mlflow_gets_metrics_and_the_store_the_traces(tmp_path: Path, mlflow_dat
     name = distinct_name("owl-7", str(logger.run_id))
     assert found.endswith(f"/{name}/rank0.1.json.gz")
     client = MlflowClient(mlflow_database)
-    assert client.list_artifacts(logger.run_id) == []
+    files = client.list_artifacts(logger.run_id, "owl-7")
+    assert [file.path for file in files] == ["owl-7/summary.json"]
     params = client.get_run(logger.run_id).data.params
     assert params["lightning_perf/PyTorch/remote_file_name"].startswith("memory://both/{run_name}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from helpers.small import Records, Small, trainer
 
-from lightning_perf import PyTorch, Tracker
+from lightning_perf import PerfWarning, PyTorch, Tracker
 from lightning_perf.cli import main
 from lightning_perf.traces.uploads import NotHere, read_pending
 from lightning_perf.tracking.tracker import _kinds
@@ -74,14 +75,19 @@ def test_a_tracker_of_another_package_takes_files(
 ) -> None:
     """Its class takes 25 lines; what could not be sent is sent by `lightning-perf upload`."""
     run = trainer(tmp_path / "run", PyTorch("first 2ba"), logger=Shelf(tmp_path / "shelf"))
-    with pytest.warns(match="the shelf is gone"), pytest.warns(match="no_such_module"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PerfWarning)
         run.fit(Small())
+    said = " ".join(str(each.message) for each in caught)
+    assert "the shelf is gone" in said
+    assert "no_such_module" in said
     (tmp_path / "shelf").mkdir()
     with pytest.raises(SystemExit, match="0"):
         main(["upload", str(tmp_path / "run")])
-    assert "1 uploaded, 0 left" in capsys.readouterr().out
-    (name,) = (path.name for path in (tmp_path / "shelf").iterdir())
-    assert name == f"records-version_0-{TRACE}".replace("/", "-")
+    assert "2 uploaded, 0 left" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "shelf").iterdir()}
+    files = (TRACE, "summary.json")
+    assert names == {f"records-version_0-{file}".replace("/", "-") for file in files}
 
 
 #: Trains with W&B offline; then again, as on a rank whose process does not own the run.

@@ -1,0 +1,232 @@
+"""The summary of a run: made of its windows and callbacks at the end, on rank 0."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lightning_perf.core.metrics import throughput, utilization
+from lightning_perf.core.progress import STAGES
+from lightning_perf.errors import describe, warn
+from lightning_perf.run import artifacts
+from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.tracking.summary import (
+    FILE_NAME,
+    VERSION,
+    description,
+    installed_version,
+    panel,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from lightning.pytorch import Trainer
+
+    from lightning_perf.core.window import Window
+    from lightning_perf.run.callback import PerfCallback
+    from lightning_perf.run.context import RunContext
+
+_STATUS = {"teardown": "finished", "exception": "stopped by an exception"}
+_PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
+#: Suffixes of traces, after ``.gz`` is removed, and of pages.
+_TRACES, _PAGES = (".json", ".cvf", ".bin", ".pickle"), (".html",)
+#: Own files that are not traces.
+_OTHERS = {FILE_NAME, "table.json", "diagnosis.json"}
+#: Files listed at most, the latest by name.
+_MOST_FILES = 1000
+#: Of a trainer's earlier functions: a test after fit adds its stage to the summary of fit.
+_EARLIER: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
+
+
+def end_summary(
+    context: RunContext, callbacks: Sequence[PerfCallback], reason: str
+) -> RunSummary | None:
+    """Write the summary of a run at its end; None if there is nothing to say, or not on rank 0.
+
+    Args:
+        context: The run, whose windows are all there.
+        callbacks: All callbacks of the run.
+        reason: Why it ended.
+    """
+    if context.ranks.global_rank != 0 or reason not in _STATUS:
+        return None
+    try:
+        summary = RunSummary(context, callbacks, reason)
+        recorded = summary.folder.exists() or any(
+            getattr(callback, "saved_traces", ()) for callback in callbacks
+        )
+        if not (summary.content["stages"] or recorded):
+            return None
+        summary.write()
+    except Exception as error:
+        warn(f"the summary of the run was not written ({describe(error)}).")
+        return None
+    return summary
+
+
+class RunSummary:
+    """What `summary.json` holds.
+
+    Args:
+        context: The run.
+        callbacks: All callbacks of the run.
+        reason: Why it ended.
+    """
+
+    def __init__(self, context: RunContext, callbacks: Sequence[PerfCallback], reason: str) -> None:
+        self._context, self._callbacks = context, callbacks
+        self._root = context.reporting.root(None)
+        self.folder = self._root.path / context.run_name
+        trainer = context.trainer
+        stages = {stage: stage_windows(context.windows.recap(context, stage)) for stage in STAGES}
+        content: dict[str, Any] = {
+            "version": VERSION,
+            "run": context.run_name,
+            "status": _STATUS[reason],
+            "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "setup": self._setup(),
+            "stages": {stage: windows for stage, windows in stages.items() if windows},
+        }
+        for callback in callbacks:
+            content |= callback.call(callback.summary_sections) or {}
+        content |= overhead(content.get("culprits", ()), callbacks)
+        #: What is shown: of this function alone.
+        self._own = content
+        earlier = _EARLIER.get(trainer)
+        if earlier is not None and earlier["run"] == content["run"]:
+            # Of one trainer, fit is what the summary is about.
+            fitted = "train" in earlier["stages"] and trainer.state.fn != "fit"
+            stages = earlier["stages"] | content["stages"]
+            content = {**content, **(earlier if fitted else {}), "stages": stages}
+        _EARLIER[trainer] = self.content = content
+
+    def _setup(self) -> dict[str, Any]:
+        # Imported here: the context imports this module.
+        from lightning_perf.run.context import setup_of
+
+        context = self._context
+        meter = context.meter
+        peak = meter.peaks.setup() if meter.wanted else {}
+        versions: dict[str, str | None] = {
+            name: installed_version(name) for name in _PACKAGES if name in sys.modules
+        }
+        versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+        setup = setup_of(context.trainer) | peak
+        del setup["version"]
+        return setup | {"nodes": context.trainer.num_nodes, "versions": versions}
+
+    def files(self, folder: Path) -> list[str]:
+        """The run's files so far, below the root: traces of this rank, and those of a folder."""
+        root = self._root.path
+        found = {
+            path
+            for callback in self._callbacks
+            for _, paths in getattr(callback, "saved_traces", ())
+            for path in paths
+            if path is not None
+        }
+        found |= {path for path in folder.rglob("*") if path.is_file()}
+        return sorted(
+            path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+            for path in found
+            if not path.name.startswith(".") and path.name not in _OTHERS
+        )
+
+    def write(self) -> None:
+        """Write the file after all others of the run, and the description in MLflow."""
+        write = {FILE_NAME: self._write}
+        artifacts.leave(self._context, "{run_name}", write, "train", overwrite=True)
+        self._context.reporting.describe(description(self.content))
+
+    def _write(self, path: Path) -> None:
+        """On the thread that makes files, whose last job this is."""
+        self.folder = path.parent  # its name may include a part of the run's id
+        files = self.files(self.folder)
+        kinds = {"traces": _TRACES, "pages": _PAGES}
+        for kind, endings in kinds.items():
+            listed = [file for file in files if file.removesuffix(".gz").endswith(endings)]
+            self.content[kind] = listed[-_MOST_FILES:]
+        path.write_text(json.dumps(self.content, indent=1, default=str), encoding="utf-8")
+
+    def show(self) -> None:
+        """Print the summary, if a callback of the run wants that."""
+        if not any(callback.shows_summary for callback in self._callbacks):
+            return
+        from rich.console import Console
+
+        console = Console(soft_wrap=False, markup=False, emoji=False, highlight=False)
+        console.print(f"lightning_perf: {self.content['run']}", style="bold")
+        console.print(panel(self._own))
+        place = f"{self._root.place}/{self.folder.name}" if self._root.place else self.folder
+        console.print(f"{place}/{FILE_NAME}", soft_wrap=True)
+
+
+def stage_windows(windows: Sequence[tuple[int, Window]]) -> dict[str, Any]:
+    """The figures of a stage's windows: the whole run, and the last window if it is shorter."""
+    names = ("whole_run", "last_window")
+    found = {name: figures(*each) for name, each in zip(names, windows, strict=False)}
+    return found if windows and windows[0][1].batches else {}
+
+
+def figures(first: int, window: Window) -> dict[str, Any]:
+    """The figures of one window, of all ranks; without those that nothing measured.
+
+    Args:
+        first: The step of its first batch.
+        window: Its columns.
+    """
+    found: dict[str, Any] = {"first": first, "last": window.step, "batches": window.batches}
+    columns = window.columns
+    if "progress/seconds" in columns:
+        found["seconds"] = window.mean("progress/seconds")
+    if "batch/seconds" in columns and window.total("batch/seconds") > 0:
+        rates = {name.rpartition("/")[2]: rate for name, rate in throughput(window).items()
+                 if not name.startswith("throughput/device/") or name.endswith("/mfu")}  # fmt: skip
+        if "flops_per_sec" in rates:
+            rates["flops_per_sec_per_device"] = rates["flops_per_sec"] / window.world_size
+    else:
+        rates = {}
+    if "flops/batch" in columns and window.least("flops/known_batches"):
+        known = utilization(window)
+        found["flops_per_batch"] = known["batch_flops"]
+        if "mfu" in rates and "hfu" in known:
+            rates["hfu"] = known["hfu"]
+    if rates:
+        found["throughput"] = rates
+    if "timings/forward" in columns:
+        found["timings"] = {name: window.mean(f"timings/{name}") for name in CATEGORIES}
+    return _finite(found)
+
+
+def _finite(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _finite(value) if isinstance(value, dict) else value
+        for key, value in found.items()
+        if isinstance(value, dict) or isfinite(value)
+    }
+
+
+def overhead(
+    culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[PerfCallback]
+) -> dict[str, Any]:
+    """What our own callbacks cost; empty if that was not measured.
+
+    Args:
+        culprits: The table of costs.
+        callbacks: Ours.
+    """
+    if not culprits:
+        return {}
+    kinds = {type(each).__name__ for each in callbacks}
+    ours = [row for row in culprits if row["name"].partition(".")[0] in kinds]
+    totals = {key: sum(row[key] for row in ours) for key in ("seconds", "share")}
+    return {"overhead": totals}

@@ -1,0 +1,210 @@
+"""``summary.json``: what a run was, in one file; its format, its reader and its views."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from lightning_perf.errors import describe
+from lightning_perf.units import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    #: The content of the file.
+    Summary = Mapping[str, Any]
+    #: A name, and its text over the whole run and over the last window.
+    _Row = tuple[str, ...]
+
+FILE_NAME = "summary.json"
+#: Raised with each change of the format that an older reader would misread.
+VERSION = 1
+#: Ends a description in MLflow that may be replaced: it is not the user's.
+_OURS = "<!-- lightning_perf -->"
+#: Categories of time and costs that views show, and the least share of one of them.
+_MOST_CATEGORIES, _MOST_COSTS, _LEAST_COST = 5, 3, 0.01
+#: What the views show of ``throughput``: its name, the format and the divisor.
+_RATES = {
+    "mfu": ("MFU", "{:.3g}%", 0.01),
+    "batches_per_sec": ("batches/s", "{:,.2f}", 1.0),
+    "samples_per_sec": ("samples/s", "{:,.1f}", 1.0),
+    "tokens_per_sec": ("tokens/s", "{:,.0f}", 1.0),
+    "flops_per_sec_per_device": ("TFLOP/s per device", "{:.3g}", 1e12),
+}
+
+
+class SummaryError(LookupError):
+    """A summary that cannot be read; the message says why, in one line."""
+
+
+def installed_version(package: str) -> str:
+    """The version of an installed package, or ``"unknown"``."""
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from its sources, which nobody installed
+        return "unknown"
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def read_summary(path: Path) -> Summary:
+    """Read and check a summary.
+
+    Raises:
+        SummaryError: The file is missing, cut short, not a summary, or of a newer version.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SummaryError(f"{path} cannot be read ({describe(error)})") from error
+    except ValueError as error:
+        raise SummaryError(f"{path} is cut short or no JSON ({describe(error)})") from error
+    problem = _problem(content)
+    if problem:
+        raise SummaryError(f"{path} {problem}")
+    return content  # type: ignore[no-any-return]
+
+
+def _problem(content: object) -> str:
+    """Why this is not a summary that the views can show; empty if it is one."""
+    if not isinstance(content, dict) or type(content.get("version")) is not int:
+        return "is not a summary of lightning_perf: it has no version"
+    if content["version"] > VERSION:
+        return (
+            f"has version {content['version']}, which is newer than this lightning_perf can read "
+            f"({VERSION}). Try pip install --upgrade lightning_perf"
+        )
+    try:
+        description(content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"is damaged ({describe(error)})"
+    return ""
+
+
+# -- views ----------------------------------------------------------------------------------------
+
+
+def main_stage(summary: Summary) -> tuple[str, Mapping[str, Any]]:
+    """The stage that the run is about, and its windows."""
+    stages: Mapping[str, Any] = summary["stages"]
+    name = "train" if "train" in stages else next(iter(stages), "")
+    return name, stages.get(name, {})
+
+
+def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
+    """What the views show: one value per name, and one value per name and window."""
+    stage, windows = main_stage(summary)
+    whole, last = windows.get("whole_run") or {}, windows.get("last_window") or {}
+    spans = [("whole run", whole)] if whole else []
+    spans += [("last window", last)] if last else []
+    figures: list[_Row] = [("", *(f"{name}\n{_steps(window)}" for name, window in spans))]
+    for key, (name, text, unit) in _RATES.items():
+        values = [window.get("throughput", {}).get(key) for _, window in spans]
+        if any(value is not None for value in values):
+            cells = ("" if each is None else text.format(each / unit) for each in values)
+            figures.append((name, *cells))
+    figures += _times([window for _, window in spans])
+    return list(_facts(summary, stage, whole)), figures if len(figures) > 1 else []
+
+
+def _steps(window: Mapping[str, Any]) -> str:
+    if window["first"] == window["last"]:
+        return f"step {window['last']}"
+    return f"steps {window['first']} to {window['last']}"
+
+
+def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    setup = summary.get("setup", {})
+    if summary["status"] != "finished":
+        yield "status", summary["status"]
+    if stage != "train":
+        yield "stage", stage
+    if "device" in setup:
+        precision = f", {setup['precision']}" if "precision" in setup else ""
+        yield "devices", f"{setup.get('world_size', 1)} x {setup['device']}{precision}"
+    if "peak_flops" in setup:
+        source = setup.get("peak_source", "")
+        yield "peak", f"{float(setup['peak_flops']) / 1e12:.3g} TFLOP/s per device ({source})"
+    if flops := whole.get("flops_per_batch"):
+        yield "FLOPs per batch", f"{flops:.4g}"
+    costs = [row for row in summary.get("culprits", ()) if row["share"] >= _LEAST_COST]
+    lines = [f"{row['share']:.1%}  {row['name']} ({row['calls']:,} calls)" for row in costs]
+    if lines:
+        yield "callbacks, loggers\nand checkpoints", "\n".join(lines[:_MOST_COSTS])
+    if overhead := summary.get("overhead"):
+        yield "lightning_perf", f"{overhead['share']:.1%} of the time"
+
+
+def _times(windows: Sequence[Mapping[str, Any]]) -> Iterator[_Row]:
+    """Categories by their share of time in the first window, the largest first."""
+    spent = [window.get("timings") or {} for window in windows]
+    if not spent or not spent[0]:
+        return
+    wholes = [sum(times.values()) for times in spent]
+    batches = [window["batches"] or 1 for window in windows]
+    order = sorted(spent[0], key=lambda name: -spent[0][name])[:_MOST_CATEGORIES]
+    for name in order:
+        if spent[0][name] > 0:
+            cells = zip(spent, wholes, batches, strict=True)
+            yield name, *(_share(times.get(name, 0.0), all_, n) for times, all_, n in cells)
+
+
+def _share(seconds: float, whole: float, batches: float) -> str:
+    if not whole > 0:
+        return ""
+    return f"{seconds / whole:6.1%}  {duration(seconds / batches)} per batch"
+
+
+def panel(summary: Summary) -> RenderableType:
+    """The summary for a terminal."""
+    from rich.console import Group
+
+    return Group(*(_table(part) for part in rows(summary) if part))
+
+
+def _table(cells: Sequence[_Row]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False)
+    table.add_column(style="bold", overflow="fold")
+    for _ in cells[0][1:] if cells else ():
+        table.add_column(overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def headline(summary: Summary) -> str:
+    """The run in one line, MFU first; empty if no rate is known."""
+    found = (main_stage(summary)[1].get("whole_run") or {}).get("throughput", {})
+    parts = []
+    for key, (name, text, unit) in _RATES.items():
+        if key in found:
+            value = text.format(found[key] / unit)
+            parts.append(f"{name} {value}" if key == "mfu" else f"{value} {name}")
+    return " \u00b7 ".join(parts)
+
+
+def description(summary: Summary) -> str:
+    """The summary as Markdown for MLflow, which folds it after some lines."""
+    facts, figures = rows(summary)
+    first = headline(summary)
+    lines = [f"**{first}**", ""] if first else []
+    if figures:
+        head, *body = [[cell.replace("\n", ", ") for cell in row] for row in figures]
+        lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
+    texts = ((name.replace("\n", " "), text.replace("\n", ", ")) for name, text in facts)
+    lines += ["", *(f"- {name}: {text}" for name, text in texts)]
+    return "\n".join([*lines, "", _OURS])
+
+
+def is_ours(text: str) -> bool:
+    """Whether a description was written by `description`."""
+    return text.rstrip().endswith(_OURS)

@@ -1,0 +1,264 @@
+"""summary.json: written whatever the loggers are, read back, shown, and refused when damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, trainer
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from mlflow import MlflowClient
+from torch import Tensor
+
+from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite, Timings
+from lightning_perf.cli import main
+from lightning_perf.tracking.summary import SummaryError, read_summary
+
+PEAK = 1e12
+
+
+def callbacks() -> list[Any]:
+    return [SpeedMonitor(window_size=4), Flops(peak_flops=PEAK), Timings()]
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    (path,) = folder.rglob("summary.json")
+    return dict(read_summary(path))
+
+
+class Crashes(Small):
+    """Fails, or is interrupted, at its tenth batch."""
+
+    error: type[BaseException] = ValueError
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 10:
+            raise self.error("mine")
+        return super().training_step(batch, batch_idx)
+
+
+class Interrupted(Crashes):
+    error = KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["none", "csv"])
+def test_a_run_leaves_its_figures(tmp_path: Path, kind: str) -> None:
+    """Whatever the logger: the whole run and the last window, both with their steps."""
+    logger = CSVLogger(tmp_path) if kind == "csv" else False
+    run = trainer(tmp_path, *callbacks(), logger=logger, log_every_n_steps=4)
+    run.fit(Small())
+    found = summary_of(tmp_path)
+    assert (found["version"], found["status"]) == (1, "finished")
+    assert found["setup"]["peak_flops"] == PEAK
+    assert {"lightning_perf", "lightning", "torch", "python"} <= set(found["setup"]["versions"])
+    whole, last = (found["stages"]["train"][name] for name in ("whole_run", "last_window"))
+    assert (whole["first"], whole["last"], whole["batches"]) == (0, 15, 16)
+    assert (last["first"], last["last"], last["batches"]) == (12, 15, 4)
+    for window in (whole, last):
+        rates = window["throughput"]
+        assert window["flops_per_batch"] == 4 * FLOPS_PER_SAMPLE
+        assert rates["mfu"] == pytest.approx(rates["flops_per_sec"] / PEAK)
+        assert rates["samples_per_sec"] == pytest.approx(4 * rates["batches_per_sec"])
+        assert sum(window["timings"].values()) > 0
+    assert found["culprits"][0]["share"] >= found["overhead"]["share"] / 100
+
+
+@pytest.mark.parametrize(("model", "raised"), [(Crashes, ValueError), (Interrupted, SystemExit)])
+def test_a_run_that_stops_early_leaves_what_it_measured(
+    tmp_path: Path, model: type[Small], raised: type[BaseException]
+) -> None:
+    """After an exception or Ctrl-C before the first report: all finished batches."""
+    run = trainer(tmp_path, *callbacks(), log_every_n_steps=50)
+    with pytest.raises(raised):
+        run.fit(model())
+    found = summary_of(tmp_path)
+    assert found["status"] == "stopped by an exception"
+    whole = found["stages"]["train"]["whole_run"]
+    assert (whole["first"], whole["batches"]) == (0, 10)
+    assert whole["throughput"]["batches_per_sec"] > 0
+    assert whole["timings"]["forward"] > 0
+
+
+def test_all_ranks_are_in_the_summary(tmp_path: Path) -> None:
+    """Samples are summed over ranks, and one rank writes."""
+    trainer(tmp_path, *callbacks(), log_every_n_steps=4, **RANKS).fit(Small())
+    found = summary_of(tmp_path)
+    assert found["setup"]["world_size"] == 2
+    whole = found["stages"]["train"]["whole_run"]
+    rates = whole["throughput"]
+    assert rates["samples_per_sec"] == pytest.approx(2 * 4 * rates["batches_per_sec"], rel=0.2)
+    assert whole["flops_per_batch"] == 2 * 4 * FLOPS_PER_SAMPLE
+
+
+def test_a_test_after_fit_adds_its_stage(tmp_path: Path) -> None:
+    """One trainer, one run, one file: fit stays, and a second fit replaces it."""
+    run = trainer(tmp_path, *callbacks(), logger=CSVLogger(tmp_path))
+    model = Small()
+    run.fit(model)
+    run.test(model, verbose=False)
+    found = summary_of(tmp_path)
+    assert set(found["stages"]) == {"train", "test"}
+    assert found["stages"]["test"]["whole_run"]["batches"] == 16
+    assert found["culprits"]
+
+
+def test_steps_continue_after_a_resume(tmp_path: Path) -> None:
+    """The first step of a resumed run is the one after its checkpoint."""
+    first = trainer(tmp_path / "first")
+    first.fit(Small())
+    first.save_checkpoint(tmp_path / "16.ckpt")
+    second = trainer(tmp_path / "second", *callbacks(), max_epochs=2)
+    second.fit(Small(), ckpt_path=tmp_path / "16.ckpt")
+    whole = summary_of(tmp_path)["stages"]["train"]["whole_run"]
+    assert (whole["first"], whole["last"], whole["batches"]) == (16, 31, 16)
+
+
+def test_traces_and_pages_are_listed(tmp_path: Path) -> None:
+    """Paths below default_root_dir; a profiler alone leaves a summary, too."""
+    trainer(tmp_path, PyTorch(schedule="first 1ba")).fit(Small())
+    found = summary_of(tmp_path)
+    assert [Path(name).name for name in found["traces"]] == ["rank0.1.pt.trace.json.gz"]
+    assert (tmp_path / found["traces"][0]).is_file()
+    assert found["stages"] == {}
+
+
+def test_a_trial_leaves_nothing(tmp_path: Path) -> None:
+    """fast_dev_run writes no file."""
+    trainer(tmp_path, *callbacks(), fast_dev_run=True).fit(Small())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_terminal_shows_it_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain text where the output is no terminal; nothing by default."""
+    trainer(tmp_path, Suite(callbacks())).fit(Small())
+    assert capsys.readouterr().out == ""
+    trainer(tmp_path, Suite(callbacks(), show_summary=True), log_every_n_steps=4).fit(Small())
+    printed = capsys.readouterr().out
+    for part in ("MFU", "samples/s", "whole run", "steps 0 to 15", "last window", "per batch)"):
+        assert part in printed
+    assert "\x1b" not in printed
+    assert printed.rstrip().endswith("/summary.json")
+
+
+def note(uri: str, logger: MLFlowLogger) -> str:
+    tags = MlflowClient(uri).get_run(str(logger.run_id)).data.tags
+    return str(tags.get("mlflow.note.content", ""))
+
+
+def test_the_description_begins_with_mfu(tmp_path: Path, mlflow_database: str) -> None:
+    """MLflow shows the summary; a later function of the same run renews it."""
+    logger = MLFlowLogger("described", tracking_uri=mlflow_database)
+    run = trainer(tmp_path, *callbacks(), logger=logger)
+    model = Small()
+    run.fit(model)
+    text = note(mlflow_database, logger)
+    assert text.splitlines()[0].startswith("**MFU ")
+    assert "samples/s" in text
+    assert "| forward |" in text
+    run.fit_loop.epoch_progress.reset()
+    run.fit(model)
+    assert note(mlflow_database, logger) != text
+
+
+def test_a_description_of_the_user_stays(tmp_path: Path, mlflow_database: str) -> None:
+    """What the user wrote is not replaced."""
+    logger = MLFlowLogger("mine", tracking_uri=mlflow_database, tags={"mlflow.note.content": "my"})
+    trainer(tmp_path, *callbacks(), logger=logger).fit(Small())
+    assert note(mlflow_database, logger) == "my"
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def report(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *args])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+@pytest.fixture
+def trained(in_tmp: Path) -> Path:
+    """The folder of a finished run below the working directory."""
+    run = trainer(in_tmp / "logs", *callbacks(), logger=CSVLogger(in_tmp / "logs", "mine"))
+    run.fit(Small())
+    return in_tmp / "logs" / "mine-version_0"
+
+
+@pytest.mark.parametrize("what", ["latest", "folder", "file", "name", "above"])
+def test_a_run_without_mlflow_is_reported(
+    what: str, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its folder, its file, its name, a folder above it, or as the latest."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    argument = {
+        "latest": [], "folder": [str(trained)], "file": [str(trained / "summary.json")],
+        "name": [trained.name], "above": [str(trained.parent)],
+    }[what]  # fmt: skip
+    code, out, err = report(capsys, *argument)
+    assert (code, err) == (0, "")
+    assert out.startswith("mine-version_0\n")
+    assert "MFU" in out
+    assert str(trained / "timings" / "timings.html") in out
+    assert "mlflow" not in out.lower()
+
+
+def test_a_report_as_json(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The content of the file, and the paths of all files."""
+    code, out, _ = report(capsys, str(trained), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["stages"] == read_summary(trained / "summary.json")["stages"]
+    assert str(trained / "summary.json") in found["files"]
+
+
+DAMAGED = {
+    "cut short": ('{"version": 1, "ru', "is cut short"),
+    "empty": ("", "is cut short"),
+    "a list": ("[]", "is not a summary"),
+    "no version": ("{}", "is not a summary"),
+    "newer": ('{"version": 99}', "newer"),
+    "partial": ('{"version": 1, "run": "x"}', "is damaged"),
+    "wrong types": ('{"version": 1, "run": "x", "status": "finished", "stages": 3}', "is damaged"),
+    "binary": ("\x80\udc80", "is cut short"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_summary_is_one_line(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cut short, of another kind or a newer version: refused with the reason and the path."""
+    text, why = DAMAGED[kind]
+    path = tmp_path / "summary.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SummaryError, match=why):
+        read_summary(path)
+    code, out, err = report(capsys, str(path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert str(path) in err
+
+
+def test_a_callback_adds_a_section(tmp_path: Path) -> None:
+    """What `summary_sections` returns is in the file; a failure costs only that section."""
+
+    class Notes(SpeedMonitor):
+        def summary_sections(self) -> dict[str, Any]:
+            return {"verdicts": [{"code": "healthy"}]}
+
+    trainer(tmp_path, Notes()).fit(Small())
+    assert summary_of(tmp_path)["verdicts"] == [{"code": "healthy"}]
+
+
+def test_validation_alone(tmp_path: Path) -> None:
+    """A run of another stage is about that stage."""
+    run: L.Trainer = trainer(tmp_path, *callbacks(), limit_val_batches=5)
+    run.validate(Small(), verbose=False)
+    found = summary_of(tmp_path)
+    assert list(found["stages"]) == ["validate"]
+    assert found["stages"]["validate"]["whole_run"]["batches"] == 5
