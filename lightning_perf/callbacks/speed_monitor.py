@@ -103,7 +103,7 @@ class SpeedMonitor(WindowCallback):
         context.windows.offer(self._prefix, lambda: rolling)
         self.columns = (
             f"{self._prefix}/*",
-            "batch/seconds",
+            "batch/count",
             "progress/total_seconds",
             "progress/validation_seconds",
         )
@@ -131,7 +131,8 @@ class SpeedMonitor(WindowCallback):
     def on_window(self, window: Window) -> Mapping[str, float] | None:
         prefix, stage = f"{self._prefix}/", window.stage
         batches = window.least(f"{prefix}batch/count")
-        full = batches >= self.window_size
+        timed = window.since_start("batch/count") > 0
+        full = timed and batches >= self.window_size
         if window.at_end:
             if not batches or (stage == "train" and stage in self._reported):
                 return None

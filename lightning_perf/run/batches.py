@@ -6,8 +6,10 @@ from collections import defaultdict, deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.utilities import rank_zero_info
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from lightning_perf.run.flop_meter import BatchCost
     from lightning_perf.run.stages import Progress
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 _MOST_RECORDS = 1000
 #: Seconds that the end of a run waits for the device to finish its last batches.
 _DEVICE_TIMEOUT = 10.0
+
+_ALL_SLOWED = (
+    "lightning_perf: FLOPs were counted in every batch of stage {} after the first, which slows "
+    "batches down. Throughput is a lower bound, and MFU is not reported."
+)
 
 #: Running totals of batches whose time counts: neither the first of a stage nor slowed by counting.
 TIMED = (
@@ -45,7 +52,7 @@ LAST = ("flops/batch", "flops/peak", "flops/tracked_operations", "flops/untracke
 class _Stage:
     """The totals of one stage, and the records that are not in them yet."""
 
-    __slots__ = ("edges", "known", "last_cost", "late", "records", "totals")
+    __slots__ = ("edges", "known", "last_cost", "late", "records", "slowed", "totals")
 
     def __init__(self, size: int) -> None:
         self.totals: tuple[float, ...] = (0.0,) * len(TIMED)
@@ -54,6 +61,8 @@ class _Stage:
         self.last_cost: BatchCost | None = None
         #: Totals after each of the latest batches: a rolling window is the difference of two.
         self.edges: deque[tuple[float, ...]] = deque([self.totals], maxlen=size + 1)
+        #: The latest batches that counting slowed down, without their FLOPs.
+        self.slowed: deque[BatchRecord] = deque(maxlen=max(size, 1))
         self.records: list[BatchRecord] = []
         #: Records that wait for their device times.
         self.late: deque[tuple[BatchRecord, DeviceBatchTime]] = deque()
@@ -77,6 +86,7 @@ class BatchTotals:
         self.listeners: list[Callable[[str, Sequence[BatchRecord]], None]] = []
         #: Whether anybody reads the totals.
         self.wanted = False
+        self._explained: set[str] = set()
 
     def start(self) -> None:
         """Collect from now on."""
@@ -125,7 +135,11 @@ class BatchTotals:
     def end_stage(self, stage: str) -> None:
         """Drop batches of a stage that the device has not finished by its end."""
         self.fold(stage)
-        self._stages[stage].late.clear()
+        found = self._stages[stage]
+        found.late.clear()
+        if found.slowed and not found.totals[1] and stage not in self._explained:
+            self._explained.add(stage)
+            rank_zero_info(_ALL_SLOWED.format(stage))
 
     def wait(self) -> None:
         """Wait a bounded time for the device to finish the last batches."""
@@ -143,8 +157,15 @@ class BatchTotals:
         return (*found.totals, found.known, cost.total, peak, *operations)
 
     def last_batches(self, stage: str, size: int) -> tuple[float, ...]:
-        """The sums of ``TIMED`` over the last batches of a stage, ``size`` at most."""
+        """The sums of ``TIMED`` over the last batches of a stage, ``size`` at most.
+
+        A stage without a timed batch gives those that were slowed down, without their FLOPs.
+        """
         edges = self._stages[stage].edges
+        if not edges[-1][1]:
+            slowed = _Stage(size)
+            _add(slowed, self._stages[stage].slowed)
+            edges = slowed.edges
         first = next(islice(edges, max(len(edges) - 1 - size, 0), None))
         return tuple([last - early for last, early in zip(edges[-1], first, strict=True)])
 
@@ -167,7 +188,7 @@ class RollingBatches:
         return self._batches.last_batches(stage, self._size)
 
 
-def _add(stage: _Stage, records: Sequence[BatchRecord]) -> None:
+def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
     (
         seconds, count, samples, tokens, model, ideal, hardware_ideal, known_seconds, known,
         no_samples, no_tokens, no_flops,
@@ -178,6 +199,8 @@ def _add(stage: _Stage, records: Sequence[BatchRecord]) -> None:
             stage.known += 1
             stage.last_cost = cost
         if slowed or first:
+            if spent and not first:
+                stage.slowed.append((spent, batch_samples, batch_tokens, None, False, False))
             continue
         seconds += spent
         count += 1
@@ -214,8 +237,9 @@ def _resolved(
             return
         late.popleft()
         # Where the device's time is unknown, the host's must not replace it.
-        slowed = slowed or not (failed or (timed.known and timed.whole))
-        yield (timed.seconds if timed.known else host), samples, tokens, cost, slowed, first
+        known = timed.known and timed.whole
+        seconds = timed.seconds if known else host if failed else 0.0
+        yield seconds, samples, tokens, cost, slowed or not (known or failed), first
 
 
 class ProgressSignal:

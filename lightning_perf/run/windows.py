@@ -142,7 +142,7 @@ class _End(NamedTuple):
     """A window that a report ends."""
 
     subscription: _Subscription
-    #: Whether this rank asked for it.
+    #: Whether this rank requested it.
     wanted: bool
     #: Where its columns are in the rows.
     positions: Sequence[int]

@@ -188,7 +188,7 @@ class UploadQueue:
             retry: Called on the worker with the trace for the next attempt, if this one fails.
 
         Returns:
-            Whether all targets have it.
+            Whether all targets have it, and it was not listed in the meantime: a listed file stays.
         """
         left, why, final = [], "", False
         for target, remote in trace.sends:
@@ -200,8 +200,7 @@ class UploadQueue:
         failed = replace(trace, failures=trace.failures + 1, sends=tuple(left))
         with self._lock:
             if not left:
-                self._unsent.pop(trace.spooled, None)
-                return True
+                return self._unsent.pop(trace.spooled, None) is not None or not trace.sends
             if trace.spooled in self._unsent:
                 self._unsent[trace.spooled] = failed
         delays = () if final else self._backoff[trace.failures :]

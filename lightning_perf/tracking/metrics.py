@@ -55,7 +55,7 @@ class OtherLoggers:
                 if id(logger) not in self._warned:
                     self._warned.add(id(logger))
                     name = type(logger).__name__
-                    warn(f"{name} took no metrics ({describe(error)}). Training continues.")
+                    warn(f"{name} did not accept metrics ({describe(error)}). Training continues.")
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch
 from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from torch import Tensor
 
-from lightning_perf import ConfigError, PerfWarning, SpeedMonitor
+from lightning_perf import ConfigError, Flops, PerfWarning, SpeedMonitor
 from lightning_perf.run.batches import BatchTotals
 from lightning_perf.run.flop_meter import BatchCost
 
@@ -188,6 +188,48 @@ def test_a_rolling_window_keeps_only_its_latest_batches() -> None:
     assert found["rolling_2/flops/model"] == 16
     whole = dict(zip(batches.columns, batches.totals("train"), strict=True))
     assert (whole["batch/count"], whole["flops/known_batches"]) == (3, 5)
+
+
+class NewShapes(Small):
+    """Each of eight training batches has another size, so that its FLOPs are counted."""
+
+    def train_dataloader(self) -> Any:
+        rows = [(torch.ones(n, 8), torch.ones(n, 1)) for n in range(3, 11)]
+        return torch.utils.data.DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window_size", [3, 100])
+def test_a_stage_of_counted_batches_ends_with_a_lower_bound(
+    tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture, window_size: int
+) -> None:
+    """Throughput of its last batches is reported once, at the end, without MFU, and explained."""
+    monitor = SpeedMonitor(window_size, gpu_flops_available=1e9)
+    run = trainer(tmp_path, monitor, Flops(peak_flops=1e9), logger=records, log_every_n_steps=1)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        run.fit(NewShapes())
+    row = monitor.metrics
+    size = sum(range(3, 11)[-window_size:][-7:]) / min(window_size, 7)
+    assert row["throughput/samples_per_sec"] == pytest.approx(
+        size * row["throughput/batches_per_sec"]
+    )
+    assert len(records.of("throughput/batches_per_sec")) == 1
+    assert not {"mfu", "throughput/device/mfu", "throughput/flops_per_sec"} & records.keys
+    assert caplog.text.count("Throughput is a lower bound") == 1
+
+
+def test_one_timed_batch_takes_precedence_over_slowed_ones() -> None:
+    """The lower bound is dropped as soon as a batch is timed."""
+    batches = BatchTotals()
+    batches.start()
+    rolling = batches.rolling(4)
+    cost = BatchCost(total=8.0)
+    found = []
+    for seconds, slowed, first in [(9, True, True), (5, True, False), (1, False, False)]:
+        batches.end_batch("train", (seconds, 4, 0, cost, slowed, first))
+        batches.fold("train")
+        found.append(dict(zip(rolling.columns, rolling.totals("train"), strict=True)))
+    assert [each["rolling_4/batch/seconds"] for each in found] == [0, 5, 1]
+    assert [each["rolling_4/flops/model"] for each in found] == [0, 0, 8]
 
 
 def test_the_module_s_own_flops_win(tmp_path: Path) -> None:

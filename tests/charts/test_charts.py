@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
-from helpers.browser import needs_browser, said_in_a_browser
+from helpers.browser import needs_browser, text_from_browser
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -358,6 +358,6 @@ def test_the_tooltip_works_in_a_sandboxed_frame(tmp_path: Path) -> None:
     onmessage = event => fetch("/", {{method: "POST", body: event.data}});
     </script><iframe width="1200" height="800" sandbox="allow-scripts"
     srcdoc="{escape(page.replace("</body>", point))}"></iframe>"""
-    said = said_in_a_browser(outer, tmp_path).split()
+    said = text_from_browser(outer, tmp_path).split()
     assert said[:6] == ["steps", "191", "to", "200", "50.0", "ms"]
     assert {"backward", "20.0", "40.0%", "dataloader_next", "forward", "10.0", "20.0%"} <= set(said)

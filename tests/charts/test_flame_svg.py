@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from helpers.browser import needs_browser, said_in_a_browser
+from helpers.browser import needs_browser, text_from_browser
 
 from lightning_perf.charts.flame import FlameGraph, fold, read_folded
 from lightning_perf.charts.page import page
@@ -110,7 +110,7 @@ def test_a_click_zooms_in_and_the_picture_fits_a_narrow_window(tmp_path: Path) -
     post();
     </script>"""
     graph = page("A page", [FlameGraph(fold(read_folded(STACKS)), "A title")])
-    seen = json.loads(said_in_a_browser(graph.replace("</body>", f"{ask}</body>"), tmp_path))
+    seen = json.loads(text_from_browser(graph.replace("</body>", f"{ask}</body>"), tmp_path))
     load = {name: width for name, width, _ in seen["load"]}
     assert {name: width / load["all"] for name, width in load.items()} == pytest.approx(
         {"all": 1, "main": 1, "load": 1, "read": 6 / 7, "decode": 1 / 7}, abs=0.01

@@ -1,4 +1,4 @@
-"""A real browser, told by the page itself when there is something to say."""
+"""A real browser; the page itself posts its results."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no browser")
 
 
-class Answers(ThreadingHTTPServer):
-    """Serves one page, and keeps what the page posts back."""
+class PageServer(ThreadingHTTPServer):
+    """Serves one page and stores what it posts."""
 
     def __init__(self, page: str) -> None:
-        super().__init__(("127.0.0.1", 0), Asked)
+        super().__init__(("127.0.0.1", 0), PageHandler)
         self.page = page.encode()
         self.posted: Queue[str] = Queue()
 
 
-class Asked(BaseHTTPRequestHandler):
-    """One request to ``Answers``."""
+class PageHandler(BaseHTTPRequestHandler):
+    """Handles one request to ``PageServer``."""
 
-    server: Answers
+    server: PageServer
 
     def do_GET(self) -> None:
-        self.answer(self.server.page)
+        self.respond(self.server.page)
 
     def do_POST(self) -> None:
         self.server.posted.put(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        self.answer(b"")
+        self.respond(b"")
 
-    def answer(self, body: bytes) -> None:
+    def respond(self, body: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
@@ -46,12 +46,12 @@ class Asked(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Requests are no test's output."""
+        """Requests must not appear in the test output."""
 
 
-def said_in_a_browser(page: str, folder: Path) -> str:
-    """The first text that the page posts to its server, however long the browser takes to start."""
-    with Answers(page) as server:
+def text_from_browser(page: str, folder: Path) -> str:
+    """The first text that the page posts to its server; waits for the browser to start."""
+    with PageServer(page) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         browser = subprocess.Popen(
             [

@@ -243,9 +243,9 @@ def profilers(open_one: str, **options: Any) -> list[Profiler]:
 def fit(
     folder: Path, make: Callable[..., Setting], /, *args: Any, ours: list[Profiler], **more: Any
 ) -> None:
-    """Train in this process, and leave word of how that ended."""
+    """Train in this process and write the outcome to ``outcome.json``."""
     torch.manual_seed(0)
-    with told(setting := make(*args, **more)):
+    with outcome_written(setting := make(*args, **more)):
         run = trainer(
             folder,
             *setting.before,
@@ -258,17 +258,17 @@ def fit(
 
 
 @contextmanager
-def told(setting: Setting) -> Iterator[None]:
+def outcome_written(setting: Setting) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _tell({"error": [type(error).__name__, str(error)]})
+        _write_outcome({"error": [type(error).__name__, str(error)]})
         raise
     weights = [p.detach().double().sum().item().hex() for p in setting.model.parameters()]
-    _tell({"weights": weights})
+    _write_outcome({"weights": weights})
 
 
-def _tell(outcome: dict[str, Any]) -> None:
+def _write_outcome(outcome: dict[str, Any]) -> None:
     Path("outcome.json").write_text(json.dumps(outcome))
 
 

@@ -10,7 +10,7 @@ CONTENT = b'{"traceEvents": []}' * 100
 
 
 class Server:
-    """An uploader that keeps what it is sent, after failing as often as it is told to."""
+    """An uploader that keeps what it is sent, after `failures` failed attempts."""
 
     def __init__(self, failures=0, message="no route to host"):
         self.failures, self.message = failures, message

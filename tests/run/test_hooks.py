@@ -188,7 +188,7 @@ def test_one_logger_that_fails_starves_no_other(tmp_path: Path) -> None:
             raise OSError("disk full")
 
     healthy = Records()
-    with pytest.warns(PerfWarning, match="Failing took no metrics.*disk full") as caught:
+    with pytest.warns(PerfWarning, match="Failing did not accept metrics.*disk full") as caught:
         trainer(tmp_path, SpeedMonitor(4), logger=[Failing(), healthy]).fit(Small())
     assert len(ours(caught)) == 1
     assert len(healthy.of("time/train")) == 16

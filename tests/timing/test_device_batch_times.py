@@ -112,6 +112,23 @@ def test_the_end_waits_for_a_bounded_time(device: Device, device_timer: DeviceBa
     assert batch.known
 
 
+@pytest.mark.parametrize(("captured", "seconds"), [(False, 2.0), (True, 0.0)])
+def test_a_lower_bound_uses_no_host_time(
+    device: Device, device_timer: DeviceBatchTimer, captured: bool, seconds: float
+) -> None:
+    """A slowed batch whose device time is unknown is left out: the host's would be too short."""
+    totals = batches.BatchTotals(device_timer)
+    totals.start()
+    rolling = totals.rolling(4)
+    device.queued += 2.0
+    device.capturing = captured
+    totals.end_batch("train", (0.001, 4, 0, None, True, False))
+    device.capturing = False
+    device.done = device.queued
+    totals.fold("train")
+    assert rolling.totals("train")[:2] == (seconds, float(not captured))
+
+
 class Ahead(Small):
     """Every batch queues a second of work, which the host does not wait for."""
 

@@ -23,6 +23,7 @@ from lightning_perf.traces import (
     read_pending,
     rewrite_pending,
 )
+from lightning_perf.traces.uploads import Mirror
 from lightning_perf.tracking.mlflow import MlflowRun
 
 
@@ -307,6 +308,26 @@ def test_traces_behind_a_hanging_upload_are_placed(make_writer, worker, tmp_path
     gate.set()
     assert worker.drain(PATIENCE)
     assert len(read_pending(tmp_path)) == 2
+
+
+def test_a_late_upload_keeps_the_listed_file(make_writer, worker, tmp_path):
+    """In the mirror of a store, a file that was listed before its upload ended is not deleted."""
+    reached, gate = threading.Event(), threading.Event()
+
+    def hang(path, remote):
+        reached.set()
+        gate.wait(PATIENCE)
+
+    target = Target(hang)
+    writer = make_writer(mirror=Mirror(target, target, "bucket"))
+    written = record(writer)
+    assert reached.wait(PATIENCE)
+    with pytest.warns(PerfWarning, match="not uploaded"):
+        writer.close()
+    gate.set()
+    assert worker.drain(PATIENCE)
+    assert [entry.path for entry in read_pending(tmp_path)] == [str(written)]
+    assert written.read_bytes() == CONTENT
 
 
 def test_closing_twice_does_nothing(make_writer, worker, tmp_path):
