@@ -161,7 +161,17 @@ _OFF = ("no", "off", "false", "0", "n", "f", "")
 
 
 def whole(field: str, value: int, minimum: int, example: str) -> int:
-    """Return a whole number if it is at least ``minimum``."""
+    """Return a whole number if it is at least ``minimum``.
+
+    Args:
+        field: Name of the argument, for the message.
+        value: Its value.
+        minimum: The smallest valid value.
+        example: A valid value, as Python source (``"3"``; a string needs quotes of its own).
+
+    Raises:
+        ConfigError: The value is not valid.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         if isinstance(value, str | float) and re.fullmatch(r"\d{1,15}(?:\.0*)?", str(value)):
             meant = int(float(value))
@@ -192,7 +202,7 @@ def times(
     Args:
         field: Name of the argument, for the message.
         value: The time as the user wrote it.
-        example: A valid time.
+        example: A valid time, without quotes.
         units: The units to accept.
         positive: Whether to refuse zero. Negative times are always refused.
     """

@@ -194,11 +194,12 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What ends a stage; None if not set or unknown."""
+    """What ends training; None if not set or unknown. Other stages have no limits."""
 
     max_steps: int | None = None
     max_epochs: int | None = None
     max_seconds: float | None = None
+    #: Batches of this rank per epoch; None if the data has no length.
     batches_per_epoch: int | None = None
     #: Samples of this rank per epoch, if the number of batches is unknown.
     samples_per_epoch: int | None = None
@@ -254,6 +255,7 @@ class Moment:
     timestamp: Timestamp
     #: Progress one batch earlier; equal to ``timestamp`` before the first batch.
     previous: Timestamp
+    #: Those of training; in other stages all are None.
     limits: Limits = Limits()
     ranks: Ranks = Ranks()
     run_name: str = ""

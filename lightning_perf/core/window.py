@@ -78,7 +78,10 @@ class Window:
 
     @property
     def batches(self) -> int:
-        """Batches of this rank, those included that no rate is based on."""
+        """Batches of this rank, those included that no rate is based on.
+
+        0 if the stage ended right after a report. Other ranks may have another number.
+        """
         return self.last.batch - self.first.batch
 
     def __getitem__(self, name: str) -> PerRank:
@@ -137,7 +140,8 @@ class Window:
 
         Args:
             name: The column.
-            per: A column that it is divided by, such as the number of batches.
+            per: A column that it is divided by, such as the number of batches. Unlike in `rate`, it
+                must be above 0 on every rank: check ``window.least(per) > 0`` first.
         """
         values = self[name] if per is None else self[name] / self[per]
         ordered = np.sort(values)

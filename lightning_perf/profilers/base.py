@@ -139,11 +139,11 @@ class Profiler(PerfCallback):
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         """Start the recorder, yield, and stop it, which leaves one file.
 
-        It yields a function to call after each batch, or None, and may return ``Recorded``: work
-        to do later, off the training thread.
+        It yields once: a function to call after each batch, or None. It may return ``Recorded``,
+        work to do later on a worker thread; any other value is ignored.
 
         Args:
-            path: The file to write.
+            path: The file to write, hidden until it is complete. Compression and upload follow.
             context: The run, for metadata.
             warmup: Number of batches before the window; 0 unless ``warms_up``.
 
@@ -158,7 +158,11 @@ class Profiler(PerfCallback):
 
     @property
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        """Local and remote names of files made of a recording, such as pages."""
+        """Local and remote names of files made of a recording, such as pages.
+
+        The keys are those of ``Recorded.further``. For names like those of the recording, see
+        ``beside``.
+        """
         return {}
 
     def beside(self, suffix: str) -> tuple[str, str | None]:
@@ -371,6 +375,8 @@ class Profiler(PerfCallback):
         assert self._writer is not None  # made before any window opened
         # Further files first: the worker, which goes through them in order, moves the recording.
         for name in recorded.further:
+            if name not in self._further:
+                raise KeyError(f"{name} is in Recorded.further, but not in further_files")
             writer = self._further[name]
             target = writer.spool(stage)
             writer.write(target, timestamp, stage, partial(recorded.make, name, target))
@@ -415,7 +421,8 @@ another `filename` or `folder`"
 def shared(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Of the arguments of a profiler, those of the base class.
 
-    Subclasses list them in their signature, so that LightningCLI and editors show them.
+    Subclasses list them in their signature, so that LightningCLI and editors show them, and begin
+    their constructor with ``super().__init__(**shared(locals()))``.
     """
     return {name: value for name, value in arguments.items() if name in _SHARED}
 

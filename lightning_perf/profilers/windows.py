@@ -19,9 +19,12 @@ Tick = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The work that is left when a recorder has stopped; it runs on a worker thread."""
+    """The work that is left when a recorder has stopped; it runs on a worker thread.
 
-    #: Completes the file.
+    What is written here must not need the training thread: the next window may already be open.
+    """
+
+    #: Completes the file: the path that ``record`` was given.
     finish: Callable[[], None] | None = None
     #: Writes further files, by their name in ``Profiler.further_files``; called before ``finish``.
     further: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
@@ -78,6 +81,8 @@ class OpenRecording:
         self._recording, self._window = recording, window
         self._claim()
         try:
+            if not hasattr(recording, "__next__"):
+                raise TypeError("record() is not a generator: yield between start and stop")
             self.tick = next(recording)
         except BaseException:
             self._release()
@@ -108,7 +113,7 @@ class OpenRecording:
             return stopped.value if isinstance(stopped.value, Recorded) else Recorded()
         finally:
             self._release()
-        raise RuntimeError("record() yielded twice")
+        raise RuntimeError("record() yielded twice: yield once, a function to call per batch")
 
     def _claim(self) -> None:
         with OpenRecording._lock:

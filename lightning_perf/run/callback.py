@@ -219,10 +219,12 @@ class PerfCallback(Callback):
         theirs = isinstance(error, OSError | ConfigError)
         theirs = theirs or not type(self).__module__.startswith("lightning_perf.")
         ours = "" if theirs else " Please report this."
+        # Authors of a callback write `on_window`, which `receive` calls.
+        written = "on_window" if method == "receive" else method
         # Warnings that the user turned into errors must not stop training either.
         with suppress(Exception):
             warn(
-                f"{type(self).__name__} is off for the rest of this run: {method} failed "
+                f"{type(self).__name__} is off for the rest of this run: {written} failed "
                 f"({type(error).__name__}: {error}). Training continues.{ours}"
             )
         with suppress(Exception):

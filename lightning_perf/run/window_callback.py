@@ -93,11 +93,13 @@ class WindowCallback(PerfCallback):
     """Receives windows of named columns, of all ranks, and logs the metrics it makes of them.
 
     Subclass it, name the columns and write ``on_window``. Metrics of other stages than training
-    carry the stage's name in front. ``docs/windows.md`` lists the columns with their units.
+    carry the stage's name in front. ``docs/windows.md`` lists the columns with their units. A
+    subclass with a constructor of its own calls ``super().__init__(schedule)``.
 
     Args:
-        schedule: When to report; by default every ``Trainer(log_every_n_steps)``. The end of a
-            stage is always reported, and validation inside of fit only then.
+        schedule: When to report; by default every ``Trainer(log_every_n_steps)``. It is asked after
+            each batch about the next one: a schedule that selects batch n gives a report before
+            batch n. The end of a stage is always reported, and validation inside of fit only then.
 
     Raises:
         ConfigError: The schedule is not valid.
@@ -113,7 +115,7 @@ class WindowCallback(PerfCallback):
         >>> callback = ForwardShare(schedule="every 50ba")
     """
 
-    #: Names of columns, or patterns such as ``"timings/*"``.
+    #: A tuple or list of names of columns, or of patterns such as ``"timings/*"``.
     columns: Sequence[str] = ()
     #: Whether metrics of other stages than training carry the stage's name in front.
     prefixes_stage = True
@@ -128,8 +130,9 @@ class WindowCallback(PerfCallback):
     def on_window(self, window: Window) -> Mapping[str, float] | None:
         """The metrics of a window.
 
-        With several ranks it is called some batches after the window's end, on every rank; what
-        rank 0 returns is logged.
+        It is called in every stage: a metric of training alone checks ``window.stage``. With
+        several ranks it is called some batches after the window's end, on every rank; what rank 0
+        returns is logged.
 
         Args:
             window: The values of all ranks since this callback's last window of the stage.
@@ -137,7 +140,7 @@ class WindowCallback(PerfCallback):
         Returns:
             Numbers by key; those that are not finite are left out.
         """
-        raise NotImplementedError
+        raise NotImplementedError("write on_window(self, window)")
 
     @override
     def prepare(self, context: RunContext) -> None:

@@ -225,6 +225,9 @@ class Windows:
         Raises:
             ConfigError: No signal has such a column.
         """
+        if isinstance(columns, str) and columns:
+            problem = "is one string, expected a tuple or list of names"
+            raise ConfigError("columns", columns, problem, repr((columns,)))
         names, signals = dict[str, None](), dict[int, Signal]()
         for pattern in columns:
             signal = self._signal(pattern)

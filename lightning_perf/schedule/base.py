@@ -27,9 +27,10 @@ def _no_tags() -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class Context:
-    """What `Schedule.setup` receives from the run."""
+    """What `Schedule.setup` receives from the run. Callbacks receive a `RunContext` instead."""
 
     ranks: Ranks = field(default_factory=Ranks)
+    #: ``batches_per_epoch`` is not known yet, or is that of an earlier fit; see `Moment.limits`.
     limits: Limits = field(default_factory=Limits)
     #: Returns the cached tags of the MLflow run, without blocking.
     read_tags: Callable[[], Mapping[str, str]] = _no_tags
@@ -63,7 +64,8 @@ class Schedule(ABC):
             moment: The current moment, or a later one from `Moment.ahead`.
 
         Returns:
-            The window, or None if the batch belongs to no window.
+            The window, or None if the batch belongs to no window. Any other value is a window,
+            False and 0 too.
         """
 
     def __call__(self, moment: Moment) -> bool:
@@ -72,12 +74,17 @@ class Schedule(ABC):
 
     @property
     def lead(self) -> int:
-        """How many batches a profiler needs for its warm-up before a window."""
+        """How many batches before a window a profiler starts to warm up, if it warms up at all."""
         return 1
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks always get the same window for the same batch. Valid after `setup`."""
+        """Whether all ranks always get the same window for the same batch. Valid after `setup`.
+
+        Metric callbacks of several ranks report when the schedule says so if this is True, and only
+        every ``log_every_n_steps`` if it is False. True by mistake makes ranks exchange
+        different reports.
+        """
         return False
 
     @property
@@ -88,7 +95,8 @@ class Schedule(ABC):
     def quiet_until(self, moment: Moment) -> int:
         """Return the index of the first batch that may belong to the next window.
 
-        Callers do not call `window` again before that batch, unless the schedule `watches`.
+        The default is the next batch; `FOREVER` means none in this stage. Callers do not call
+        `window` again before that batch, unless the schedule `watches`.
 
         Args:
             moment: A moment without a window.
@@ -145,7 +153,11 @@ class Schedule(ABC):
 
     def _arguments(self) -> dict[str, Any]:
         parameters = inspect.signature(type(self)).parameters
-        return {name: getattr(self, name) for name in parameters}
+        try:
+            return {name: getattr(self, name) for name in parameters}
+        except AttributeError as error:
+            problem = "keep each constructor argument in an attribute of the same name"
+            raise AttributeError(f"{error}: {problem}") from error
 
 
 def _construct(cls: type[Schedule], arguments: Mapping[str, Any]) -> Schedule:

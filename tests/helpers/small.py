@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_perf import PerfWarning
 
 WIDTH, HIDDEN, SAMPLES = 8, 16, 64
-#: Options of a trainer with two processes.
+#: Options of a trainer with two processes. Both are forked: what a callback or logger keeps in
+#: memory does not reach the test, so read it from files, such as those of CSVLogger.
 RANKS: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2, "use_distributed_sampler": True}
 
 

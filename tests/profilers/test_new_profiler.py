@@ -12,7 +12,7 @@ from helpers.small import Records, Small, ours, trainer
 
 from lightning_perf import ConfigError, PerfWarning, Profiler, Suite, VizTracer
 from lightning_perf.profilers.base import shared
-from lightning_perf.profilers.conflicts import refuse_python_profiler
+from lightning_perf.profilers.conflicts import python_profiler, refuse_python_profiler
 from lightning_perf.profilers.windows import Recorded, Recording
 
 if TYPE_CHECKING:
@@ -107,3 +107,35 @@ def test_its_arguments_are_checked() -> None:
     """The base class validates the arguments of the base class."""
     with pytest.raises(ConfigError, match="nonsense"):
         CProfile(folder="{nonsense}")
+
+
+class Unfinished(CProfile):
+    """`record` is not a generator."""
+
+    def record(self, path: Path, context: RunContext, warmup: int) -> Any:
+        """Without yield."""
+
+
+class Undeclared(CProfile):
+    """Returns a further file that has no name."""
+
+    @property
+    def further_files(self) -> dict[str, tuple[str, str | None]]:
+        """None."""
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Unfinished, r"record\(\) is not a generator: yield between start and stop"),
+        (Undeclared, "table is in Recorded.further, but not in further_files"),
+    ],
+)
+def test_an_incomplete_profiler_is_off_and_says_why(
+    tmp_path: Path, kind: Any, message: str
+) -> None:
+    """Training continues, and no hook is left."""
+    with pytest.warns(PerfWarning, match=message):
+        trainer(tmp_path, kind(schedule="first 2ba"), logger=Records()).fit(Small())
+    assert python_profiler() is None

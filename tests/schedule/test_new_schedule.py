@@ -4,6 +4,7 @@ import inspect
 import pickle
 from pathlib import Path
 
+import pytest
 from helpers.small import Small, trainer
 from jsonargparse import ArgumentParser
 
@@ -33,6 +34,17 @@ def test_it_is_a_value_and_combines() -> None:
     schedule = EveryOtherEpoch(first=1) & "every 2ba"
     assert pickle.loads(pickle.dumps(schedule)) == schedule
     assert schedule != EveryOtherEpoch() & "every 2ba"
+
+
+def test_a_forgotten_attribute_is_named():
+    """The error says where each argument must be kept."""
+
+    class Forgetful(EveryOtherEpoch):
+        def __init__(self, length: int = 0) -> None:
+            super().__init__(length)
+
+    with pytest.raises(AttributeError, match="'length': keep each constructor argument"):
+        repr(Forgetful())
 
 
 def test_it_can_be_written_in_yaml() -> None:

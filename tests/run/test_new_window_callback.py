@@ -1,0 +1,34 @@
+"""A user's own metric callback that is incomplete: the message says what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.small import Records, Small, trainer
+
+from lightning_perf import ConfigError, PerfWarning, WindowCallback
+
+
+class Single(WindowCallback):
+    """A string where a tuple is expected."""
+
+    columns = "timings/forward"
+
+
+class Silent(WindowCallback):
+    """Without on_window."""
+
+    columns = ("timings/forward",)
+
+
+def test_one_string_is_not_a_list_of_columns(tmp_path: Path) -> None:
+    """The message shows the tuple."""
+    with pytest.raises(ConfigError, match=r"Try columns=\('timings/forward',\)"):
+        trainer(tmp_path, Single(), logger=Records()).fit(Small())
+
+
+def test_a_missing_method_is_named(tmp_path: Path) -> None:
+    """The callback is off, and training continues."""
+    with pytest.warns(PerfWarning, match=r"on_window failed .*write on_window\(self, window\)"):
+        trainer(tmp_path, Silent(), logger=Records()).fit(Small())
