@@ -182,11 +182,5 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
                 continue
         found[name] = window.rate(column, per) / window.world_size
         if window.world_size > 1:
-            spread = window.spread(column, per)
-            found |= {
-                f"{name}/min": spread.min,
-                f"{name}/median": spread.median,
-                f"{name}/max": spread.max,
-                f"{name}/slowest_rank": float(spread.worst_rank),
-            }
+            found |= window.spread(column, per).metrics(name)
     return found

@@ -31,6 +31,15 @@ class Spread(NamedTuple):
     #: The rank of the largest value.
     worst_rank: int
 
+    def metrics(self, key: str) -> dict[str, float]:
+        """The spread of a time as metrics: ``/min``, ``/median``, ``/max`` and ``/slowest_rank``.
+
+        Args:
+            key: What their keys begin with.
+        """
+        names = ("min", "median", "max", "slowest_rank")
+        return {f"{key}/{name}": float(value) for name, value in zip(names, self, strict=True)}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:

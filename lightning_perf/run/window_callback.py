@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from lightning_perf.run.callback import PerfCallback
 from lightning_perf.schedule import Schedule, as_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from lightning_perf.core.window import Window
     from lightning_perf.run.context import RunContext
@@ -165,8 +166,17 @@ class WindowCallback(PerfCallback):
     def receive(self, window: Window) -> Mapping[str, float]:
         """Turn a window into metrics under their full keys."""
         found = self.on_window(window)
-        if not found:
+        if found is None:
             return {}
+        if not isinstance(found, Mapping):
+            raise TypeError(f"on_window returned {found!r}: return numbers by key")
         prefix = f"{window.stage}/" if self.prefixes_stage and window.stage != "train" else ""
-        self.metrics = {prefix + key: value for key, value in found.items()}
+        self.metrics = {prefix + key: _number(key, value) for key, value in found.items()}
         return self.metrics
+
+
+def _number(key: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"the metric {key!r} is {value!r}, which is not a number") from None

@@ -95,7 +95,7 @@ def test_the_last_report_of_two_ranks_is_in_the_files(tmp_path: Path) -> None:
     options: dict[str, Any] = {"log_every_n_steps": 1000, "logger": Records(), **RANKS}
     trainer(tmp_path, Timings(), **options).fit(Unequal())
     (path,) = tmp_path.glob("*/summary.json")
-    whole = json.loads(path.read_text())["timings"]["whole_run"]
+    whole = json.loads(path.read_text())["stages"]["train"]["whole_run"]
     assert (whole["first"], whole["last"], whole["batches"]) == (0, 7, 8)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from helpers.small import Records, Small, trainer
 
-from lightning_perf import ConfigError, PerfWarning, WindowCallback
+from lightning_perf import ConfigError, PerfWarning, Window, WindowCallback
 
 
 class Single(WindowCallback):
@@ -32,3 +34,29 @@ def test_a_missing_method_is_named(tmp_path: Path) -> None:
     """The callback is off, and training continues."""
     with pytest.warns(PerfWarning, match=r"on_window failed .*write on_window\(self, window\)"):
         trainer(tmp_path, Silent(), logger=Records()).fit(Small())
+
+
+class Returning(WindowCallback):
+    """Returns what it was made with."""
+
+    columns = ("timings/forward",)
+
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.returned = returned
+
+    def on_window(self, window: Window) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({"a/b": np.zeros(2)}, r"the metric 'a/b' is array\(\[0., 0.\]\), which is not a number"),
+        (3.0, "on_window returned 3.0: return numbers by key"),
+    ],
+)
+def test_what_is_not_a_metric_is_named(tmp_path: Path, returned: object, message: str) -> None:
+    """The callback is off, and training continues."""
+    with pytest.warns(PerfWarning, match=message):
+        trainer(tmp_path, Returning(returned), logger=Records()).fit(Small())
