@@ -25,7 +25,7 @@ class Verdict:
     """One cause of lost time.
 
     Example:
-        >>> verdict = Verdict("callback-bound", "critical", 0.25, culprit="Plots.on_train_batch_end")
+        >>> verdict = Verdict("callback-bound", "critical", 0.25, culprit="Plots.setup")
         >>> round(verdict.predicted_speedup, 2)
         1.33
     """
