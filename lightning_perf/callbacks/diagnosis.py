@@ -18,7 +18,7 @@ from lightning_perf.diagnosis.findings import Findings, diagnose
 from lightning_perf.diagnosis.record import Record
 from lightning_perf.diagnosis.report import document, panel
 from lightning_perf.diagnosis.rules import RULES, Rule
-from lightning_perf.diagnosis.signals import QUEUE, Setup
+from lightning_perf.diagnosis.signals import Setup
 from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run import artifacts
@@ -28,7 +28,7 @@ from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Schedule, as_schedule
 from lightning_perf.system import has_gpus
 from lightning_perf.timing.pauses import GcTimer, run_queue
-from lightning_perf.timing.totals import Action, Totals
+from lightning_perf.timing.totals import Totals
 from lightning_perf.traces import check_names
 
 if TYPE_CHECKING:
@@ -247,9 +247,7 @@ class Diagnosis(WindowCallback):
 
 def _costs(context: RunContext) -> Costs:
     """Named costs since timings began. To be called on the training thread."""
-    waited = run_queue()
-    queue = {} if waited is None else {Action(QUEUE, "", "training thread"): waited}
-    return {**context.spans.totals.costs, **compilations(), **queue}
+    return {**context.spans.totals.costs, **compilations(), **run_queue()}
 
 
 def _write(text: str, path: Path) -> None:

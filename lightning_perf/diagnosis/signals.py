@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis import stats
+from lightning_perf.timing.pauses import QUEUE
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 if TYPE_CHECKING:
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
 
 #: Stages of costs that are not stages of training: collections by where they ran, compilation,
 #: and waiting for a CPU.
-GC, COMPILE, QUEUE = "gc", "compile", "run queue"
+GC, COMPILE = "gc", "compile"
+WAITING, RUNNING = Action(QUEUE, "", "waiting"), Action(QUEUE, "", "running")
 #: Categories of a batch's own work.
 COMPUTE = ("forward", "backward", "optimizer_step")
 #: Names of the fetches of batches, and of what an epoch costs besides.
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
 #: Actions that occur in fewer than this share of batches are rare.
 _RARE = 0.5
+#: Waiting for a CPU is negligible below this share of the wall time.
+_CONTENDED = 0.05
 #: Windows that are left when the first one is dropped, as warm-up.
 _FEWEST_WINDOWS = 2
 
@@ -210,6 +214,22 @@ class Signals:
             for row in self.actions
             if row.category in categories and row.stage not in apart and stage in (None, row.stage)
         ]
+
+    def without_contention(self, share: float) -> float:
+        """What is left of a phase's share if others' use of the CPUs made it take longer.
+
+        The phase is taken to need the CPU, and half of all waiting for a CPU to be in it.
+
+        Args:
+            share: Of the wall time.
+        """
+        if WAITING not in self.actions:
+            return share
+        waited, ran = (self.steady(self.actions[row].seconds).sum() for row in (WAITING, RUNNING))
+        of_wall = waited / max(self.steady(self.wall).sum(), 1e-9)
+        if of_wall < _CONTENDED:
+            return share
+        return float(share - min(share * waited / (waited + ran), of_wall / 2))
 
     # -- input ----------------------------------------------------------------------------------
 

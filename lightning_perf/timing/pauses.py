@@ -14,17 +14,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-def run_queue(stat: Path = Path("/proc/thread-self/schedstat")) -> Cost | None:
-    """Seconds that this thread was ready to run and waited for a CPU, and how often it ran.
+#: The stage of what `run_queue` returns.
+QUEUE = "run queue"
+
+
+def run_queue(stat: Path = Path("/proc/thread-self/schedstat")) -> dict[Action, Cost]:
+    """Seconds that this thread ran, and that it was ready to run and waited for a CPU.
 
     Returns:
-        None where the kernel does not say.
+        Nothing where the kernel does not say.
     """
     try:
-        _, waited, times = stat.read_text().split()
+        ran, waited, times = map(int, stat.read_text().split())
     except (OSError, ValueError):
-        return None
-    return Cost(int(waited) / 1e9, int(times))
+        return {}
+    return {
+        Action(QUEUE, "", "running"): Cost(ran / 1e9, times),
+        Action(QUEUE, "", "waiting"): Cost(waited / 1e9, times),
+    }
 
 
 class GcTimer:

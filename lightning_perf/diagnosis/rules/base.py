@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 LEAST = 1e-3
 #: Shares of this fraction of the threshold are worth an ``info``.
 _INFO = 1 / 3
+#: The lower bound of a critical share is at least this fraction of it.
+_NOISE = 0.9
 #: A share of this many times the threshold, and of ``_CRITICAL``, is critical.
 _CRITICAL_RATIO, _CRITICAL = 2.0, 0.2
 
@@ -72,9 +74,12 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
         return
     share = float(seconds.sum() / wall.sum())
     each = float(seconds.sum() / batches)
+    # Where other threads took the CPU, the cause may have cost less by itself.
     certain = lower_share(seconds, wall, impact.events)
+    if code != "cpu-saturated":
+        certain = signals.without_contention(certain)
     if certain >= threshold and each >= LEAST:
-        critical = share >= max(_CRITICAL, _CRITICAL_RATIO * threshold)
+        critical = certain >= max(_CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
         severity = "critical" if critical else "warning"
     elif share >= _INFO * threshold and each >= _INFO * LEAST:
         severity = "info"

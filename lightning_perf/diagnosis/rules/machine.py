@@ -9,7 +9,7 @@ import numpy as np
 from lightning_perf.charts.style import bytes_text, duration
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules.base import Impact, judge
-from lightning_perf.diagnosis.signals import COMPUTE, QUEUE, Signals, Unknown
+from lightning_perf.diagnosis.signals import COMPUTE, WAITING, Signals, Unknown
 from lightning_perf.diagnosis.verdicts import Verdict
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ class CpuSaturated:
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """Time in the kernel's run queue: ready to run, while other threads have the CPUs."""
-        rows = [row for row in signals.actions if row.stage == QUEUE]
-        if not rows:
+        if WAITING not in signals.actions:
             raise Unknown("the kernel does not say how long a thread waits for a CPU")
         setup, evidence = signals.setup, dict[str, float | str]()
         use, own = (
@@ -131,8 +130,7 @@ class CpuSaturated:
         evidence |= {
             "usable_cpus": setup.cpus, "torch_threads": setup.threads, "num_workers": workers,
         }  # fmt: skip
-        seconds = signals.total(rows).seconds
-        impact = Impact(seconds, evidence=evidence, advice=advice)
+        impact = Impact(signals.actions[WAITING].seconds, evidence=evidence, advice=advice)
         yield from judge(self.code, self.threshold, signals, impact)
 
 

@@ -106,7 +106,7 @@ class CheckpointBound:
         seconds = signals.category("checkpoint")
         if not writes:
             return
-        slowest = max(writes, key=lambda row: signals.actions[row].seconds.sum())
+        slowest = max(rows, key=lambda row: signals.actions[row].seconds.sum())
         saves = max(signals.total(writes).calls.sum(), 1.0)
         each = float(seconds.sum() / saves)
         interval = signals.batches / saves
