@@ -26,7 +26,6 @@ from lightning_perf.run.batches import TIMED
 from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Schedule, as_schedule
-from lightning_perf.system import has_gpus
 from lightning_perf.timing.pauses import GcTimer, run_queue
 from lightning_perf.timing.totals import Totals
 from lightning_perf.traces import check_names
@@ -41,9 +40,6 @@ _FOLDER = "{run_name}/diagnosis"
 _FEWEST_BATCHES = 10
 #: Seconds that the end of a run waits for its last window.
 _LAST_WINDOW_TIMEOUT = 10.0
-#: Sensors of the node, and of its GPUs where there are any, that rules look at.
-_HOST = ("cpu_util_simple", "cpu_iowait", "process_cpu", "free_memory")
-_GPU = ("gpu_util", "gpu_throttled", "gpu_temperature")
 
 
 class Diagnosis(WindowCallback):
@@ -76,7 +72,7 @@ class Diagnosis(WindowCallback):
 
     columns = (
         "timings/*", "progress/batches", "batch/count", "batch/samples", "batch/tokens",
-        "memory/*", *(f"system/{name}*" for name in _HOST),
+        "memory/*", "system/*",
     )  # fmt: skip
 
     def __init__(
@@ -116,9 +112,6 @@ class Diagnosis(WindowCallback):
     @override
     def prepare(self, context: RunContext) -> None:
         self._reset()
-        if context.ranks.world_size > 1 or has_gpus():
-            gpus = (f"system/gpu_slot_*/{name}*" for name in _GPU)
-            self.columns = (*type(self).columns, *gpus)
         super().prepare(context)
         if self.schedule is not None:
             self.schedule.setup(context.schedule_context)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.charts.style import bytes_text, duration, three_digits
 from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.units import bytes_text, duration, three_digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

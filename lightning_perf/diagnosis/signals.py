@@ -150,9 +150,14 @@ class Signals:
             return None
         return np.array([window.total(name) for window in self.windows])
 
-    def average(self, name: str) -> float | None:
-        """The mean over time of a sensor of the node; None if it was not sampled."""
-        values, seconds = self.column(name), self.column(f"{name}/seconds")
+    def average(self, name: str, weight: str | None = None) -> float | None:
+        """The mean over time of a sensor; None if it was not sampled.
+
+        Args:
+            name: Its column.
+            weight: The column of its seconds, by default ``NAME/seconds``.
+        """
+        values, seconds = self.column(name), self.column(weight or f"{name}/seconds")
         if values is None or seconds is None or not seconds.sum() > 0:
             return None
         return float(values.sum() / seconds.sum())

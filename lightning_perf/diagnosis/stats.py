@@ -144,7 +144,7 @@ def stalls(values: Numbers) -> Stalls:
     Example:
         >>> values = np.where(np.arange(100) % 20 == 7, 5.0, 1.0)
         >>> found = stalls(values)
-        >>> len(found.positions), found.excess.sum(), found.period
+        >>> len(found.positions), float(found.excess.sum()), found.period
         (5, 20.0, 20.0)
     """
     if not len(values):

@@ -60,7 +60,7 @@ class SlowTransfer(Model):
 
 class SlowValidation(Model):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(NAP)
+        time.sleep(2 * NAP)
 
 
 class Garbage(Model):

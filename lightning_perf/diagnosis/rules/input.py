@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.charts.style import duration
 from lightning_perf.diagnosis.rules.base import Impact, judge
 from lightning_perf.diagnosis.signals import FETCH, Loader, Setup, Signals
+from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

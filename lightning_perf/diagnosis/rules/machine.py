@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.charts.style import bytes_text, duration
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules.base import Impact, judge
 from lightning_perf.diagnosis.signals import COMPUTE, WAITING, Signals, Unknown
 from lightning_perf.diagnosis.verdicts import Verdict
+from lightning_perf.units import bytes_text, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -135,14 +136,11 @@ class CpuSaturated:
 
 
 def gpu_average(signals: Signals, name: str) -> float | None:
-    """The mean of a sensor over the GPUs that were sampled."""
+    """The mean of a sensor over the time and the GPUs that were sampled."""
     columns = signals.windows[0].columns if signals.windows else ()
-    found = [
-        signals.average(column)
-        for column in columns
-        if column.startswith("system/gpu_slot_") and column.endswith(f"/{name}")
-    ]
-    known = [value for value in found if value is not None]
+    slots = [each for each in columns if each.endswith(f"/{name}")]
+    found = [signals.average(slot, f"{slot.rpartition('/')[0]}/seconds") for slot in slots]
+    known = [value for value in found if value is not None and isfinite(value)]
     return float(np.mean(known)) if known else None
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.charts.style import duration
 from lightning_perf.diagnosis.rules.base import Impact, judge
+from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.charts.style import duration
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules.base import LEAST, Impact, judge
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, Signals, Unknown
 from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
