@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_perf.callbacks.diagnosis import Diagnosis as Diagnosis
     from lightning_perf.callbacks.flops import Flops as Flops
     from lightning_perf.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from lightning_perf.callbacks.suite import Suite as Suite
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_perf.core.time import Time as Time
     from lightning_perf.core.time import TimeUnit as TimeUnit
     from lightning_perf.core.window import Window as Window
+    from lightning_perf.diagnosis.verdicts import Verdict as Verdict
     from lightning_perf.errors import ConfigError as ConfigError
     from lightning_perf.errors import PerfWarning as PerfWarning
     from lightning_perf.errors import RecorderBusy as RecorderBusy
@@ -48,12 +50,14 @@ if TYPE_CHECKING:
     from lightning_perf.tracking.tracker import Tracker as Tracker
 
 _HOMES = {
+    "callbacks.diagnosis": ["Diagnosis"],
     "callbacks.flops": ["Flops"],
     "callbacks.speed_monitor": ["SpeedMonitor"],
     "callbacks.suite": ["Suite"],
     "callbacks.system_metrics": ["SystemMetrics"],
     "callbacks.timings": ["Timings"],
     "core.window": ["Window"],
+    "diagnosis.verdicts": ["Verdict"],
     "errors": ["ConfigError", "PerfWarning", "RecorderBusy"],
     "profilers.memory_snapshot": ["MemorySnapshot"],
     "profilers.memray": ["Memray"],

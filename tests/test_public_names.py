@@ -11,10 +11,11 @@ import pytest
 import lightning_perf
 
 NAMES = """
-All Always AnyOf At ConfigError Cyclic Elapsed Every Fixed Flops GlobalRank HasTag LocalRank
+All Always AnyOf At ConfigError Cyclic Diagnosis Elapsed Every Fixed Flops GlobalRank HasTag
+LocalRank
 MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch PerfWarning Profiler PyTorch
 RecorderBusy Schedule SpeedMonitor Stages Suite SystemMetrics Time TimeUnit Timestamp Timings
-Tracker VizTracer Window WindowCallback
+Tracker Verdict VizTracer Window WindowCallback
 """
 
 

@@ -130,3 +130,9 @@ def unspanned(trainer: Trainer) -> Iterator[Unspanned]:
 def validation_loop(trainer: Trainer) -> Any:
     """Return the loop of validation inside fit, or None."""
     return getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
+
+
+def train_dataloader(trainer: Trainer) -> Any:
+    """Return the training's DataLoader, the first one of several, or None."""
+    loader: Any = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
+    return next(iter(getattr(loader, "flattened", None) or ()), None)

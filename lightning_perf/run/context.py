@@ -428,7 +428,8 @@ class RunContext:
     @property
     def schedule_context(self) -> Context:
         """What schedules may read of the run."""
-        return Context(self.ranks, self.limits, self.reporting.tags.read)
+        reporting = self.reporting
+        return Context(self.ranks, self.limits, reporting.tags.read, reporting.reached)
 
     def exclude_from_batch_time(self) -> AbstractContextManager[None]:
         """A context whose time, which is ours, is left out of the batch's seconds."""

@@ -71,6 +71,8 @@ class Reporting:
         others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
         self._others = OtherLoggers(others)
         self._later: deque[tuple[dict[str, float], int]] = deque()
+        #: Codes of the verdicts that the diagnosis has reached, in order.
+        self.reached: list[str] = []
         self._default_root = str(trainer.default_root_dir)
         self._trial = bool(getattr(trainer, "fast_dev_run", False))
         self._roots: dict[str | None, Root] = {}

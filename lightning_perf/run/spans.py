@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_perf.timing.totals import Action
+
     #: Lightning's name of a span, or the category and the name of a method that has none.
     Key = str | tuple[str, str]
 
@@ -63,6 +65,7 @@ _UNMARKED = {
     "iter",
 }
 _ITER = ("dataloader_next", "iter")
+_FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 _MOVE = ("from_device", "predictions")
 
 
@@ -87,6 +90,11 @@ class SpanRecorder:
         """Exclusive times since this was constructed."""
         device = self.device.costs if self.device is not None else {}
         return Totals(self._clock.costs, self._clock.whole, device)
+
+    @property
+    def running(self) -> Action:
+        """What the training thread does now."""
+        return self._clock.running.action
 
     def enter(self, stage: str) -> None:
         """A stage begins; empty: the last one has ended."""
@@ -133,8 +141,7 @@ class SpanRecorder:
         if label == "save_checkpoint":
             return SaveSpan(clock, what, name)
         if label == "run_training_epoch":
-            # The epoch begins by making the loader's iterator.
-            return SpanWithCallbacks(clock, what, name, entered=partial(clock.run, *_ITER))
+            return SpanWithCallbacks(clock, what, name, entered=self._begin_epoch)
         if label == "on_predict_batch_end":
             # Predictions are moved to the host next.
             return SpanWithCallbacks(clock, what, name, left=partial(clock.run, *_MOVE))
@@ -145,6 +152,19 @@ class SpanRecorder:
                 clock, what, name, entered, partial(self.device.mark, category)
             )
         return Span(clock, what, name)
+
+    def _begin_epoch(self) -> None:
+        """An epoch begins by making the loader's iterator; its first fetch has its own name."""
+        self._clock.run(*_ITER)
+        usual = self.cache[_FETCH]
+
+        def fetched() -> None:
+            self.cache[_FETCH] = usual
+            if self.device is not None:
+                self.device.mark("dataloader_next")
+
+        what = ("dataloader_next", "first fetch")
+        self.cache[_FETCH] = SpanWithCallbacks(self._clock, what, _FETCH, left=fetched)
 
     def _wrap(self) -> None:
         """Patch methods of Lightning that have no span."""
@@ -216,6 +236,12 @@ class Spans:
     def totals(self) -> Totals:
         """Exclusive times since timings were first required."""
         return self._recorder.totals if self._recorder is not None else Totals({})
+
+    @property
+    def running(self) -> Action | None:
+        """What the training thread does now; None if it is not timed."""
+        recorder = self._recorder
+        return recorder.running if recorder is not None else None
 
     def require(self) -> None:
         """Record times from now on; to be paired with ``release``."""

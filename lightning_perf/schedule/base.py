@@ -14,7 +14,7 @@ from lightning_perf.core.progress import Limits, Moment, Ranks
 from lightning_perf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 
 #: A batch index that training never reaches.
@@ -34,6 +34,8 @@ class Context:
     limits: Limits = field(default_factory=Limits)
     #: Returns the cached tags of the MLflow run, without blocking.
     read_tags: Callable[[], Mapping[str, str]] = _no_tags
+    #: Codes of verdicts of the diagnosis, appended as they are reached.
+    reached: Sequence[str] = ()
     #: Returns monotonic time in seconds.
     clock: Callable[[], float] = time.monotonic
 

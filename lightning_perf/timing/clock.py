@@ -125,15 +125,15 @@ class SpanWithCallbacks(Span):
 
 
 class SaveSpan(Span):
-    """Writing a checkpoint. The action names the class whose hook requested it."""
+    """Writing a checkpoint. The action names the hook that requested it."""
 
     __slots__ = ()
 
     @override
     def __enter__(self) -> str:
         clock = self._clock
-        owner, dot, _ = clock.open[-1].timer.action.name.partition(".")
-        origin = owner if dot else "Trainer.save_checkpoint"
+        hook = clock.open[-1].timer.action.name
+        origin = hook if "." in hook else "Trainer.save_checkpoint"
         self.timer = clock.timer(self._what[0], f"checkpoint writing ({origin})")
         return Span.__enter__(self)
 

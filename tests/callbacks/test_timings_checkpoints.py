@@ -48,8 +48,8 @@ def test_writing_a_checkpoint_is_listed_in_full(
     run.fit(SlowModule())
     rows = {row.name: (row.seconds, row.calls) for row in timings.table if row.seconds}
     assert rows == {
-        "checkpoint writing (ModelCheckpoint)": (10.0, 2),
-        "checkpoint writing (Saver)": (5.0, 1),
+        "checkpoint writing (ModelCheckpoint.on_train_batch_end)": (10.0, 2),
+        "checkpoint writing (Saver.on_train_batch_end)": (5.0, 1),
         "SlowModule.on_save_checkpoint": (3.0, 3),
     }
     assert sum(row["checkpoint"] for _, row in timings.rows) == 18.0

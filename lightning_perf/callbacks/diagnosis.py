@@ -1,0 +1,247 @@
+"""Says why a training is slow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import nan
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from lightning_perf.checks import flag
+from lightning_perf.core.progress import Moment
+from lightning_perf.core.window import Window
+from lightning_perf.diagnosis.findings import Findings, diagnose
+from lightning_perf.diagnosis.record import Record
+from lightning_perf.diagnosis.report import document, panel
+from lightning_perf.diagnosis.rules import RULES, Rule
+from lightning_perf.diagnosis.signals import Setup
+from lightning_perf.diagnosis.verdicts import Verdict
+from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.run import artifacts
+from lightning_perf.run.batches import TIMED
+from lightning_perf.run.survey import compilations, survey
+from lightning_perf.run.window_callback import WindowCallback
+from lightning_perf.schedule import Schedule, as_schedule
+from lightning_perf.timing.pauses import GcTimer, run_queue
+from lightning_perf.timing.totals import Totals
+from lightning_perf.traces import check_names
+
+if TYPE_CHECKING:
+    from lightning_perf.diagnosis.signals import Costs, Signals
+    from lightning_perf.run.batches import BatchRecord
+    from lightning_perf.run.context import RunContext
+
+_FOLDER = "{run_name}/diagnosis"
+#: Batches in a window at least: shorter ones would only cost time.
+_FEWEST_BATCHES = 10
+#: Seconds that the end of a run waits for its last window.
+_LAST_WINDOW_TIMEOUT = 10.0
+
+
+class Diagnosis(WindowCallback):
+    """Says why a training is slow: causes by name, what each costs, and what to do.
+
+    While training runs and at its end, rules look at where the time went, at the course of the
+    step times, at garbage collections, compilations, memory and the machine. ``verdicts`` lists
+    what they found, the most costly first; a run without a problem is ``healthy``. The end of the
+    run shows a panel in the terminal and leaves ``diagnosis.json`` and ``report.html`` in
+    ``folder`` and among MLflow's artifacts. ``diagnosis/CODE`` is logged as a metric: the share of
+    the wall time that would be saved.
+
+    Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
+    on a background thread of rank 0.
+
+    Args:
+        folder: Format string of the folder.
+        schedule: When to look while training runs. The end is always diagnosed.
+        rules: Rules to apply; by default those of the package.
+        terminal: Whether to show the verdicts in the terminal at the end.
+
+    Raises:
+        ConfigError: If the folder or the schedule is not valid.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_perf import Diagnosis
+        >>> trainer = L.Trainer(callbacks=[Diagnosis(schedule="every 500ba")], logger=False)
+    """
+
+    columns = (
+        "timings/*", "progress/batches", "batch/count", "batch/samples", "batch/tokens",
+        "memory/*", "system/*",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        folder: str = _FOLDER,
+        schedule: Schedule | str | None = "every 200ba",
+        rules: Sequence[Rule] | None = None,
+        terminal: bool = True,
+    ) -> None:
+        super().__init__()
+        check_names(folder, "diagnosis.json", f"{folder}/diagnosis.json")
+        self.folder = folder
+        self.schedule = None if schedule is None else as_schedule(schedule)
+        self.rules = None if rules is None else list(rules)
+        for rule in self.rules or ():
+            if not callable(rule) or not isinstance(getattr(rule, "code", None), str):
+                problem = "is not a rule: rules are callable and have a code"
+                raise ConfigError("rules", rule, problem, "[*lightning_perf.diagnosis.RULES]")
+        self.terminal = flag("terminal", terminal)
+        #: The verdicts so far, the most costly first.
+        self.verdicts: list[Verdict] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self.verdicts = []
+        self._findings = Findings()
+        self._record = Record()
+        self._setup = Setup()
+        self._origin: Costs | None = None
+        self._gc: GcTimer | None = None
+        self._next = 0
+        self._analysing = False
+        self._active = False
+
+    # -- the run ------------------------------------------------------------------------------
+
+    @override
+    def prepare(self, context: RunContext) -> None:
+        self._reset()
+        super().prepare(context)
+        if self.schedule is not None:
+            self.schedule.setup(context.schedule_context)
+        context.batches.listeners.append(self._add_steps)
+        self._gc = GcTimer(lambda: context.spans.running)
+        self._gc.open()
+        self._active = True
+
+    @override
+    def on_start(self, context: RunContext) -> None:
+        super().on_start(context)
+        if context.stage == "train" and self._origin is None:
+            self._origin = _costs(context)
+            self._setup = survey(context)
+            self._next = context.counters.batch + _FEWEST_BATCHES
+
+    @override
+    def window_due(self, context: RunContext, at_end: bool) -> bool:
+        due = super().window_due(context, at_end)
+        if at_end or not due:
+            return due
+        if context.counters.batch < self._next:
+            return False
+        self._next = context.counters.batch + _FEWEST_BATCHES
+        return True
+
+    @override
+    def on_window(self, window: Window) -> Mapping[str, float] | None:
+        context = self._context
+        if window.stage != "train" or context is None or context.ranks.global_rank != 0:
+            return None
+        self._record.add(window, self._costs(context))
+        if not window.at_end and not self._analysing and self._wanted(window, context):
+            self._analysing = True
+            job = partial(self._analyse, self._signals(context), context, window.step)
+            self._analysing = context.file_worker.submit(job, "the diagnosis")
+        context.deliver()
+        return None
+
+    def _wanted(self, window: Window, context: RunContext) -> bool:
+        if self.schedule is None:
+            return False
+        moment = Moment(
+            window.stage, window.last, window.first, context.limits, context.ranks, context.run_name
+        )
+        self.schedule.observe(moment)
+        return self.schedule(moment)
+
+    def _add_steps(self, stage: str, records: Sequence[BatchRecord]) -> None:
+        if stage == "train":
+            first = next((record[0] for record in records if record[5]), None)
+            self._record.add_steps([nan if slowed else s for s, *_, slowed, _ in records], first)
+
+    def _costs(self, context: RunContext) -> Costs:
+        """What every named action cost since training began."""
+        since = Totals(_costs(context)) - Totals(self._origin or {})
+        return {**since.costs, **(self._gc.costs if self._gc is not None else {})}
+
+    def _signals(self, context: RunContext) -> Signals:
+        mfu = None
+        if context.meter.wanted:
+            totals = dict(zip(TIMED, context.batches.totals("train"), strict=False))
+            seconds, ideal = totals["flops/seconds"], totals["flops/ideal_seconds"]
+            mfu = ideal / seconds if ideal and seconds else None
+        return self._record.signals(self._setup, mfu)
+
+    def _analyse(self, signals: Signals, context: RunContext, step: int) -> None:
+        """Diagnose; on a worker thread while training runs."""
+        try:
+            findings = diagnose(signals, RULES if self.rules is None else self.rules)
+        finally:
+            self._analysing = False
+        self._findings, self.verdicts = findings, list(findings.verdicts)
+        reached = context.reporting.reached
+        reached += [each.code for each in self.verdicts if each.code not in reached]
+        shares: dict[str, float] = {}
+        for verdict in self.verdicts:
+            key = f"diagnosis/{verdict.code}"
+            shares[key] = max(verdict.share, shares.get(key, 0.0))
+        self.metrics = shares
+        context.log_from_worker(shares, step)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    @override
+    def close(self, context: RunContext, reason: str) -> None:
+        super().close(context, reason)
+        if self.schedule is not None:
+            self.schedule.close()
+        if self._gc is not None:
+            self._gc.close()
+        listeners = context.batches.listeners
+        if self._add_steps in listeners:
+            listeners.remove(self._add_steps)
+        if not self._active:
+            return
+        self._active = False
+        if reason == "failure" or self._origin is None or context.ranks.global_rank != 0:
+            return
+        if reason != "exception":
+            context.windows.finish(_LAST_WINDOW_TIMEOUT)
+        context.batches.fold("train")
+        signals = self._signals(context)
+        self._analyse(signals, context, context.step)
+        context.deliver()
+        self._leave_files(context, signals)
+        if self.terminal:
+            self._show()
+
+    def _leave_files(self, context: RunContext, signals: Signals) -> None:
+        text = json.dumps(document(signals, self._findings), indent=1)
+        try:
+            artifacts.leave(
+                context, self.folder, {"diagnosis.json": partial(_write, text)}, "train"
+            )
+        except OSError as error:
+            warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
+
+    def _show(self) -> None:
+        from rich.console import Console
+
+        Console(markup=False, emoji=False, highlight=False).print(
+            panel(self.verdicts, self._findings.abstained)
+        )
+
+
+def _costs(context: RunContext) -> Costs:
+    """Named costs since timings began. To be called on the training thread."""
+    return {**context.spans.totals.costs, **compilations(), **run_queue()}
+
+
+def _write(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,97 @@
+"""Collects what a diagnosis needs, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_perf.diagnosis.signals import Setup, Signals
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lightning_perf.core.window import Window
+    from lightning_perf.diagnosis.signals import Costs
+
+#: Windows kept at most, and numbers in all of them.
+_MOST_WINDOWS, _FEWEST_WINDOWS, _MOST_NUMBERS = 512, 16, 1_000_000
+#: Steps whose times are kept.
+_MOST_STEPS = 20_000
+
+
+class Record:
+    """The windows, named costs and latest step times of a training.
+
+    Neighbouring windows are merged when there are too many.
+
+    Args:
+        gauges: Columns that are not running totals, or their first part, as in ``memory/``.
+    """
+
+    def __init__(self, gauges: tuple[str, ...] = ("memory/",)) -> None:
+        self._gauges = gauges
+        self._windows: list[Window] = []
+        self._costs: list[Costs] = []
+        self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
+        self._count = 0
+        self._first: float | None = None
+
+    def add(self, window: Window, costs: Costs) -> None:
+        """Add a window. One without batches, after the last batch, extends the window before it.
+
+        Args:
+            window: The window.
+            costs: Named costs since the run began.
+        """
+        if self._windows and not window.batches:
+            self._windows[-1] = self._merged(self._windows[-1], window)
+            self._costs[-1] = costs
+            return
+        self._windows.append(window)
+        self._costs.append(costs)
+        numbers = window.world_size * len(window.columns)
+        most = min(max(_MOST_NUMBERS // max(numbers, 1), _FEWEST_WINDOWS), _MOST_WINDOWS)
+        if len(self._windows) > most:
+            # The first one stays alone: it holds the warm-up.
+            rest = self._windows[1:]
+            pairs = [rest[i : i + 2] for i in range(0, len(rest), 2)]
+            merged = [self._merged(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._windows = [self._windows[0], *merged]
+            later = self._costs[1:]
+            ends = [later[min(i + 1, len(later) - 1)] for i in range(0, len(later), 2)]
+            self._costs = [self._costs[0], *ends]
+
+    def add_steps(self, seconds: Iterable[float], first: float | None = None) -> None:
+        """Add the times of batches, NaN for those that do not count.
+
+        Args:
+            seconds: In order.
+            first: The time of the run's first batch, if it is among them.
+        """
+        before = len(self._steps)
+        values = list(seconds)
+        self._steps.extend(values)
+        self._count += len(values)
+        if first is not None and not before:
+            self._first = first
+
+    def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
+        """What was collected so far; cheap, and safe to use on another thread."""
+        return Signals(
+            windows=tuple(self._windows),
+            costs=tuple(self._costs),
+            steps=np.array(self._steps, dtype=float),
+            dropped=self._count - len(self._steps),
+            first_step=self._first,
+            mfu=mfu,
+            setup=setup,
+        )
+
+    def _merged(self, early: Window, late: Window) -> Window:
+        gauge = np.array([name.startswith(self._gauges) for name in late.columns])
+        one, two = np.asarray(early.rows, dtype=float), np.asarray(late.rows, dtype=float)
+        rows = np.where(gauge, two, one + two)
+        return replace(late, first=early.first, rows=rows if len(rows) > 1 else rows.tolist())

@@ -1,0 +1,38 @@
+"""The rules. To add your own, append it to ``RULES``, or give it to ``Diagnosis(rules=...)``."""
+
+from lightning_perf.diagnosis.rules.base import Impact, Rule, judge
+from lightning_perf.diagnosis.rules.input import EpochRestart, InputBound, TransferBound
+from lightning_perf.diagnosis.rules.machine import (
+    CpuSaturated,
+    DeviceMemoryGrowth,
+    HostMemoryGrowth,
+    LaunchBound,
+    LowGpuUtilization,
+    SyncBound,
+    Throttled,
+)
+from lightning_perf.diagnosis.rules.overhead import (
+    CallbackBound,
+    CheckpointBound,
+    LoggerBound,
+    ValidationBound,
+)
+from lightning_perf.diagnosis.rules.steps import (
+    ComputeBound,
+    GcPauses,
+    PeriodicStall,
+    Recompile,
+    Slowdown,
+    Warmup,
+)
+
+#: All rules of the package.
+RULES: tuple[Rule, ...] = (
+    InputBound(), TransferBound(), EpochRestart(),
+    CallbackBound(), LoggerBound(), CheckpointBound(), ValidationBound(),
+    Warmup(), Recompile(), GcPauses(), PeriodicStall(), Slowdown(),
+    HostMemoryGrowth(), DeviceMemoryGrowth(), CpuSaturated(),
+    Throttled(), LaunchBound(), LowGpuUtilization(), SyncBound(), ComputeBound(),
+)  # fmt: skip
+
+__all__ = ["RULES", "Impact", "Rule", "judge"]

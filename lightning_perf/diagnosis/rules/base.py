@@ -1,0 +1,92 @@
+"""What a rule is: a code, a signal, a threshold and advice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from lightning_perf.diagnosis.stats import lower_share
+from lightning_perf.diagnosis.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from lightning_perf.diagnosis.signals import Signals
+    from lightning_perf.diagnosis.stats import Numbers
+
+#: The least that a cause must cost per batch, in seconds, for a warning.
+LEAST = 1e-3
+#: Shares of this fraction of the threshold are worth an ``info``.
+_INFO = 1 / 3
+#: The lower bound of a critical share is at least this fraction of it.
+_NOISE = 0.9
+#: A share of this many times the threshold, and of ``_CRITICAL``, is critical.
+_CRITICAL_RATIO, _CRITICAL = 2.0, 0.2
+
+
+class Rule(Protocol):
+    """Finds one kind of cause. Pure: the same signals give the same verdicts."""
+
+    @property
+    def code(self) -> str:
+        """The code of its verdicts."""
+        ...
+
+    def __call__(self, signals: Signals) -> Iterable[Verdict]:
+        """The verdicts; none if nothing is wrong.
+
+        Raises:
+            Unknown: A signal is missing, or too short.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Impact:
+    """What a cause costs."""
+
+    #: Seconds in each window.
+    seconds: Numbers
+    #: How often it occurred; None if it does in every batch.
+    events: float | None = None
+    culprit: str | None = None
+    phase: str | None = None
+    rank: int | None = None
+    evidence: Mapping[str, float | str] = field(default_factory=dict)
+    advice: str = ""
+    #: Whether the warm-up counts.
+    whole_run: bool = False
+
+
+def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iterable[Verdict]:
+    """The verdict on an impact, if it is large enough and certain enough.
+
+    Args:
+        code: Of the verdict.
+        threshold: Share of the wall time that is worth a warning.
+        signals: The run's.
+        impact: What the cause costs.
+    """
+    start = 0 if impact.whole_run else signals.start
+    seconds, wall = impact.seconds[start:], signals.wall[start:]
+    batches = max(signals.counts[start:].sum(), 1.0)
+    if wall.sum() <= 0:
+        return
+    share = float(seconds.sum() / wall.sum())
+    each = float(seconds.sum() / batches)
+    # Where other threads took the CPU, the cause may have cost less by itself.
+    certain = lower_share(seconds, wall, impact.events)
+    if code != "cpu-saturated":
+        certain = signals.without_contention(certain)
+    if certain >= threshold and each >= LEAST:
+        critical = certain >= max(_CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
+        severity = "critical" if critical else "warning"
+    elif share >= _INFO * threshold and each >= _INFO * LEAST:
+        severity = "info"
+    else:
+        return
+    evidence = {"seconds_per_batch": each, "lower_bound_share": certain, **impact.evidence}
+    yield Verdict(
+        code, severity, min(share, 1.0), culprit=impact.culprit, rank=impact.rank,
+        phase=impact.phase, evidence=evidence, advice=impact.advice,
+    )  # fmt: skip

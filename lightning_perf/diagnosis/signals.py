@@ -1,0 +1,325 @@
+"""What rules look at: the windows of a run, and what rank 0 knows beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lightning_perf.diagnosis import stats
+from lightning_perf.timing.pauses import QUEUE
+from lightning_perf.timing.totals import CATEGORIES, Action, Cost
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import TypeAlias
+
+    from lightning_perf.core.window import Window
+    from lightning_perf.diagnosis.stats import Numbers
+
+    #: Cumulative costs of named actions on rank 0.
+    Costs: TypeAlias = Mapping[Action, Cost]
+
+#: Stages of costs that are not stages of training: collections by where they ran, compilation,
+#: and waiting for a CPU.
+GC, COMPILE = "gc", "compile"
+WAITING, RUNNING = Action(QUEUE, "", "waiting"), Action(QUEUE, "", "running")
+#: Categories of a batch's own work.
+COMPUTE = ("forward", "backward", "optimizer_step")
+#: Names of the fetches of batches, and of what an epoch costs besides.
+FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
+#: Actions that occur in fewer than this share of batches are rare.
+_RARE = 0.5
+#: Waiting for a CPU is negligible below this share of the wall time.
+_CONTENDED = 0.05
+#: Windows that are left when the first one is dropped, as warm-up.
+_FEWEST_WINDOWS = 2
+
+
+class Unknown(Exception):
+    """A rule cannot tell; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """The settings of the training's DataLoader."""
+
+    num_workers: int = 0
+    batch_size: int | None = None
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the Trainer and the machine say, for advice."""
+
+    device: str = "cpu"
+    world_size: int = 1
+    #: CPUs that this process may use, and threads that torch uses.
+    cpus: int = 1
+    threads: int = 1
+    precision: str = "32-true"
+    compiled: bool = False
+    log_every_n_steps: int = 50
+    accumulate_grad_batches: int = 1
+    batches_per_epoch: int | None = None
+    max_epochs: int | None = None
+    #: The batch of its epoch that the run began with.
+    first_batch_in_epoch: int = 0
+    loader: Loader | None = None
+    #: Class names of our own callbacks.
+    ours: frozenset[str] = frozenset()
+
+
+class Series(NamedTuple):
+    """Seconds and calls of one cause in each window."""
+
+    seconds: Numbers
+    calls: Numbers
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Everything measured of a training so far.
+
+    Example:
+        >>> Signals(windows=[]).batches
+        0
+    """
+
+    #: Of training, in order; the first one includes the warm-up.
+    windows: Sequence[Window]
+    #: Costs on rank 0 at the end of each window, since the run began.
+    costs: Sequence[Costs] = ()
+    #: Seconds of the latest batches, in order; NaN for those that we slowed down.
+    steps: Numbers = field(default_factory=lambda: np.empty(0))
+    #: Batches before the first one in ``steps``.
+    dropped: int = 0
+    #: Seconds of the first batch of the run.
+    first_step: float | None = None
+    #: Model FLOPs utilization; None if unknown.
+    mfu: float | None = None
+    setup: Setup = Setup()
+
+    # -- windows ------------------------------------------------------------------------------
+
+    @cached_property
+    def batches(self) -> int:
+        """Batches of all windows, on this rank."""
+        return sum(window.batches for window in self.windows)
+
+    @cached_property
+    def start(self) -> int:
+        """The first window after the warm-up."""
+        return 1 if len(self.windows) > _FEWEST_WINDOWS else 0
+
+    @cached_property
+    def counts(self) -> Numbers:
+        """Batches in each window."""
+        return np.array([window.batches for window in self.windows], dtype=float)
+
+    @cached_property
+    def wall(self) -> Numbers:
+        """Wall seconds of each window, mean over ranks."""
+        return sum(self._categories.values(), np.zeros(len(self.windows)))
+
+    @cached_property
+    def _categories(self) -> dict[str, Numbers]:
+        return {
+            name: np.array([window.mean(f"timings/{name}") for window in self.windows])
+            for name in CATEGORIES
+        }
+
+    def category(self, name: str) -> Numbers:
+        """Seconds of a category in each window, without collections and compilations in it."""
+        seconds = self._categories[name]
+        return np.maximum(seconds - self._within(GC, name) - self._within(COMPILE, name), 0.0)
+
+    def _within(self, stage: str, category: str) -> Numbers:
+        found = [row for row in self.actions if row.stage == stage and row.category == category]
+        return sum((self.actions[row].seconds for row in found), np.zeros(len(self.windows)))
+
+    def column(self, name: str) -> Numbers | None:
+        """A column's sum over ranks in each window; None if there is no such column."""
+        if not self.windows or name not in self.windows[0].columns:
+            return None
+        return np.array([window.total(name) for window in self.windows])
+
+    def average(self, name: str, weight: str | None = None) -> float | None:
+        """The mean over time of a sensor; None if it was not sampled.
+
+        Args:
+            name: Its column.
+            weight: The column of its seconds, by default ``NAME/seconds``.
+        """
+        values, seconds = self.column(name), self.column(weight or f"{name}/seconds")
+        if values is None or seconds is None or not seconds.sum() > 0:
+            return None
+        return float(values.sum() / seconds.sum())
+
+    # -- shares -------------------------------------------------------------------------------
+
+    def steady(self, values: Numbers) -> Numbers:
+        """Without the windows of the warm-up."""
+        return values[self.start :]
+
+    def share(self, seconds: Numbers) -> float:
+        """Share of the wall time, warm-up excluded."""
+        wall = self.steady(self.wall).sum()
+        return float(self.steady(seconds).sum() / wall) if wall > 0 else 0.0
+
+    def per_batch(self, seconds: Numbers) -> float:
+        """Seconds per batch, warm-up excluded."""
+        return float(self.steady(seconds).sum() / max(self.steady(self.counts).sum(), 1.0))
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Wall seconds per batch, warm-up excluded."""
+        return self.per_batch(self.wall)
+
+    # -- named costs on rank 0 ----------------------------------------------------------------
+
+    @cached_property
+    def actions(self) -> dict[Action, Series]:
+        """What each named action cost in each window; collections within it are apart."""
+        names = list(dict.fromkeys(action for costs in self.costs for action in costs))
+        nothing = Cost(0.0, 0)
+        found = {}
+        for action in names:
+            values = np.array([costs.get(action, nothing) for costs in self.costs], dtype=float)
+            seconds, calls = np.diff(values, axis=0, prepend=0.0).T
+            found[action] = Series(seconds, calls)
+        for action in names:
+            if action.stage == GC:
+                for own in names:
+                    if own.stage not in (GC, COMPILE, QUEUE) and own[1:] == action[1:]:
+                        seconds, calls = found[own]
+                        rest = np.maximum(seconds - found[action].seconds, 0.0)
+                        found[own] = Series(rest, calls)
+        return found
+
+    def total(self, rows: Sequence[Action]) -> Series:
+        """The sum of some actions."""
+        zero = np.zeros(len(self.windows))
+        return Series(
+            sum((self.actions[row].seconds for row in rows), zero),
+            sum((self.actions[row].calls for row in rows), zero),
+        )
+
+    def rows(self, *categories: str, stage: str | None = None) -> list[Action]:
+        """Named actions of some categories, outside of validation by default."""
+        apart = (GC, COMPILE, QUEUE, "validate") if stage is None else ()
+        return [
+            row
+            for row in self.actions
+            if row.category in categories and row.stage not in apart and stage in (None, row.stage)
+        ]
+
+    def without_contention(self, share: float) -> float:
+        """What is left of a phase's share if others' use of the CPUs made it take longer.
+
+        The phase is taken to need the CPU, and half of all waiting for a CPU to be in it.
+
+        Args:
+            share: Of the wall time.
+        """
+        if WAITING not in self.actions:
+            return share
+        waited, ran = (self.steady(self.actions[row].seconds).sum() for row in (WAITING, RUNNING))
+        of_wall = waited / max(self.steady(self.wall).sum(), 1e-9)
+        if of_wall < _CONTENDED:
+            return share
+        return float(share - min(share * waited / (waited + ran), of_wall / 2))
+
+    # -- input ----------------------------------------------------------------------------------
+
+    @cached_property
+    def restarts(self) -> Series:
+        """What beginning an epoch costs beside the usual fetch of a batch; calls are epochs."""
+        rows = [row for row in self.rows("dataloader_next") if row.name in RESTART]
+        usual = self.total([row for row in self.rows("dataloader_next") if row.name == FETCH])
+        first = self.total([row for row in rows if row.name == "first fetch"])
+        each = usual.seconds.sum() / max(usual.calls.sum(), 1.0)
+        seconds = self.total(rows).seconds - each * first.calls
+        return Series(np.maximum(seconds, 0.0), first.calls)
+
+    @cached_property
+    def waits(self) -> Numbers:
+        """Seconds of waiting for batches within epochs."""
+        return np.maximum(self.category("dataloader_next") - self.restarts.seconds, 0.0)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    @cached_property
+    def within_epochs(self) -> Numbers:
+        """Seconds of batches, with NaN for the first batch of each epoch and those slowed down."""
+        steps = self.steps.copy()
+        length = self.setup.batches_per_epoch
+        if length:
+            position = self.setup.first_batch_in_epoch + self.dropped + np.arange(len(steps))
+            steps[position % length == 0] = np.nan
+        if not self.dropped and len(steps):
+            steps[0] = np.nan
+        return steps
+
+    @cached_property
+    def stalls(self) -> tuple[stats.Stalls, Numbers]:
+        """Batches that took far longer than others; and their excess that no rare event explains.
+
+        The second value is in seconds per window. Rare events have names: checkpoints, callbacks
+        and loggers that work now and then, collections and compilations.
+        """
+        steps = self.within_epochs
+        known = np.flatnonzero(np.isfinite(steps))
+        found = stats.stalls(steps[known])
+        index = known[found.positions]
+        ends = np.cumsum(self.counts)
+        window = np.searchsorted(ends, index + self.dropped, side="right").clip(
+            0, max(len(ends) - 1, 0)
+        )
+        excess = np.bincount(window, weights=found.excess, minlength=len(ends)).astype(float)
+        gaps = np.diff(index)
+        period = float(np.median(gaps)) if found.period is not None and len(gaps) else None
+        return found._replace(positions=index, period=period), np.maximum(excess - self._rare, 0.0)
+
+    @cached_property
+    def _rare(self) -> Numbers:
+        """Seconds per window of named events that do not occur in each batch."""
+        batches = max(self.counts.sum(), 1.0)
+        rare = [
+            row
+            for row, series in self.actions.items()
+            if row.stage in (GC, COMPILE)
+            or row.category == "checkpoint"
+            or ("." in row.name and series.calls.sum() < _RARE * batches)
+        ]
+        return self.total([row for row in rare if row.stage != "validate"]).seconds
+
+    def phase_of(self, excess: Numbers) -> str | None:
+        """The category that explains seconds per window; None if none does.
+
+        Args:
+            excess: Seconds per window.
+        """
+        kept = slice(self.start, None)
+        wanted, counts = excess[kept], np.maximum(self.counts[kept], 1.0)
+        best: tuple[float, str | None] = inf, None
+        for name in CATEGORIES:
+            seconds = self.category(name)[kept]
+            # Windows differ in it, or all of its time is the excess.
+            usual = np.quantile(seconds / counts, 0.1) if len(seconds) else 0.0
+            for base in (usual, 0.0):
+                distance = float(np.abs(seconds - base * counts - wanted).sum())
+                best = min(best, (distance, name))
+        return best[1] if best[0] <= 0.5 * wanted.sum() else None
+
+    def culprit_in(self, category: str | None) -> str | None:
+        """The most costly named action of a category."""
+        named = [row for row in self.rows(category or "") if "." in row.name]
+        row = max(named, key=lambda row: self.actions[row].seconds.sum(), default=None)
+        return row.name if row is not None else None

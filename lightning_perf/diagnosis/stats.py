@@ -1,0 +1,158 @@
+"""Robust statistics on short, autocorrelated series."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+Numbers: TypeAlias = NDArray[np.float64]
+
+#: Resamples of a bootstrap, and the quantile that is its lower bound.
+_RESAMPLES, _LOWER = 400, 0.05
+#: Longer series are averaged before they are resampled.
+_MOST_BLOCKS = 200
+#: Below this many blocks there is no interval.
+_FEWEST_BLOCKS = 3
+#: Blocks of steps that a change point is looked for in, and steps in each at least.
+_MOST_MEDIANS, _FEWEST_STEPS = 200, 5
+
+
+def lower_share(part: ArrayLike, whole: ArrayLike, events: float | None = None) -> float:
+    """A lower bound of ``sum(part) / sum(whole)``, by a block bootstrap over windows.
+
+    Args:
+        part: Seconds in each window.
+        whole: All seconds of each window.
+        events: How often the cause occurred. Rare events lie in few windows, so windows are merged
+            until each holds about two.
+
+    Returns:
+        The 5th percentile; the ratio itself if there are too few windows for an interval.
+
+    Example:
+        >>> lower_share([1.0, 1.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0])
+        0.25
+    """
+    parts, wholes = np.asarray(part, dtype=float), np.asarray(whole, dtype=float)
+    total = wholes.sum()
+    if total <= 0:
+        return 0.0
+    blocks = min(len(parts), _MOST_BLOCKS)
+    if events is not None:
+        blocks = min(blocks, int(events / 2))
+    if blocks < _FEWEST_BLOCKS:
+        return float(parts.sum() / total)
+    edges = np.linspace(0, len(parts), blocks, endpoint=False).astype(int)
+    parts, wholes = np.add.reduceat(parts, edges), np.add.reduceat(wholes, edges)
+    length = max(1, round(blocks ** (1 / 3)))
+    # A generator of its own: training's random numbers stay as they are.
+    starts = np.random.default_rng(0).integers(0, blocks, (_RESAMPLES, ceil(blocks / length), 1))
+    drawn = ((starts + np.arange(length)) % blocks).reshape(_RESAMPLES, -1)
+    shares = parts[drawn].sum(1) / np.maximum(wholes[drawn].sum(1), 1e-12)
+    return float(np.quantile(shares, _LOWER))
+
+
+class ChangePoint(NamedTuple):
+    """Where a series changed its level."""
+
+    #: The first value after the change.
+    start: int
+    before: float
+    after: float
+
+
+def change_point(values: Numbers, ratio: float, sustained: int) -> ChangePoint | None:
+    """Find the point after which values are higher, if there is one.
+
+    Args:
+        values: In order of time.
+        ratio: How much higher, at least.
+        sustained: Values on both sides, at least.
+
+    Example:
+        >>> change_point(np.repeat([1.0, 2.0], 100), ratio=1.1, sustained=50)
+        ChangePoint(start=100, before=1.0, after=2.0)
+    """
+    from scipy.stats import mannwhitneyu, rankdata
+
+    size = max(_FEWEST_STEPS, ceil(len(values) / _MOST_MEDIANS))
+    count = len(values) // size
+    margin = max(ceil(sustained / size), 2)
+    if count < 2 * margin:
+        return None
+    medians = np.median(values[: count * size].reshape(count, size), axis=1)
+    # The split with the largest difference of mean ranks, which outliers do not move.
+    ranks = rankdata(medians)
+    splits = np.arange(margin, count - margin + 1)
+    below = np.cumsum(ranks)[splits - 1]
+    gain = (ranks.sum() - below) / (count - splits) - below / splits
+    weight = np.sqrt(splits * (count - splits))
+    split = int(splits[np.argmax(gain * weight)])
+    early, late = medians[:split], medians[split:]
+    before, after = float(np.median(early)), float(np.median(late))
+    if after < ratio * before:
+        return None
+    # At least two thirds of the later blocks are above the earlier level: not a passing one.
+    if np.mean(late > np.sqrt(ratio) * before) < 2 / 3:
+        return None
+    if mannwhitneyu(late, early, alternative="greater").pvalue > 1e-3:
+        return None
+    return ChangePoint(split * size, before, after)
+
+
+class Trend(NamedTuple):
+    """A straight line through a series."""
+
+    slope: float
+    #: The lower end of the slope's 95 % interval.
+    low: float
+
+
+def trend(times: ArrayLike, values: ArrayLike) -> Trend:
+    """The Theil-Sen line: a few outliers do not move it.
+
+    Example:
+        >>> trend([0, 1, 2, 3], [1, 3, 5, 7]).slope
+        2.0
+    """
+    from scipy.stats import theilslopes
+
+    found = theilslopes(np.asarray(values, dtype=float), np.asarray(times, dtype=float))
+    return Trend(float(found.slope), float(found.low_slope))
+
+
+class Stalls(NamedTuple):
+    """Values far above the others."""
+
+    #: Their positions.
+    positions: NDArray[np.int64]
+    #: How far each is above the median.
+    excess: Numbers
+    #: The usual distance between two of them; None if it is irregular.
+    period: float | None
+
+
+def stalls(values: Numbers) -> Stalls:
+    """Values above the median by more than 8 times the median deviation, and by half of it.
+
+    Example:
+        >>> values = np.where(np.arange(100) % 20 == 7, 5.0, 1.0)
+        >>> found = stalls(values)
+        >>> len(found.positions), float(found.excess.sum()), found.period
+        (5, 20.0, 20.0)
+    """
+    if not len(values):
+        return Stalls(np.empty(0, dtype=np.int64), np.empty(0), None)
+    median = np.median(values)
+    limit = median + max(8 * np.median(np.abs(values - median)), median / 2)
+    index = np.flatnonzero(values > limit)
+    gaps = np.diff(index)
+    regular = len(gaps) >= 2 and np.median(np.abs(gaps - np.median(gaps))) <= 0.2 * np.median(gaps)
+    period = float(np.median(gaps)) if regular else None
+    return Stalls(index, values[index] - median, period)

@@ -1,0 +1,260 @@
+"""Diagnosis of trainings in which something was planted."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers.small import Records, Small, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_perf import ConfigError, Diagnosis, Suite, Verdict
+from lightning_perf.diagnosis.signals import Signals
+
+#: Seconds of what is planted, and of a batch without it.
+NAP, STEP = 0.02, 0.01
+
+
+class Data(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, nap: float = 0.0) -> None:
+        self.nap = nap
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.nap)
+        return torch.ones(8), torch.zeros(1)
+
+
+class Model(Small):
+    """A batch takes some milliseconds, whatever the machine."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(STEP)
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Data())
+
+
+class SlowInput(Model):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Data(NAP))
+
+
+class SlowTransfer(Model):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        time.sleep(NAP)
+        return batch
+
+
+class SlowValidation(Model):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(2 * NAP)
+
+
+class Garbage(Model):
+    """Collects in each step, with many objects of its own and without those of the tests."""
+
+    def on_train_start(self) -> None:
+        gc.freeze()
+        self.objects = [[] for _ in range(300_000)]
+
+    def on_train_end(self) -> None:
+        self.objects.clear()
+        gc.unfreeze()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        gc.collect()
+        return super().training_step(batch, batch_idx)
+
+
+class Plots(L.Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        time.sleep(NAP)
+
+
+class SlowLogger(Records):
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        time.sleep(NAP)
+
+
+class SlowCheckpoint(Model):
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        time.sleep(NAP)
+
+
+class SlowDisk(TorchCheckpointIO):
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        time.sleep(NAP)
+        super().save_checkpoint(*args, **options)
+
+
+class Stalls(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 10 == 7:
+            time.sleep(10 * NAP)
+        return super().training_step(batch, batch_idx)
+
+
+def diagnose(folder: Path, model: L.LightningModule, *callbacks: Any, **options: Any) -> Diagnosis:
+    diagnosis = Diagnosis(terminal=False)
+    given = {"max_epochs": 2, "log_every_n_steps": 10, "callbacks": [diagnosis, *callbacks]}
+    trainer(folder, **(given | options)).fit(model)
+    return diagnosis
+
+
+def blamed(diagnosis: Diagnosis) -> dict[str, Verdict]:
+    """Verdicts on the training: other programs may take CPUs away from a test."""
+    serious = [each for each in diagnosis.verdicts if each.severity != "info"]
+    return {each.code: each for each in serious if each.code != "cpu-saturated"}
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "culprit", "options"),
+    [
+        (SlowInput, "input-bound", "train_dataloader_next", {}),
+        (SlowTransfer, "transfer-bound", None, {}),
+        (SlowValidation, "validation-bound", "validate.forward", {"limit_val_batches": 40}),
+        (Garbage, "gc-pauses", "training_step", {}),
+        (Stalls, "periodic-stall", None, {}),
+    ],
+)
+def test_what_is_planted_in_the_module_is_found(
+    tmp_path: Path, model: type[Model], code: str, culprit: str | None, options: Any
+) -> None:
+    """The most costly verdict names it."""
+    first = next(iter(blamed(diagnose(tmp_path, model(), **options)).values()))
+    assert first.code == code
+    assert culprit in (None, first.culprit)
+
+
+def test_a_callback_is_named_with_its_hook_and_a_logger_with_its_method(tmp_path: Path) -> None:
+    """Both are blamed, the callback first: it is called in each batch."""
+    diagnosis = diagnose(
+        tmp_path, Logging(), Plots(), logger=SlowLogger(), log_every_n_steps=2, max_epochs=2
+    )
+    found = blamed(diagnosis)
+    assert [*found][:2] == ["callback-bound", "logger-bound"]
+    assert found["callback-bound"].culprit == "Plots.on_train_batch_end"
+    assert found["logger-bound"].culprit == "SlowLogger.log_metrics"
+
+
+class Logging(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_named_with_the_hook_that_writes_it(tmp_path: Path) -> None:
+    """A slow disk is blamed on the hook of ``ModelCheckpoint``, a slow module on its own hook."""
+    saves = ModelCheckpoint(tmp_path / "disk", every_n_train_steps=2, save_top_k=-1)
+    options = {"enable_checkpointing": True, "plugins": [SlowDisk()]}
+    found = blamed(diagnose(tmp_path, Model(), saves, **options))["checkpoint-bound"]
+    assert (found.culprit, found.phase) == ("ModelCheckpoint.on_train_batch_end", "checkpoint")
+    saves = ModelCheckpoint(tmp_path / "module", every_n_train_steps=2, save_top_k=-1)
+    found = blamed(diagnose(tmp_path, SlowCheckpoint(), saves, enable_checkpointing=True))
+    assert found["checkpoint-bound"].culprit == "SlowCheckpoint.on_save_checkpoint"
+
+
+@pytest.mark.slow
+def test_a_healthy_run_has_no_verdict_of_its_own(tmp_path: Path) -> None:
+    """Neither its warm-up nor accumulated gradients are blamed."""
+    diagnosis = diagnose(tmp_path, Model(), accumulate_grad_batches=4, max_epochs=3)
+    assert not blamed(diagnosis)
+
+
+def test_files_and_metrics_are_left(tmp_path: Path) -> None:
+    """The document has the verdicts of the attribute; their shares are metrics."""
+    records = Records()
+    diagnosis = diagnose(tmp_path, Model(), Plots(), logger=records)
+    (path,) = tmp_path.rglob("diagnosis.json")
+    document = json.loads(path.read_text())
+    assert path.parent == tmp_path / "records-version_0" / "diagnosis"
+    assert document["version"] == 1
+    assert document["verdicts"] == [each.as_dict() for each in diagnosis.verdicts]
+    assert document["timings"]["batches"] == 80
+    assert document["overhead"]["seconds"] > 0
+    share = blamed(diagnosis)["callback-bound"].share
+    assert records.of("diagnosis/callback-bound")[-1] == (79, pytest.approx(share))
+
+
+def test_verdicts_come_while_training_runs(tmp_path: Path) -> None:
+    """A rule of the user's own is applied every 20 batches, and at the end."""
+    seen: list[int] = []
+
+    class Mine:
+        code = "mine"
+
+        def __call__(self, signals: Signals) -> list[Verdict]:
+            seen.append(signals.batches)
+            return [Verdict("mine", "warning", 0.5, advice="Do it better.")]
+
+    diagnosis = Diagnosis(rules=[Mine()], schedule="every 20ba", terminal=False)
+    run = trainer(tmp_path, Suite([diagnosis]), log_every_n_steps=10, max_epochs=2)
+    run.fit(Model())
+    assert seen[-1] == 80
+    assert len(seen) >= 2
+    assert [each.code for each in diagnosis.verdicts] == ["mine"]
+
+
+def test_an_interrupted_run_is_diagnosed_up_to_its_last_window(tmp_path: Path) -> None:
+    """The user's exception goes on, and the document is there."""
+
+    class Breaks(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.global_step == 75:
+                raise ValueError("mine")
+            return super().training_step(batch, batch_idx)
+
+    diagnosis = Diagnosis(terminal=False)
+    run = trainer(tmp_path, diagnosis, Plots(), log_every_n_steps=10, max_epochs=2)
+    with pytest.raises(ValueError, match="mine"):
+        run.fit(Breaks())
+    assert "callback-bound" in blamed(diagnosis)
+    assert len(list(tmp_path.rglob("diagnosis.json"))) == 1
+
+
+def test_the_end_shows_a_panel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names the code, the culprit and the advice; a short run says that it is too short."""
+    run = trainer(tmp_path, Diagnosis(), Plots(), log_every_n_steps=10, max_epochs=1)
+    run.fit(Model())
+    shown = capsys.readouterr().out
+    assert "callback-bound (critical): Plots.on_train_batch_end" in shown
+    assert "per call" in shown
+    trainer(tmp_path, Diagnosis(), limit_train_batches=5).fit(Model())
+    assert "5 batches were measured, and a diagnosis needs 30" in capsys.readouterr().out
+
+
+def test_other_stages_leave_nothing(tmp_path: Path) -> None:
+    """There is nothing to say about a test run."""
+    diagnosis = Diagnosis(terminal=False)
+    trainer(tmp_path, diagnosis).test(Small())
+    assert diagnosis.verdicts == []
+    assert not list(tmp_path.rglob("diagnosis.json"))
+
+
+def test_collections_are_no_longer_timed_after_the_run(tmp_path: Path) -> None:
+    """Python's list of callbacks is as it was."""
+    before = list(gc.callbacks)
+    diagnose(tmp_path, Small(), limit_train_batches=2)
+    assert gc.callbacks == before
+
+
+@pytest.mark.parametrize("options", [{"folder": "{nothing}"}, {"rules": [1]}, {"terminal": 1}])
+def test_bad_arguments_are_refused(options: Any) -> None:
+    """Each error names the argument."""
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Diagnosis(**options)

@@ -1,0 +1,298 @@
+"""Each rule, on signals with and without its cause."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.signals import BATCHES, signals_of
+
+from lightning_perf.diagnosis import Verdict
+from lightning_perf.diagnosis.findings import diagnose
+from lightning_perf.diagnosis.signals import RUNNING, WAITING, Loader, Setup, Signals
+from lightning_perf.timing.totals import Action
+
+#: A batch of 50 ms without a problem.
+FINE = {"forward": 0.02, "backward": 0.025, "optimizer_step": 0.004, "other": 0.001}
+WINDOWS = 12
+STEPS = WINDOWS * BATCHES
+
+
+def every(seconds: float, calls: int = BATCHES) -> list[tuple[float, int]]:
+    return [(seconds, calls)] * WINDOWS
+
+
+def now_and_then(seconds: float, *windows: int) -> list[tuple[float, int]]:
+    return [(seconds, 1) if number in windows else (0.0, 0) for number in range(WINDOWS)]
+
+
+def steps(*stalls: int, extra: float = 0.0) -> np.ndarray[Any, Any]:
+    found = np.full(STEPS, 0.05)
+    found[list(stalls)] += extra
+    return found
+
+
+def window(*numbers: int, seconds: float) -> list[float]:
+    """Seconds per batch in some windows, so that the window has the given total."""
+    return [seconds / BATCHES if number in numbers else 0.0 for number in range(WINDOWS)]
+
+
+PLANTED: dict[str, tuple[Signals, dict[str, Any]]] = {
+    "input-bound": (
+        signals_of({**FINE, "dataloader_next": 0.02}),
+        {"share": 2 / 7, "phase": "dataloader_next", "severity": "critical"},
+    ),
+    "transfer-bound": (signals_of({**FINE, "to_device": 0.01}), {"share": 1 / 6}),
+    "epoch-restart": (
+        signals_of(
+            {**FINE, "dataloader_next": window(0, 4, 8, seconds=1.0)},
+            named={
+                Action("train", "dataloader_next", "iter"): now_and_then(0.4, 0, 4, 8),
+                Action("train", "dataloader_next", "first fetch"): now_and_then(0.6, 0, 4, 8),
+            },
+            steps=steps(),
+        ),
+        {"share": 3 / 9, "evidence": {"seconds_per_epoch": 1.0}},
+    ),
+    "callback-bound": (
+        signals_of(
+            {**FINE, "callbacks": 0.01},
+            named={
+                Action("train", "callbacks", "Plots.on_train_batch_end"): every(0.07),
+                Action("train", "callbacks", "Plots.on_train_batch_start"): every(0.03),
+            },
+        ),
+        {"share": 1 / 6, "culprit": "Plots.on_train_batch_end", "severity": "warning"},
+    ),
+    "logger-bound": (
+        signals_of(
+            {**FINE, "logging": 0.01},
+            named={Action("train", "logging", "CSVLogger.save"): every(0.1, 2)},
+        ),
+        {"share": 1 / 6, "culprit": "CSVLogger.save"},
+    ),
+    "checkpoint-bound": (
+        signals_of(
+            {**FINE, "checkpoint": window(3, 7, 11, seconds=0.5)},
+            named={
+                Action("train", "checkpoint", "checkpoint writing (Saver.on_train_epoch_end)"):
+                now_and_then(0.5, 3, 7, 11)
+            },
+        ),
+        {"share": 0.2, "culprit": "Saver.on_train_epoch_end"},
+    ),
+    "validation-bound": (
+        signals_of(
+            {**FINE, "validation": window(5, 11, seconds=1.5)},
+            named={Action("validate", "forward", "validation_step"): now_and_then(1.4, 5, 11)},
+        ),
+        {"share": 1 / 3, "culprit": "validate.forward"},
+    ),
+    "warmup": (
+        signals_of({**FINE, "forward": [0.3] + [0.02] * 11}, first_step=3.0, steps=steps()),
+        {"phase": "forward", "severity": "critical"},
+    ),
+    "recompile": (
+        signals_of(
+            {**FINE, "forward": 0.04},
+            named={Action("compile", "forward", "torch.compile"): every(0.2, 1)},
+        ),
+        {"share": 2 / 7, "culprit": "torch.compile"},
+    ),
+    "gc-pauses": (
+        signals_of(
+            {**FINE, "forward": 0.025},
+            named={Action("gc", "forward", "training_step"): every(0.05, 10)},
+        ),
+        {"share": 0.05 / 0.55, "culprit": "training_step"},
+    ),
+    "periodic-stall": (
+        signals_of({**FINE, "forward": 0.04}, steps=steps(*range(7, STEPS, 20), extra=0.4)),
+        {"share": 5 * 0.4 / 7.7, "evidence": {"period_batches": 20.0}},
+    ),
+    "slowdown": (
+        signals_of(
+            {**FINE, "backward": [0.025] * 6 + [0.05] * 6},
+            steps=np.repeat([0.05, 0.075], STEPS // 2),
+        ),
+        {"share": 0.2, "phase": "backward", "evidence": {"batch": 61.0}},
+    ),
+    "host-memory-growth": (
+        signals_of(FINE, columns={"memory/rss": [1.0 + 0.1 * n for n in range(WINDOWS)]}),
+        {"severity": "warning", "share": 0.0},
+    ),
+    "cpu-saturated": (
+        signals_of(FINE, named={WAITING: every(0.1), RUNNING: every(0.1)}),
+        {"share": 0.2},
+    ),
+    "compute-bound": (signals_of(FINE, mfu=0.1), {"severity": "info", "share": 0.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", PLANTED)
+def test_a_planted_cause_is_the_only_verdict(code: str) -> None:
+    """Its share, culprit and evidence follow from what was planted, and nothing else is blamed."""
+    signals, expected = PLANTED[code]
+    found = [each for each in diagnose(signals).verdicts if each.code != "healthy"]
+    assert [each.code for each in found] == [code]
+    for name, value in expected.items():
+        if name == "evidence":
+            assert dict(found[0].evidence) | value == found[0].evidence
+        else:
+            actual = getattr(found[0], name)
+            assert actual == (pytest.approx(value, rel=0.1) if isinstance(value, float) else value)
+
+
+TRAPS = {
+    "nothing": signals_of(FINE),
+    "a loader hidden by prefetch": signals_of({**FINE, "dataloader_next": 1e-4}),
+    "uniform jitter": signals_of(
+        FINE, steps=np.random.default_rng(1).uniform(0.025, 0.075, STEPS)
+    ),
+    "memory that levels off": signals_of(
+        FINE, columns={"memory/rss": [1 + min(0.2 * n, 0.9) for n in range(WINDOWS)]}
+    ),
+    "less than a millisecond": signals_of(
+        {"forward": 3e-4, "dataloader_next": 2e-4}, steps=np.full(STEPS, 5e-4)
+    ),
+    "one slow batch": signals_of(FINE, steps=steps(40, extra=2.0)),
+    "longer sequences": signals_of(
+        {**FINE, "forward": [0.02] * 6 + [0.04] * 6},
+        columns={
+            "batch/tokens": [1000.0] * 6 + [1500.0] * 6,
+            "batch/samples": [40.0] * WINDOWS,
+            "batch/count": [10.0] * WINDOWS,
+        },
+        steps=np.repeat([0.05, 0.07], STEPS // 2),
+    ),
+    "compilation in the warm-up": signals_of(
+        {**FINE, "forward": [0.06] + [0.02] * 11},
+        named={Action("compile", "forward", "torch.compile"): now_and_then(0.4, 0)},
+        steps=steps(), first_step=0.4,
+    ),
+    "one window with a pause": signals_of(
+        {**FINE, "callbacks": window(6, seconds=1.0)},
+        named={Action("train", "callbacks", "Plots.on_train_batch_end"): [
+            (1.0 if n == 6 else 0.0, BATCHES) for n in range(WINDOWS)
+        ]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_healthy_run_has_no_warning(trap: str) -> None:
+    """What only looks like a problem is healthy."""
+    verdicts = diagnose(TRAPS[trap]).verdicts
+    assert verdicts[0].code == "healthy"
+    assert {each.severity for each in verdicts} == {"info"}
+
+
+def test_verdicts_are_ranked_by_what_they_cost() -> None:
+    """Of two causes the more costly one comes first, whatever the order of the rules."""
+    signals = signals_of(
+        {**FINE, "callbacks": 0.02, "dataloader_next": 0.03},
+        named={Action("train", "callbacks", "Plots.on_train_batch_end"): every(0.2)},
+    )
+    assert [each.code for each in diagnose(signals).verdicts] == ["input-bound", "callback-bound"]
+
+
+def test_collections_are_not_blamed_on_the_callback_that_they_interrupt() -> None:
+    """A callback whose time is all garbage collection costs nothing itself."""
+    signals = signals_of(
+        {**FINE, "callbacks": 0.01},
+        named={
+            Action("train", "callbacks", "Plots.on_train_batch_end"): every(0.1),
+            Action("gc", "callbacks", "Plots.on_train_batch_end"): every(0.1, 5),
+        },
+    )
+    (verdict,) = diagnose(signals).verdicts
+    assert verdict.code == "gc-pauses"
+    assert verdict.culprit == "Plots.on_train_batch_end"
+
+
+def test_a_machine_that_others_use_blames_no_phase() -> None:
+    """What a phase costs may be due to them: it is no warning, but the wait for a CPU is."""
+    named = {WAITING: every(0.3), RUNNING: every(0.3)}
+    signals = signals_of({**FINE, "dataloader_next": 0.008}, named=named)
+    assert [(each.code, each.severity) for each in diagnose(signals).verdicts] == [
+        ("cpu-saturated", "critical"), ("input-bound", "info"),
+    ]  # fmt: skip
+
+
+def test_checkpoints_explain_the_stalls_that_they_cause() -> None:
+    """Slow batches that wrote a checkpoint are no unexplained stall."""
+    saves = (1, 3, 5, 7, 9, 11)
+    signals = signals_of(
+        {**FINE, "checkpoint": window(*saves, seconds=0.4)},
+        named={
+            Action("train", "checkpoint", "checkpoint writing (Saver.on_train_batch_end)"):
+            now_and_then(0.4, *saves)
+        },
+        steps=steps(*[10 * n + 4 for n in saves], extra=0.4),
+    )  # fmt: skip
+    assert [each.code for each in diagnose(signals).verdicts] == ["checkpoint-bound"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "cpus", "advice", "step"),
+    [
+        # One process needs 60 ms to load, a step takes 50 ms without it: two workers.
+        (Loader(num_workers=0, batch_size=16), 8, "num_workers=2 hides the loading", 0.0505),
+        # Two workers keep a step at 110 ms, so a batch takes one worker 220 ms: five workers.
+        (Loader(num_workers=2, batch_size=16), 8, "num_workers=5 hides the loading", 0.0505),
+    ],
+)
+def test_advice_computes_the_workers(loader: Loader, cpus: int, advice: str, step: float) -> None:
+    """The advice names as many workers as the measured times need, and predicts the step."""
+    setup = Setup(cpus=cpus, loader=loader)
+    signals = signals_of({**FINE, "dataloader_next": 0.06}, setup=setup)
+    (verdict,) = diagnose(signals).verdicts
+    assert advice in verdict.advice
+    assert verdict.evidence["advised_step_seconds"] == pytest.approx(step)
+
+
+def test_workers_that_would_not_help_are_not_advised() -> None:
+    """Two CPUs that are busy with loading already have no room for a third worker."""
+    busy = {
+        "system/cpu_util_simple": [98.0] * WINDOWS,
+        "system/cpu_util_simple/seconds": [1.0] * WINDOWS,
+    }
+    setup = Setup(cpus=2, loader=Loader(num_workers=2, batch_size=16))
+    signals = signals_of({**FINE, "dataloader_next": 0.06}, columns=busy, setup=setup)
+    (verdict,) = diagnose(signals).verdicts
+    assert "More workers would not help" in verdict.advice
+    assert "advised_step_seconds" not in verdict.evidence
+
+
+def test_short_runs_and_missing_times_are_said() -> None:
+    """Too few batches give no verdict, not even healthy."""
+    found = diagnose(signals_of(FINE, windows=2))
+    assert not found.verdicts
+    assert found.abstained == {"all": "20 batches were measured, and a diagnosis needs 30"}
+    assert "not measured" in diagnose(signals_of({})).abstained["all"]
+
+
+def test_a_failing_rule_is_left_out_with_its_reason() -> None:
+    """The other rules still answer."""
+
+    class Broken:
+        code = "broken"
+
+        def __call__(self, signals: Signals) -> list[Verdict]:
+            raise ZeroDivisionError("by nothing")
+
+    class Mine:
+        code = "mine"
+
+        def __call__(self, signals: Signals) -> list[Verdict]:
+            return [Verdict("mine", "warning", 0.5)]
+
+    found = diagnose(signals_of(FINE), [Broken(), Mine()])
+    assert [each.code for each in found.verdicts] == ["mine"]
+    assert "ZeroDivisionError" in found.abstained["broken"]
+
+
+def test_the_predicted_speedup_is_what_the_share_allows() -> None:
+    """Without a quarter of the time a run is a third faster."""
+    assert Verdict("mine", "warning", 0.25).predicted_speedup == pytest.approx(4 / 3)

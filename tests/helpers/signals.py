@@ -1,0 +1,49 @@
+"""Signals of a training that was never run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from helpers.windows import window_of
+from lightning_perf.core.progress import Timestamp
+from lightning_perf.diagnosis.signals import Signals
+from lightning_perf.timing.totals import CATEGORIES, Action, Cost
+
+#: Batches in a window.
+BATCHES = 10
+
+
+def signals_of(
+    per_batch: Mapping[str, float | Sequence[float]],
+    windows: int = 12,
+    named: Mapping[Action, Sequence[tuple[float, int]]] | None = None,
+    columns: Mapping[str, Sequence[float]] | None = None,
+    **options: Any,
+) -> Signals:
+    """Windows of ten batches.
+
+    Args:
+        per_batch: Seconds per batch by category: one number, or one per window.
+        windows: How many.
+        named: Seconds and calls of named actions in each window.
+        columns: Further columns, one number per window.
+        **options: Of `Signals`.
+    """
+    seconds = {name: np.broadcast_to(per_batch.get(name, 0.0), windows) for name in CATEGORIES}
+    found, costs = [], []
+    for number in range(windows):
+        values = {
+            f"timings/{name}": [float(seconds[name][number]) * BATCHES] for name in CATEGORIES
+        }
+        values |= {name: [each[number]] for name, each in (columns or {}).items()}
+        first, last = Timestamp(batch=number * BATCHES), Timestamp(batch=(number + 1) * BATCHES)
+        found.append(window_of(values, first=first, last=last, step=last.batch))
+        done = {action: each[: number + 1] for action, each in (named or {}).items()}
+        costs.append({a: Cost(*map(sum, zip(*each, strict=True))) for a, each in done.items()})
+    batch = sum(each for name, each in seconds.items() if name != "validation")
+    step = np.repeat(batch, BATCHES)
+    given: dict[str, Any] = {"steps": step, "first_step": float(step[0])}
+    return Signals(windows=found, costs=costs, **(given | options))
