@@ -1,0 +1,1 @@
+"""Why a run is slow. Pure: no torch, no Lightning."""
