@@ -12,7 +12,7 @@ values are described:
 - ``exact``: counts, which are the same on each machine, with their value or values;
 - ``zero``, ``int``, ``fraction`` (0 to 1), ``float``, ``negative``, ``nan``: all others, by what
   holds for every value of the key; seconds are ``float``, since load may make them larger than 1;
-- ``rank``: the number of a rank, which one is a matter of chance;
+- ``rank``: the number of a rank or what is said of it, which one is a matter of chance;
 - ``machine``: what the hardware does; of the steps only the last, since the clock decides whether
   there is a sample earlier. Keys in `SENSORS` may be absent, and are never in the files.
 
@@ -95,7 +95,7 @@ SENSORS = re.compile(
     r"|alloc_retries)"
 )
 CLOCK = re.compile(r"(.*/)?(timings|time)/.*")
-RANK = re.compile(r".*/slowest_rank")
+RANK = re.compile(r".*/slowest_rank|straggler/.*")
 #: Params whose value is the machine's or the release's.
 OTHERS_PARAMS = re.compile(r".*/(version|device)")
 

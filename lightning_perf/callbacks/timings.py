@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from lightning_perf.charts import stacked_html, stacked_png
-from lightning_perf.core.window import Window
+from lightning_perf.charts import heatmap_html, stacked_html, stacked_png
+from lightning_perf.core.window import PerRank, Window
+from lightning_perf.diagnosis.stragglers import PHASES, Straggler, Work, straggler_of, work_of
 from lightning_perf.errors import describe, warn
 from lightning_perf.run import artifacts
 from lightning_perf.run.window_callback import WindowCallback
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 _FOLDER = "{run_name}/timings"
 #: Seconds that the files of a run wait for its last window.
 _LAST_WINDOW_TIMEOUT = 10.0
+#: Windows in which a straggler is searched.
+_RECENT = 10
+#: Reports that the picture of all ranks shows; beyond it, neighbours are merged.
+_MOST_REPORTS = 400
 #: Categories whose actions the table names.
 _TABLED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 
@@ -39,13 +45,15 @@ class Timings(WindowCallback):
     Stages other than training put their name in front (``validate/timings/forward``).
 
     With several ranks the values are means over ranks, with ``timings/NAME/{min,median,max}`` and
-    ``timings/NAME/slowest_rank`` beside them. On a GPU, ``timings/device/...`` is the device's own
-    time from CUDA events, and ``timings/exposed_input`` is how long the device waited for the next
-    batch. The device is never synchronized for that.
+    ``timings/NAME/slowest_rank`` beside them, and ``straggler/{rank,node,phase,share}`` name the
+    rank or node that the others wait for, -1 for none. On a GPU, ``timings/device/...`` is the
+    device's own time from CUDA events, and ``timings/exposed_input`` is how long the device waited
+    for the next batch. The device is never synchronized for that.
 
     At the end of a run, ``table`` lists callbacks, loggers and checkpoints by cost. It is written
     to ``{run_name}/timings`` as ``table.md`` and ``table.json``, with a chart of the time per step
-    as ``timings.png`` and ``timings.html``, and uploaded to MLflow.
+    as ``timings.png`` and ``timings.html`` (with several ranks also how late each rank was, as
+    ``ranks.html``), and uploaded to MLflow.
 
     Args:
         schedule: When to report; by default every ``Trainer(log_every_n_steps)``.
@@ -59,13 +67,18 @@ class Timings(WindowCallback):
         >>> trainer = L.Trainer(callbacks=[Timings(schedule="every 100ba")], logger=False)
     """
 
-    columns = ("timings/*", "progress/batches")
+    columns: Sequence[str] = ("timings/*", "progress/batches")
 
     def __init__(self, schedule: Schedule | str | None = None) -> None:
         super().__init__(schedule)
         #: What callbacks, loggers and checkpoints cost; complete when the run has ended.
         self.table: list[Share] = []
         self._history = History()
+        #: The rank or node that the others wait for, as far as the last windows show it.
+        self.straggler: Straggler | None = None
+        self._work: deque[Work] = deque(maxlen=_RECENT)
+        # Steps, and seconds per batch that each rank is later than the median rank.
+        self._lateness: list[tuple[int, PerRank]] = []
         # The metrics of the last window of the stage that the run is about.
         self._last: dict[str, float] = {}
         self._stage = ""
@@ -83,6 +96,11 @@ class Timings(WindowCallback):
     @override
     def prepare(self, context: RunContext) -> None:
         self._history, self.table, self._stage = History(), [], ""
+        self.straggler = None
+        self._work.clear()
+        self._lateness.clear()
+        if context.ranks.world_size > 1:
+            self.columns = (*Timings.columns, "waits/*")
         super().prepare(context)
         self._active = True
 
@@ -103,7 +121,29 @@ class Timings(WindowCallback):
             seconds = {key: found[key] for key in CATEGORIES}
             self._history.add(window.step, window.own("progress/batches"), seconds)
             self._last = found
-        return {f"timings/{key}": value for key, value in found.items()}
+        metrics = {f"timings/{key}": value for key, value in found.items()}
+        if window.stage == "train" and window.world_size > 1:
+            metrics |= self._find_straggler(window)
+        return metrics
+
+    def _find_straggler(self, window: Window) -> dict[str, float]:
+        # The first batch of a run is slow for other reasons.
+        if window.first.batch > self._started[1]:
+            work = work_of(window)
+            self._work.append(work)
+            if window.rank == 0:
+                self._lateness.append((window.step, work.lateness))
+                if len(self._lateness) > _MOST_REPORTS:
+                    pairs = zip(self._lateness[::2], self._lateness[1::2], strict=False)
+                    self._lateness = [(step, (a + b) / 2) for (_, a), (step, b) in pairs]
+        found = self.straggler = straggler_of(self._work)
+        none = -1.0
+        return {
+            "straggler/rank": none if found is None or found.rank is None else found.rank,
+            "straggler/node": none if found is None else found.node,
+            "straggler/phase": none if found is None else list(PHASES).index(found.phase),
+            "straggler/share": 0.0 if found is None else found.share,
+        }
 
     def _add_tail(self, window: Window) -> None:
         """Add what came after the last report's last batch, which belongs to no later batch."""
@@ -143,6 +183,9 @@ class Timings(WindowCallback):
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
             files["timings.png"] = partial(stacked_png, rows=rows, first=first)
+        if self._lateness:
+            steps, lateness = zip(*self._lateness, strict=True)
+            files["ranks.html"] = partial(heatmap_html, steps=steps, lateness=lateness)
         try:
             artifacts.leave(context, _FOLDER, files, self._stage)
         except OSError as error:
@@ -169,8 +212,8 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for column in window.columns:
-        name = column.removeprefix("timings/")
-        if name in ("progress/batches", "device/batches"):
+        group, _, name = column.partition("/")
+        if group != "timings" or name == "device/batches":
             continue
         if name == "train_batch" and window.stage != "train":
             continue

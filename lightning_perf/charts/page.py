@@ -175,7 +175,21 @@ class Heading:
     text: str
 
 
-Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph"
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """A picture with a value per row and column, from the top left."""
+
+    #: A ``data:`` URL, so that the page loads nothing.
+    image: str
+    #: Positions as shares of the axis, and labels.
+    y_ticks: Sequence[tuple[float, str]]
+    x_ticks: Sequence[tuple[float, str]]
+    x_label: str
+    summary: str
+    notes: tuple[str, ...] = ()
+
+
+Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap"
 
 
 def page(title: str, parts: Iterable[Part]) -> str:

@@ -29,6 +29,7 @@ from lightning_perf.run.hardware import MemorySignal, NodeSignal, node_gpus, nod
 from lightning_perf.run.spans import Spans, SpanSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
 from lightning_perf.run.summary import end_summary
+from lightning_perf.run.waits import WaitSignal
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
@@ -186,6 +187,7 @@ class RunContext:
             "flops": self._start_flops,
             "progress": lambda: ProgressSignal(self.progress),
             "timings": self._start_spans,
+            "waits": self._start_waits,
             "system": lambda: NodeSignal(self._start_sampler(), gpus()),
             "memory": lambda: MemorySignal(
                 self.trainer.strategy.root_device, self._start_sampler(), self.ranks.node_rank
@@ -205,6 +207,10 @@ class RunContext:
     def _start_spans(self) -> SpanSignal:
         self.spans.require()
         return SpanSignal(self.spans)
+
+    def _start_waits(self) -> WaitSignal:
+        self.spans.require()
+        return WaitSignal(self.spans, self.ranks.node_rank)
 
     def _start_sampler(self) -> Sampler | None:
         if self.sampler is not None and not self.sampler.subscribed:

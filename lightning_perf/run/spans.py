@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -19,6 +20,7 @@ from lightning_perf.run.lightning_spans import (
     TeeProfiler,
     classify,
 )
+from lightning_perf.run.waits import BUFFERS, GRADIENTS, START, GradientsReady
 from lightning_perf.timing.clock import (
     NOTHING,
     Clock,
@@ -82,7 +84,9 @@ class SpanRecorder:
         self.device = DeviceSegmentTimer() if clocked(trainer.strategy.root_device) else None
         #: Our spans by their keys, made on first use.
         self.cache = SpanCache(self._span)
-        self._patches = PatchSet()
+        self._patches, self._backward = PatchSet(), PatchSet()
+        # Whether the device waits for other ranks' gradients.
+        self._waiting = False
         self._wrap()
 
     @property
@@ -106,6 +110,7 @@ class SpanRecorder:
         """Stop recording; spans that are still held do nothing."""
         self._clock.thread = None
         self._patches.restore()
+        self._backward.restore()
 
     def _begin(self, stage: str) -> None:
         self._clock.begin(stage, [span for span in self.cache.values() if isinstance(span, Span)])
@@ -145,12 +150,15 @@ class SpanRecorder:
         if label == "on_predict_batch_end":
             # Predictions are moved to the host next.
             return SpanWithCallbacks(clock, what, name, left=partial(clock.run, *_MOVE))
+        if self.device is not None and label == START:
+            entered, left = (partial(self.device.mark, tag) for tag in ("dataloader_next", START))
+            return SpanWithCallbacks(clock, what, name, entered, left)
         if self.device is not None and category in _DEVICE and label not in _UNMARKED:
             # Where backward is called within the step, what preceded it is forward.
-            entered = partial(self.device.mark, "forward") if category == "backward" else None
-            return SpanWithCallbacks(
-                clock, what, name, entered, partial(self.device.mark, category)
-            )
+            if category == "backward":
+                ready = partial(self.device.mark, "forward")
+                return SpanWithCallbacks(clock, what, name, ready, self._end_backward)
+            return SpanWithCallbacks(clock, what, name, None, partial(self.device.mark, category))
         return Span(clock, what, name)
 
     def _begin_epoch(self) -> None:
@@ -166,6 +174,19 @@ class SpanRecorder:
         what = ("dataloader_next", "first fetch")
         self.cache[_FETCH] = SpanWithCallbacks(self._clock, what, _FETCH, left=fetched)
 
+    def _wait(self) -> None:
+        """From now on, backward waits for the other ranks' gradients."""
+        if get_ident() == self._clock.thread:
+            self._clock.run("backward", GRADIENTS)
+        if self.device is not None:
+            self.device.mark("backward")
+            self._waiting = True
+
+    def _end_backward(self) -> None:
+        assert self.device is not None  # the caller's condition
+        self.device.mark(GRADIENTS if self._waiting else "backward")
+        self._waiting = False
+
     def _wrap(self) -> None:
         """Patch methods of Lightning that have no span."""
         trainer, module = self._trainer, self._module
@@ -179,6 +200,8 @@ class SpanRecorder:
         strategy = trainer.strategy
         if trainer.world_size > 1:
             self._time(strategy, "reduce", "reduce_metrics", f"{type(strategy).__name__}.reduce")
+            self._time(strategy.model, "_sync_buffers", "forward", BUFFERS)
+            self._backward.wrap(strategy, "backward", partial(GradientsReady, ready=self._wait))
         if not module.automatic_optimization:
             self._time(strategy, "backward", "backward", "backward")
         # In compiled code our clock would break the graph.
@@ -321,6 +344,9 @@ class SpanSignal:
         values = [*costs.by_category(stage, own=stage != self._main).values(), costs.train_batch]
         if self._device:
             spent = {a.category: cost for a, cost in costs.device.items() if a.stage == stage}
-            values += [spent[name].seconds if name in spent else 0.0 for name in DEVICE_COLUMNS]
+            seconds = {name: cost.seconds for name, cost in spent.items()}
+            for within, name in (("other", START), ("backward", GRADIENTS)):
+                seconds[within] = seconds.get(within, 0.0) + seconds.get(name, 0.0)
+            values += [seconds.get(name, 0.0) for name in DEVICE_COLUMNS]
             values.append(spent["other"].calls if "other" in spent else 0)
         return values

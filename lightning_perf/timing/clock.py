@@ -207,6 +207,7 @@ class Clock:
 
     def run(self, category: str, name: str) -> None:
         """Run a timer until the next span is entered or left."""
+        self._update()
         self.running = self.timer(category, name)
 
     def unwind(self, span: Span) -> None:

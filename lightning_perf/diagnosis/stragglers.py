@@ -1,0 +1,248 @@
+"""Which rank or node makes the others wait, and in which phase of a batch it is slow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from operator import add
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TypeAlias
+
+    from numpy.typing import NDArray
+
+    from lightning_perf.core.window import Window
+
+    Numbers: TypeAlias = NDArray[np.float64]
+
+#: What a rank does by itself in a batch: the columns that are added, and those that are waiting.
+#: With `_WAITS` these are all columns of the wall time.
+PHASES = {
+    "input": (("dataloader_next", "to_device"), ()),
+    "forward": (("forward",), ("waits/forward",)),
+    "backward": (("backward",), ("waits/backward",)),
+    "optimizer": (("optimizer_step", "step_lr_schedulers"), ()),
+    "callback": (("callbacks", "logging", "checkpoint", "from_device", "other"), ("waits/start",)),
+    "validation": (("validation",), ()),
+}
+#: The same on a GPU, which does not wait for its host as long as it has work.
+_DEVICE_PHASES = {
+    "input": (("exposed_input", "device/to_device"), ()),
+    "forward": (("device/forward",), ()),
+    "backward": (("device/backward",), ("waits/device/backward",)),
+    "optimizer": (("device/optimizer_step",), ()),
+    "callback": (("device/other",), ("waits/device/start",)),
+}
+#: Collectives of metrics: all of this is waiting.
+_WAITS = "timings/reduce_metrics"
+
+#: The own excess explains at least this part of the others' waiting.
+_EXPLAINED = 0.8
+#: A chronic straggler is the same in at least this part of the windows, and of so many windows.
+_CHRONIC, _FEWEST_WINDOWS = 0.7, 3
+#: Less waiting is not worth a name: share of the wall time, and seconds per batch.
+_LEAST_SHARE, _LEAST_SECONDS = 0.05, 1e-3
+#: The share of a rank that is late now and then.
+_LEAST_ONCE = 0.1
+#: Every rank of a slow node has at least this part of the node's excess.
+_UNIFORM = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank, or all ranks of a node, that the others wait for."""
+
+    #: None if the whole node is slow.
+    rank: int | None
+    node: int
+    #: One of ``PHASES``.
+    phase: str
+    #: Share of the wall time that the others wait for it.
+    share: float
+    #: Seconds per batch that they wait.
+    seconds: float
+    #: Whether it is the same in most windows; otherwise it was slow once, or now and then.
+    chronic: bool
+    #: Whether its GPU is slow, such as one with a throttled clock, and not its host.
+    on_gpu: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What each rank did by itself in a window, and how long it waited, in seconds."""
+
+    #: One row per rank, one column per phase, by the host's clock.
+    own: Numbers
+    #: The same by the GPU's clock; None without one.
+    device: Numbers | None
+    #: Per rank.
+    waits: Numbers
+    nodes: Numbers
+    #: Mean over ranks.
+    wall: float
+    batches: float
+
+    @property
+    def lateness(self) -> Numbers:
+        """Per rank, seconds per batch of own work above the median rank."""
+        totals: Numbers = (self.own if self.device is None else self.device).sum(axis=1)
+        late: Numbers = (totals - np.median(totals)) / self.batches
+        return late
+
+    @cached_property
+    def straggler(self) -> Straggler | None:
+        """Who is late in this window."""
+        measured = self.own if self.device is None else self.device
+        enough = max(_LEAST_SHARE * self.wall, _LEAST_SECONDS * self.batches)
+        for late, is_node in (
+            (_late_node(measured, self), True),
+            (_latest(measured, self.waits), False),
+        ):
+            if late is None:
+                continue
+            seconds = min(late.excess, late.waiting)
+            if seconds < enough or late.excess < _EXPLAINED * late.waiting:
+                continue
+            mine = self.nodes == late.number if is_node else np.arange(len(measured)) == late.number
+            return Straggler(
+                None if is_node else late.number,
+                int(self.nodes[mine][0]),
+                late.phase,
+                float(seconds / self.wall),
+                float(seconds / self.batches),
+                chronic=False,
+                on_gpu=self.device is not None and not _slow_host(self.own, mine, late),
+            )
+        return None
+
+    def __add__(self, other: Work) -> Work:
+        device = None
+        if self.device is not None and other.device is not None:
+            device = self.device + other.device
+        return Work(
+            self.own + other.own,
+            device,
+            self.waits + other.waits,
+            other.nodes,
+            self.wall + other.wall,
+            self.batches + other.batches,
+        )
+
+
+class _Late(NamedTuple):
+    """A rank or node that is late."""
+
+    number: int
+    phase: str
+    #: Own excess over the median of the others, and what these wait longer than it.
+    excess: float
+    waiting: float
+
+
+def find_straggler(windows: Sequence[Window]) -> Straggler | None:
+    """The rank or node that makes the others wait, if it is always or mostly the same.
+
+    Args:
+        windows: Of training, with the columns ``timings/*``, ``waits/*`` and ``progress/batches``;
+            without the warm-up.
+
+    Returns:
+        None if nobody is late, if the ranks take turns, or if there is only one rank.
+    """
+    works = [work_of(window) for window in windows if window.batches and window.world_size > 1]
+    return straggler_of(works)
+
+
+def straggler_of(works: Sequence[Work]) -> Straggler | None:
+    """The same from what `work_of` returned for each window."""
+    if len(works) < _FEWEST_WINDOWS:
+        return None
+    late = [(work, work.straggler) for work in works if work.straggler is not None]
+    names = Counter((each.rank, each.node) for _, each in late)
+    who = max(names, key=names.__getitem__, default=None)
+    if who is None or names[who] < _CHRONIC * len(works):
+        # Nobody is always late, but one may have been so late that all windows together show it.
+        whole = reduce(add, works).straggler
+        return whole if whole is not None and whole.share >= _LEAST_ONCE else None
+    late = [(work, each) for work, each in late if (each.rank, each.node) == who]
+    (phase, on_gpu), _ = Counter((each.phase, each.on_gpu) for _, each in late).most_common(1)[0]
+    seconds = sum(each.share * work.wall for work, each in late)
+    return replace(
+        late[0][1],
+        phase=phase,
+        on_gpu=on_gpu,
+        share=seconds / sum(work.wall for work in works),
+        seconds=seconds / sum(work.batches for work in works),
+        chronic=True,
+    )
+
+
+def work_of(window: Window) -> Work:
+    """What each rank did and how long it waited in a window.
+
+    Args:
+        window: As in `find_straggler`.
+    """
+    own, waits = _phases(window, PHASES)
+    waits = waits + window[_WAITS]
+    wall = float(own.sum(axis=1).mean() + waits.mean())
+    device = None
+    if "waits/device/backward" in window.columns and window.least("timings/device/batches") > 0:
+        device, waits = _phases(window, _DEVICE_PHASES)
+    batches = window.mean("progress/batches")
+    return Work(own, device, waits, window["waits/node_rank"], wall, batches)
+
+
+def _phases(
+    window: Window, phases: dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+) -> tuple[Numbers, Numbers]:
+    """Seconds of each rank in each phase without waiting, and seconds of waiting."""
+    own, waits = [], np.zeros(window.world_size)
+    for columns, waiting in phases.values():
+        waited = sum((window[name] for name in waiting), np.zeros(window.world_size))
+        own.append(sum((window[f"timings/{name}"] for name in columns), -waited))
+        waits = waits + waited
+    return np.maximum(np.stack(own, axis=1), 0.0), waits
+
+
+def _latest(own: Numbers, waits: Numbers) -> _Late:
+    """The row with the most own work, compared with the others."""
+    totals = own.sum(axis=1)
+    number = int(totals.argmax())
+    excess = own[number] - np.median(np.delete(own, number, axis=0), axis=0)
+    return _Late(
+        number,
+        list(PHASES)[int(excess.argmax())],
+        float(totals[number] - np.median(np.delete(totals, number))),
+        float(np.median(np.delete(waits, number)) - waits[number]),
+    )
+
+
+def _late_node(own: Numbers, work: Work) -> _Late | None:
+    """The latest node, if all of its ranks are late."""
+    numbers, index = np.unique(work.nodes, return_inverse=True)
+    members = [np.flatnonzero(index == node) for node in range(len(numbers))]
+    if len(numbers) < 2 or min(map(len, members)) < 2:
+        return None
+    medians = np.stack([np.median(own[each], axis=0) for each in members])
+    waits = np.array([np.median(work.waits[each]) for each in members])
+    late = _latest(medians, waits)
+    others = np.median(np.delete(own.sum(axis=1), members[late.number]))
+    least = own[members[late.number]].sum(axis=1).min() - others
+    if least < _UNIFORM * late.excess:
+        return None
+    return late._replace(number=int(numbers[late.number]))
+
+
+def _slow_host(own: Numbers, late_ranks: NDArray[np.bool_], late: _Late) -> bool:
+    """Whether the host is late in the same phase, or in what its GPU waits for."""
+    if late.phase in ("input", "callback"):
+        return True
+    host = own[:, list(PHASES).index(late.phase)]
+    excess = np.median(host[late_ranks]) - np.median(host[~late_ranks])
+    return bool(excess > _UNIFORM * late.excess)

@@ -1,0 +1,219 @@
+"""Stragglers: arithmetic on hand-written windows, and real ranks on gloo with a planted delay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.late import PHASES, Late, find
+from helpers.windows import window_of
+
+from lightning_perf import Window
+from lightning_perf.diagnosis.stragglers import find_straggler
+from lightning_perf.timing.totals import CATEGORIES
+
+WAITS = ("waits/start", "waits/forward", "waits/backward")
+
+
+def window(
+    ranks: int, own: dict[str, dict[int, float]], waits: dict[str, dict[int, float]], node: int = 0
+) -> Window:
+    """Ten batches in which each rank spends 1 s in each category, and more where it is said.
+
+    Args:
+        ranks: How many.
+        own: By category and rank, more seconds.
+        waits: By column and rank, seconds of waiting, which are part of a category.
+        node: Ranks per node; 0 for one node.
+    """
+    columns = {f"timings/{name}": [1.0] * ranks for name in CATEGORIES}
+    columns["timings/reduce_metrics"] = columns["timings/validation"] = [0.0] * ranks
+    columns |= {name: [0.0] * ranks for name in WAITS}
+    columns["waits/node_rank"] = [float(rank // node if node else 0) for rank in range(ranks)]
+    columns["progress/batches"] = [10.0] * ranks
+    inside = {"waits/start": "other", "waits/forward": "forward", "waits/backward": "backward"}
+    for name, more in own.items():
+        for rank, seconds in more.items():
+            columns[f"timings/{name}"][rank] += seconds
+    for name, more in waits.items():
+        for rank, seconds in more.items():
+            columns[name][rank] += seconds
+            columns[f"timings/{inside[name]}"][rank] += seconds
+    return window_of(columns)
+
+
+def late(category: str, rank: int = 2, ranks: int = 4, seconds: float = 5.0) -> Window:
+    """One rank is late; the others wait for its gradients."""
+    others = {each: seconds for each in range(ranks) if each != rank}
+    return window(ranks, {category: {rank: seconds}}, {"waits/backward": others})
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 64])
+@pytest.mark.parametrize(
+    ("category", "phase"),
+    [
+        ("dataloader_next", "input"), ("to_device", "input"), ("forward", "forward"),
+        ("backward", "backward"), ("optimizer_step", "optimizer"), ("callbacks", "callback"),
+        ("logging", "callback"), ("checkpoint", "callback"),
+    ],
+)  # fmt: skip
+def test_the_late_rank_and_its_phase_are_named(category: str, phase: str, ranks: int) -> None:
+    """Also where the others' waiting is in the same category as the late rank's own work."""
+    found = find_straggler([late(category, 1, ranks)] * 5)
+    assert found is not None
+    assert (found.rank, found.node, found.phase, found.chronic) == (1, 0, phase, True)
+    assert found.seconds == pytest.approx(0.5)
+    assert found.share == pytest.approx(5 / 16)
+    assert not found.on_gpu
+
+
+def test_rank_0_makes_the_others_wait_at_the_start_and_for_its_buffers() -> None:
+    """Lightning and DDP broadcast from rank 0: the others then wait before backward."""
+    for column in ("waits/start", "waits/forward"):
+        windows = [window(3, {"callbacks": {0: 5.0}}, {column: {1: 5.0, 2: 5.0}})] * 3
+        found = find_straggler(windows)
+        assert found is not None
+        assert (found.rank, found.phase) == (0, "callback")
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        [window(4, {}, {})] * 5,
+        # Communication takes long on all ranks.
+        [window(4, {}, {"waits/backward": dict.fromkeys(range(4), 9.0)})] * 5,
+        # All are equally slow.
+        [window(4, {"forward": dict.fromkeys(range(4), 9.0)}, {})] * 5,
+        # Late, but nobody waits for it: ranks that do not depend on one another.
+        [window(4, {"forward": {1: 9.0}}, {})] * 5,
+        # The others wait for something else.
+        [window(4, {"forward": {1: 2.0}}, {"waits/backward": {0: 9.0, 2: 9.0, 3: 9.0}})] * 5,
+        # The ranks take turns.
+        [late("forward", rank) for rank in (0, 1, 2, 3, 0, 1, 2, 3)],
+        # Too little to be worth a name.
+        [late("forward", seconds=0.2)] * 5,
+        [late("forward")] * 2,
+        [window_of({**{f"timings/{name}": [1.0] for name in CATEGORIES}})] * 5,
+        [],
+    ],
+)
+def test_nobody_is_named_without_a_straggler(windows: list[Window]) -> None:
+    """A verdict needs own excess, others that wait for it, and the same rank again."""
+    assert find_straggler(windows) is None
+
+
+def test_a_rank_that_is_late_once_is_not_chronic() -> None:
+    """It is named if the delay is a large part of all windows."""
+    usual = window(4, {}, {})
+    found = find_straggler([usual, usual, late("dataloader_next", seconds=30.0), usual, usual])
+    assert found is not None
+    assert (found.rank, found.phase, found.chronic) == (2, "input", False)
+    assert find_straggler([usual, usual, late("dataloader_next", seconds=3.0), usual]) is None
+
+
+def test_a_slow_node_is_named_instead_of_its_ranks() -> None:
+    """If all of its ranks are late; one late rank of a node is named itself."""
+    others = {"waits/backward": dict.fromkeys(range(4), 5.0)}
+    slow = window(8, {"forward": dict.fromkeys(range(4, 8), 5.0)}, others, node=4)
+    found = find_straggler([slow] * 4)
+    assert found is not None
+    assert (found.rank, found.node, found.phase) == (None, 1, "forward")
+    one = window(
+        8, {"forward": {5: 5.0}}, {"waits/backward": {r: 5.0 for r in range(8) if r != 5}}, 4
+    )
+    found = find_straggler([one] * 4)
+    assert found is not None
+    assert (found.rank, found.node) == (5, 1)
+
+
+def on_gpu(host: float, category: str = "forward") -> Window:
+    """The GPU of rank 1 needs 5 s more; its host as many as given."""
+    plain = window(3, {category: {1: host}}, {})
+    columns = {name: plain[name].tolist() for name in plain.columns}
+    device = ("to_device", "forward", "backward", "optimizer_step", "other")
+    columns |= {f"timings/device/{name}": [1.0, 1.0, 1.0] for name in device}
+    columns["timings/exposed_input"] = [1.0, 1.0, 1.0]
+    columns["timings/device/batches"] = [10.0, 10.0, 10.0]
+    columns[f"timings/device/{category}"][1] += 5.0
+    columns["timings/device/backward"] = [
+        value + wait
+        for value, wait in zip(columns["timings/device/backward"], (5.0, 0.0, 5.0), strict=True)
+    ]
+    columns["waits/device/start"] = [0.0, 0.0, 0.0]
+    columns["waits/device/backward"] = [5.0, 0.0, 5.0]
+    return window_of(columns)
+
+
+def test_a_slow_gpu_is_told_from_a_slow_host() -> None:
+    """Where the device takes longer and its host does not, the GPU is slow."""
+    for host, expected in ((0.0, True), (5.0, False)):
+        found = find_straggler([on_gpu(host)] * 3)
+        assert found is not None
+        assert (found.rank, found.phase, found.on_gpu) == (1, "forward", expected)
+
+
+def test_ten_thousand_ranks_are_searched() -> None:
+    """The one that is late is found."""
+    ranks = 10_000
+    others = {each: 5.0 for each in range(ranks) if each != 4711}
+    found = find_straggler(
+        [window(ranks, {"forward": {4711: 5.0}}, {"waits/backward": others}, 8)] * 3
+    )
+    assert found is not None
+    assert (found.rank, found.node) == (4711, 588)
+
+
+# -- real ranks -------------------------------------------------------------------------------
+
+
+def named(found: dict[str, Any]) -> tuple[int, str] | None:
+    """Rank and phase."""
+    late = found["straggler"]
+    return None if late is None else (late["rank"], late["phase"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("ranks", "seconds"), [(2, 0.005), (2, 0.02), (2, 0.05), (3, 0.02), (4, 0.05)]
+)
+def test_a_planted_delay_is_found(tmp_path: Path, phase: str, ranks: int, seconds: float) -> None:
+    """On real ranks, rank and phase; with another seed where a busy machine delayed others more."""
+    for seed in range(4):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        rank = (PHASES.index(phase) + seed) % ranks
+        found = find(folder, ranks, Late({rank}, phase, seconds, seed))
+        if named(found) == (rank, phase) and found["straggler"]["chronic"]:
+            break
+    else:
+        pytest.fail(f"{found['straggler']} is not rank {rank} in {phase}")
+    assert found["straggler"]["seconds"] > seconds / 2
+    last = found["seen"][-2] if not found["seen"][-1] else found["seen"][-1]
+    assert last["straggler/rank"] == rank
+    assert last["straggler/phase"] == [
+        "input",
+        "forward",
+        "backward",
+        "optimizer",
+        "callback",
+    ].index(phase)
+    (page,) = folder.rglob("ranks.html")
+    assert f"rank {rank} " in page.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("slow", ["none", "all"])
+def test_nobody_is_named_if_nothing_is_planted(tmp_path: Path, ranks: int, slow: str) -> None:
+    """Nor if all ranks are equally slow. With another seed where a busy machine delayed one."""
+    late = set(range(ranks)) if slow == "all" else set()
+    for seed in range(4):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        found = find(folder, ranks, Late(late, "forward", 0.02, seed))["straggler"]
+        if found is None or not found["chronic"]:
+            break
+    else:
+        pytest.fail(f"{found} is named")
