@@ -14,7 +14,7 @@ NAMES = """
 All Always AnyOf At ConfigError Cyclic Elapsed Every Fixed Flops GlobalRank HasTag LocalRank
 MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch PerfWarning Profiler PyTorch
 RecorderBusy Schedule SpeedMonitor Stages Suite SystemMetrics Time TimeUnit Timestamp Timings
-Tracker VizTracer Window WindowCallback
+Tracker VizTracer Window WindowCallback always_on
 """
 
 
