@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_perf.callbacks.always_on import always_on as always_on
     from lightning_perf.callbacks.diagnosis import Diagnosis as Diagnosis
     from lightning_perf.callbacks.flops import Flops as Flops
     from lightning_perf.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from lightning_perf.tracking.tracker import Tracker as Tracker
 
 _HOMES = {
+    "callbacks.always_on": ["always_on"],
     "callbacks.diagnosis": ["Diagnosis"],
     "callbacks.flops": ["Flops"],
     "callbacks.speed_monitor": ["SpeedMonitor"],
@@ -79,6 +81,10 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from lightning_perf.tracking.summary import installed_version
+
+        return installed_version("lightning_perf")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ import json
 import re
 from difflib import get_close_matches
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lightning_perf.core.progress import STAGES
@@ -257,3 +258,41 @@ def _near(value: object, units: Collection[TimeUnit]) -> str | None:
     except (TypeError, ValueError):
         return None
     return near if time.unit in units and time.value > 0 else None
+
+
+#: The extras of lightning_perf by the packages that they bring.
+EXTRAS = {"matplotlib": "charts", "memray": "memray", "mlflow": "mlflow", "viztracer": "viztracer"}
+
+
+def install_command(package: str) -> str:
+    """The pip command that brings a package.
+
+    Example:
+        >>> install_command("mlflow"), install_command("rich")
+        ('pip install "lightning_perf[mlflow]"', 'pip install rich')
+    """
+    extra = EXTRAS.get(package)
+    return f"pip install {package}" if extra is None else f'pip install "lightning_perf[{extra}]"'
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; it is not imported."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # it is being imported, or blocked
+        return False
+
+
+def needs(what: str, package: str) -> None:
+    """Refuse a class whose package is missing.
+
+    Args:
+        what: The class, for the message.
+        package: The package that it uses.
+
+    Raises:
+        ModuleNotFoundError: The package is not installed; the message has the pip command.
+    """
+    if not is_installed(package):
+        message = f"{what} needs the package {package}. Try {install_command(package)}."
+        raise ModuleNotFoundError(message, name=package)

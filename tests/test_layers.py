@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "lightning_perf"
 #: From the top down. A package may import from packages below it, and from itself.
 LAYERS = [
+    {"__main__"},
     {"cli"},
     {"callbacks", "profilers"},
     {"run"},

@@ -15,7 +15,7 @@ All Always AnyOf At ConfigError Cyclic Diagnosis Elapsed Every Fixed Flops Globa
 LocalRank
 MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch PerfWarning Profiler PyTorch
 RecorderBusy Schedule SpeedMonitor Stages Suite SystemMetrics Time TimeUnit Timestamp Timings
-Tracker Verdict VizTracer Window WindowCallback
+Tracker Verdict VizTracer Window WindowCallback always_on
 """
 
 

@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_perf.charts import heatmap_html, stacked_html, stacked_png
+from lightning_perf.checks import install_command, is_installed
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.diagnosis.stragglers import PHASES, Straggler, Work, straggler_of, work_of
 from lightning_perf.errors import describe, warn
@@ -182,7 +184,11 @@ class Timings(WindowCallback):
         }
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
-            files["timings.png"] = partial(stacked_png, rows=rows, first=first)
+            if is_installed("matplotlib"):
+                files["timings.png"] = partial(stacked_png, rows=rows, first=first)
+            else:
+                command = install_command("matplotlib")
+                rank_zero_info(f"lightning_perf: {command} brings timings.png.")
         if self._lateness:
             steps, lateness = zip(*self._lateness, strict=True)
             files["ranks.html"] = partial(heatmap_html, steps=steps, lateness=lateness)

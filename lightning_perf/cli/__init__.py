@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
+from lightning_perf.checks import install_command
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import ModuleType
 
 #: The names to install of packages that are imported under another name.
@@ -18,52 +22,83 @@ _INSTALLS = {
 
 def _commands() -> dict[str, ModuleType]:
     # Imported here, since their dependencies may be missing.
-    from lightning_perf.cli import capture, devices, measure, report, upload
+    from lightning_perf.cli import capture, devices, doctor, measure, report, run, upload
 
     return {
         "capture": capture,
         "devices": devices,
+        "doctor": doctor,
         "measure": measure,
         "report": report,
+        "run": run,
         "upload": upload,
     }
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command.
+    """Run the command, and exit.
+
+    The exit code is 0 for success, 1 if the command could not do what was asked, 2 for wrong
+    arguments, missing packages and runs that cannot be read, and 130 for Ctrl-C.
 
     Args:
         args: The arguments after ``lightning-perf``; by default from the command line.
     """
     try:
-        sys.exit(_run(args))
+        code = _run(sys.argv[1:] if args is None else args)
+        sys.stdout.flush()
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if package == "lightning_perf":
             raise
         print(f"lightning-perf: {_remedy(error, package)}", file=sys.stderr)  # noqa: T201
-        sys.exit(2)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # the reader, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
 
 
 def _remedy(error: ImportError, package: str) -> str:
     if isinstance(error, ModuleNotFoundError) and package:
-        install = _INSTALLS.get(package, package)
-        return f"the package {package} is missing. Try pip install {install}."
+        install = install_command(_INSTALLS.get(package, package))
+        return f"the package {package} is missing. Try {install}."
     return f"a package cannot be imported ({error}). Try pip install --upgrade lightning_perf."
 
 
-def _run(args: list[str] | None) -> int:
+def _run(args: Sequence[str]) -> int:
     from jsonargparse import ArgumentParser
+
+    from lightning_perf import __version__
 
     parser = ArgumentParser(
         prog="lightning-perf",
         description="Training speed, as a share of what the hardware can do.",
+        version=__version__,
+        epilog="Exit codes: 0 success; 1 the command could not do it; 2 wrong arguments, a missing "
+        "package, or a run that cannot be read; 130 Ctrl-C.",
     )
     subcommands, commands = parser.add_subcommands(), _commands()
     for name, command in commands.items():
         arguments = command.parser()
         summary = arguments.description.partition(". ")[0].rstrip(".")
         subcommands.add_subcommand(name, arguments, help=summary)
-    chosen = parser.parse_args(args)
-    code: int = commands[chosen.subcommand].run(**chosen[chosen.subcommand].as_dict())
+    # What follows two dashes is the command of `run`, whose options are not ours.
+    end = args.index("--") if "--" in args else len(args)
+    chosen = parser.parse_args([_dashed(each) for each in args[:end]])
+    settings = chosen[chosen.subcommand].as_dict()
+    if end < len(args):
+        if chosen.subcommand != "run":
+            parser.error(f"{chosen.subcommand} takes no command after --")
+        settings["command"] = args[end + 1 :]
+    code: int = commands[chosen.subcommand].run(**settings)
     return code
+
+
+def _dashed(argument: str) -> str:
+    """An option with dashes, however it is written."""
+    name, equals, value = argument.partition("=")
+    ours = name.startswith("--") and not name.startswith("--print_")  # jsonargparse's own
+    return f"{name.replace('_', '-')}{equals}{value}" if ours else argument

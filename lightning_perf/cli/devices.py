@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json as json_format
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,10 +29,11 @@ def parser() -> ArgumentParser:
         nargs="?",
         help="A device name as in torch, or a part of it; also shows the sources.",
     )
+    parser.add_argument("--json", action="store_true", help="Print JSON, in FLOP/s.")
     return parser
 
 
-def run(name: str | None) -> int:
+def run(name: str | None, json: bool = False) -> int:
     """Print the table.
 
     Returns:
@@ -48,6 +51,9 @@ def run(name: str | None) -> int:
             file=sys.stderr,
         )
         return 1
+    if json:
+        print(json_format.dumps([asdict(row) for row in rows], indent=1))  # noqa: T201
+        return 0
     console = Console()
     console.print(_table(rows))
     if any(_is_weak(row) for row in rows):

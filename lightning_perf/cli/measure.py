@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_format
 import sys
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,11 @@ def parser() -> ArgumentParser:
         default="cpu",
         help="The device, as a torch name (e.g. cpu, cuda, cuda:1).",
     )
+    parser.add_argument("--json", action="store_true", help="Print JSON, in FLOP/s.")
     return parser
 
 
-def run(dtype: str, device: str) -> int:
+def run(dtype: str, device: str, json: bool = False) -> int:
     """Print the measured peak and the one in the table.
 
     Returns:
@@ -53,9 +55,13 @@ def run(dtype: str, device: str) -> int:
         )
         return 1
     name = device_name(device)
+    listed, entry = peak_flops(name, dtype, tf32=tf32_is_on()), lookup(name)
+    if json:
+        found = {"device": name, "dtype": dtype, "measured": peak.value, "table": listed}
+        print(json_format.dumps(found))  # noqa: T201
+        return 0
     console = Console(highlight=False)
     console.print(f"{name}, {dtype}: {peak.value / 1e12:.4g} TFLOP/s (measured)", soft_wrap=True)
-    listed, entry = peak_flops(name, dtype, tf32=tf32_is_on()), lookup(name)
     if listed is None or entry is None:
         console.print("The table has no peak for this device and dtype.")
     else:

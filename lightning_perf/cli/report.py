@@ -37,7 +37,7 @@ def parser() -> ArgumentParser:
         "latest run in MLflow or below the present folder.",
     )
     parser.add_argument(
-        "--tracking_uri",
+        "--tracking-uri",
         type=str,
         default=None,
         help="The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
@@ -59,7 +59,7 @@ def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     try:
         found = find_run(run, tracking_uri)
     except LookupError as error:
-        remedy = "" if isinstance(error, SummaryError) else " Try --tracking_uri ADDRESS."
+        remedy = "" if isinstance(error, SummaryError) else " Try --tracking-uri ADDRESS."
         why = str(error).rstrip(".")
         print(f"lightning-perf report: {why}.{remedy}", file=sys.stderr)  # noqa: T201
         return 2

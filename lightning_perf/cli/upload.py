@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_format
 import os
 import sys
 from dataclasses import replace
@@ -35,7 +36,7 @@ def parser() -> ArgumentParser:
         "folder", nargs="?", default=".", help="The folder to search for lists, with subfolders."
     )
     parser.add_argument(
-        "--tracking_uri",
+        "--tracking-uri",
         type=str,
         default=None,
         help="The tracking address to use instead of the listed one, for example with a password. "
@@ -44,10 +45,11 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--forget-missing", action="store_true", help="Remove missing files from the lists."
     )
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
     return parser
 
 
-def run(folder: str, tracking_uri: str | None, forget_missing: bool) -> int:
+def run(folder: str, tracking_uri: str | None, forget_missing: bool, json: bool = False) -> int:
     """Upload the listed files; those that fail stay on the lists.
 
     Returns:
@@ -61,7 +63,11 @@ def run(folder: str, tracking_uri: str | None, forget_missing: bool) -> int:
         _send_all(place, sender)
     for entry in sender.left:
         print(f"{entry.path}: {entry.error}", file=sys.stderr)  # noqa: T201
-    print(f"{sender.done} uploaded, {len(sender.left)} left")  # noqa: T201
+    if json:
+        left = [{"path": entry.path, "error": entry.error} for entry in sender.left]
+        print(json_format.dumps({"uploaded": sender.done, "left": left}))  # noqa: T201
+    else:
+        print(f"{sender.done} uploaded, {len(sender.left)} left")  # noqa: T201
     return 1 if sender.left else 0
 
 

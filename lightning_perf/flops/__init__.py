@@ -3,7 +3,13 @@
 from lightning_perf.flops.counter import FlopCounter
 from lightning_perf.flops.devices import DevicePeaks, lookup, peak_flops, table
 from lightning_perf.flops.formulas import TransformerConfig, formula_for, palm
-from lightning_perf.flops.peak import check_peak, device_name, measured_peak, tf32_is_on
+from lightning_perf.flops.peak import (
+    check_peak,
+    cuda_devices,
+    device_name,
+    measured_peak,
+    tf32_is_on,
+)
 from lightning_perf.flops.shadow import count_on_shadow, is_compiled
 
 __all__ = [
@@ -12,6 +18,7 @@ __all__ = [
     "TransformerConfig",
     "check_peak",
     "count_on_shadow",
+    "cuda_devices",
     "device_name",
     "formula_for",
     "is_compiled",

@@ -176,6 +176,13 @@ def _from_table(device: torch.device, dtype_name: str) -> Peak | None:
     return Peak(value, f"table: {peaks.name} ({peaks.confidence})")
 
 
+def cuda_devices() -> tuple[str | None, list[str]]:
+    """The CUDA or ROCm version that torch is built for, and the GPUs that it sees, by name."""
+    build = torch.version.cuda or torch.version.hip
+    numbers = range(torch.cuda.device_count())
+    return build, [device_name(torch.device("cuda", number)) for number in numbers]
+
+
 def device_name(device: torch.device | str) -> str:
     """Return the product name of a device, or its type if there is none.
 

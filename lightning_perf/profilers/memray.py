@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_perf.checks import flag
+from lightning_perf.checks import flag, needs
 from lightning_perf.errors import ConfigError, RecorderBusy
 from lightning_perf.profilers import processes
 from lightning_perf.profilers.base import Profiler, shared
@@ -169,6 +169,7 @@ class Memray(Profiler):
         **kwargs: Any,
     ) -> None:
         super().__init__(**shared(locals()))
+        needs("Memray", "memray")
         check_options(Memray, kwargs, _OPTIONS, "memray")
         _check_format(kwargs.get("file_format"))
         if follow_fork and not processes.SUPPORTED:

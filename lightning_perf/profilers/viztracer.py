@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_perf.checks import flag, whole
+from lightning_perf.checks import flag, needs, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import processes
 from lightning_perf.profilers.base import Profiler, shared
@@ -250,6 +250,7 @@ class VizTracer(Profiler):
         **kwargs: Any,
     ) -> None:
         super().__init__(**shared(locals()))
+        needs("VizTracer", "viztracer")
         check_options(
             VizTracer, kwargs, _known() if installed("viztracer") else kwargs, "viztracer"
         )

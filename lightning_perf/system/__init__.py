@@ -1,6 +1,6 @@
 """What the hardware of a node does, sampled by a thread. No torch, no Lightning."""
 
-from lightning_perf.system.gpus import GPU, PER_GPU, count_gpus, gpu_key, gpu_number
+from lightning_perf.system.gpus import GPU, PER_GPU, count_gpus, gpu_key, gpu_number, nvidia_driver
 from lightning_perf.system.sampler import HOST, Sampler, node_sensors
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "gpu_key",
     "gpu_number",
     "node_sensors",
+    "nvidia_driver",
 ]

@@ -164,6 +164,12 @@ def count_gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> int:
         return 0 if nvml is None else len(_chosen(nvml, visible, ranks))
 
 
+def nvidia_driver() -> str | None:
+    """The version of NVIDIA's driver; None without NVML or the driver."""
+    with _nvml() as nvml:
+        return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
+
+
 @contextmanager
 def _nvml() -> Iterator[Any]:
     """NVML, initialized; None without the package or the driver."""

@@ -143,7 +143,7 @@ def test_every_configuration_trains(
     assert done.returncode == 0, done.stderr
     assert "PerfWarning" not in done.stderr
     report = subprocess.run(
-        [sys.executable, "-m", "lightning_perf.cli", "report"],
+        [sys.executable, "-m", "lightning_perf", "report"],
         capture_output=True,
         text=True,
         check=True,
@@ -257,7 +257,7 @@ def test_the_report_without_a_run(
     with pytest.raises(SystemExit) as ended:
         main(["report"])
     assert ended.value.code == 2
-    assert "--tracking_uri" in capsys.readouterr().err
+    assert "--tracking-uri" in capsys.readouterr().err
     assert not list(in_tmp.iterdir())
 
 

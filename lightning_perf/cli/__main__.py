@@ -1,6 +1,0 @@
-"""``python -m lightning_perf.cli``, where the command is not on the path."""
-
-from lightning_perf.cli import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,60 @@
+"""``lightning-perf run``: train with the always-on callbacks, without a change of code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jsonargparse import ArgumentParser
+
+#: As in a shell.
+_NOT_FOUND = 127
+
+
+def parser() -> ArgumentParser:
+    """The arguments of the command, without those after ``--``."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Run a training with the always-on callbacks in each Trainer of Lightning. "
+        "Write the training's command after two dashes: lightning-perf run -- python train.py."
+    )
+    parser.add_argument(
+        "--config",
+        type=str,
+        default=None,
+        help="A YAML file with the callbacks to use instead, such as configs/always_on.yaml.",
+    )
+    return parser
+
+
+def run(config: str | None, command: Sequence[str] = ()) -> int:
+    """Replace this process by the command, which gets its signals and gives its exit code.
+
+    Args:
+        config: The file with callbacks.
+        command: What was written after two dashes.
+
+    Returns:
+        The exit code if the command cannot be run: 2, or 127 if it is not found.
+    """
+    if not command:
+        return _fail("there is no command. Try lightning-perf run -- python train.py.", 2)
+    if config is not None and not Path(config).is_file():
+        return _fail(f"there is no file {config}.", 2)
+    if which(command[0]) is None:
+        return _fail(f"{command[0]} is not a program.", _NOT_FOUND)
+    value = "1" if config is None else str(Path(config).resolve())
+    os.environ["LIGHTNING_PERF"] = value
+    return os.execvp(command[0], list(command))  # noqa: S606  no shell
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"lightning-perf run: {message}", file=sys.stderr)  # noqa: T201
+    return code

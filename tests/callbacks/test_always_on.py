@@ -1,0 +1,185 @@
+"""The always-on set in one line, and without code from the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from helpers.small import Records, Small, trainer
+
+from lightning_perf import ConfigError, Flops, PyTorch, SpeedMonitor, Suite, Timings, always_on
+from lightning_perf.callbacks.always_on import EnvironmentSuite
+from lightning_perf.callbacks.factory import callbacks
+
+KINDS = ["SpeedMonitor", "Flops", "Timings", "SystemMetrics"]
+
+
+def names(callback: Any) -> list[str]:
+    return [type(part).__name__ for part in callback.parts]
+
+
+def ours(run: L.Trainer) -> list[EnvironmentSuite]:
+    return [each for each in run.callbacks if isinstance(each, EnvironmentSuite)]
+
+
+def test_always_on_is_one_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It measures everything that costs next to nothing, and prints the summary."""
+    suite, records = always_on(), Records()
+    assert isinstance(suite, Suite)
+    assert names(suite) == KINDS
+    trainer(tmp_path, suite, logger=records, log_every_n_steps=4).fit(Small())
+    assert {"mfu", "timings/forward", "time/total", "memory/rss"} <= records.keys
+    assert "MFU" in capsys.readouterr().out
+    trainer(tmp_path, always_on(show_summary=False)).fit(Small())
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("value", ["", "0", "off", None])
+def test_without_the_variable_there_are_none(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty list, as Lightning asks for."""
+    monkeypatch.delenv("LIGHTNING_PERF", raising=False)
+    if value is not None:
+        monkeypatch.setenv("LIGHTNING_PERF", value)
+    assert callbacks() == []
+
+
+def test_the_entry_point_imports_nothing_heavy() -> None:
+    """Without the variable it imports neither Lightning nor our callbacks."""
+    code = (
+        "import sys; from lightning_perf.callbacks.factory import callbacks; assert not callbacks()"
+        "; print(*sys.modules)"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "LIGHTNING_PERF"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert not {"torch", "lightning", "numpy", "lightning_perf.run"} & loaded
+
+
+def test_one_is_the_always_on_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every Trainer has it, through Lightning's entry point."""
+    monkeypatch.setenv("LIGHTNING_PERF", "1")
+    run = trainer(tmp_path, logger=False)
+    (suite,) = ours(run)
+    assert names(suite) == KINDS
+    run.fit(Small())
+    assert list(tmp_path.rglob("summary.json"))
+
+
+@pytest.mark.parametrize(
+    "own", [lambda: [Flops(), SpeedMonitor(4)], lambda: [Suite([Flops(), SpeedMonitor(4)])]]
+)
+def test_parts_that_the_user_has_are_left_out(
+    own: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Alone or in a Suite: the user's settings count, and checkpoints have one key per kind."""
+    monkeypatch.setenv("LIGHTNING_PERF", "1")
+    run = trainer(tmp_path, *own(), enable_checkpointing=True)
+    run.fit(Small())
+    (suite,) = ours(run)
+    assert names(suite) == ["Timings", "SystemMetrics"]
+    keys = [each.state_key for each in run.callbacks]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_list_that_two_trainers_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lightning adds entry points to the user's own list: the second Trainer has two suites."""
+    monkeypatch.setenv("LIGHTNING_PERF", "1")
+    shared: list[L.Callback] = [L.Callback()]
+    for _ in range(2):
+        run = trainer(tmp_path, callbacks=shared)
+        run.fit(Small())
+        assert sum(len(suite.parts) for suite in ours(run)) == len(KINDS)
+
+
+YAML = """
+trainer:
+  callbacks:
+    - class_path: lightning_perf.Timings
+      init_args: {schedule: every 4ba}
+    - class_path: lightning_perf.PyTorch
+      init_args:
+        schedule: {class_path: lightning_perf.Every, init_args: {interval: 8ba}}
+"""
+
+
+@pytest.mark.parametrize("form", ["trainer", "callbacks", "list"])
+def test_a_file_names_the_callbacks(
+    form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_tmp: Path
+) -> None:
+    """As LightningCLI writes them, under `callbacks`, or alone; relative to the folder."""
+    lines = YAML.strip().splitlines()[{"trainer": 0, "callbacks": 1, "list": 2}[form] :]
+    (in_tmp / "perf.yaml").write_text("\n".join(lines))
+    monkeypatch.setenv("LIGHTNING_PERF", "perf.yaml")
+    run = trainer(tmp_path, PyTorch(schedule="first 1ba"))
+    (suite,) = ours(run)
+    timings = suite.parts[0]
+    assert isinstance(timings, Timings)
+    assert str(timings.schedule) == str(Timings(schedule="every 4ba").schedule)
+    run.fit(Small())
+    assert names(suite) == ["Timings"]
+
+
+FLOPS = "- class_path: lightning_perf.Flops\n  init_args: {%s}\n"
+WRONG = {
+    "missing": (None, "neither 1 nor a YAML file"),
+    "no yaml": ("a: [", "cannot be used"),
+    "no callbacks": ("model: {}", "without a list of callbacks"),
+    "a text": ("hello", "without a list of callbacks"),
+    "no list": ("callbacks: 3", "without a list of callbacks"),
+    "unknown class": ("- class_path: lightning_perf.Flopz", "no attribute 'Flopz'"),
+    "unknown argument": (FLOPS % "shedule: 1ba", "'shedule' is not accepted"),
+    "wrong argument": (FLOPS % "schedule: 10it", 'Try schedule="10ba"'),
+    "not ours": ("- class_path: lightning.pytorch.callbacks.Timer", "Timer"),
+    "twice": (2 * (FLOPS % ""), "twice"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_file_is_an_error_that_names_the_variable(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_tmp: Path
+) -> None:
+    """One line, when the Trainer is made."""
+    content, why = WRONG[kind]
+    if content is not None:
+        (in_tmp / "perf.yaml").write_text(content)
+    monkeypatch.setenv("LIGHTNING_PERF", "perf.yaml")
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path)
+    message = str(caught.value)
+    assert message.startswith("LIGHTNING_PERF='perf.yaml' ")
+    assert why in message
+    assert "\n" not in message
+
+
+SCRIPT = """
+import sys
+import lightning as L
+from helpers.small import Small, trainer
+print("argument", *sys.argv[1:])
+trainer("out", max_steps=8).fit(Small())
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_measured_without_a_change(in_tmp: Path) -> None:
+    """A real process: `lightning-perf run` passes the arguments, and a summary is there."""
+    (in_tmp / "train.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["-m", "lightning_perf", "run", "--", sys.executable, "train.py", "--lr", "$HOME; ls"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "argument --lr $HOME; ls" in done.stdout
+    assert "MFU" in done.stdout
+    assert list(in_tmp.glob("out/*/summary.json"))

@@ -1,0 +1,158 @@
+"""The command as a whole: options, JSON, exit codes, pipes, the doctor, and `run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.servers import free_port
+
+from lightning_perf import __version__
+from lightning_perf.cli import main
+
+COMMANDS = ["capture", "devices", "doctor", "measure", "report", "run", "upload"]
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(args))
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """As pip knows it."""
+    assert call(capsys, "--version")[:2] == (0, f"lightning-perf {__version__}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a description of the command and of each option."""
+    code, out, _ = call(capsys, command, "--help")
+    assert code == 0
+    assert len(out.splitlines()) > 5
+    assert command in call(capsys, "--help")[1]
+
+
+@pytest.mark.parametrize("option", ["--tracking-uri", "--tracking_uri"])
+@pytest.mark.parametrize("form", ["{}=sqlite:///none.db", "{} sqlite:///none.db"])
+def test_dashes_and_underscores(option: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An option is taken in both spellings, also with an equals sign."""
+    code, _, err = call(capsys, "report", *form.format(option).split())
+    assert (code, "there is no none.db" in err) == (2, True)
+
+
+@pytest.mark.parametrize("args", [["no-such"], ["report", "--nonsense"], ["measure", "--", "x"]])
+def test_wrong_arguments_are_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a traceback."""
+    code, _, err = call(capsys, *args)
+    assert code == 2
+    assert "Traceback" not in err
+
+
+def test_tables_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """--json prints data only, in FLOP/s."""
+    (h100,) = json.loads(call(capsys, "devices", "H100 SXM", "--json")[1])
+    assert h100["bf16"] == pytest.approx(9.9e14, rel=0.01)
+    measured = json.loads(call(capsys, "measure", "--json")[1])
+    assert measured["measured"] > 1e9
+    assert measured["dtype"] == "float32"
+    assert json.loads(call(capsys, "upload", str(tmp_path), "--json")[1]) == {
+        "uploaded": 0, "left": [],
+    }  # fmt: skip
+
+
+def findings(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:
+    code, out, _ = call(capsys, "doctor", "--json")
+    return code, {each["name"]: (each["value"], each["state"]) for each in json.loads(out)}
+
+
+def test_the_doctor_of_a_good_set_up(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions, devices and the set-up; nothing is written."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("LIGHTNING_PERF", "1")
+    code, found = findings(capsys)
+    assert code == 0
+    assert found["lightning_perf"] == (__version__, "ok")
+    assert found["LIGHTNING_PERF"][0].startswith("1: SpeedMonitor")
+    assert found["lightning.pytorch.callbacks_factory"] == ("installed", "ok")
+    assert not list(in_tmp.iterdir())
+    assert "torch is built for" in call(capsys, "doctor")[1]
+
+
+def test_the_doctor_names_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing package with its pip command, a wrong variable, and a server that is gone."""
+    from lightning_perf.cli import doctor
+
+    monkeypatch.setattr(doctor, "_OPTIONAL", {"no-such-package": "nothing", "mlflow": "reports"})
+    monkeypatch.setenv("LIGHTNING_PERF", "none.yaml")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{free_port()}")
+    code, found = findings(capsys)
+    assert code == 1
+    value, state = found["no-such-package"]
+    assert state == "missing"
+    assert value.endswith("pip install no-such-package")
+    assert found["LIGHTNING_PERF"][1] == "error"
+    assert "does not respond" in found["MLflow"][0]
+    assert "secret" not in found["MLflow"][0]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "why"),
+    [
+        ([], 2, "there is no command"),
+        (["--"], 2, "there is no command"),
+        (["--config", "none.yaml", "--", "true"], 2, "there is no file none.yaml"),
+        (["--", "no-such-program"], 127, "no-such-program is not a program"),
+    ],
+)
+def test_a_run_that_cannot_start(
+    args: list[str], code: int, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, and the exit code of a shell."""
+    found, _, err = call(capsys, "run", *args)
+    assert (found, err) == (code, f"lightning-perf run: {err.partition(': ')[2].rstrip()}\n")
+    assert why in err
+
+
+SHOW = "import os, sys; print(os.environ['LIGHTNING_PERF'], sys.argv[1:]); sys.exit(7)"
+
+
+def test_run_passes_everything_on(in_tmp: Path) -> None:
+    """The file as an absolute path, arguments that look like options of ours, the exit code."""
+    (in_tmp / "my.yaml").touch()
+    ours = [sys.executable, "-m", "lightning_perf", "run", "--config", "my.yaml", "--"]
+    theirs = [sys.executable, "-c", SHOW, "--config", "x", "--", "--tracking_uri"]
+    done = subprocess.run([*ours, *theirs], capture_output=True, text=True, check=False)
+    assert done.returncode == 7
+    expected = f"{in_tmp.resolve() / 'my.yaml'} ['--config', 'x', '--', '--tracking_uri']\n"
+    assert done.stdout == expected
+
+
+@pytest.mark.parametrize("args", [["devices"], ["devices", "--json"], ["doctor", "--json"]])
+def test_a_broken_pipe_is_no_traceback(args: list[str]) -> None:
+    """As with `| head -1`."""
+    command = [sys.executable, "-m", "lightning_perf", *args]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.returncode == 1
+    assert done.stderr == ""
+
+
+def test_no_colour_on_request() -> None:
+    """NO_COLOR holds, also where colours are forced."""
+    command = [sys.executable, "-m", "lightning_perf", "devices", "H100 SXM"]
+    environment = os.environ | {"NO_COLOR": "1", "FORCE_COLOR": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert not re.search(r"\x1b\[[0-9;]*(3|4|9)[0-7]m", done.stdout)
