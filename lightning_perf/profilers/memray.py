@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +21,7 @@ from lightning_perf.profilers.tools import (
     blaming,
     check_options,
     given,
+    no_collection,
     require,
     run_python,
 )
@@ -56,23 +55,9 @@ def start(tracker: Any) -> None:
     global _recording
     # On a thread with an empty stack: memray notes the depth of the stack where it is entered, and
     # its readers cut as many frames off every stack of the main thread.
-    with _no_collection(), ThreadPoolExecutor(1) as pool:
+    with no_collection(), ThreadPoolExecutor(1) as pool:
         pool.submit(tracker.__enter__).result()
     _recording = tracker
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    # memray walks the stacks of all threads and allocates objects meanwhile. If a garbage
-    # collection runs finalizers there, other threads continue, and memray reads freed frames: the
-    # process crashes.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def stop(tracker: Any) -> None:

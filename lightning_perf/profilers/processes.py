@@ -150,8 +150,11 @@ class _Watch:
 
     def _check(self) -> None:
         while not self._over.wait(_INTERVAL):
-            if self._read_window() != self._window:
-                self._stop()  # on this thread, since the main thread may wait for work
+            with self._lock:  # the main thread may be about to begin this window
+                changed = self._read_window() != self._window
+                if changed:
+                    self._stop()  # on this thread, since the main thread may wait for work
+            if changed:
                 _thread.interrupt_main(self._signal)
 
     def _read_window(self) -> str:

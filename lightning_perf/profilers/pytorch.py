@@ -26,6 +26,7 @@ from lightning_perf.profilers.tools import (
     check_whole,
     defaults,
     given,
+    no_collection,
     run_python,
 )
 from lightning_perf.profilers.windows import Recorded, Recording
@@ -291,14 +292,17 @@ class PyTorch(Profiler):
         profiler.step_num = first
         for key, value in self._metadata(context).items():
             profiler.preset_metadata_json(key, json.dumps(value))
-        profiler.start()
+        with no_collection():
+            profiler.start()
 
         def tick() -> None:
             refuse_lightnings(self, context)
-            profiler.step()
+            with no_collection():  # the step after the warm-up starts the recording
+                profiler.step()
 
         yield tick
-        profiler.stop()
+        with no_collection():
+            profiler.stop()
         files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device), self._warn)
         return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})
 

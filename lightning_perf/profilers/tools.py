@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
+from lightning_perf.background.worker import wait_until
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import ConfigError, describe
 
@@ -134,6 +136,40 @@ def check_whole(path: Path) -> None:
         file.seek(-min(_END, path.stat().st_size), os.SEEK_END)
         if not file.read().rstrip().endswith(b"}"):
             raise OSError("the file was cut short: is the disk full?")
+
+
+@contextmanager
+def no_collection(timeout: float = 5.0) -> Iterator[None]:
+    """Disable garbage collection while a profiler starts or stops.
+
+    memray and torch (``with_stack``) walk the stacks of all threads, and torch hooks them. If a
+    collection runs Python code meanwhile, on this thread or as another one enters a function, the
+    profiler reads frames and hooks that no longer exist: the process crashes.
+
+    Args:
+        timeout: Seconds to wait at most until a collection on another thread has ended.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        wait_until(_nothing_collects, timeout)
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _nothing_collects() -> bool:
+    # While another thread collects, gc.collect() returns without calling the callbacks.
+    ran: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        ran.append(phase)
+
+    gc.callbacks.append(note)
+    gc.collect(0)
+    gc.callbacks.remove(note)
+    return bool(ran)
 
 
 def run_python(*arguments: str) -> str:

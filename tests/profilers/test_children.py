@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -106,6 +107,27 @@ def test_a_child_records_while_a_window_is_open(method: str) -> None:
             assert found.is_relative_to(Path.cwd())  # the system's folder may be small
     assert process.exitcode == 0
     assert list(Path().iterdir()) == []
+
+
+def test_a_slow_disk_does_not_end_a_recording_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the checking thread read before the start is not taken for the end of the window."""
+    read = processes._Watch._read_window
+
+    def slow(watch: Any) -> str:
+        found = read(watch)
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(processes._Watch, "_read_window", slow)
+    with recording_children() as recorder, child("fork") as (_, ask):
+        ask()
+        begin(recorder, ask)
+        for _ in range(5):
+            time.sleep(0.02)
+            ask()
+        assert not (recorder._folders[-1] / "1").exists()
+        assert recorder.shut().wait()
 
 
 def test_a_child_started_in_a_window_records_at_once() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -324,3 +327,63 @@ def test_no_look_ahead_while_no_window_is_near(tmp_path: Path, schedule: Schedul
         fit(tmp_path, PyTorch(schedule=counted), max_epochs=2, limit_train_batches=16)
     # At the end the first window is searched beyond the 32 batches.
     assert sum(batch < 32 for batch in looked_at) <= 16 * 2 + 100
+
+
+# Each collection lets other threads run: on this thread while torch starts or stops, on the others
+# at any time.
+COLLECTING = """
+import gc, sys, threading, time
+from pathlib import Path
+from helpers.small import Small, trainer
+from torch.profiler import profile
+from lightning_perf import PyTorch
+
+def deep(depth):
+    if depth:
+        return deep(depth - 1)
+    time.sleep(0.0005)
+
+def churn():
+    while True:
+        thread = threading.Thread(target=deep, args=(40,), daemon=True)
+        thread.start()
+        thread.join()
+
+def fit(windows):
+    profiler = PyTorch(schedule="every 2ba for 1ba", with_stack=True)
+    trainer(Path(sys.argv[1], windows), profiler, max_epochs=1, limit_val_batches=0).fit(Small())
+    return len(profiler.saved_traces)
+
+def switch(phase, info):
+    if within or threading.current_thread() is not threading.main_thread():
+        time.sleep(0.001)
+
+def patched(original):
+    def call(self):
+        within.append(1)
+        original(self)
+        within.clear()
+    return call
+
+within = []
+windows = fit("imports")
+for name in ("start_trace", "stop_trace"):
+    setattr(profile, name, patched(getattr(profile, name)))
+gc.collect()
+gc.freeze()
+gc.callbacks.append(switch)
+for _ in range(3):
+    threading.Thread(target=churn, daemon=True).start()
+gc.set_threshold(20, 10, 10)
+assert fit("collecting") == windows
+"""
+
+
+@pytest.mark.slow
+def test_garbage_collection_crashes_neither_start_nor_stop(tmp_path: Path) -> None:
+    """With stacks torch hooks all threads; collections would free frames and hooks in use."""
+    command = [sys.executable, "-c", COLLECTING, str(tmp_path)]
+    tests = str(Path(__file__).parents[1])
+    # Freed memory is overwritten at once, so that reading it crashes.
+    env = os.environ | {"PYTHONMALLOC": "debug", "PYTHONPATH": tests}
+    subprocess.run(command, env=env, check=True, timeout=240)
