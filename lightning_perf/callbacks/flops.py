@@ -83,7 +83,9 @@ class Flops(WindowCallback):
         self._reported = set()
         context.meter.require(self.peak_flops, "peak_flops")
         if self.formula is not None:
-            signal = self._formula = FormulaSignal(formula_for(self.formula, context.module))
+            signal = self._formula = FormulaSignal(
+                formula_for(self.formula, context.module), context.batches.sharing
+            )
             context.batches.listeners.append(signal.fold)
             context.windows.offer("formula", lambda: signal)
             self.columns = ("flops/*", "formula/*")
@@ -125,21 +127,22 @@ class FormulaSignal:
     """The signal of a formula's FLOPs, for the batches of training.
 
     Args:
-        formula: FLOPs of a batch, of this rank.
+        formula: FLOPs of a batch.
+        sharing: How many ranks train on each batch.
     """
 
     columns = ("formula/ideal_seconds", "formula/batch")
     gauges = frozenset({"formula/batch"})
 
-    def __init__(self, formula: Callable[[Any], float]) -> None:
-        self._formula = formula
+    def __init__(self, formula: Callable[[Any], float], sharing: int = 1) -> None:
+        self._formula, self._sharing = formula, sharing
         # Of batches whose records were not folded yet.
         self._pending: deque[float] = deque()
         self._ideal_seconds, self._last = 0.0, 0.0
 
     def count(self, batch: Any) -> None:
         """Apply the formula to a batch."""
-        self._pending.append(float(self._formula(batch)))
+        self._pending.append(float(self._formula(batch)) / self._sharing)
 
     def fold(self, stage: str, records: Sequence[BatchRecord]) -> None:
         """Add batches whose time is known by now."""

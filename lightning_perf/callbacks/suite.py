@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback
 from typing_extensions import override
 
-from lightning_perf.checks import flag
+from lightning_perf.checks import flag, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
 
@@ -32,9 +32,13 @@ class Suite(PerfCallback):
     Args:
         callbacks: Callbacks of lightning_perf, in the order in which they run.
         show_summary: Whether to print the summary of the run at its end, on rank 0.
+        data_parallel_size: How many different batches the ranks train on at a time, if several
+            ranks share a batch (tensor, context or pipeline parallel) and the strategy does not
+            say so itself, as ``ModelParallelStrategy`` does.
 
     Raises:
-        ConfigError: A callback is not ours, or two are of one kind and key.
+        ConfigError: A callback is not ours, two are of one kind and key, or the data-parallel size
+            does not divide the world size.
 
     Example:
         >>> from lightning_perf import Flops, SpeedMonitor, Suite
@@ -42,8 +46,16 @@ class Suite(PerfCallback):
         ['SpeedMonitor', 'Flops']
     """
 
-    def __init__(self, callbacks: list[PerfCallback], show_summary: bool = False) -> None:
+    def __init__(
+        self,
+        callbacks: list[PerfCallback],
+        show_summary: bool = False,
+        data_parallel_size: int | None = None,
+    ) -> None:
         super().__init__()
+        if data_parallel_size is not None:
+            data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, "4")
+        self.data_parallel_size = data_parallel_size
         self.show_summary = self.shows_summary = flag("show_summary", show_summary)
         example = "[SpeedMonitor(), Flops()]"
         if not isinstance(callbacks, list | tuple):
@@ -107,6 +119,8 @@ class Suite(PerfCallback):
 
     @override
     def prepare(self, context: RunContext) -> None:
+        if self.data_parallel_size is not None:
+            context.share_batches(self.data_parallel_size)
         for part in self.callbacks:
             part._hosted = True
             part.attach(context)

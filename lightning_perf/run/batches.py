@@ -73,13 +73,14 @@ class BatchTotals:
 
     Args:
         timer: Times batches on the device, where it has a clock of its own.
+        sharing: How many ranks train on each batch. Each counts its part of the samples and tokens.
     """
 
     columns = (*TIMED, "flops/known_batches", *LAST)
     gauges = frozenset(LAST)
 
-    def __init__(self, timer: DeviceBatchTimer | None = None) -> None:
-        self._timer = timer
+    def __init__(self, timer: DeviceBatchTimer | None = None, sharing: int = 1) -> None:
+        self._timer, self.sharing = timer, sharing
         self._rolling = 0
         self._stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
         #: Receives the records of a stage when they are folded.
@@ -149,12 +150,12 @@ class BatchTotals:
     def totals(self, stage: str) -> Sequence[float]:
         """The totals of a stage since the run began."""
         found = self._stages[stage]
-        cost = found.last_cost
+        totals, cost = self._part(found.totals), found.last_cost
         if cost is None:
-            return (*found.totals, 0, 0.0, 0.0, 0.0, 0.0)
+            return (*totals, 0, 0.0, 0.0, 0.0, 0.0)
         peak = cost.peak if cost.ideal_seconds else 0.0
         operations = cost.tracked_operations, cost.untracked_operations
-        return (*found.totals, found.known, cost.total, peak, *operations)
+        return (*totals, found.known, cost.total, peak, *operations)
 
     def last_batches(self, stage: str, size: int) -> tuple[float, ...]:
         """The sums of ``TIMED`` over the last batches of a stage, ``size`` at most.
@@ -167,7 +168,12 @@ class BatchTotals:
             _add(slowed, self._stages[stage].slowed)
             edges = slowed.edges
         first = next(islice(edges, max(len(edges) - 1 - size, 0), None))
-        return tuple([last - early for last, early in zip(edges[-1], first, strict=True)])
+        return self._part([last - early for last, early in zip(edges[-1], first, strict=True)])
+
+    def _part(self, totals: Sequence[float]) -> tuple[float, ...]:
+        """Totals with this rank's part of the samples and tokens of batches that ranks share."""
+        seconds, count, samples, tokens, *rest = totals
+        return (seconds, count, samples / self.sharing, tokens / self.sharing, *rest)
 
 
 class RollingBatches:

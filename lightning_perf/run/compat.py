@@ -60,6 +60,20 @@ class TrainingLoop:
         return done % every != 0 and not self._trainer.is_last_batch
 
 
+def data_parallel_size(trainer: Trainer) -> int:
+    """Return how many different batches the ranks train on at a time.
+
+    Lightning distributes samples over as many replicas; with tensor parallelism there are fewer
+    than ranks.
+    """
+    strategy: Any = trainer.strategy
+    try:
+        size = int(strategy.distributed_sampler_kwargs["num_replicas"])
+    except Exception:  # one device, or a device mesh without Lightning's names
+        return trainer.world_size
+    return size if size > 0 and trainer.world_size % size == 0 else trainer.world_size
+
+
 def batches_seen(trainer: Trainer) -> tuple[int, int]:
     """Return the number of processed training batches: in total and in this epoch."""
     progress = getattr(trainer.fit_loop.epoch_loop, "batch_progress", None)

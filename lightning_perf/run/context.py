@@ -59,11 +59,12 @@ def ranks_of(trainer: Trainer) -> Ranks:
     )
 
 
-def limits_of(trainer: Trainer, owners: Iterable[object] = ()) -> Limits:
+def limits_of(trainer: Trainer, owners: Iterable[object] = (), sharing: int = 1) -> Limits:
     """The limits of the training.
 
     Args:
         trainer: The run's.
+        sharing: How many ranks train on each batch.
         owners: Objects that may define ``num_samples``, the samples of an epoch on all ranks.
     """
     given = (getattr(owner, "num_samples", None) for owner in owners)
@@ -73,7 +74,7 @@ def limits_of(trainer: Trainer, owners: Iterable[object] = ()) -> Limits:
         _positive(trainer.max_epochs),
         compat.max_seconds(trainer),
         _positive(trainer.num_training_batches),
-        samples // trainer.world_size if samples else None,
+        samples * sharing // trainer.world_size if samples else None,
         trainer.accumulate_grad_batches,
     )
 
@@ -148,6 +149,7 @@ class RunContext:
         self.stages = StageStack(self.progress, self.ranks, self.reporting.run_name, timer)
         self.spans = Spans(trainer, module)
         self.batches = BatchTotals(timer)
+        self.share_batches(compat.data_parallel_size(trainer))
         self.windows = Windows(trainer)
         self._offer_signals()
         self._loop: compat.TrainingLoop  # read anew in each stage: modules may change it late
@@ -174,6 +176,21 @@ class RunContext:
         # Registered again for each run, to run before handlers registered since the last one.
         atexit.unregister(_leave_at_exit)
         atexit.register(_leave_at_exit)
+
+    def share_batches(self, data_parallel_size: int) -> None:
+        """Count samples, tokens and declared FLOPs once where several ranks train on one batch.
+
+        Args:
+            data_parallel_size: How many different batches the ranks train on at a time.
+
+        Raises:
+            ConfigError: The ranks cannot be divided into that many groups.
+        """
+        ranks = self.ranks.world_size
+        if ranks % data_parallel_size:
+            problem = f"does not divide the world size, {ranks}"
+            raise ConfigError("data_parallel_size", data_parallel_size, problem, str(ranks))
+        self.batches.sharing = self.meter.sharing = ranks // data_parallel_size
 
     def _offer_signals(self) -> None:
         """What windows may hold; each signal starts when a callback subscribes to it."""
@@ -341,7 +358,7 @@ class RunContext:
         self._loop = compat.TrainingLoop(self.trainer)
         self.meter.start(stage)
         if stage == "train":
-            limits = self.limits = limits_of(self.trainer, owners[1:])
+            limits = self.limits = limits_of(self.trainer, owners[1:], self.batches.sharing)
             self._catch_up()
             peak = self.meter.peaks.setup() if self.meter.wanted else {}
             self.describe(setup_of(self.trainer) | peak)

@@ -55,6 +55,8 @@ class FlopMeter:
         self._trainer, self._module = trainer, module
         self.peaks = PeakResolver(trainer.strategy.root_device, precision(trainer))
         self.wanted = False
+        #: How many ranks train on each batch, whose declared FLOPs they share.
+        self.sharing = 1
         #: Cost of the current batch, and whether counting slowed it down.
         self.work: BatchCost | None = None
         self.counted = False
@@ -220,7 +222,7 @@ class FlopMeter:
                 "this rank's batch, forward and backward."
             )
             return None
-        each = {self.peaks.dtype: round(flops)}
+        each = {self.peaks.dtype: round(flops / self.sharing)}
         self._declared_flops = flops
         self._declared_cost = self.peaks.cost_of(Counts(model=each, hardware=each))
         return self._declared_cost

@@ -137,11 +137,11 @@ def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
     return L.Trainer(**defaults | options)
 
 
-def launch(script: Path) -> None:
-    """Run a script as two processes under torchrun, which import what the caller can import."""
+def launch(script: Path, ranks: int = 2) -> None:
+    """Run a script as several processes under torchrun, which import what the caller can import."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-        str(script),
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(ranks), str(script),
     ]  # fmt: skip
     done = subprocess.run(
         command,

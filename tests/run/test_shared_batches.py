@@ -1,0 +1,126 @@
+"""Ranks that train on one batch together count its samples, tokens and FLOPs once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, launch, trainer
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from lightning_perf import ConfigError, SpeedMonitor, Suite
+from lightning_perf.run import compat
+from lightning_perf.run.callback import PerfCallback
+
+PEAK = 1e9
+
+
+class Meshed(Small):
+    """Tensor parallel where the mesh has it, and sharded over the other ranks."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "done"):
+            self.done = True
+            mesh = self.device_mesh
+            assert mesh is not None
+            if mesh["tensor_parallel"].size() > 1:
+                plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+                parallelize_module(self.net, mesh["tensor_parallel"], plan)
+            if mesh["data_parallel"].size() > 1:
+                fully_shard(self.net, mesh=mesh["data_parallel"])
+
+
+class Declared(Meshed):
+    """Says what a batch costs, on whatever ranks."""
+
+    flops_per_batch = 9000.0
+
+
+class Dump(PerfCallback):
+    """Leaves what rank 0 reported."""
+
+    def __init__(self, path: Path, watched: list[Any]) -> None:
+        super().__init__()
+        self.path, self.watched = path, watched
+
+    def close(self, context: Any, reason: str) -> None:
+        if context.ranks.global_rank == 0:
+            found = {key: value for each in self.watched for key, value in each.metrics.items()}
+            self.path.write_text(json.dumps(found | {"limits": context.limits.samples_per_epoch}))
+
+
+MESHES = ((4, 1), (2, 2), (1, 4))
+
+
+@pytest.fixture(scope="module")
+def meshes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks reported on each mesh."""
+    folder = tmp_path_factory.mktemp("meshes")
+    script = folder / "train.py"
+    script.write_text(
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "from lightning.pytorch.strategies import ModelParallelStrategy\n"
+        "from lightning_perf import Flops\n"
+        "from test_shared_batches import *\n"
+        "for model in (Meshed, Declared):\n"
+        "    for sizes in MESHES:\n"
+        "        watched = [SpeedMonitor(window_size=2), Flops(peak_flops=PEAK)]\n"
+        f"        path = Path({str(folder)!r}, f'{{model.__name__}}.{{sizes[0]}}.json')\n"
+        "        trainer(path.parent, *watched, Dump(path, watched), devices=4, max_epochs=3,\n"
+        "            strategy=ModelParallelStrategy(*sizes)).fit(model())\n"
+    )
+    launch(script, ranks=4)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Meshed", "Declared"])
+@pytest.mark.parametrize("data_parallel", [size for size, _ in MESHES])
+def test_a_batch_counts_once_on_every_mesh(meshes: Path, model: str, data_parallel: int) -> None:
+    """Throughput, FLOPs and MFU equal their definitions on 4 x 1, 2 x 2 and 1 x 4 ranks."""
+    found = json.loads((meshes / f"{model}.{data_parallel}.json").read_text())
+    samples = found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
+    assert samples == pytest.approx(data_parallel * 4)
+    flops = Declared.flops_per_batch if model == "Declared" else 4 * FLOPS_PER_SAMPLE
+    assert found["batch_flops"] == data_parallel * flops
+    assert found["total_flops"] == 4 * PEAK
+    by_hand = data_parallel * flops * found["actual_batches_per_sec"] / (4 * PEAK)
+    assert found["mfu"] == pytest.approx(by_hand)
+    per_second = found["throughput/flops_per_sec"] / found["throughput/batches_per_sec"]
+    assert per_second == pytest.approx(data_parallel * flops)
+
+
+@pytest.mark.slow
+def test_a_suite_says_how_many_ranks_share_a_batch(tmp_path: Path) -> None:
+    """Where the strategy does not: two ranks of DDP that get the same batches."""
+    monitor = SpeedMonitor(window_size=2)
+    suite = Suite([monitor], data_parallel_size=1)
+    options = {**RANKS, "use_distributed_sampler": False}
+    dump = Dump(tmp_path / "found.json", [monitor])
+    trainer(tmp_path, suite, dump, **options).fit(Small())
+    found = json.loads((tmp_path / "found.json").read_text())
+    samples = found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
+    assert samples == pytest.approx(4)
+
+
+def test_a_size_that_does_not_divide_the_ranks_is_refused(tmp_path: Path) -> None:
+    """At construction or at set-up, with the field and an example."""
+    with pytest.raises(ConfigError, match="data_parallel_size"):
+        Suite([SpeedMonitor()], data_parallel_size=0)
+    with pytest.raises(ConfigError, match="does not divide the world size, 1"):
+        trainer(tmp_path, Suite([SpeedMonitor()], data_parallel_size=2)).fit(Small())
+
+
+def test_an_unknown_strategy_shares_nothing() -> None:
+    """Without Lightning's sampler, or with nonsense from it, each rank has its own batch."""
+    for given in ({}, {"num_replicas": 0}, {"num_replicas": 3}, {"num_replicas": "many"}):
+        strategy = SimpleNamespace(distributed_sampler_kwargs=given)
+        assert compat.data_parallel_size(SimpleNamespace(strategy=strategy, world_size=4)) == 4
