@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_perf.callbacks.diagnosis import Diagnosis
 from lightning_perf.callbacks.flops import Flops
 from lightning_perf.callbacks.speed_monitor import SpeedMonitor
 from lightning_perf.callbacks.suite import Suite
@@ -24,7 +25,7 @@ _VARIABLE = "LIGHTNING_PERF"
 
 
 def always_on(show_summary: bool = True) -> Suite:
-    """A `Suite` of the callbacks that cost next to nothing: throughput, MFU, times and hardware.
+    """A `Suite` of the callbacks that cost little: throughput, MFU, times, hardware, diagnosis.
 
     Args:
         show_summary: Whether to print the summary of the run at its end, on rank 0.
@@ -39,6 +40,7 @@ def always_on(show_summary: bool = True) -> Suite:
         Flops(schedule="every 50ba"),
         Timings(),
         SystemMetrics(),
+        Diagnosis(terminal=show_summary),
     ]
     return Suite(parts, show_summary)
 

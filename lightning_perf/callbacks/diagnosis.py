@@ -16,7 +16,7 @@ from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis.findings import Findings, diagnose
 from lightning_perf.diagnosis.record import Record
-from lightning_perf.diagnosis.report import document, panel
+from lightning_perf.diagnosis.report import document
 from lightning_perf.diagnosis.rules import RULES, Rule
 from lightning_perf.diagnosis.signals import Setup
 from lightning_perf.diagnosis.verdicts import Verdict
@@ -59,7 +59,7 @@ class Diagnosis(WindowCallback):
         folder: Format string of the folder.
         schedule: When to look while training runs. The end is always diagnosed.
         rules: Rules to apply; by default those of the package.
-        terminal: Whether to show the verdicts in the terminal at the end.
+        terminal: Whether to print the summary of the run at its end, verdicts first.
 
     Raises:
         ConfigError: If the folder or the schedule is not valid.
@@ -91,7 +91,7 @@ class Diagnosis(WindowCallback):
             if not callable(rule) or not isinstance(getattr(rule, "code", None), str):
                 problem = "is not a rule: rules are callable and have a code"
                 raise ConfigError("rules", rule, problem, "[*lightning_perf.diagnosis.RULES]")
-        self.terminal = flag("terminal", terminal)
+        self.terminal = self.shows_summary = flag("terminal", terminal)
         #: The verdicts so far, the most costly first.
         self.verdicts: list[Verdict] = []
         self._reset()
@@ -218,8 +218,6 @@ class Diagnosis(WindowCallback):
         self._analyse(signals, context, context.step)
         context.deliver()
         self._leave_files(context, signals)
-        if self.terminal:
-            self._show()
 
     def _leave_files(self, context: RunContext, signals: Signals) -> None:
         text = json.dumps(document(signals, self._findings), indent=1)
@@ -230,12 +228,10 @@ class Diagnosis(WindowCallback):
         except OSError as error:
             warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
 
-    def _show(self) -> None:
-        from rich.console import Console
-
-        Console(markup=False, emoji=False, highlight=False).print(
-            panel(self.verdicts, self._findings.abstained)
-        )
+    @override
+    def summary_sections(self) -> Mapping[str, object]:
+        verdicts = [verdict.as_dict() for verdict in self.verdicts]
+        return {"verdicts": verdicts, "abstained": dict(self._findings.abstained)}
 
 
 def _costs(context: RunContext) -> Costs:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from lightning.pytorch import Trainer
 
@@ -139,6 +141,30 @@ def unspanned(trainer: Trainer) -> Iterator[Unspanned]:
     yield Unspanned(
         connector, "update_eval_epoch_metrics", "reduce_metrics", "Trainer.epoch_values"
     )
+
+
+#: Metrics that callbacks of Lightning can watch, and their names on the progress bar.
+_SHOWN = {
+    "mfu": "mfu",
+    "throughput/device/mfu": "mfu",
+    "throughput/batches_per_sec": "",
+    "throughput/samples_per_sec": "samples/s",
+    "throughput/tokens_per_sec": "tokens/s",
+}
+
+
+def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """Put MFU and throughput on progress bars and into ``trainer.callback_metrics``."""
+    connector = getattr(trainer, "_logger_connector", None)
+    watched = getattr(connector, "_callback_metrics", None)
+    on_bar = getattr(connector, "_progress_bar_metrics", None)
+    if not (isinstance(watched, dict) and isinstance(on_bar, dict)):
+        return
+    for key, label in _SHOWN.items():
+        if key in metrics:
+            watched[key] = torch.tensor(metrics[key])
+            if label:
+                on_bar[label] = float(f"{metrics[key]:.3g}")
 
 
 def validation_loop(trainer: Trainer) -> Any:

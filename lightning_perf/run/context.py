@@ -280,10 +280,10 @@ class RunContext:
             finish()
         self.reporting.tidy()
         self.warnings_digest.summarize()
-        if summary is not None:
-            summary.show()
-        if reason == "teardown" and self.ranks.global_rank == 0 and not self.trainer.loggers:
-            with suppress(Exception):
+        with suppress(Exception):  # such as a closed stdout
+            shown = summary is not None and summary.show()
+            here = reason == "teardown" and self.ranks.global_rank == 0
+            if here and not (shown or self.trainer.loggers):
                 self._tell_where()
 
     def _tell_where(self) -> None:
@@ -474,7 +474,8 @@ class RunContext:
             self._resumed = True
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log metrics to every logger of the trainer, from rank 0."""
+        """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
+        compat.show_metrics(self.trainer, metrics)
         self.reporting.log(metrics, step)
 
     def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:

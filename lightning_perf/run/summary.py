@@ -41,6 +41,8 @@ _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 _TRACES, _PAGES = (".json", ".cvf", ".bin", ".pickle"), (".html",)
 #: Own files that are not traces.
 _OTHERS = {FILE_NAME, "table.json", "diagnosis.json"}
+#: Seconds from which on a function other than fit shows its summary.
+_LONG = 10.0
 #: Files listed at most, the latest by name.
 _MOST_FILES = 1000
 #: Of a trainer's earlier functions: a test after fit adds its stage to the summary of fit.
@@ -157,10 +159,16 @@ class RunSummary:
             self.content[kind] = listed[-_MOST_FILES:]
         path.write_text(json.dumps(self.content, indent=1, default=str), encoding="utf-8")
 
-    def show(self) -> None:
-        """Print the summary, if a callback of the run wants that."""
-        if not any(callback.shows_summary for callback in self._callbacks):
-            return
+    def show(self) -> bool:
+        """Print the summary if a callback of the run wants that; returns whether it was printed.
+
+        Not of a short prediction or test: packages run many of them.
+        """
+        windows = self._own["stages"].values()
+        short = sum(stage["whole_run"].get("seconds", 0.0) for stage in windows) < _LONG
+        fits = "train" in self._own["stages"]
+        if (short and not fits) or not any(each.shows_summary for each in self._callbacks):
+            return False
         from rich.console import Console
 
         console = Console(soft_wrap=False, markup=False, emoji=False, highlight=False)
@@ -168,6 +176,7 @@ class RunSummary:
         console.print(panel(self._own))
         place = f"{self._root.place}/{self.folder.name}" if self._root.place else self.folder
         console.print(f"{place}/{FILE_NAME}", soft_wrap=True)
+        return True
 
 
 def stage_windows(windows: Sequence[tuple[int, Window]]) -> dict[str, Any]:

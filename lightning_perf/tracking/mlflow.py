@@ -80,7 +80,7 @@ class MlflowRun(Tracker):
         uri = self.tracking_uri
         database = uri.removeprefix("sqlite:///")
         if database != uri and not Path(database).exists():  # MLflow would create it
-            return f"there is no {database} in {Path.cwd()}; try --tracking_uri"
+            return f"there is no {database} in {Path.cwd()}; try --tracking-uri"
         try:
             check_reachable(uri)
         except OSError as error:

@@ -6,6 +6,9 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from lightning_perf.diagnosis.report import headline as verdict_headline
+from lightning_perf.diagnosis.report import panel as verdict_panel
+from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.errors import describe
 from lightning_perf.units import duration
 
@@ -165,7 +168,13 @@ def panel(summary: Summary) -> RenderableType:
     """The summary for a terminal."""
     from rich.console import Group
 
-    return Group(*(_table(part) for part in rows(summary) if part))
+    parts: list[RenderableType] = [_table(part) for part in rows(summary) if part]
+    parts.append(verdict_panel(_verdicts(summary), summary.get("abstained")))
+    return Group(*parts)
+
+
+def _verdicts(summary: Summary) -> list[Verdict]:
+    return [Verdict(**each) for each in summary.get("verdicts", ())]
 
 
 def _table(cells: Sequence[_Row]) -> Table:
@@ -197,6 +206,8 @@ def description(summary: Summary) -> str:
     facts, figures = rows(summary)
     first = headline(summary)
     lines = [f"**{first}**", ""] if first else []
+    if verdicts := _verdicts(summary):
+        lines += [*(f"- {verdict_headline(each)}" for each in verdicts), ""]
     if figures:
         head, *body = [[cell.replace("\n", ", ") for cell in row] for row in figures]
         lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]

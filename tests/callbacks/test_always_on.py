@@ -16,7 +16,7 @@ from lightning_perf import ConfigError, Flops, PyTorch, SpeedMonitor, Suite, Tim
 from lightning_perf.callbacks.always_on import EnvironmentSuite
 from lightning_perf.callbacks.factory import callbacks
 
-KINDS = ["SpeedMonitor", "Flops", "Timings", "SystemMetrics"]
+KINDS = ["SpeedMonitor", "Flops", "Timings", "SystemMetrics", "Diagnosis"]
 
 
 def names(callback: Any) -> list[str]:
@@ -85,7 +85,7 @@ def test_parts_that_the_user_has_are_left_out(
     run = trainer(tmp_path, *own(), enable_checkpointing=True)
     run.fit(Small())
     (suite,) = ours(run)
-    assert names(suite) == ["Timings", "SystemMetrics"]
+    assert names(suite) == ["Timings", "SystemMetrics", "Diagnosis"]
     keys = [each.state_key for each in run.callbacks]
     assert len(set(keys)) == len(keys)
 

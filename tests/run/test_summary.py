@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
 from torch import Tensor
 
-from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite, Timings
+from lightning_perf import Diagnosis, Flops, PyTorch, SpeedMonitor, Suite, Timings
 from lightning_perf.cli import main
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.summary import SummaryError, read_summary
@@ -250,10 +250,23 @@ def test_a_callback_adds_a_section(tmp_path: Path) -> None:
 
     class Notes(SpeedMonitor):
         def summary_sections(self) -> dict[str, Any]:
-            return {"verdicts": [{"code": "healthy"}]}
+            return {"notes": [{"kind": "mine"}]}
 
     trainer(tmp_path, Notes()).fit(Small())
-    assert summary_of(tmp_path)["verdicts"] == [{"code": "healthy"}]
+    assert summary_of(tmp_path)["notes"] == [{"kind": "mine"}]
+
+
+def test_verdicts_are_in_the_file_and_its_views(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the terminal at the end, in the report, and why there are none after a short run."""
+    trainer(tmp_path, Diagnosis(), max_epochs=4).fit(Small())
+    found = summary_of(tmp_path)
+    code = found["verdicts"][0]["code"]
+    assert code in capsys.readouterr().out
+    assert code in report(capsys, str(tmp_path))[1]
+    trainer(tmp_path / "short", Diagnosis(), limit_train_batches=5).fit(Small())
+    assert summary_of(tmp_path / "short")["abstained"]
 
 
 def test_validation_alone(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""MFU and throughput on progress bars and in callback_metrics, from the last report."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers.small import RANKS, Small, trainer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from torch import Tensor
+
+from lightning_perf import Flops, SpeedMonitor
+
+PEAK = 1e12
+
+
+class Bar(TQDMProgressBar):
+    """Keeps what it shows."""
+
+    shown: dict[str, Any]
+
+    def get_metrics(self, *args: Any) -> dict[str, Any]:
+        self.shown = super().get_metrics(*args)
+        return self.shown
+
+
+class RichBar(RichProgressBar):
+    shown: dict[str, Any]
+
+    def get_metrics(self, *args: Any) -> dict[str, Any]:
+        self.shown = super().get_metrics(*args)
+        return self.shown
+
+
+class Logs(Small):
+    """Has a key of its own on the bar."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("mine", 3.0, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Bar, RichBar])
+def test_progress_bars_show_the_last_report(tmp_path: Path, kind: Any) -> None:
+    """Beside what the module shows."""
+    bar, speed = kind(), SpeedMonitor(window_size=4)
+    flops = Flops(peak_flops=PEAK, schedule="every 4ba")
+    run = trainer(tmp_path, speed, flops, bar, enable_progress_bar=True, log_every_n_steps=4)
+    run.fit(Logs())
+    assert bar.shown["mine"] == 3.0
+    assert bar.shown["samples/s"] > 0
+    assert 0 < bar.shown["mfu"] < 1
+    assert "tokens/s" not in bar.shown
+
+
+def test_callbacks_can_watch_throughput(tmp_path: Path) -> None:
+    """EarlyStopping stops on it, and ModelCheckpoint names files by it."""
+    key = "throughput/samples_per_sec"
+    stop = EarlyStopping(key, mode="max", stopping_threshold=1.0, check_on_train_epoch_end=True)
+    best = ModelCheckpoint(
+        tmp_path, "{mfu:.9f}", monitor="mfu", mode="max", save_on_train_epoch_end=True
+    )
+    speed, flops = SpeedMonitor(window_size=4), Flops(peak_flops=PEAK)
+    run = trainer(tmp_path, speed, flops, stop, best, enable_checkpointing=True, max_epochs=5)
+    run.fit(Small())
+    assert run.current_epoch == 1
+    watched = run.callback_metrics
+    assert watched[key].item() == pytest.approx(speed.metrics[key])
+    assert watched["mfu"].device == torch.device("cpu")
+    assert "mfu=" in best.best_model_path
+    assert not math.isnan(watched["throughput/device/mfu"].item())
+
+
+class Ranked(L.Callback):
+    """Writes what a rank can watch at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        watched = trainer.callback_metrics.get("throughput/samples_per_sec", torch.tensor(0.0))
+        (self.folder / f"rank{trainer.global_rank}").write_text(str(watched.item()))
+
+
+def test_all_ranks_can_watch(tmp_path: Path) -> None:
+    """Not rank 0 alone, whose EarlyStopping would wait for the others."""
+    speed = SpeedMonitor(window_size=2)
+    trainer(tmp_path, speed, Ranked(tmp_path), max_epochs=3, **RANKS).fit(Small())
+    values = [float((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    assert min(values) > 0
+
+
+def test_a_key_of_the_user_stays(tmp_path: Path) -> None:
+    """What the module logs as mfu is the module's."""
+
+    class Own(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.log("mfu", 42.0, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(tmp_path, Flops(peak_flops=PEAK))
+    run.fit(Own())
+    assert run.callback_metrics["mfu"].item() == 42.0
