@@ -46,7 +46,7 @@ class Verdict:
     phase: str | None = None
     #: Measured values by name. The name ends in the unit: ``_seconds``, ``_share``, ``_bytes``;
     #: other values are counts or words.
-    evidence: Mapping[str, float | str] = field(default_factory=dict)
+    evidence: Mapping[str, float | str] = field(default_factory=dict, hash=False)
     #: What to do about it.
     advice: str = ""
 
