@@ -86,7 +86,7 @@ def minimums(session: nox.Session) -> None:
     """Run the tests with the lowest versions that pyproject.toml allows, on the oldest Python."""
     lowest = Path(session.create_tmp(), "minimums.txt")
     project = PYPROJECT["project"]
-    extras = sum(project["optional-dependencies"].values(), [])
+    extras = [each for extra in project["optional-dependencies"].values() for each in extra]
     lowest.write_text("\n".join(_lowest([*project["dependencies"], *extras])))
     _run_tests(session, "-c", str(lowest))
 

@@ -316,8 +316,8 @@ def test_an_error_of_others_stays_as_it_is(nursery: Nursery, tmp_path: Path) -> 
         ("rich.console", ["devices"], "rich"),
         ("rich.console", ["measure"], "rich"),
         ("rich.console", ["report"], "rich"),
-        ("mlflow", ["report"], "mlflow"),
-        ("lightning_perf.tracking.mlflow", ["upload"], None),
+        ("mlflow", ["report"], '"lightning_perf[mlflow]"'),
+        ("lightning_perf.traces.uploads", ["upload"], None),
         ("jsonargparse", ["capture", "1"], '"jsonargparse[signatures]"'),
     ],
 )
