@@ -25,7 +25,7 @@ nox.options.sessions = ["tests", "lint", "types"]
 
 
 def _install(session: nox.Session, *groups: str, options: tuple[str, ...] = ()) -> None:
-    wanted = (".", *nox.project.dependency_groups(PYPROJECT, *groups))
+    wanted = (".[all]", *nox.project.dependency_groups(PYPROJECT, *groups))
     session.install(*CONSTRAINTS, *options, *wanted)
 
 
@@ -85,7 +85,9 @@ def types(session: nox.Session) -> None:
 def minimums(session: nox.Session) -> None:
     """Run the tests with the lowest versions that pyproject.toml allows, on the oldest Python."""
     lowest = Path(session.create_tmp(), "minimums.txt")
-    lowest.write_text("\n".join(_lowest(PYPROJECT["project"]["dependencies"])))
+    project = PYPROJECT["project"]
+    extras = [each for extra in project["optional-dependencies"].values() for each in extra]
+    lowest.write_text("\n".join(_lowest([*project["dependencies"], *extras])))
     _run_tests(session, "-c", str(lowest))
 
 

@@ -68,11 +68,16 @@ import lightning_perf
 from helpers.small import Small, trainer
 for name in lightning_perf.__all__:
     getattr(lightning_perf, name)
-from lightning_perf import Flops, PyTorch, SpeedMonitor, SystemMetrics
-flops, system = Flops(), SystemMetrics()
+from lightning_perf import PyTorch, always_on
+suite = always_on()
 profiler = PyTorch(schedule="first 1ba")
-trainer(sys.argv[1], SpeedMonitor(4), flops, system, profiler).fit(Small())
-assert flops.metrics["mfu"] > 0
+trainer(sys.argv[1], suite, profiler, log_every_n_steps=4).fit(Small())
+assert suite.parts[1].metrics["mfu"] > 0
+for name in ("Memray", "VizTracer"):
+    try:
+        getattr(lightning_perf, name)()
+    except ModuleNotFoundError as error:
+        print(error)
 """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
@@ -83,3 +88,9 @@ assert flops.metrics["mfu"] > 0
     )
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.rglob("*.pt.trace.json.gz"))
+    assert "MFU" in done.stdout
+    for name in ("Memray", "VizTracer"):
+        extra = name.lower()
+        assert f'{name} needs the package {extra}. Try pip install "lightning_perf[{extra}]".' in (
+            done.stdout
+        )

@@ -71,17 +71,15 @@ def run(json: bool) -> int:
 
 def _show(found: list[Finding]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
+    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     styles = {"ok": "", "missing": "yellow", "error": "bold red"}
-    table = Table(box=None, pad_edge=False, show_header=False)
     for part in dict.fromkeys(each.part for each in found):
-        table.add_row(part, style="bold")
+        console.print(part, style="bold")
         for each in found:
             if each.part == part:
-                state = "" if each.state == "ok" else each.state
-                table.add_row(f"  {each.name}", each.value, state, style=styles[each.state])
-    Console(markup=False, emoji=False, highlight=False, soft_wrap=True).print(table)
+                state = "" if each.state == "ok" else f"{each.state}: "
+                console.print(f"  {each.name}: {state}{each.value}", style=styles[each.state])
 
 
 def _packages() -> Iterator[Finding]:

@@ -52,6 +52,8 @@ def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     Returns:
         The exit code: 2 if the run cannot be read.
     """
+    from rich.console import Console
+
     from lightning_perf.tracking.runs import find_run
     from lightning_perf.tracking.summary import SummaryError
 
@@ -66,7 +68,8 @@ def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     if json:
         _print_json(found)
     else:
-        _show(found)
+        # Paths are meant to be copied, so lines are not wrapped. Names may look like markup.
+        _show(found, Console(soft_wrap=True, markup=False, emoji=False, highlight=False))
     return 0
 
 
@@ -74,13 +77,9 @@ def _print_json(run: Run) -> None:
     print(json.dumps({**run.summary, "files": run.files}, indent=1))  # noqa: T201
 
 
-def _show(run: Run) -> None:
-    from rich.console import Console
-
+def _show(run: Run, console: Console) -> None:
     from lightning_perf.tracking.summary import panel
 
-    # Paths are meant to be copied, so lines are not wrapped. Names may look like markup.
-    console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
     console.print(run.title, style="bold")
     console.print(panel(run.summary), soft_wrap=False)
     traces = _sorted(run, *_TRACE_FILES)

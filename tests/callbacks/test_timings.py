@@ -462,3 +462,17 @@ def test_it_says_nothing_in_a_plain_run(tmp_path: Path, recwarn: pytest.Warnings
     """No warning of ours, and a fast development run works."""
     trainer(tmp_path, Timings(), fast_dev_run=True).fit(Small())
     assert not ours(recwarn)
+
+
+def test_without_matplotlib_there_is_no_png(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page is there, and one line says what brings the other."""
+    from lightning_perf.callbacks import timings
+
+    monkeypatch.setattr(timings, "is_installed", lambda package: package != "matplotlib")
+    told: list[str] = []
+    monkeypatch.setattr(timings, "rank_zero_info", told.append)
+    trainer(tmp_path, Timings()).fit(Small())
+    assert [path.suffix for path in tmp_path.rglob("timings.*")] == [".html"]
+    assert told == ['lightning_perf: pip install "lightning_perf[charts]" brings timings.png.']

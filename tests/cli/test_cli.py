@@ -317,7 +317,7 @@ def test_an_error_of_others_stays_as_it_is(nursery: Nursery, tmp_path: Path) -> 
         ("rich.console", ["measure"], "rich"),
         ("rich.console", ["report"], "rich"),
         ("mlflow", ["report"], '"lightning_perf[mlflow]"'),
-        ("lightning_perf.tracking.tracker", ["upload"], None),
+        ("lightning_perf.traces.uploads", ["upload"], None),
         ("jsonargparse", ["capture", "1"], '"jsonargparse[signatures]"'),
     ],
 )
