@@ -22,7 +22,7 @@ _INSTALLS = {
 
 def _commands() -> dict[str, ModuleType]:
     # Imported here, since their dependencies may be missing.
-    from lightning_perf.cli import capture, devices, doctor, measure, report, run, upload
+    from lightning_perf.cli import capture, devices, doctor, measure, report, run, trace, upload
 
     return {
         "capture": capture,
@@ -31,6 +31,7 @@ def _commands() -> dict[str, ModuleType]:
         "measure": measure,
         "report": report,
         "run": run,
+        "trace": trace,
         "upload": upload,
     }
 

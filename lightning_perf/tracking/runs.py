@@ -15,7 +15,7 @@ from lightning_perf.tracking.mlflow import artifacts_of, check_reachable
 from lightning_perf.tracking.summary import FILE_NAME, VERSION, read_summary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mlflow import MlflowClient
 
@@ -159,6 +159,35 @@ def read_run(what: str | None, tracking_uri: str, newer_than: Path | None = None
         tuple(f"{root}/{path}" for path in paths),
         tracking_uri,
     )
+
+
+def download(
+    what: str, tracking_uri: str | None, folder: Path, wanted: Callable[[str], bool]
+) -> None:
+    """Download files of a run.
+
+    Args:
+        what: The id or name of the run in MLflow.
+        tracking_uri: Where MLflow keeps it; by default `default_tracking_uri`.
+        folder: Where to, below their paths in MLflow.
+        wanted: Which paths.
+
+    Raises:
+        LookupError: The run does not exist, or MLflow cannot be read.
+    """
+    from mlflow import MlflowClient
+
+    address = tracking_uri or default_tracking_uri()
+    _check_address(address)
+    try:
+        client = MlflowClient(address)
+        files = artifacts_of(client, _find(client, what).info.run_id)
+        for path in filter(wanted, _paths(files)):
+            files.download(path, str(folder))
+    except LookupError:
+        raise
+    except Exception as error:  # MLflow, databases and networks raise many kinds
+        raise LookupError(describe(error)) from error
 
 
 def _is_older(run: Any, folder: Path) -> bool:

@@ -1,0 +1,152 @@
+"""``lightning-perf trace --combine``: the traces of all ranks of one window in one file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from lightning_perf.units import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jsonargparse import ArgumentParser
+    from rich.console import Console
+
+    from lightning_perf.traces.combine import Collective, Trace
+
+#: Collectives that are shown.
+_MOST_SHOWN = 5
+
+
+def parser() -> ArgumentParser:
+    """The arguments of the command."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Merge the traces of all ranks of one window into one file for Perfetto."
+    )
+    parser.add_argument(
+        "--combine",
+        type=str,
+        required=True,
+        metavar="FOLDER|RUN",
+        help="A folder with traces, or a run's id or name in MLflow.",
+    )
+    parser.add_argument(
+        "--output", "-o", type=str, default="all.json.gz", help="The file to write."
+    )
+    parser.add_argument(
+        "--window",
+        type=str,
+        default=None,
+        help="Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz.",
+    )
+    parser.add_argument(
+        "--tracking_uri",
+        type=str,
+        default=None,
+        help="The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
+    )
+    return parser
+
+
+def run(combine: str, output: str, window: str | None, tracking_uri: str | None) -> int:
+    """Merge the traces, and print how well the clocks agree and who came last.
+
+    Returns:
+        The exit code: 2 if the traces cannot be merged.
+    """
+    from lightning_perf.traces.combine import CombineError
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
+            _merge(_folder(combine, tracking_uri, Path(scratch)), window, Path(output))
+    except (CombineError, LookupError, OSError) as error:
+        print(f"lightning-perf trace: {str(error).rstrip('.')}.", file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+def _folder(what: str, tracking_uri: str | None, scratch: Path) -> Path:
+    """The folder with the traces; those of a run in MLflow are downloaded."""
+    if Path(what).is_dir():
+        return Path(what)
+    from lightning_perf.traces.combine import TRACE_NAME
+
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    from lightning_perf.tracking.runs import download
+
+    def wanted(path: str) -> bool:
+        return TRACE_NAME.fullmatch(path.rpartition("/")[2]) is not None
+
+    download(what, tracking_uri, scratch, wanted)
+    return scratch
+
+
+def _merge(folder: Path, window: str | None, target: Path) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from lightning_perf.traces import combine
+
+    traces = combine.find_window(folder, window)
+    console = Console(highlight=False)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=2 * len(traces))
+        for trace in traces:
+            combine.scan(trace)
+            progress.advance(task)
+        combine.check(traces)
+        combine.align(traces)
+        progress.update(task, description="writing")
+        events = combine.write(traces, target, lambda: progress.advance(task))
+    console.print(f"{target}: {len(traces)} ranks, {events:,} events", soft_wrap=True)
+    missing = _missing(traces)
+    if missing:
+        console.print(f"No traces of ranks {missing}.", soft_wrap=True)
+    _show_clocks(console, traces)
+    _show_collectives(console, combine.collectives(traces), len(traces))
+
+
+def _missing(traces: Sequence[Trace]) -> str:
+    size = traces[0].head.get("world_size", 0)
+    there = {trace.rank for trace in traces}
+    missing = [rank for rank in range(int(size)) if rank not in there]
+    more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+    return ", ".join(map(str, missing[:10])) + more
+
+
+def _show_clocks(console: Console, traces: Sequence[Trace]) -> None:
+    for trace in traces[1:]:
+        if trace.error is None:
+            console.print(f"rank {trace.rank}: nothing in common with rank 0, clock as it is")
+            continue
+        base = trace.base - traces[0].base
+        shift = duration(abs(trace.shift - base) / 1e6) if trace.shift != base else "nothing"
+        error = duration(trace.error / 1e6)
+        console.print(f"rank {trace.rank}: clock shifted by {shift}, residual error {error}")
+
+
+def _show_collectives(console: Console, found: Sequence[Collective], ranks: int) -> None:
+    from rich.table import Table
+
+    if not found:
+        console.print("No collectives in these traces.")
+        return
+    last = [each.last for each in found]
+    table = Table("collective", "last rank", "the others waited (median)", title="Longest waits")
+    for each in found[:_MOST_SHOWN]:
+        others = [wait for rank, wait in each.waited.items() if rank != each.last]
+        waited = duration(median(others) / 1e6)
+        table.add_row(f"{each.name} #{each.number}", f"rank {each.last}", waited)
+    console.print(table)
+    most = max(set(last), key=last.count)
+    share = last.count(most) / len(last)
+    console.print(
+        f"Rank {most} came last to {share:.0%} of {len(last)} collectives of {ranks} ranks."
+    )

@@ -1,0 +1,381 @@
+"""Merges the traces of all ranks of one window into one file for Perfetto."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+from collections import defaultdict
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from lightning_perf.background.files import written_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from lightning_perf.traces.reading import Event
+
+#: Traces of ranks, as all profilers name them by default.
+TRACE_NAME = re.compile(r"rank(\d+)\.(.+\.json)(?:\.gz)?")
+_CHUNK = 1 << 20
+_LEVEL = 3
+#: Of a trace's head: ranks of one window agree on these.
+_SHARED = ("run_name", "stage", "batch", "world_size")
+#: Collectives that no rank leaves before the last one has come, as gloo, NCCL's annotations and
+#: NCCL's kernels are named. Only those of the device are timed there.
+_COLLECTIVE = re.compile(
+    r"(?:gloo|nccl):(?:_?all_?reduce|all_?gather|_?reduce_scatter|all_?to_?all|barrier)\w*"
+    r"|nccl(?:Dev)?Kernel_?(?:AllReduce|AllGather|ReduceScatter|SendRecv)\w*",
+    re.IGNORECASE,
+)
+#: What ends at about the same time on all ranks, where no collective was recorded.
+_STEP = re.compile(r"ProfilerStep#\d+|torch\._C\._EngineBase\.run_backward")
+_KERNELS, _DEVICE = ("kernel", "gpu_user_annotation"), "device "
+#: Processes of a rank in the merged file at most.
+_PROCESSES = 1000
+#: Clocks that differ by less (microseconds) are not shifted, by collectives and by steps, which end
+#: less precisely.
+_AGREE, _STEPS_AGREE = 1e3, 1e5
+#: Windows that a message names.
+_MOST_NAMED = 8
+
+
+class CombineError(ValueError):
+    """Traces that cannot be merged; the message says why."""
+
+
+class Marker(NamedTuple):
+    """A collective or step of one rank, by that rank's clock in microseconds."""
+
+    start: float
+    end: float
+
+
+@dataclass(eq=False)
+class Trace:
+    """One rank's file, and what is read of it before it is copied."""
+
+    rank: int
+    path: Path
+    #: What the file says of itself.
+    head: dict[str, Any] = field(default_factory=dict)
+    #: By name and process group, in the order of the file's clock.
+    collectives: dict[str, list[Marker]] = field(default_factory=dict)
+    steps: dict[str, list[Marker]] = field(default_factory=dict)
+    #: Added to the times of this rank.
+    shift: float = 0.0
+    #: Median distance of the shared events after the shift; None without any.
+    error: float | None = None
+
+    @property
+    def base(self) -> float:
+        """Microseconds to which the file's times are relative."""
+        return float(self.head.get("baseTimeNanoseconds", 0)) / 1e3
+
+    def events(self) -> Iterator[Event]:
+        """The events, one at a time; fills ``head``."""
+        with closing(_open(self.path)) as file:
+            yield from _stream(file, self.head, self.path)
+
+
+class Collective(NamedTuple):
+    """One collective on all ranks that took part."""
+
+    name: str
+    #: Which one of its name in the window.
+    number: int
+    #: Who came last, and microseconds that the others waited for it, by rank.
+    last: int
+    waited: Mapping[int, float]
+
+
+def find_window(folder: Path, window: str | None = None) -> list[Trace]:
+    """The traces of one window, by rank.
+
+    Args:
+        folder: Holds them, at any depth.
+        window: Which one if there are several: a part of the files' path after the rank, such as
+            ``"12"`` for ``rank0.12.pt.trace.json.gz``.
+
+    Raises:
+        CombineError: There is none, several, or two of one rank.
+    """
+    windows: dict[tuple[Path, str], list[Trace]] = defaultdict(list)
+    for path in sorted(folder.rglob("rank*.json*")):
+        name = TRACE_NAME.fullmatch(path.name)
+        if name and window in (None, name[2], name[2].partition(".")[0]):
+            windows[path.parent, name[2]].append(Trace(int(name[1]), path))
+    if not windows:
+        which = "" if window is None else f" of the window {window}"
+        raise CombineError(f"{folder} has no traces of ranks{which}, such as rank0.12.json.gz")
+    if len(windows) > 1:
+        names = [str(place.relative_to(folder) / rest) for place, rest in windows]
+        shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+        raise CombineError(
+            f"{folder} has traces of {len(windows)} windows or runs ({shown}). Name the folder of "
+            f"one run, and the window, such as --window {next(iter(windows))[1].partition('.')[0]}"
+        )
+    (found,) = windows.values()
+    found.sort(key=lambda trace: trace.rank)
+    for one, other in pairwise(found):
+        if one.rank == other.rank:
+            raise CombineError(f"rank {one.rank} has two traces: {one.path} and {other.path}")
+    return found
+
+
+def scan(trace: Trace) -> None:
+    """Read the head, the collectives and the steps of a trace."""
+    collectives: dict[str, list[Marker]] = defaultdict(list)
+    steps: dict[str, list[Marker]] = defaultdict(list)
+    for event in trace.events():
+        name = event.get("name")
+        if event.get("ph") != "X" or not isinstance(name, str) or "dur" not in event:
+            continue
+        marker = Marker(event["ts"], event["ts"] + event["dur"])
+        if _COLLECTIVE.fullmatch(name):
+            arguments = event.get("args", {})
+            group = arguments.get("Process Group Ranks") or arguments.get("Process Group Name", "")
+            on_device = _DEVICE if event.get("cat") in _KERNELS else ""
+            collectives[f"{on_device}{name} {group}".strip()].append(marker)
+        elif _STEP.fullmatch(name):
+            steps[name].append(marker)
+    # NCCL's annotations on the host end when the kernel is launched: the kernels tell more.
+    timed_there = any(name.startswith(_DEVICE) for name in collectives)
+    trace.collectives = {
+        name: sorted(found)
+        for name, found in collectives.items()
+        if name.startswith(_DEVICE) or not timed_there
+    }
+    trace.steps = {name: sorted(found) for name, found in steps.items()}
+
+
+def check(traces: Sequence[Trace]) -> None:
+    """Make sure that the traces are of one window of one run.
+
+    Raises:
+        CombineError: They are not; the message names two files that differ.
+    """
+    first = traces[0]
+    for trace in traces[1:]:
+        for key in _SHARED:
+            mine, theirs = first.head.get(key), trace.head.get(key)
+            if mine != theirs:
+                raise CombineError(
+                    f"{first.path.name} and {trace.path.name} are not of one window: their {key} "
+                    f"is {mine!r} and {theirs!r}"
+                )
+
+
+def align(traces: Sequence[Trace]) -> None:
+    """Set each rank's shift so that what all ranks share ends at the same time.
+
+    The first rank's clock is the reference. A clock that agrees already is left alone.
+    """
+    first = traces[0]
+    first.error = 0.0
+    for trace in traces[1:]:
+        base = trace.shift = trace.base - first.base
+        apart, least = _distances(first.collectives, trace.collectives), _AGREE
+        if not apart:
+            apart, least = _distances(first.steps, trace.steps), _STEPS_AGREE
+        if not apart:
+            continue
+        apart = [each + base for each in apart]
+        middle = median(apart)
+        spread = median(abs(each - middle) for each in apart)
+        host = first.head.get("host_name")
+        same_clock = host is not None and host == trace.head.get("host_name")
+        offset = 0.0 if same_clock or abs(middle) <= max(least, 3 * spread) else middle
+        trace.shift = base - offset
+        trace.error = median(abs(each - offset) for each in apart)
+
+
+def _distances(
+    first: Mapping[str, Sequence[Marker]], other: Mapping[str, Sequence[Marker]]
+) -> list[float]:
+    """How much later each shared event ends on the other rank."""
+    return [
+        theirs.end - ours.end
+        for name in first.keys() & other.keys()
+        for ours, theirs in zip(first[name], other[name], strict=False)
+    ]
+
+
+def collectives(traces: Sequence[Trace]) -> list[Collective]:
+    """Match the collectives of all ranks by name and order, the longest waiting first."""
+    found = []
+    for name in sorted({name for trace in traces for name in trace.collectives}):
+        ranks = [trace for trace in traces if name in trace.collectives]
+        for number in range(min(len(trace.collectives[name]) for trace in ranks)):
+            starts = {t.rank: t.collectives[name][number].start + t.shift for t in ranks}
+            last = max(starts, key=starts.__getitem__)
+            waited = {rank: starts[last] - start for rank, start in starts.items()}
+            if len(starts) > 1:
+                found.append(Collective(name, number, last, waited))
+    return sorted(found, key=lambda each: -max(each.waited.values()))
+
+
+def write(
+    traces: Iterable[Trace], target: Path, copied: Callable[[], object] = lambda: None
+) -> int:
+    """Write one file with a process per rank, in bounded memory.
+
+    Args:
+        traces: Aligned.
+        target: The file; gzipped if its name ends in ``.gz``.
+        copied: Called after each trace.
+
+    Returns:
+        The number of events.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        CombineError: A file is not a trace.
+    """
+    count = 0
+    with written_whole(target) as raw:
+        packed = gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) if target.suffix == ".gz" else None
+        file: Any = packed or raw
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        for trace in traces:
+            for event in _renamed(trace):
+                text = json.dumps(event, separators=(",", ":"))
+                file.write((",\n" if count else "").encode() + text.encode())
+                count += 1
+            copied()
+        file.write(b"\n]}\n")
+        if packed is not None:
+            packed.close()
+    return count
+
+
+def _renamed(trace: Trace) -> Iterator[Event]:
+    """A trace's events by the shared clock, with processes and ids that no other rank has."""
+    processes: dict[object, int] = {}
+    named: set[int] = set()
+    for event in trace.events():
+        if "pid" not in event:
+            continue
+        old = event["pid"]
+        pid = processes.setdefault(old, trace.rank * _PROCESSES + len(processes) + 1)
+        main = pid == trace.rank * _PROCESSES + 1
+        if event.get("name") in ("process_name", "process_labels", "process_sort_index"):
+            if event["name"] == "process_labels":
+                yield event | {"pid": pid, **_shifted(event, trace.shift)}
+            continue
+        if pid not in named:
+            named.add(pid)
+            name = f"rank {trace.rank}" if main else f"rank {trace.rank}: {old}"
+            yield _about(pid, "process_name", {"name": name})
+            yield _about(pid, "process_sort_index", {"sort_index": pid})
+        event |= {"pid": pid, **_shifted(event, trace.shift)}
+        for key in ("id", "bind_id"):
+            if key in event:
+                event[key] = f"{trace.rank}.{event[key]}"
+        yield event
+
+
+def _about(pid: int, name: str, arguments: Mapping[str, object]) -> Event:
+    return {"ph": "M", "pid": pid, "tid": 0, "name": name, "args": dict(arguments)}
+
+
+def _shifted(event: Event, shift: float) -> Event:
+    return {"ts": round(event["ts"] + shift, 3)} if "ts" in event else {}
+
+
+# -- reading a file in pieces -----------------------------------------------------------------
+
+
+def _open(path: Path) -> IO[str]:
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    if packed:
+        return io.TextIOWrapper(gzip.GzipFile(path), encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[\s,]*")
+_KEY = re.compile(r'\s*("(?:[^"\\]|\\.)*")\s*:\s*')
+
+
+def _stream(file: IO[str], head: dict[str, Any], path: Path) -> Iterator[Event]:
+    """Yield the elements of ``traceEvents``; the other keys of the object go into ``head``."""
+    buffer = _Buffer(file, path)
+    if buffer.peek("{"):
+        buffer.skip()
+        while not buffer.peek("}"):
+            key = buffer.key()
+            if key == "traceEvents" and buffer.peek("["):
+                yield from buffer.elements()
+            else:
+                head[key] = buffer.value()
+    elif buffer.peek("["):
+        yield from buffer.elements()
+    else:
+        raise CombineError(f"{path} is not a trace in Chrome's format")
+
+
+class _Buffer:
+    """The part of a file that is being parsed."""
+
+    def __init__(self, file: IO[str], path: Path) -> None:
+        self._file, self._path = file, path
+        self._text, self._at = "", 0
+
+    def peek(self, mark: str) -> bool:
+        """Whether the next character, after spaces and commas, is this one."""
+        while True:
+            found = _SPACE.match(self._text, self._at)
+            assert found is not None  # it matches nothing, too
+            self._at = found.end()
+            if self._at < len(self._text):
+                return self._text[self._at] == mark
+            self._more()
+
+    def skip(self) -> None:
+        """Go past one character."""
+        self._at += 1
+
+    def key(self) -> str:
+        """The next key of an object."""
+        while (found := _KEY.match(self._text, self._at)) is None or found.end() == len(self._text):
+            self._more()
+        self._at = found.end()
+        return str(json.loads(found[1]))
+
+    def value(self) -> Any:
+        """The next value."""
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except ValueError:
+                self._more()
+                continue
+            if end == len(self._text):  # a number may go on
+                self._more()
+                continue
+            self._at = end
+            return value
+
+    def elements(self) -> Iterator[Any]:
+        """The elements of an array."""
+        self.skip()
+        while not self.peek("]"):
+            yield self.value()
+        self.skip()
+
+    def _more(self) -> None:
+        try:
+            more = self._file.read(_CHUNK)
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise CombineError(f"{self._path} is damaged ({error})") from error
+        if not more:
+            raise CombineError(f"{self._path} is cut short, or not a trace in Chrome's format")
+        self._text, self._at = self._text[self._at :] + more, 0

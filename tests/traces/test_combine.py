@@ -1,0 +1,258 @@
+"""Traces of several ranks in one file: processes, clocks, collectives, refusals."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.late import Late, Sleeps
+from helpers.small import trainer
+
+from lightning_perf import PyTorch, VizTracer
+from lightning_perf.cli import _run as run_command
+from lightning_perf.traces import combine
+
+ALL_REDUCE = "gloo:all_reduce"
+
+
+def torch_trace(
+    folder: Path, rank: int, offset: float = 0.0, late: float = 0.0, name: str = "", **head: Any
+) -> Path:
+    """A trace of ten steps as torch.profiler writes it, by a clock that is ahead by an offset."""
+    jitter = random.Random(rank)
+    thread = {"pid": 4000, "tid": 7}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", **thread, "ts": offset, "args": {"name": "python"}},
+        {"ph": "X", "name": "Record", "pid": "Spans", "tid": "Profiler", "ts": offset, "dur": 9},
+    ]
+    for step in range(10):
+        begins = 1e5 * step + 1e3 * late + offset
+        ends = 1e5 * step + 9e4 + jitter.uniform(0, 50) + offset
+        events += [
+            {"ph": "X", "name": ALL_REDUCE, **thread, "ts": begins, "dur": ends - begins},
+            {"ph": "s", "name": "fwdbwd", "id": step, **thread, "ts": begins},
+        ]
+    shared = {"run_name": "r", "stage": "train", "batch": 7, "world_size": 3, "rank": rank}
+    path = folder / (name or f"rank{rank}.12.pt.trace.json.gz")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"schemaVersion": 1, **shared, **head, "traceEvents": events}, indent=1)
+    path.write_bytes(gzip.compress(text.encode()))
+    return path
+
+
+def merged(folder: Path, *options: str) -> dict[str, Any]:
+    """What the command writes."""
+    target = folder.parent / "all.json.gz"
+    assert run_command(["trace", "--combine", str(folder), "-o", str(target), *options]) == 0
+    found: dict[str, Any] = json.loads(gzip.decompress(target.read_bytes()))
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message of a command that fails."""
+    assert run_command(["trace", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_each_rank_is_a_process_with_its_name(tmp_path: Path) -> None:
+    """Processes and ids of different ranks are kept apart; nothing is lost."""
+    for rank in range(3):
+        torch_trace(tmp_path / "in", rank)
+    events = merged(tmp_path / "in")["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(named.values()) == sorted(
+        [name for rank in range(3) for name in (f"rank {rank}", f"rank {rank}: Spans")]
+    )
+    assert all(isinstance(event["pid"], int) and event["pid"] in named for event in events)
+    assert len({event["id"] for event in events if "id" in event}) == 30
+    assert sum(event["name"] == ALL_REDUCE for event in events) == 30
+
+
+@pytest.mark.parametrize("offset", [5e6, -3e5, 400.0])
+def test_clocks_are_aligned_by_the_ends_of_collectives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], offset: float
+) -> None:
+    """Within 0.1 ms after the shift, which is printed; clocks that agree are left alone."""
+    for rank in range(3):
+        torch_trace(tmp_path / "in", rank, offset if rank == 2 else 0.0, 30 if rank == 1 else 0)
+    events = merged(tmp_path / "in")["traceEvents"]
+    ends: dict[int, list[float]] = {}
+    for event in events:
+        if event["name"] == ALL_REDUCE:
+            ends.setdefault(event["pid"], []).append(event["ts"] + event["dur"])
+    first, *others = ends.values()
+    least = 100 if abs(offset) > 1e3 else 500
+    for other in others:
+        assert all(abs(a - b) < least for a, b in zip(first, other, strict=True))
+    printed = capsys.readouterr().out
+    shifted = "nothing" if abs(offset) <= 1e3 else "5.00 s" if offset == 5e6 else "300 ms"
+    assert f"rank 2: clock shifted by {shifted}, residual error" in printed
+    assert "Rank 1 came last to 100% of 10 collectives of 3 ranks." in printed
+    assert ("29.8 ms" if offset == 400 else "30.0 ms") in printed
+
+
+def test_the_base_of_torchs_times_is_taken_into_account(tmp_path: Path) -> None:
+    """Hosts may have different ones; the events were at the same time."""
+    torch_trace(tmp_path / "in", 0, 2e6, baseTimeNanoseconds=10**15)
+    torch_trace(tmp_path / "in", 1, 0.0, baseTimeNanoseconds=10**15 + 2 * 10**9)
+    events = merged(tmp_path / "in")["traceEvents"]
+    starts = [event["ts"] for event in events if event["name"] == ALL_REDUCE]
+    assert starts[:10] == pytest.approx(starts[10:], abs=60)
+
+
+def test_nccl_is_matched_by_its_kernels_and_groups() -> None:
+    """Annotations of launches are not compared, and ranks of other groups are not matched."""
+
+    def trace(rank: int, group: str, start: float) -> combine.Trace:
+        found = combine.Trace(rank, Path(f"rank{rank}.json"))
+        kernel = {
+            "ph": "X",
+            "cat": "kernel",
+            "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+            "ts": start,
+            "dur": 5.0,
+        }
+        events = [
+            kernel | {"args": {"Process Group Ranks": group}},
+            {"ph": "X", "cat": "user_annotation", "name": "nccl:all_reduce", "ts": 0.0, "dur": 1.0},
+        ]  # fmt: skip
+        found.events = lambda: iter(events)  # type: ignore[method-assign]
+        combine.scan(found)
+        return found
+
+    traces = [trace(0, "[0, 1]", 1.0), trace(1, "[0, 1]", 4.0), trace(2, "[2, 3]", 9.0)]
+    (found,) = combine.collectives(traces)
+    assert (found.last, found.waited) == (1, {0: 3.0, 1: 0.0})
+
+
+def test_several_windows_need_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names the windows and the option; traces of two runs are refused alike."""
+    for rank in range(2):
+        torch_trace(tmp_path / "in", rank)
+        torch_trace(tmp_path / "in", rank, name=f"rank{rank}.112.pt.trace.json.gz")
+    told = refusal(capsys, "--combine", str(tmp_path / "in"))
+    assert "traces of 2 windows or runs" in told
+    assert "--window 112" in told
+    assert merged(tmp_path / "in", "--window", "12")["traceEvents"]
+    assert "no traces" in refusal(capsys, "--combine", str(tmp_path / "in"), "--window", "13")
+
+
+@pytest.mark.parametrize("key", ["run_name", "batch", "world_size", "stage"])
+def test_traces_that_contradict_each_other_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    """Files of another run or window under the name of this one."""
+    torch_trace(tmp_path / "in", 0)
+    torch_trace(tmp_path / "in", 1, **{key: 99})
+    told = refusal(capsys, "--combine", str(tmp_path / "in"), "-o", str(tmp_path / "all.json"))
+    assert f"not of one window: their {key} is" in told
+    assert not (tmp_path / "all.json").exists()
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _shorten(path: Path) -> None:
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:900]))
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (_cut, "damaged"), (_shorten, "cut short"),
+        (lambda path: path.write_text("no trace"), "not a trace"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], told: str
+) -> None:
+    """And nothing is written."""
+    torch_trace(tmp_path / "in", 0)
+    path = torch_trace(tmp_path / "in", 1)
+    harm(path)
+    message = refusal(capsys, "--combine", str(tmp_path / "in"), "-o", str(tmp_path / "x.json"))
+    assert str(path) in message
+    assert told in message
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_a_missing_rank_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others are merged."""
+    for rank in (0, 2):
+        torch_trace(tmp_path / "in", rank)
+    merged(tmp_path / "in")
+    assert "No traces of ranks 1." in capsys.readouterr().out
+
+
+def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
+    """A trace of many megabytes is copied in pieces."""
+    event = {
+        "ph": "X",
+        "name": "aten::add",
+        "pid": 1,
+        "tid": 1,
+        "ts": 1.5,
+        "dur": 2.5,
+        "args": {"x": "y" * 200},
+    }
+    text = json.dumps({"traceEvents": [event] * 40_000})
+    assert len(text) > 10e6
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/rank0.1.json").write_text(text)
+    del text
+    (trace,) = combine.find_window(tmp_path / "in")
+    tracemalloc.start()
+    combine.scan(trace)
+    written = combine.write([trace], tmp_path / "all.json")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert written == 40_002
+    assert peak < 8e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profiler", [PyTorch, VizTracer])
+def test_traces_of_four_real_ranks_are_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], profiler: Any
+) -> None:
+    """With one clock, since they ran on one machine; the late rank came last."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"strategy": "ddp_fork", "devices": 4, "max_epochs": 3}
+    callback = profiler(schedule="at 6ba for 4ba")
+    trainer(tmp_path / "in", callback, Sleeps(), **options).fit(Late({2}, "forward", 0.05))
+    events = merged(tmp_path / "in")["traceEvents"]
+    named = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {f"rank {rank}" for rank in range(4)} <= named
+    printed = capsys.readouterr().out
+    for rank in (1, 2, 3):
+        assert f"rank {rank}: clock shifted by nothing, residual error" in printed
+    if profiler is PyTorch:
+        assert "Rank 2 came last to 100% of 4 collectives of 4 ranks." in printed
+
+
+def test_traces_of_a_run_in_mlflow_are_downloaded(tmp_path: Path, mlflow_database: str) -> None:
+    """By the name of the run; other artifacts are left where they are."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(mlflow_database)
+    experiment = client.create_experiment("combine", str(tmp_path / "artifacts"))
+    run = client.create_run(experiment, run_name="merge-me")
+    for rank in range(2):
+        client.log_artifact(
+            run.info.run_id, str(torch_trace(tmp_path / "in", rank)), "r/torch_traces"
+        )
+    client.log_text(run.info.run_id, "notes", "notes.txt")
+    target = tmp_path / "all.json"
+    arguments = ["trace", "--combine", "merge-me", "--tracking_uri", mlflow_database]
+    assert run_command([*arguments, "--output", str(target)]) == 0
+    events = json.loads(target.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"rank 0", "rank 1"} <= names
