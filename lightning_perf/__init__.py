@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_perf.schedule import Not as Not
     from lightning_perf.schedule import OnSignal as OnSignal
     from lightning_perf.schedule import OnSlowBatch as OnSlowBatch
+    from lightning_perf.schedule import OnVerdict as OnVerdict
     from lightning_perf.schedule import Schedule as Schedule
     from lightning_perf.schedule import Stages as Stages
     from lightning_perf.tracking.tracker import Tracker as Tracker
@@ -69,7 +70,7 @@ _HOMES = {
     "run.window_callback": ["WindowCallback"],
     "schedule": [
         "All", "Always", "AnyOf", "At", "Cyclic", "Elapsed", "Every", "Fixed", "GlobalRank",
-        "HasTag", "LocalRank", "Never", "Not", "OnSignal", "OnSlowBatch", "Schedule", "Stages",
+        "HasTag", "LocalRank", "Never", "Not", "OnSignal", "OnSlowBatch", "OnVerdict", "Schedule", "Stages",
     ],
     "core.time": ["Time", "TimeUnit"],
     "tracking.tracker": ["Tracker"],

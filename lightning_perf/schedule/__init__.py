@@ -5,7 +5,7 @@ from lightning_perf.schedule.conditions import Elapsed, GlobalRank, HasTag, Loca
 from lightning_perf.schedule.cycles import Cyclic, Fixed
 from lightning_perf.schedule.intervals import Always, At, Every, Never
 from lightning_perf.schedule.parse import as_schedule
-from lightning_perf.schedule.triggers import OnSignal, OnSlowBatch, Trigger
+from lightning_perf.schedule.triggers import OnSignal, OnSlowBatch, OnVerdict, Trigger
 
 __all__ = [
     "FOREVER",
@@ -25,6 +25,7 @@ __all__ = [
     "Not",
     "OnSignal",
     "OnSlowBatch",
+    "OnVerdict",
     "Schedule",
     "Stages",
     "Trigger",

@@ -1,4 +1,4 @@
-"""Schedules that an event triggers: a slow batch or a signal."""
+"""Schedules that an event triggers: a slow batch, a verdict or a signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_perf.schedule.base import Context, Schedule
 from lightning_perf.schedule.intervals import Latch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
     from types import FrameType
 
     from lightning_perf.core.progress import Moment
@@ -139,6 +139,42 @@ class _RunningMedian:
         insort(self._sorted, value)
         if len(self._recent) > _HISTORY:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+
+
+class OnVerdict(Trigger):
+    """True after the diagnosis reaches one of some verdicts, such as ``"periodic-stall"``.
+
+    It needs `Diagnosis` on the same Trainer. Verdicts are reached on rank 0, so it is never true on
+    other ranks. Each code opens one window per run.
+
+    Args:
+        codes: Codes of verdicts, of one's own rules too.
+        lasting: The length of a window, in any unit except ``dur``.
+
+    Raises:
+        ConfigError: If there is no code, or the length is malformed.
+    """
+
+    def __init__(self, codes: list[str] | str, lasting: Time | str = "5ba") -> None:
+        super().__init__(lasting)
+        self.codes = [codes] if isinstance(codes, str) else list(codes)
+        if not self.codes or not all(isinstance(code, str) and code for code in self.codes):
+            problem = "is not valid, expected one code of a verdict or more"
+            raise ConfigError("codes", codes, problem, '["input-bound", "periodic-stall"]')
+        self._reached: Sequence[str] = ()
+        self._seen = 0
+
+    def setup(self, context: Context) -> None:
+        """Follow the verdicts of a run."""
+        super().setup(context)
+        self._reached, self._seen = context.reached, len(context.reached)
+
+    def fired(self, moment: Moment) -> bool:  # noqa: ARG002
+        """Return whether one of the codes was reached since the last call."""
+        if len(self._reached) == self._seen:
+            return False
+        fresh, self._seen = self._reached[self._seen :], len(self._reached)
+        return any(code in self.codes for code in fresh)
 
 
 # These end or stop the process, or Lightning uses them to end training.

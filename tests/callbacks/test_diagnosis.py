@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_perf import ConfigError, Diagnosis, Suite, Verdict
+from lightning_perf import ConfigError, Diagnosis, OnVerdict, PyTorch, Suite, Verdict
 from lightning_perf.diagnosis.signals import Signals
 
 #: Seconds of what is planted, and of a batch without it.
@@ -208,6 +208,25 @@ def test_verdicts_come_while_training_runs(tmp_path: Path) -> None:
     assert seen[-1] == 80
     assert len(seen) >= 2
     assert [each.code for each in diagnosis.verdicts] == ["mine"]
+
+
+def test_a_verdict_starts_a_recording(tmp_path: Path) -> None:
+    """A profiler records once after the verdict, not again when it is repeated."""
+
+    class Mine:
+        code = "mine"
+
+        def __call__(self, signals: Signals) -> list[Verdict]:
+            return [Verdict("mine", "warning", 0.5)]
+
+    diagnosis = Diagnosis(rules=[Mine()], schedule="every 20ba", terminal=False)
+    profiler = PyTorch(schedule=OnVerdict("mine", lasting="3ba"))
+    options = {"log_every_n_steps": 10, "max_epochs": 2}
+    trainer(tmp_path, diagnosis, profiler, **options).fit(Model())
+    assert len(profiler.saved_traces) == 1
+    unrelated = PyTorch(schedule=OnVerdict(["other"]), folder="none")
+    trainer(tmp_path, diagnosis, unrelated, **options).fit(Model())
+    assert not unrelated.saved_traces
 
 
 def test_an_interrupted_run_is_diagnosed_up_to_its_last_window(tmp_path: Path) -> None:

@@ -1,0 +1,258 @@
+"""Plants faults in small trainings and scores what the diagnosis says.
+
+Run it from the repository: ``PYTHONPATH=benchmarks python -m planted --part held_out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import date
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import scipy.stats  # noqa: F401 - imported once, before the forks
+from planted.faults import COMPOUNDS, FAULTS, TRAPS, Fault, Run
+from planted.workloads import HELD_OUT, WORKLOADS
+
+from lightning_perf import Diagnosis
+
+#: Thresholds may be tuned on the first; the second was looked at once all was written.
+PARTS: dict[str, dict[str, Any]] = {
+    "tune": {"magnitudes": (0.35, 1.0), "seeds": (0,), "workloads": WORKLOADS},
+    "held_out": {"magnitudes": (0.5, 0.8), "seeds": (101,), "workloads": WORKLOADS},
+    "held_out_workload": {"magnitudes": (0.6,), "seeds": (202,), "workloads": HELD_OUT},
+}
+#: Verdicts on the machine, which other programs share while this runs.
+ENVIRONMENT = {"cpu-saturated"}
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
+    "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 10,
+    "limit_val_batches": 0, "num_sanity_val_steps": 0,
+}  # fmt: skip
+
+
+class Wall(L.Callback):
+    """The wall time of the training, by a clock of its own."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.seconds = time.perf_counter() - self.began
+
+
+def step_seconds(workload: type[Any], seed: int) -> float:
+    """Seconds of a step without faults."""
+    with tempfile.TemporaryDirectory() as folder:
+        wall = Wall()
+        run = L.Trainer(**QUIET, max_epochs=1, callbacks=[wall], default_root_dir=folder)
+        run.fit(workload(seed, 30))
+    return wall.seconds / 30
+
+
+def train(
+    faults: list[Fault], workload: type[Any], seed: int, magnitude: float, step: float, active: bool
+) -> tuple[float, list[Any]]:
+    """One training, with the faults or without them: its seconds, and its verdicts."""
+    with tempfile.TemporaryDirectory() as folder:
+        epochs, steps = max(f.epochs for f in faults), max(f.steps for f in faults)
+        module = workload(seed, steps // epochs)
+        run = Run(module, magnitude * step, step, folder, active=active)
+        for fault in faults:
+            fault.plant(run)
+        wall, diagnosis = Wall(), Diagnosis(terminal=False)
+        options = {**QUIET, "max_epochs": epochs, "default_root_dir": folder, **run.options}
+        L.Trainer(**options, callbacks=[wall, *run.callbacks, diagnosis]).fit(module)
+    return wall.seconds, [verdict.as_dict() for verdict in diagnosis.verdicts]
+
+
+def start(function: Any, *args: Any) -> tuple[Any, Any]:
+    """Run a function in a forked process, so that no run sees another one's garbage."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+
+    def work() -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sending.send(function(*args))
+        sending.close()
+        os._exit(0)  # the interpreter's own end takes seconds
+
+    child = context.Process(target=work)
+    child.start()
+    sending.close()
+    return receiving, child
+
+
+def in_child(function: Any, *args: Any) -> Any:
+    """What a function returns in a forked process; None if it fails."""
+    receiving, child = start(function, *args)
+    try:
+        return receiving.recv()
+    except EOFError:
+        return None
+    finally:
+        child.join()
+
+
+def all_cases(todo: list[Any], jobs: int) -> Iterator[dict[str, Any]]:
+    """The results of some cases, several at a time."""
+    waiting, running = list(todo), {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            receiving, child = start(case, *waiting.pop(0))
+            running[receiving] = child
+        for receiving in wait(list(running)):
+            child = running.pop(receiving)
+            with suppress(EOFError):
+                yield receiving.recv()
+            child.join()
+
+
+def case(kind: str, faults: list[Fault], name: str, seed: int, magnitude: float) -> dict[str, Any]:
+    """Train with and without the faults, and say what came of it."""
+    workload = (WORKLOADS | HELD_OUT)[name]
+    step = in_child(step_seconds, workload, seed)
+    found = {
+        "kind": kind, "faults": [f.name for f in faults], "workload": name, "seed": seed,
+        "magnitude": magnitude, "codes": [f.codes[0] for f in faults if f.codes],
+        "culprits": {f.codes[0]: f.culprit for f in faults if f.culprit},
+    }  # fmt: skip
+    planted = in_child(train, faults, workload, seed, magnitude, step, True)
+    if planted is None:
+        return {**found, "failed": True}
+    found |= {"seconds": planted[0], "verdicts": planted[1]}
+    if kind == "fault":
+        clean = in_child(train, faults, workload, seed, magnitude, step, False)
+        found["clean_seconds"] = clean[0] if clean else None
+    return found
+
+
+def cases(part: str, only: str | None) -> list[tuple[str, list[Fault], str, int, float]]:
+    """All cases of a part."""
+    plan, named = PARTS[part], {fault.name: fault for fault in FAULTS}
+    names = list(plan["workloads"])
+    found: list[tuple[str, list[Fault], str, int, float]] = []
+    for seed in plan["seeds"]:
+        for number, magnitude in enumerate(plan["magnitudes"]):
+            for index, fault in enumerate(FAULTS):
+                # Each fault meets each workload, over the magnitudes.
+                name = names[(index + number) % len(names)]
+                found.append(("fault", [fault], name, seed + number, magnitude))
+        for name in names:
+            found += [("trap", [trap], name, seed, 0.0) for trap in TRAPS]
+        for index, pair in enumerate(COMPOUNDS):
+            both = [named[each] for each in pair]
+            name = names[index % len(names)]
+            found.append(("compound", both, name, seed, plan["magnitudes"][-1]))
+    return [each for each in found if only is None or any(only in f.name for f in each[1])]
+
+
+def blamed(result: dict[str, Any], *severities: str) -> list[dict[str, Any]]:
+    """Verdicts of some severities that are not about the machine."""
+    wanted = severities or ("warning", "critical")
+    verdicts = result["verdicts"]
+    return [v for v in verdicts if v["severity"] in wanted and v["code"] not in ENVIRONMENT]
+
+
+def score(results: list[dict[str, Any]]) -> dict[str, str]:
+    """The figures of a table."""
+    done = [r for r in results if not r.get("failed")]
+    faults = [r for r in done if r["kind"] == "fault"]
+    planted = [r for r in done if r["kind"] != "trap"]
+    traps = [r for r in done if r["kind"] == "trap"]
+    wanted = [(r, code) for r in planted for code in r["codes"]]
+    hits = [(r, c) for r, c in wanted if c in [v["code"] for v in blamed(r)]]
+    said = [(r, v) for r in done for v in blamed(r)]
+    right = [1 for r, v in said if v["code"] in r["codes"]]
+    top = [1 for r in faults if blamed(r) and blamed(r)[0]["code"] in r["codes"]]
+    named = [(r, c) for r, c in hits if c in r["culprits"]]
+    correct = [
+        1
+        for r, c in named
+        if r["culprits"][c] in [v["culprit"] for v in blamed(r) if v["code"] == c]
+    ]
+    errors = []
+    for r in faults:
+        shares = [v for v in blamed(r) if v["code"] in r["codes"] and v["share"]]
+        if shares and r.get("clean_seconds"):
+            actual = r["seconds"] / r["clean_seconds"]
+            errors.append(abs(shares[0]["predicted_speedup"] / actual - 1))
+
+    def part(count: int, of: int) -> str:
+        return f"{count / of:.2f} ({count}/{of})" if of else "-"
+
+    return {
+        "trainings": f"{len(done)} (+ {len(results) - len(done)} that failed)",
+        "recall": part(len(hits), len(wanted)),
+        "precision": part(len(right), len(said)),
+        "top-1": part(len(top), len(faults)),
+        "culprit": part(len(correct), len(named)),
+        "predicted speed-up, median error": f"{statistics.median(errors):.1%}" if errors else "-",
+        "traps with a warning": part(sum(bool(blamed(r)) for r in traps), len(traps)),
+        "traps with a critical": part(sum(bool(blamed(r, "critical")) for r in traps), len(traps)),
+    }
+
+
+def main() -> None:
+    """Run a part of the benchmark, print its table, and the cases that went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=PARTS, default="tune")
+    parser.add_argument("--only", help="Cases whose faults contain this text.")
+    parser.add_argument("--jobs", type=int, default=1, help="Cases at a time.")
+    parser.add_argument("--score", type=Path, nargs="*", help="Only score files of --out.")
+    parser.add_argument("--out", type=Path, help="Write all results as JSON lines.")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    results = []
+    if given.score:
+        lines = [line for path in given.score for line in path.read_text().splitlines()]
+        show(given.part, [json.loads(line) for line in lines])
+        return
+    gc.freeze()  # what was imported is no garbage of the runs
+    for result in all_cases(cases(given.part, given.only), given.jobs):
+        results.append(result)
+        if given.out:
+            with given.out.open("a") as out:
+                out.write(json.dumps(result) + "\n")
+        if result.get("failed"):
+            print("failed:", result)
+            continue
+        print(line(result), flush=True)
+    show(given.part, results)
+
+
+def line(result: dict[str, Any]) -> str:
+    """One case: what was wanted, and what was found."""
+    found = [f"{v['code']}/{v['severity']}/{v['share']:.2f}/{v['culprit']}" for v in blamed(result)]
+    actual = result["seconds"] / (result.get("clean_seconds") or result["seconds"])
+    return (
+        f"{'+'.join(result['faults']):32} {result['workload']:11} {result['magnitude']:4} wanted "
+        f"{','.join(result['codes']) or 'nothing':18} actual {actual:.2f}x  {'  '.join(found)}"
+    )
+
+
+def show(part: str, results: list[dict[str, Any]]) -> None:
+    """Print the table of a part."""
+    load = os.getloadavg()[0]
+    print(f"\n{part}, {date.today()}, {os.cpu_count()} CPUs, {platform.machine()}, load {load:.1f}")
+    for name, value in score(results).items():
+        print(f"| {name} | {value} |")
+
+
+if __name__ == "__main__":
+    main()
