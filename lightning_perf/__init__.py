@@ -70,7 +70,8 @@ _HOMES = {
     "run.window_callback": ["WindowCallback"],
     "schedule": [
         "All", "Always", "AnyOf", "At", "Cyclic", "Elapsed", "Every", "Fixed", "GlobalRank",
-        "HasTag", "LocalRank", "Never", "Not", "OnSignal", "OnSlowBatch", "OnVerdict", "Schedule", "Stages",
+        "HasTag", "LocalRank", "Never", "Not", "OnSignal", "OnSlowBatch", "OnVerdict",
+        "Schedule", "Stages",
     ],
     "core.time": ["Time", "TimeUnit"],
     "tracking.tracker": ["Tracker"],

@@ -12,9 +12,9 @@ import lightning_perf
 
 NAMES = """
 All Always AnyOf At ConfigError Cyclic Diagnosis Elapsed Every Fixed Flops GlobalRank HasTag
-LocalRank MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch OnVerdict PerfWarning Profiler PyTorch
-RecorderBusy Schedule SpeedMonitor Stages Suite SystemMetrics Time TimeUnit Timestamp Timings
-Tracker Verdict VizTracer Window WindowCallback always_on
+LocalRank MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch OnVerdict PerfWarning
+Profiler PyTorch RecorderBusy Schedule SpeedMonitor Stages Suite SystemMetrics Time TimeUnit
+Timestamp Timings Tracker Verdict VizTracer Window WindowCallback always_on
 """
 
 

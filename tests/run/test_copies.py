@@ -59,6 +59,7 @@ ARGUMENTS: dict[str, Callable[[], Any] | None] = {
     "TimeUnit": lambda: TimeUnit.BATCH,
     "Timings": lambda: Timings(schedule="1ba"),
     "Tracker": None,
+    "OnVerdict": lambda: lightning_perf.OnVerdict(["input-bound"]),
     "Verdict": lambda: lightning_perf.Verdict("warmup", "info"),
     "Window": lambda: window_of({"batch/seconds": [1.0]}),
 }
