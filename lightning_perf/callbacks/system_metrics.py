@@ -182,8 +182,8 @@ def _averages(window: Window) -> dict[str, float]:
     rows = np.asarray(window.rows)[first]
     found: dict[str, float] = {}
     for layout in _layouts(tuple(window.columns)):
-        # Nodes x slots x figures; NaN where nothing was sampled.
-        with np.errstate(invalid="ignore"):
+        # Nodes x slots x figures; not finite where nothing was sampled.
+        with np.errstate(divide="ignore", invalid="ignore"):
             means = rows[:, layout.values] / rows[:, layout.seconds]
         gpus = rows[:, layout.numbers]
         if len(nodes) > _MOST_NODES:

@@ -321,6 +321,13 @@ def test_up_to_eight_nodes_have_their_own_keys() -> None:
     assert len(found) == 8 * (1 + 2 * len(GPU))
 
 
+def test_what_was_sampled_for_no_time_is_left_out() -> None:
+    """A sensor that was read between its two columns has no mean, and there is no warning."""
+    columns = {"memory/node_rank": [0.0], "memory/pid": [7.0]}
+    columns |= {"system/cpu_util_simple": [2.0], "system/cpu_util_simple/seconds": [0.0]}
+    assert not SystemMetrics().on_window(window_of(columns))
+
+
 def test_of_many_nodes_the_spread_is_logged() -> None:
     """Who has the least and the most is named, and the number of keys does not grow."""
     found = SystemMetrics().on_window(nodes_window(101, gpus=2))
