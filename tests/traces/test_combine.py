@@ -251,7 +251,7 @@ def test_traces_of_a_run_in_mlflow_are_downloaded(tmp_path: Path, mlflow_databas
         )
     client.log_text(run.info.run_id, "notes", "notes.txt")
     target = tmp_path / "all.json"
-    arguments = ["trace", "--combine", "merge-me", "--tracking_uri", mlflow_database]
+    arguments = ["trace", "--combine", "merge-me", "--tracking-uri", mlflow_database]
     assert run_command([*arguments, "--output", str(target)]) == 0
     events = json.loads(target.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
