@@ -71,7 +71,10 @@ def test_each_rank_is_a_process_with_its_name(tmp_path: Path) -> None:
         [name for rank in range(3) for name in (f"rank {rank}", f"rank {rank}: Spans")]
     )
     assert all(isinstance(event["pid"], int) and event["pid"] in named for event in events)
-    assert len({event["id"] for event in events if "id" in event}) == 30
+    # Perfetto takes only numbers.
+    ids = {event["id"] for event in events if "id" in event}
+    assert len(ids) == 30
+    assert all(isinstance(each, int) and each < 2**53 for each in ids)
     assert sum(event["name"] == ALL_REDUCE for event in events) == 30
 
 
