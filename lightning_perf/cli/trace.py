@@ -47,7 +47,7 @@ def parser() -> ArgumentParser:
         help="Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz.",
     )
     parser.add_argument(
-        "--tracking_uri",
+        "--tracking-uri",
         type=str,
         default=None,
         help="The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",

@@ -277,8 +277,13 @@ def _renamed(trace: Trace) -> Iterator[Event]:
         event |= {"pid": pid, **_shifted(event, trace.shift)}
         for key in ("id", "bind_id"):
             if key in event:
-                event[key] = f"{trace.rank}.{event[key]}"
+                event[key] = _distinct(trace.rank, event[key])
         yield event
+
+
+def _distinct(rank: int, number: object) -> object:
+    """An id that no other rank has; Perfetto takes only numbers for flows."""
+    return (rank << 32) + number if isinstance(number, int) else f"{rank}.{number}"
 
 
 def _about(pid: int, name: str, arguments: Mapping[str, object]) -> Event:

@@ -71,7 +71,10 @@ def test_each_rank_is_a_process_with_its_name(tmp_path: Path) -> None:
         [name for rank in range(3) for name in (f"rank {rank}", f"rank {rank}: Spans")]
     )
     assert all(isinstance(event["pid"], int) and event["pid"] in named for event in events)
-    assert len({event["id"] for event in events if "id" in event}) == 30
+    # Perfetto takes only numbers.
+    ids = {event["id"] for event in events if "id" in event}
+    assert len(ids) == 30
+    assert all(isinstance(each, int) and each < 2**53 for each in ids)
     assert sum(event["name"] == ALL_REDUCE for event in events) == 30
 
 
@@ -251,7 +254,7 @@ def test_traces_of_a_run_in_mlflow_are_downloaded(tmp_path: Path, mlflow_databas
         )
     client.log_text(run.info.run_id, "notes", "notes.txt")
     target = tmp_path / "all.json"
-    arguments = ["trace", "--combine", "merge-me", "--tracking_uri", mlflow_database]
+    arguments = ["trace", "--combine", "merge-me", "--tracking-uri", mlflow_database]
     assert run_command([*arguments, "--output", str(target)]) == 0
     events = json.loads(target.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}

@@ -1,0 +1,211 @@
+"""Several real ranks: what they exchange, sums over them, and ranks that stop or die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.late import Late, Sleeps
+from helpers.small import RANKS, Small, trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings, WindowCallback
+
+pytestmark = pytest.mark.slow
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast",
+    "broadcast_object_list", "barrier", "monitored_barrier", "gather", "gather_object", "reduce",
+    "reduce_scatter", "scatter", "all_to_all", "send", "recv", "isend", "irecv",
+)  # fmt: skip
+
+
+class Counted(L.Callback):
+    """Counts this process's collectives from the first batch to the last one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls: Counter[str] = Counter()
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == 0:
+            for name in COLLECTIVES:
+                setattr(dist, name, self.counting(name, getattr(dist, name)))
+
+    def counting(self, name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        path = self.folder / f"rank{trainer.global_rank}.json"
+        path.write_text(json.dumps(self.calls))
+
+
+def collectives(folder: Path, batches: int, ours: list[Any], every: int = 1000) -> list[Any]:
+    """The collectives of both ranks during some batches."""
+    folder.mkdir()
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {**RANKS, "max_steps": batches, "max_epochs": -1}
+    trainer(folder, Counted(folder), *ours, log_every_n_steps=every, **options).fit(Small())
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def always() -> list[Any]:
+    """All callbacks that watch a whole run."""
+    return [Suite([SpeedMonitor(window_size=2), Flops("1000ba"), Timings(), SystemMetrics()])]
+
+
+def test_nothing_is_exchanged_per_batch(tmp_path: Path) -> None:
+    """Sixteen more batches need as many collectives as without us; a report needs one."""
+    few, many = (collectives(tmp_path / f"ours{n}", n, always()) for n in (8, 24))
+    plain = [collectives(tmp_path / f"plain{n}", n, []) for n in (8, 24)]
+    reported = collectives(tmp_path / "reported", 24, always(), every=4)
+    for rank in (0, 1):
+        more = Counter(many[rank]) - Counter(few[rank])
+        assert more == Counter(plain[1][rank]) - Counter(plain[0][rank])
+        assert set(Counter(reported[rank]) - Counter(many[rank])) == {"all_gather"}
+        # One per four batches; a report wider than one message needs another one.
+        assert reported[rank]["all_gather"] - many[rank]["all_gather"] <= 2 * 24 // 4
+
+
+class Own(WindowCallback):
+    """Leaves each rank's own values of each window, and what rank 0 makes of all."""
+
+    columns = ("batch/*", "flops/*")
+
+    def __init__(self, folder: Path, watched: list[Any]) -> None:
+        super().__init__()
+        self.folder, self.watched = folder, watched
+        self.rows: list[dict[str, float]] = []
+
+    def on_window(self, window: Any) -> None:
+        self.rows.append({name: window.own(name) for name in window.columns})
+        if window.at_end:
+            found = {key: value for each in self.watched for key, value in each.metrics.items()}
+            text = json.dumps({"rows": self.rows, "metrics": found})
+            (self.folder / f"rank{window.rank}.json").write_text(text)
+
+
+class Uneven(Small):
+    """Each rank has batches of another size, from a loader of its own."""
+
+    def train_dataloader(self) -> Any:
+        size = 2 + self.global_rank
+        x = torch.ones(12 * size, 8)
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=size)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_global_metrics_are_sums_of_the_ranks_own(tmp_path: Path, ranks: int) -> None:
+    """With another batch size on each rank: samples, FLOPs and rates."""
+    torch.set_num_threads(1)
+    watched = [SpeedMonitor(window_size=100), Flops("1000ba", peak_flops=1e9)]
+    options = {"strategy": "ddp_fork", "devices": ranks, "use_distributed_sampler": False}
+    own = Own(tmp_path, watched)
+    trainer(tmp_path, *watched, own, log_every_n_steps=1000, **options).fit(Uneven())
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    rows, metrics = [each["rows"][-1] for each in found], found[0]["metrics"]
+    assert [row["batch/samples"] / row["batch/count"] for row in rows] == [
+        2 + r for r in range(ranks)
+    ]
+    for key, column in (("samples", "batch/samples"), ("flops", "flops/model")):
+        rate = sum(row[column] / row["batch/seconds"] for row in rows)
+        assert metrics[f"throughput/{key}_per_sec"] == pytest.approx(rate, rel=1e-12)
+        assert metrics[f"throughput/device/{key}_per_sec"] == pytest.approx(rate / ranks, rel=1e-12)
+    assert metrics["batch_flops"] == sum(row["flops/batch"] for row in rows)
+    mfu = sum(row["flops/ideal_seconds"] / row["flops/seconds"] for row in rows) / ranks
+    assert metrics["mfu"] == pytest.approx(mfu, rel=1e-12)
+
+
+class Stops(Late):
+    """Rank 1 is stopped for two seconds in one phase of batch 10."""
+
+    def wait(self, phase: str) -> None:
+        super().wait(phase)
+        now = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        if (
+            phase == self.phase
+            and self.global_rank == 1
+            and now == 10
+            and not hasattr(self, "done")
+        ):
+            self.done = True
+            wake = f"import os, time; time.sleep(2); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
+            child = subprocess.Popen([sys.executable, "-c", wake])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            child.wait()
+
+
+@pytest.mark.parametrize("phase", ["input", "forward", "backward", "callback"])
+def test_a_rank_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path, phase: str) -> None:
+    """Both ranks train to the end, and every report is there."""
+    torch.set_num_threads(1)
+    monitor = SpeedMonitor(window_size=2)
+    own = Own(tmp_path, [monitor])
+    options: dict[str, Any] = {**RANKS, "max_steps": 24, "max_epochs": -1, "log_every_n_steps": 4}
+    model = Stops(set(), phase, 0.0)
+    trainer(tmp_path, Sleeps(), monitor, Timings(), own, **options).fit(model)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert len(found["rows"]) >= 6
+        assert found["metrics"]["throughput/samples_per_sec"] > 0
+        # The stop is in one of the windows.
+        assert max(row["batch/seconds"] for row in found["rows"]) > 1.5
+
+
+KILLED = """
+import os, signal, sys, warnings
+from pathlib import Path
+from helpers.late import Late, Sleeps
+from helpers.small import RANKS, trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning_perf import SpeedMonitor, SystemMetrics, Timings
+
+class Dies(Late):
+    def wait(self, phase):
+        super().wait(phase)
+        now = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        if phase == self.phase and self.global_rank == 1 and now == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    logger = CSVLogger(folder, "csv", "0", flush_logs_every_n_steps=1)
+    options = {**RANKS, "max_steps": 40, "max_epochs": -1, "log_every_n_steps": 4}
+    ours = [SpeedMonitor(window_size=2), Timings(), SystemMetrics()]
+    trainer(folder, Sleeps(), *ours, logger=logger, **options).fit(Dies(set(), sys.argv[2], 0.0))
+"""
+
+
+@pytest.mark.parametrize("phase", ["input", "forward", "backward", "callback"])
+def test_a_rank_that_is_killed_hangs_nobody(tmp_path: Path, phase: str) -> None:
+    """The run ends with torch's error, and what was logged before is kept."""
+    script = tmp_path / "dies.py"
+    script.write_text(KILLED)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), phase],
+        env=environment, capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "SIGKILL" in done.stderr, f"{time.monotonic() - began:.0f} s: {done.stderr[-2000:]}"
+    header, *rows = (tmp_path / "csv/0/metrics.csv").read_text().splitlines()
+    assert "throughput/samples_per_sec" in header
+    assert len(rows) >= 3

@@ -1,0 +1,91 @@
+"""Waiting for other ranks: when backward's own work ends, and what the columns hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_perf.run.spans import DEVICE_COLUMNS, SpanSignal
+from lightning_perf.run.waits import BUFFERS, GRADIENTS, START, GradientsReady, WaitSignal
+from lightning_perf.timing.totals import Action, Cost, Totals
+
+
+def test_the_end_of_the_own_gradients_is_announced_before_what_is_queued_later() -> None:
+    """DDP queues its wait when the last gradient is ready; ours runs ahead of it, once."""
+    weight = torch.ones(3, requires_grad=True)
+    events: list[str] = []
+
+    def last_gradient(_: Tensor) -> None:
+        events.append("gradient")
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: events.append("wait"))
+
+    weight.register_post_accumulate_grad_hook(last_gradient)
+    backward = GradientsReady(
+        lambda loss: loss.backward(retain_graph=True), lambda: events.append("ready")
+    )
+    loss = (weight * 2).sum()
+    backward(loss)
+    assert events == ["gradient", "ready", "wait"]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+    # The hook is gone from the loss.
+    events.clear()
+    loss.backward()
+    assert "ready" not in events
+
+
+def test_what_is_no_loss_reaches_the_original() -> None:
+    """Without a gradient or a tensor there is nothing to announce, and the error is torch's own."""
+    seen: list[Any] = []
+    backward = GradientsReady(seen.append, lambda: seen.append("ready"))
+    for given in (torch.ones(1), "loss", None):
+        backward(given)
+    assert len(seen) == 3
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        GradientsReady(lambda loss: loss.backward(), list)(torch.ones(1))
+
+
+def spans(clocked: bool) -> Any:
+    """Some recorded times."""
+    host = {
+        Action("train", "other", START): Cost(1.0, 2),
+        Action("train", "other", "loop"): Cost(10.0, 2),
+        Action("train", "forward", BUFFERS): Cost(2.0, 2),
+        Action("train", "backward", "backward"): Cost(8.0, 2),
+        Action("train", "backward", GRADIENTS): Cost(4.0, 0),
+        Action("validate", "backward", GRADIENTS): Cost(99.0, 0),
+    }
+    device = {
+        Action("train", name, "device"): Cost(seconds, 2)
+        for name, seconds in {
+            "backward": 16.0, GRADIENTS: 32.0, "other": 64.0, START: 128.0, "forward": 256.0,
+        }.items()
+    }  # fmt: skip
+    return SimpleNamespace(clocked=clocked, totals=Totals(host, 0.0, device if clocked else {}))
+
+
+def test_waits_are_columns_of_their_own_and_part_of_their_categories() -> None:
+    """By the host's clock and by the device's; those of another stage are left out."""
+    for clocked in (False, True):
+        recorded = spans(clocked)
+        signal = WaitSignal(recorded, node_rank=3)
+        found = dict(zip(signal.columns, signal.totals("train"), strict=True))
+        expected = {
+            "waits/node_rank": 3, "waits/start": 1.0, "waits/forward": 2.0, "waits/backward": 4.0,
+        }  # fmt: skip
+        if clocked:
+            expected |= {"waits/device/start": 128.0, "waits/device/backward": 32.0}
+        assert found == expected
+        times = SpanSignal(recorded)
+        whole = dict(zip(times.columns, times.totals("train"), strict=True))
+        assert whole["timings/backward"] == 12.0
+        if clocked:
+            assert whole["timings/device/backward"] == 48.0
+            assert whole["timings/device/other"] == 192.0
+            assert sum(whole[f"timings/{name}"] for name in DEVICE_COLUMNS.values()) == 496.0
+            assert whole["timings/device/batches"] == 2
