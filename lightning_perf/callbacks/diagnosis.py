@@ -147,7 +147,8 @@ class Diagnosis(WindowCallback):
         if not window.at_end and not self._analysing and self._wanted(window, context):
             self._analysing = True
             job = partial(self._analyse, self._signals(context), context, window.step)
-            self._analysing = context.file_worker.submit(job, "the diagnosis")
+            if not context.file_worker.submit(job, "the diagnosis"):
+                self._analysing = False
         context.deliver()
         return None
 

@@ -33,8 +33,6 @@ COMPUTE = ("forward", "backward", "optimizer_step")
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
 #: Actions that occur in fewer than this share of batches are rare.
 _RARE = 0.5
-#: Waiting for a CPU is negligible below this share of the wall time.
-_CONTENDED = 0.05
 #: Windows that are left when the first one is dropped, as warm-up.
 _FEWEST_WINDOWS = 2
 
@@ -220,21 +218,16 @@ class Signals:
             if row.category in categories and row.stage not in apart and stage in (None, row.stage)
         ]
 
-    def without_contention(self, share: float) -> float:
-        """What is left of a phase's share if others' use of the CPUs made it take longer.
+    @cached_property
+    def contention(self) -> float:
+        """Share of the wall time in which the training thread was ready to run but had no CPU."""
+        return min(self.share(self.waiting), 1.0)
 
-        The phase is taken to need the CPU, and half of all waiting for a CPU to be in it.
-
-        Args:
-            share: Of the wall time.
-        """
-        if WAITING not in self.actions:
-            return share
-        waited, ran = (self.steady(self.actions[row].seconds).sum() for row in (WAITING, RUNNING))
-        of_wall = waited / max(self.steady(self.wall).sum(), 1e-9)
-        if of_wall < _CONTENDED:
-            return share
-        return float(share - min(share * waited / (waited + ran), of_wall / 2))
+    @cached_property
+    def waiting(self) -> Numbers:
+        """Seconds of that in each window."""
+        nothing = np.zeros(len(self.windows))
+        return self.actions[WAITING].seconds if WAITING in self.actions else nothing
 
     # -- input ----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ _MOST_BLOCKS = 200
 #: Below this many blocks there is no interval.
 _FEWEST_BLOCKS = 3
 #: Blocks of steps that a change point is looked for in, and steps in each at least.
-_MOST_MEDIANS, _FEWEST_STEPS = 200, 5
+_MOST_MEDIANS, FEWEST_STEPS = 200, 5
 
 
 def lower_share(part: ArrayLike, whole: ArrayLike, events: float | None = None) -> float:
@@ -81,7 +81,7 @@ def change_point(values: Numbers, ratio: float, sustained: int) -> ChangePoint |
     """
     from scipy.stats import mannwhitneyu, rankdata
 
-    size = max(_FEWEST_STEPS, ceil(len(values) / _MOST_MEDIANS))
+    size = max(FEWEST_STEPS, ceil(len(values) / _MOST_MEDIANS))
     count = len(values) // size
     margin = max(ceil(sustained / size), 2)
     if count < 2 * margin:

@@ -219,13 +219,20 @@ def test_a_verdict_starts_a_recording(tmp_path: Path) -> None:
         def __call__(self, signals: Signals) -> list[Verdict]:
             return [Verdict("mine", "warning", 0.5)]
 
+    class Waits(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            until = time.monotonic() + 60
+            while batch_idx == 25 and not diagnosis.verdicts and time.monotonic() < until:
+                time.sleep(0.01)
+            return Small.training_step(self, batch, batch_idx)
+
     diagnosis = Diagnosis(rules=[Mine()], schedule="every 20ba", terminal=False)
     profiler = PyTorch(schedule=OnVerdict("mine", lasting="3ba"))
     options = {"log_every_n_steps": 10, "max_epochs": 2}
-    trainer(tmp_path, diagnosis, profiler, **options).fit(Model())
+    trainer(tmp_path, diagnosis, profiler, **options).fit(Waits())
     assert len(profiler.saved_traces) == 1
     unrelated = PyTorch(schedule=OnVerdict(["other"]), folder="none")
-    trainer(tmp_path, diagnosis, unrelated, **options).fit(Model())
+    trainer(tmp_path, diagnosis, unrelated, **options).fit(Waits())
     assert not unrelated.saved_traces
 
 

@@ -74,10 +74,10 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
         return
     share = float(seconds.sum() / wall.sum())
     each = float(seconds.sum() / batches)
-    # Where other threads took the CPU, the cause may have cost less by itself.
     certain = lower_share(seconds, wall, impact.events)
     if code != "cpu-saturated":
-        certain = signals.without_contention(certain)
+        # Where other threads took the CPU, the cause would cost less by itself.
+        certain *= 1 - signals.contention
     if certain >= threshold and each >= LEAST:
         critical = certain >= max(_CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
         severity = "critical" if critical else "warning"

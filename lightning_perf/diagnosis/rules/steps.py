@@ -16,11 +16,13 @@ from lightning_perf.units import duration
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from lightning_perf.diagnosis.stats import Numbers
+
 
 class Warmup:
     """The first step takes many times as long as the others, in a run that is short."""
 
-    code, threshold, ratio = "warmup", 0.05, 10.0
+    code, threshold, ratio, least = "warmup", 0.05, 10.0, 0.4
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The first batch against the median."""
@@ -28,8 +30,13 @@ class Warmup:
         if first is None or not len(signals.steps):
             raise Unknown("the time of the first step is not known")
         median = float(np.nanmedian(signals.steps))
-        share = (first - median) / wall if wall else 0.0
-        if first < self.ratio * median or share < self.threshold or first < LEAST:
+        # The start of the data pipeline has a rule of its own.
+        lost = first - median - float(signals.restarts.seconds[:1].sum())
+        share = lost / wall if wall else 0.0
+        certain = 1 - signals.contention
+        if first < self.ratio * median or certain * share < self.threshold:
+            return
+        if certain * lost < self.least:
             return
         usual = signals.start or 1
         phase = None
@@ -121,6 +128,8 @@ class PeriodicStall:
         if len(found.positions) < self.fewest:
             return
         phase = signals.phase_of(excess)
+        if phase in ("callbacks", "logging", "checkpoint"):
+            return  # the rules on callbacks, loggers and checkpoints name it
         each = float(excess.sum() / len(found.positions))
         evidence: dict[str, float | str] = {
             "stalls": float(len(found.positions)),
@@ -135,8 +144,7 @@ class PeriodicStall:
             "(PyTorch(schedule=OnSlowBatch()))."
         )
         impact = Impact(
-            excess, float(len(found.positions)), signals.culprit_in(phase), phase,
-            evidence=evidence, advice=advice,
+            excess, float(len(found.positions)), None, phase, evidence=evidence, advice=advice
         )  # fmt: skip
         yield from judge(self.code, self.threshold, signals, impact)
 
@@ -155,15 +163,21 @@ class Slowdown:
         change = stats.change_point(steps[known], self.ratio, self.sustained)
         if change is None:
             return
+        # Where steps became slower bit by bit, the first quarter is the level to return to.
+        early = steps[known[: max(change.start // 4, stats.FEWEST_STEPS)]]
+        change = change._replace(before=min(float(np.median(early)), change.before))
         at = int(known[change.start]) + signals.dropped
         ends = np.cumsum(signals.counts)
         window = int(np.searchsorted(ends, at, side="right"))
         if _more_work(signals, window, change.after / change.before):
             return
-        lost = float(len(known) - change.start) * (change.after - change.before)
+        lost = float(np.minimum(steps[known] - change.before, change.after)[change.start :].sum())
         share = lost / float(signals.wall.sum() or 1.0)
         if share < self.threshold / 3 or change.after - change.before < LEAST:
             return
+        waiting = _growth(signals, signals.waiting, window)
+        if waiting > 0.5 * (change.after - change.before):
+            return  # other programs took the CPU: cpu-saturated tells
         phase, culprit = _changed(signals, window)
         cpu = signals.average("system/cpu_util_simple")
         evidence: dict[str, float | str] = {
@@ -205,25 +219,29 @@ def _more_work(signals: Signals, window: int, ratio: float) -> bool:
 
 def _changed(signals: Signals, window: int) -> tuple[str | None, str | None]:
     """The category, and the named action in it, that grew most at a window."""
-    early, late = slice(signals.start, window), slice(window + 1, None)
-    counts = signals.counts
-    if not counts[early].sum() or not counts[late].sum():
-        early, late = slice(0, window), slice(window, None)
-        if not counts[early].sum() or not counts[late].sum():
-            return None, None
-
-    def growth(seconds: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-        return float(
-            seconds[late].sum() / counts[late].sum() - seconds[early].sum() / counts[early].sum()
-        )
-
-    over = {name: growth(signals.category(name)) for name in CATEGORIES}
+    over = {name: _growth(signals, signals.category(name), window) for name in CATEGORIES}
     phase = max(over, key=over.__getitem__)
-    named = {row.name: growth(signals.actions[row].seconds) for row in signals.rows(phase)}
+    if over[phase] <= 0:
+        return None, None
+    rows = signals.rows(phase)
+    named = {row.name: _growth(signals, signals.actions[row].seconds, window) for row in rows}
     culprit = max(named, key=named.__getitem__, default=None)
     if culprit is None or "." not in culprit or named[culprit] < 0.5 * over[phase]:
         culprit = None
     return phase, culprit
+
+
+def _growth(signals: Signals, seconds: Numbers, window: int) -> float:
+    """Seconds per batch after a window, less those before it."""
+    counts = signals.counts
+    for early, late in (
+        (slice(signals.start, window), slice(window + 1, None)),
+        (slice(0, window), slice(window, None)),
+    ):
+        if counts[early].sum() and counts[late].sum():
+            before, after = (seconds[part].sum() / counts[part].sum() for part in (early, late))
+            return float(after - before)
+    return 0.0
 
 
 class ComputeBound:
