@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import sys
-import re
 import threading
 import time
 from collections.abc import Callable
