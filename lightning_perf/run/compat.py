@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lightning_perf.units import three_digits
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -163,8 +165,9 @@ def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     for key, label in _SHOWN.items():
         if key in metrics:
             watched[key] = torch.tensor(metrics[key])
-            if label:
-                on_bar[label] = float(f"{metrics[key]:.3g}")
+            if label:  # texts: Lightning shows numbers with three decimals, small ones as 0
+                value = metrics[key]
+                on_bar[label] = f"{100 * value:.3g}%" if label == "mfu" else three_digits(value)
 
 
 def validation_loop(trainer: Trainer) -> Any:

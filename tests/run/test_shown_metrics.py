@@ -57,8 +57,8 @@ def test_progress_bars_show_the_last_report(tmp_path: Path, kind: Any) -> None:
     run = trainer(tmp_path, speed, flops, bar, enable_progress_bar=True, log_every_n_steps=4)
     run.fit(Logs())
     assert bar.shown["mine"] == 3.0
-    assert bar.shown["samples/s"] > 0
-    assert 0 < bar.shown["mfu"] < 1
+    assert float(bar.shown["samples/s"].replace(",", "")) > 0
+    assert 0 < float(bar.shown["mfu"].removesuffix("%")) < 100
     assert "tokens/s" not in bar.shown
 
 
