@@ -84,6 +84,37 @@ def test_nothing_is_exchanged_per_batch(tmp_path: Path) -> None:
         assert reported[rank]["all_gather"] - many[rank]["all_gather"] <= 2 * 24 // 4
 
 
+class Weights(L.Callback):
+    """Leaves the losses and the last weights of rank 1, bit for bit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.losses: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(outputs["loss"].item().hex())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == 1:
+            weights = [
+                value.hex() for p in pl_module.parameters() for value in p.flatten().tolist()
+            ]
+            self.path.write_text(json.dumps({"losses": self.losses, "weights": weights}))
+
+
+def test_the_numbers_of_several_ranks_are_unchanged(tmp_path: Path) -> None:
+    """Losses and weights are the same bits with and without us, the hook of backward included."""
+    torch.set_num_threads(1)
+    found = []
+    for name, ours in (("ours", always()), ("plain", [])):
+        torch.manual_seed(1)
+        model, path = Small(), tmp_path / f"{name}.json"
+        trainer(tmp_path, *ours, Weights(path), max_epochs=2, **RANKS).fit(model)
+        found.append(json.loads(path.read_text()))
+    assert len(found[0]["losses"]) == 16
+    assert found[0] == found[1]
+
+
 class Own(WindowCallback):
     """Leaves each rank's own values of each window, and what rank 0 makes of all."""
 

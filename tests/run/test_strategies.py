@@ -1,0 +1,148 @@
+"""Every way in which Lightning starts several ranks on a CPU, with the always-on callbacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.servers import free_port
+from helpers.small import Small, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings
+from lightning_perf.run.callback import PerfCallback
+
+pytestmark = pytest.mark.slow
+
+
+class Dump(PerfCallback):
+    """Leaves what rank 0 reported."""
+
+    def __init__(self, path: Path, watched: list[Any]) -> None:
+        super().__init__()
+        self.path, self.watched = path, watched
+
+    def close(self, context: Any, reason: str) -> None:
+        if context.ranks.global_rank == 0:
+            found = {key: value for each in self.watched for key, value in each.metrics.items()}
+            now = context.progress.timestamp("train")
+            self.path.write_text(json.dumps(found | {"batch": now.batch, "sample": now.sample}))
+
+
+def watched() -> list[Any]:
+    """Callbacks that report once, at the end, over the whole run."""
+    return [
+        SpeedMonitor(window_size=100),
+        Flops("1000ba", peak_flops=1e9),
+        Timings(),
+        SystemMetrics(),
+    ]
+
+
+def train(folder: Path, **options: Any) -> None:
+    """A short training on the ranks that the options describe."""
+    torch.set_num_threads(1)
+    callbacks = watched()
+    dump = Dump(folder / "found.json", callbacks)
+    trainer(folder, Suite(callbacks), dump, log_every_n_steps=1000, **options).fit(Small())
+
+
+SCRIPT = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+from test_strategies import train
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), **json.loads(sys.argv[2]))
+"""
+
+
+def start(folder: Path, options: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+    """A process that trains, and starts its ranks as the strategy does."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    known = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder), json.dumps(options)],
+        env={**known, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check(folder: Path, ranks: int, nodes: int = 1) -> None:
+    """What was reported is of all ranks."""
+    found = json.loads((folder / "found.json").read_text())
+    samples = found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
+    assert samples == pytest.approx(ranks * 4)
+    assert found["total_flops"] == ranks * 1e9
+    assert found["timings/forward/max"] >= found["timings/forward/min"] > 0
+    assert found["straggler/share"] == 0.0 or found["straggler/rank"] >= -1
+    for node in range(nodes):
+        assert f"system/node_{node}/free_memory" in found
+    assert f"system/node_{nodes}/free_memory" not in found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"])
+def test_every_launcher_of_lightning_works(tmp_path: Path, strategy: str) -> None:
+    """Callbacks are pickled, forked, or made anew by a script that is run again."""
+    process = start(tmp_path, {"strategy": strategy, "devices": 2})
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    check(tmp_path, ranks=2)
+
+
+def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
+    """As torchrun starts them: node 1 has ranks 2 and 3."""
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test",
+    }  # fmt: skip
+    options = {"strategy": "ddp", "devices": 2, "num_nodes": 2}
+    ranks = [
+        start(
+            tmp_path, options, **shared,
+            RANK=str(rank), LOCAL_RANK=str(rank % 2), GROUP_RANK=str(rank // 2),
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    try:
+        ended = [process.communicate(timeout=300) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert ranks[0].returncode == 0, ended[0][1][-3000:]
+    check(tmp_path, ranks=4, nodes=2)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about checkpoints
+def test_a_run_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks, then three, then one: each counts on from the checkpoint."""
+    torch.set_num_threads(1)
+    checkpoint: str | None = None
+    folder, done = tmp_path / "checkpoints", 0
+    for ranks in (2, 3, 1):
+        callbacks = watched()
+        dump = Dump(tmp_path / f"{ranks}.json", callbacks)
+        saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=4)
+        options: dict[str, Any] = {
+            "strategy": "ddp_fork" if ranks > 1 else "auto", "devices": ranks,
+            "max_steps": done + 4, "max_epochs": -1, "log_every_n_steps": 1000,
+            "enable_checkpointing": True,
+        }  # fmt: skip
+        trainer(folder, Suite(callbacks), dump, saves, **options).fit(Small(), ckpt_path=checkpoint)
+        done += 4
+        checkpoint = str(folder / f"step={done}.ckpt")
+        found = json.loads((tmp_path / f"{ranks}.json").read_text())
+        assert found["batch"] == done
+        assert found["sample"] == done * 4
+        samples = found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
+        assert samples == pytest.approx(ranks * 4)
