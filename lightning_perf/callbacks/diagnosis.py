@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import nan
 from pathlib import Path
@@ -15,6 +15,7 @@ from lightning_perf.checks import flag
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis.findings import Findings, diagnose
+from lightning_perf.diagnosis.page import report_page
 from lightning_perf.diagnosis.record import Record
 from lightning_perf.diagnosis.report import document
 from lightning_perf.diagnosis.rules import RULES, Rule
@@ -112,6 +113,8 @@ class Diagnosis(WindowCallback):
     @override
     def prepare(self, context: RunContext) -> None:
         self._reset()
+        several = context.ranks.world_size > 1
+        self.columns = (*type(self).columns, *(("waits/*",) if several else ()))
         super().prepare(context)
         if self.schedule is not None:
             self.schedule.setup(context.schedule_context)
@@ -221,11 +224,14 @@ class Diagnosis(WindowCallback):
         self._leave_files(context, signals)
 
     def _leave_files(self, context: RunContext, signals: Signals) -> None:
-        text = json.dumps(document(signals, self._findings), indent=1)
+        findings = self._findings
+        files = {
+            "diagnosis.json": lambda: json.dumps(document(signals, findings), indent=1),
+            "report.html": lambda: report_page(signals, findings),
+        }
+        writes = {name: partial(_write, text) for name, text in files.items()}
         try:
-            artifacts.leave(
-                context, self.folder, {"diagnosis.json": partial(_write, text)}, "train"
-            )
+            artifacts.leave(context, self.folder, writes, "train")
         except OSError as error:
             warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
 
@@ -240,5 +246,5 @@ def _costs(context: RunContext) -> Costs:
     return {**context.spans.totals.costs, **compilations(), **run_queue()}
 
 
-def _write(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
+def _write(text: Callable[[], str], path: Path) -> None:
+    path.write_text(text(), encoding="utf-8")

@@ -31,7 +31,7 @@ class Record:
         gauges: Columns that are not running totals, or their first part, as in ``memory/``.
     """
 
-    def __init__(self, gauges: tuple[str, ...] = ("memory/",)) -> None:
+    def __init__(self, gauges: tuple[str, ...] = ("memory/", "waits/node_rank")) -> None:
         self._gauges = gauges
         self._windows: list[Window] = []
         self._costs: list[Costs] = []

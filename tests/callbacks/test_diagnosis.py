@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers.small import Records, Small, trainer
+from helpers.small import RANKS, Records, Small, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
@@ -187,6 +187,9 @@ def test_files_and_metrics_are_left(tmp_path: Path) -> None:
     assert document["verdicts"] == [each.as_dict() for each in diagnosis.verdicts]
     assert document["timings"]["batches"] == 80
     assert document["overhead"]["seconds"] > 0
+    page = (path.parent / "report.html").read_text()
+    assert "Plots.on_train_batch_end" in page
+    assert "<script src" not in page
     share = blamed(diagnosis)["callback-bound"].share
     assert records.of("diagnosis/callback-bound")[-1] == (79, pytest.approx(share))
 
@@ -262,6 +265,20 @@ def test_the_end_shows_a_panel(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "per call" in shown
     trainer(tmp_path, Diagnosis(), limit_train_batches=5).fit(Model())
     assert "5 batches were measured, and a diagnosis needs 30" in capsys.readouterr().out
+
+
+def test_a_slow_rank_is_named_with_its_phase(tmp_path: Path) -> None:
+    """Rank 0 waits in each step for rank 1, whose forward is slow."""
+
+    class Uneven(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            time.sleep(2 * NAP * self.global_rank)
+            return super().training_step(batch, batch_idx)
+
+    diagnose(tmp_path, Uneven(), max_epochs=3, **RANKS)
+    (path,) = tmp_path.rglob("diagnosis.json")  # rank 0 is another process
+    found = {each["code"]: each for each in json.loads(path.read_text())["verdicts"]}
+    assert (found["straggler"]["rank"], found["straggler"]["phase"]) == (1, "forward")
 
 
 def test_other_stages_leave_nothing(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lightning_perf.diagnosis.rules.overhead import (
     LoggerBound,
     ValidationBound,
 )
+from lightning_perf.diagnosis.rules.ranks import CommunicationBound, StragglerRule
 from lightning_perf.diagnosis.rules.steps import (
     ComputeBound,
     GcPauses,
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     InputBound(), TransferBound(), EpochRestart(),
     CallbackBound(), LoggerBound(), CheckpointBound(), ValidationBound(),
     Warmup(), Recompile(), GcPauses(), PeriodicStall(), Slowdown(),
+    StragglerRule(), CommunicationBound(),
     HostMemoryGrowth(), DeviceMemoryGrowth(), CpuSaturated(),
     Throttled(), LaunchBound(), LowGpuUtilization(), SyncBound(), ComputeBound(),
 )  # fmt: skip

@@ -26,7 +26,7 @@ def by_class(signals: Signals, rows: Iterable[Action]) -> list[tuple[list[Action
     groups: defaultdict[str, list[Action]] = defaultdict(list)
     for row in rows:
         owner, dot, _ = row.name.partition(".")
-        if dot:
+        if dot and owner != "Trainer":  # what Lightning itself does, such as broadcasts
             groups[owner].append(row)
     return [
         (group, max(group, key=lambda row: signals.actions[row].seconds.sum()))

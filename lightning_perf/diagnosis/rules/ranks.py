@@ -1,0 +1,77 @@
+"""Rules about several ranks: one that the others wait for, and communication."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_perf.diagnosis.rules.base import LEAST, Impact, judge
+from lightning_perf.diagnosis.signals import Unknown
+from lightning_perf.diagnosis.stragglers import straggler_of, work_of
+from lightning_perf.diagnosis.verdicts import Verdict
+from lightning_perf.units import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lightning_perf.diagnosis.signals import Signals
+    from lightning_perf.diagnosis.stragglers import Work
+
+
+def _works(signals: Signals) -> list[Work]:
+    """What each rank did in each window; nothing for a single rank."""
+    if not signals.windows or signals.windows[0].world_size == 1:
+        return []
+    if "waits/node_rank" not in signals.windows[0].columns:
+        raise Unknown("how long ranks wait for each other is not measured")
+    return [work_of(window) for window in signals.windows]
+
+
+class StragglerRule:
+    """One rank, or one node, makes the others wait."""
+
+    code, threshold = "straggler", 0.10
+
+    def __call__(self, signals: Signals) -> Iterable[Verdict]:
+        """The rank that is late in most windows."""
+        found = straggler_of(_works(signals)[signals.start :])
+        if found is None or found.seconds < LEAST or found.share < self.threshold / 2:
+            return
+        who = f"node {found.node}" if found.rank is None else f"rank {found.rank}"
+        evidence: dict[str, float | str] = {
+            "waited_seconds": found.seconds,
+            "node": float(found.node),
+            "in_most_windows": str(found.chronic),
+        }
+        advice = (
+            f"The other ranks wait {duration(found.seconds)} per batch for {who}, which is slow in "
+            f"{found.phase}{' on its GPU' if found.on_gpu else ''}. Compare its machine, its share "
+            "of the data and its callbacks with those of the others."
+        )
+        severity = "info"
+        if found.share >= self.threshold:
+            severity = "critical" if found.share >= 2 * self.threshold else "warning"
+        yield Verdict(
+            self.code, severity, found.share, culprit=who, rank=found.rank, phase=found.phase,
+            evidence=evidence, advice=advice,
+        )  # fmt: skip
+
+
+class CommunicationBound:
+    """All ranks wait, and none of them for another one."""
+
+    code, threshold = "communication-bound", 0.10
+
+    def __call__(self, signals: Signals) -> Iterable[Verdict]:
+        """The waiting of the rank that waits least: nobody is late for it."""
+        works = _works(signals)
+        if not works:
+            return
+        seconds = np.array([float(work.waits.min()) for work in works])
+        advice = (
+            "Gradients are exchanged more slowly than computed: accumulate_grad_batches, larger "
+            "batches, bf16 gradients (a DDP communication hook) or a faster network."
+        )
+        impact = Impact(seconds, phase="backward", advice=advice)
+        yield from judge(self.code, self.threshold, signals, impact)
