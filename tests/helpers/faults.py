@@ -290,7 +290,8 @@ def whole(folder: Path) -> set[str]:
     found = {path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
     for path in found:
         read(path)
-    return {"/".join(path.relative_to(folder).parts[1:]) or path.name for path in found}
+    names = {"/".join(path.relative_to(folder).parts[1:]) or path.name for path in found}
+    return names - {"summary.json"}  # each run leaves one
 
 
 def hidden(folder: Path) -> list[Path]:
@@ -315,6 +316,8 @@ def read(path: Path) -> None:
     elif path.name == "README.md":
         opens = _READMES["/".join(path.parts[-2:])]
         assert path.read_text() == opens.how_to_open, path
+    elif path.name == "summary.json":
+        assert json.loads(path.read_text())["version"], path
     elif path.suffix == ".jsonl":
         assert [json.loads(line) for line in path.read_text().splitlines()], path
     else:
