@@ -237,13 +237,15 @@ def test_a_folder_that_takes_no_files_for_a_while_costs_a_window(
 def test_a_folder_that_cannot_be_made_costs_no_training(
     train: Callable[..., list[str]], tmp_path: Path, profiler: str
 ) -> None:
-    """Each profiler says so once, however many windows it leaves out."""
+    """Each profiler says so once, however many windows it leaves out, and the summary too."""
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "records-version_0").write_text("not a folder")
     told = train(profiler, folder, {})
-    assert len(told) == 3
-    assert all("windows are left out until it can" in line for line in told)
+    *profilers, summary = told
+    assert len(profilers) == 3
+    assert all("windows are left out until it can" in line for line in profilers)
+    assert "the summary of the run was not written" in summary
 
 
 @pytest.mark.parametrize("profiler", PROFILERS)
