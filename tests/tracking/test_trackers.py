@@ -144,7 +144,7 @@ def test_files_become_artifacts_of_the_w_and_b_run(tmp_path: Path) -> None:
     assert "belongs to rank 0's process" in trained.stderr
     listed = read_pending(tmp_path / "rank1")
     assert {entry.target["wandb"] for entry in listed} == {trained.stdout.split()[-1]}
-    sent = python("-m", "lightning_perf.cli", "upload", str(tmp_path / "rank1"))
+    sent = python("-m", "lightning_perf", "upload", str(tmp_path / "rank1"))
     assert f"{len(listed)} uploaded, 0 left" in sent.stdout
     assert f"{run_id}-records-version_0-{TRACE}".replace("/", "-").encode() in records(tmp_path)
 
