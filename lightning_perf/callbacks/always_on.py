@@ -84,7 +84,7 @@ def from_environment(value: str) -> list[EnvironmentSuite]:
         return [EnvironmentSuite(always_on().callbacks)]
     given = _read(value)
     suites = [each for each in given if isinstance(each, Suite)]
-    show = any(suite.shows_summary for suite in suites) if suites else True
+    show = any(suite.show_summary for suite in suites) if suites else True
     try:
         return [EnvironmentSuite([part for each in given for part in each.parts], show)]
     except ConfigError as error:

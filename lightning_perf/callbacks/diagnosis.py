@@ -92,7 +92,7 @@ class Diagnosis(WindowCallback):
             if not callable(rule) or not isinstance(getattr(rule, "code", None), str):
                 problem = "is not a rule: rules are callable and have a code"
                 raise ConfigError("rules", rule, problem, "[*lightning_perf.diagnosis.RULES]")
-        self.terminal = self.shows_summary = flag("terminal", terminal)
+        self.terminal = self.show_summary = flag("terminal", terminal)
         #: The verdicts so far, the most costly first.
         self.verdicts: list[Verdict] = []
         self._reset()

@@ -56,7 +56,7 @@ class Suite(PerfCallback):
         if data_parallel_size is not None:
             data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, "4")
         self.data_parallel_size = data_parallel_size
-        self.show_summary = self.shows_summary = flag("show_summary", show_summary)
+        self.show_summary = flag("show_summary", show_summary)
         example = "[SpeedMonitor(), Flops()]"
         if not isinstance(callbacks, list | tuple):
             raise ConfigError("callbacks", callbacks, "is not a list", example)

@@ -12,12 +12,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
+    from jsonargparse import ArgumentParser
+
 #: The names to install of packages that are imported under another name.
 _INSTALLS = {
     "jsonargparse": '"jsonargparse[signatures]"',
     "pynvml": "nvidia-ml-py",
     **dict.fromkeys(("alembic", "sqlalchemy"), "mlflow"),
 }
+
+
+def add_tracking_uri(parser: ArgumentParser) -> None:
+    """Add the option of the commands that read runs from MLflow."""
+    parser.add_argument(
+        "--tracking-uri",
+        type=str,
+        default=None,
+        help="The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
+    )
 
 
 def _commands() -> dict[str, ModuleType]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from lightning_perf.cli import add_tracking_uri
 from lightning_perf.errors import without_credentials
 
 if TYPE_CHECKING:
@@ -36,12 +37,7 @@ def parser() -> ArgumentParser:
         help="A run's id or name in MLflow, or a folder with its summary.json; by default the "
         "latest run in MLflow or below the present folder.",
     )
-    parser.add_argument(
-        "--tracking-uri",
-        type=str,
-        default=None,
-        help="The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
-    )
+    add_tracking_uri(parser)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     return parser
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from lightning_perf.cli import add_tracking_uri
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -46,12 +47,7 @@ def parser() -> ArgumentParser:
         default=None,
         help="Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz.",
     )
-    parser.add_argument(
-        "--tracking-uri",
-        type=str,
-        default=None,
-        help="The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
-    )
+    add_tracking_uri(parser)
     return parser
 
 

@@ -18,7 +18,7 @@ from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording, first_window
 from lightning_perf.run.artifacts import new_writer
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.run.context import resumes
+from lightning_perf.run.trainer_info import resumes
 from lightning_perf.schedule import Cyclic, Schedule, as_schedule
 from lightning_perf.traces import check_names
 from lightning_perf.tracking.stores import check_store

@@ -122,7 +122,7 @@ class PerfCallback(Callback):
     #: Whether checkpoints carry the run's progress in this callback's state.
     keeps_progress = True
     #: Whether the summary of the run is printed at its end.
-    shows_summary = False
+    show_summary = False
 
     def __init__(self) -> None:
         self._context: RunContext | None = None

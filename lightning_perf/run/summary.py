@@ -16,6 +16,7 @@ from lightning_perf.core.metrics import throughput, utilization
 from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import describe, warn
 from lightning_perf.run import artifacts
+from lightning_perf.run.trainer_info import setup_of
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.summary import (
     FILE_NAME,
@@ -112,9 +113,6 @@ class RunSummary:
         _EARLIER[trainer] = self.content = content
 
     def _setup(self) -> dict[str, Any]:
-        # Imported here: the context imports this module.
-        from lightning_perf.run.context import setup_of
-
         context = self._context
         meter = context.meter
         peak = meter.peaks.setup() if meter.wanted else {}
@@ -167,7 +165,7 @@ class RunSummary:
         windows = self._own["stages"].values()
         short = sum(stage["whole_run"].get("seconds", 0.0) for stage in windows) < _LONG
         fits = "train" in self._own["stages"]
-        if (short and not fits) or not any(each.shows_summary for each in self._callbacks):
+        if (short and not fits) or not any(each.show_summary for each in self._callbacks):
             return False
         from rich.console import Console
 

@@ -77,15 +77,7 @@ class MlflowRun(Tracker):
 
     @override
     def problem(self) -> str | None:
-        uri = self.tracking_uri
-        database = uri.removeprefix("sqlite:///")
-        if database != uri and not Path(database).exists():  # MLflow would create it
-            return f"there is no {database} in {Path.cwd()}; try --tracking-uri"
-        try:
-            check_reachable(uri)
-        except OSError as error:
-            return f"{without_credentials(uri)} does not respond ({describe(error)})"
-        return None
+        return tracking_problem(self.tracking_uri, "; try --tracking-uri")
 
     def client(self) -> MlflowClient:
         """MLflow's client, after a check that the server is reachable."""
@@ -166,6 +158,23 @@ def artifacts_of(client: MlflowClient, run_id: str) -> Artifacts:
         partial(client.list_artifacts, run_id),
         partial(client.download_artifacts, run_id),
     )
+
+
+def tracking_problem(tracking_uri: str, remedy: str = "") -> str | None:
+    """Why MLflow cannot be read at an address, found within seconds; None if nothing is known.
+
+    Args:
+        tracking_uri: The tracking server or database.
+        remedy: What to do about a database that does not exist; it follows the message.
+    """
+    database = tracking_uri.removeprefix("sqlite:///")
+    if database != tracking_uri and not Path(database).exists():  # MLflow would create it
+        return f"there is no {database} in {Path.cwd()}{remedy}"
+    try:
+        check_reachable(tracking_uri)
+    except OSError as error:
+        return f"{without_credentials(tracking_uri)} does not respond ({describe(error)})"
+    return None
 
 
 def check_reachable(tracking_uri: str, timeout: float = 3.0) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import describe, without_credentials
+from lightning_perf.errors import describe
 from lightning_perf.timing.totals import CATEGORIES, windows_of
-from lightning_perf.tracking.mlflow import artifacts_of, check_reachable
+from lightning_perf.tracking.mlflow import artifacts_of, tracking_problem
 from lightning_perf.tracking.summary import FILE_NAME, VERSION, read_summary
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lightning_perf.tracking.mlflow import Artifacts
     from lightning_perf.tracking.summary import Summary
 
-_DATABASE = "sqlite:///"
 #: Folders below the present one that are searched for runs.
 _DEPTH = 4
 #: Params among a run's that describe its set-up.
@@ -122,7 +121,7 @@ def read_folder(path: Path) -> Run:
 
 def default_tracking_uri() -> str:
     """``MLFLOW_TRACKING_URI``, or MLflow's default database in the current folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"{_DATABASE}mlflow.db"
+    return os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
 
 
 def read_run(what: str | None, tracking_uri: str, newer_than: Path | None = None) -> Run | None:
@@ -198,15 +197,8 @@ def _is_older(run: Any, folder: Path) -> bool:
 
 
 def _check_address(tracking_uri: str) -> None:
-    database = tracking_uri.removeprefix(_DATABASE)
-    if database != tracking_uri and not Path(database).exists():
-        # MLflow would create it.
-        raise LookupError(f"there is no {database} in {Path.cwd()}")
-    try:
-        check_reachable(tracking_uri)
-    except OSError as error:
-        address = without_credentials(tracking_uri)
-        raise LookupError(f"{address} does not respond ({describe(error)})") from error
+    if problem := tracking_problem(tracking_uri):
+        raise LookupError(problem)
 
 
 def _find(client: MlflowClient, what: str | None) -> Any:

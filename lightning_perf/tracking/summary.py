@@ -6,9 +6,6 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.diagnosis.report import headline as verdict_headline
-from lightning_perf.diagnosis.report import panel as verdict_panel
-from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.errors import describe
 from lightning_perf.units import duration
 
@@ -18,6 +15,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
     from rich.table import Table
+
+    from lightning_perf.diagnosis.verdicts import Verdict
 
     #: The content of the file.
     Summary = Mapping[str, Any]
@@ -168,12 +167,17 @@ def panel(summary: Summary) -> RenderableType:
     """The summary for a terminal."""
     from rich.console import Group
 
+    from lightning_perf.diagnosis.report import panel as verdict_panel
+
     parts: list[RenderableType] = [_table(part) for part in rows(summary) if part]
     parts.append(verdict_panel(_verdicts(summary), summary.get("abstained")))
     return Group(*parts)
 
 
 def _verdicts(summary: Summary) -> list[Verdict]:
+    # Imported at the end of a run, since each callback would import the rules at the start.
+    from lightning_perf.diagnosis.verdicts import Verdict
+
     return [Verdict(**each) for each in summary.get("verdicts", ())]
 
 
@@ -203,6 +207,8 @@ def headline(summary: Summary) -> str:
 
 def description(summary: Summary) -> str:
     """The summary as Markdown for MLflow, which folds it after some lines."""
+    from lightning_perf.diagnosis.report import headline as verdict_headline
+
     facts, figures = rows(summary)
     first = headline(summary)
     lines = [f"**{first}**", ""] if first else []

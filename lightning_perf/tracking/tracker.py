@@ -80,6 +80,8 @@ class Tracker(ABC):
 
 def trackers_of(loggers: Sequence[Any]) -> list[Tracker]:
     """The runs of loggers that take files, MLflow's first. Call it on rank 0."""
+    if not loggers:
+        return []  # without a search for the trackers of other packages
     return [run for kind in _kinds() for logger in loggers if (run := kind.of(logger)) is not None]
 
 

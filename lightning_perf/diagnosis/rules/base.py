@@ -56,6 +56,8 @@ class Impact:
     advice: str = ""
     #: Whether the warm-up counts.
     whole_run: bool = False
+    #: Whether it would cost less by itself where other threads took the CPU.
+    contended: bool = True
 
 
 def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iterable[Verdict]:
@@ -75,8 +77,7 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
     share = float(seconds.sum() / wall.sum())
     each = float(seconds.sum() / batches)
     certain = lower_share(seconds, wall, impact.events)
-    if code != "cpu-saturated":
-        # Where other threads took the CPU, the cause would cost less by itself.
+    if impact.contended:
         certain *= 1 - signals.contention
     if certain >= threshold and each >= LEAST:
         critical = certain >= max(_CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE

@@ -131,7 +131,9 @@ class CpuSaturated:
         evidence |= {
             "usable_cpus": setup.cpus, "torch_threads": setup.threads, "num_workers": workers,
         }  # fmt: skip
-        impact = Impact(signals.actions[WAITING].seconds, evidence=evidence, advice=advice)
+        impact = Impact(
+            signals.actions[WAITING].seconds, evidence=evidence, advice=advice, contended=False
+        )
         yield from judge(self.code, self.threshold, signals, impact)
 
 
@@ -142,6 +144,20 @@ def gpu_average(signals: Signals, name: str) -> float | None:
     found = [signals.average(slot, f"{slot.rpartition('/')[0]}/seconds") for slot in slots]
     known = [value for value in found if value is not None and isfinite(value)]
     return float(np.mean(known)) if known else None
+
+
+def gpu_use(signals: Signals) -> float | None:
+    """NVML's utilization of the GPUs, in percent; None for a training on another device.
+
+    Raises:
+        Unknown: It was not sampled.
+    """
+    if signals.setup.device != "cuda":
+        return None
+    use = gpu_average(signals, "gpu_util")
+    if use is None:
+        raise Unknown("NVML's utilization was not sampled")
+    return use
 
 
 class Throttled:
@@ -178,11 +194,9 @@ class LowGpuUtilization:
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """NVML's utilization, where the host is busy neither with input nor with callbacks."""
-        if signals.setup.device != "cuda":
-            return
-        use = gpu_average(signals, "gpu_util")
+        use = gpu_use(signals)
         if use is None:
-            raise Unknown("NVML's utilization was not sampled")
+            return
         compute = sum(signals.share(signals.category(name)) for name in COMPUTE)
         if use >= self.threshold or compute < 0.5:
             return
@@ -201,11 +215,9 @@ class LaunchBound:
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The host is busy in forward and backward while the GPU has nothing to do."""
-        if signals.setup.device != "cuda":
-            return
-        use = gpu_average(signals, "gpu_util")
+        use = gpu_use(signals)
         if use is None:
-            raise Unknown("NVML's utilization was not sampled")
+            return
         wait = signals.share(signals.category("from_device"))
         compute = sum(signals.category(name) for name in COMPUTE)
         if use >= self.busy or wait > 0.05 or signals.share(np.asarray(compute)) < 0.7:
