@@ -16,7 +16,7 @@ import tempfile
 import time
 import tracemalloc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -31,7 +31,6 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_perf import Flops, SpeedMonitor, SystemMetrics, Timings
-from lightning_perf.core.window import Rows
 from lightning_perf.run import context, windows
 from lightning_perf.run.collective import HEADER, Gatherer
 from lightning_perf.system import GPU
@@ -63,13 +62,11 @@ class Simulated(Gatherer):
         super().__init__(SimpleNamespace(world_size=self.ranks, strategy=self))  # type: ignore[arg-type]
         self._copying, self._factors = 0.0, 1 + torch.rand(self.ranks, 1, dtype=torch.float64) / 10
 
-    def gather(
-        self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]
-    ) -> None:
+    def gather(self, *report: Any) -> None:
         """Measure a report, without the time that the network would take."""
         self._copying, self._begin, began = 0.0, 0, time.perf_counter()
         self.records.sent = 0
-        super().gather(tag, values, then)
+        super().gather(*report)
         spent = time.perf_counter() - began - self._copying
         self.records.milliseconds.append(1e3 * spent)
 

@@ -149,14 +149,20 @@ class Window:
 
         Args:
             name: The column.
-            per: A column that it is divided by, such as the number of batches. Unlike in `rate`, it
-                must be above 0 on every rank: check ``window.least(per) > 0`` first.
+            per: A column that it is divided by, such as the number of batches. Ranks where that is
+                not above 0 are left out; it must be on one.
         """
-        values = self[name] if per is None else self[name] / self[per]
+        values, ranks = self[name], None
+        if per is not None:
+            divisors = self[per]
+            ranks = np.flatnonzero(divisors > 0)
+            values = values[ranks] / divisors[ranks]
+        worst = int(values.argmax())
         ordered = np.sort(values)
         middle = len(ordered) // 2
         median = (ordered[middle] + ordered[-1 - middle]) / 2
-        return Spread(float(ordered[0]), float(median), float(ordered[-1]), int(values.argmax()))
+        worst = worst if ranks is None else int(ranks[worst])
+        return Spread(float(ordered[0]), float(median), float(ordered[-1]), worst)
 
     def worst_rank(self, name: str) -> int:
         """The rank of the largest value."""

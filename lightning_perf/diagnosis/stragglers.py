@@ -49,8 +49,11 @@ _CHRONIC, _FEWEST_WINDOWS = 0.7, 3
 _LEAST_SHARE, _LEAST_SECONDS = 0.05, 1e-3
 #: The share of a rank that is late now and then.
 _LEAST_ONCE = 0.1
-#: Every rank of a slow node has at least this part of the node's excess.
+#: Every rank of a slow node has at least this part of the node's excess, and a slow host at least
+#: this part of its device's.
 _UNIFORM = 0.5
+#: Phases in which a GPU computes, and the part of the largest excess from which on one counts.
+_COMPUTED, _COUNTS = ("forward", "backward", "optimizer"), 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class Work:
                 float(seconds / self.wall),
                 float(seconds / self.batches),
                 chronic=False,
-                on_gpu=self.device is not None and not _slow_host(self.own, mine, late),
+                on_gpu=self.device is not None and _slow_gpu(self.own, self.device, mine),
             )
         return None
 
@@ -239,10 +242,15 @@ def _late_node(own: Numbers, work: Work) -> _Late | None:
     return late._replace(number=int(numbers[late.number]))
 
 
-def _slow_host(own: Numbers, late_ranks: NDArray[np.bool_], late: _Late) -> bool:
-    """Whether the host is late in the same phase, or in what its GPU waits for."""
-    if late.phase in ("input", "callback"):
-        return True
-    host = own[:, list(PHASES).index(late.phase)]
-    excess = np.median(host[late_ranks]) - np.median(host[~late_ranks])
-    return bool(excess > _UNIFORM * late.excess)
+def _slow_gpu(host: Numbers, device: Numbers, late: NDArray[np.bool_]) -> bool:
+    """Whether the device is late in computing where its host is not.
+
+    A late host starves its device, so both are late in the same phases. A host that reads a result
+    of a slow device waits for it in one phase, but not in the others.
+    """
+    own, on_device = (
+        np.median(each[late], axis=0) - np.median(each[~late], axis=0) for each in (host, device)
+    )
+    phases = [list(PHASES).index(phase) for phase in _COMPUTED]
+    counts = on_device >= _COUNTS * on_device.max()
+    return any(counts[phase] and own[phase] <= _UNIFORM * on_device[phase] for phase in phases)

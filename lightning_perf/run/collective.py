@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import nan
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ _MOST_WAITING = 4096
 _TIMEOUT = timedelta(minutes=30)
 #: The tag of a message without content, which only advances the count.
 _NOTHING = (-1, -1)
+#: The second part of a rank's last tag, which it repeats while other ranks still report.
+LAST = -2
 
 
 # Groups of finished runs. Another rank may still read from one at its run's end, but no longer
@@ -46,6 +48,8 @@ class _Report:
     tag: tuple[int, int]
     values: Sequence[float]
     then: Callable[[Rows], None]
+    #: Where its values are in a rank's last report.
+    in_last: Sequence[int]
     #: What came of it, one row a rank; the second part is there if it did not fit into one message.
     parts: list[Table] = field(default_factory=list)
     complete: bool = False
@@ -70,6 +74,9 @@ class Gatherer:
     a rank that sends message n has received message n - ``_ON_THEIR_WAY``: if that one announced
     more numbers than it held on any rank, message n carries the rest, on all ranks alike.
 
+    Ranks may have different numbers of batches. A rank whose last report is sent before the others'
+    sends it again for each of theirs, as their messages arrive.
+
     If a rank is gone, or the ranks send different reports, there is one warning, and nothing more
     is gathered.
 
@@ -88,6 +95,8 @@ class Gatherer:
         self._long: deque[_Report] = deque()
         self._count = 0
         self._ended = self._lost = False
+        # Whether this rank's last report was sent, and other ranks may not have sent theirs.
+        self._repeats = False
         self._group = _new_group() if self._world_size > 1 and _initialized() else None
 
     def largest(self, number: int) -> int:
@@ -105,15 +114,20 @@ class Gatherer:
         return int(mine)
 
     def gather(
-        self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]
+        self,
+        tag: tuple[int, int],
+        values: Sequence[float],
+        then: Callable[[Rows], None],
+        in_last: Sequence[int] = (),
     ) -> None:
         """Send this rank's numbers; ``then`` receives one row per rank, now or at a later batch.
 
         Args:
-            tag: What and when: the same on every rank.
+            tag: What and when, the same on every rank that still reports; ``LAST`` for when.
             values: Any number of them.
             then: Called on the training thread with the rows in rank order, unless some rank sent
                 no numbers at all.
+            in_last: Where these values are among those of the last report.
         """
         if self._world_size == 1:
             if values:
@@ -121,7 +135,7 @@ class Gatherer:
             return
         if self._lost:
             return
-        report = _Report(tag, values, then)
+        report = _Report(tag, values, then, in_last)
         if self._group is None:
             self._receive(report, self._gather_now(_first(report)))
             if self._long:
@@ -131,6 +145,7 @@ class Gatherer:
         if len(self.pending) >= _MOST_WAITING:
             self._give_up("another rank does not answer")
             return
+        self._repeats = tag[1] == LAST
         self.pending.append(report)
         self._waiting.append(report)
         self._send()
@@ -160,6 +175,8 @@ class Gatherer:
         if self._group is not None:
             self._send()
         wait_until(self.poll, timeout)
+        if self.pending:
+            self._give_up("another rank did not answer at the end of the run")
 
     def close(self) -> None:
         """Retire the group, unless a message is missing: destroying it would wait for that."""
@@ -178,8 +195,8 @@ class Gatherer:
                 report = self._waiting.popleft()
                 report.number = self._count
                 row = _first(report)
-            elif self._long and self._ended:
-                report = _Report(_NOTHING, (), _ignore)
+            elif self._long and self._ended and not self._repeats:
+                report = _Report(_NOTHING, (), _ignore, ())
                 row = _first(report)
             else:
                 return
@@ -198,21 +215,37 @@ class Gatherer:
             report.parts.append(rows)
             report.complete = True
             return
-        if (rows[:, :2] != report.tag).any():
-            self._give_up("the ranks report different things at one time")
-            return
+        last = rows[:, 1] == LAST
+        for tags in (rows[last, :2], rows[~last, :2]):
+            if (tags != tags[:1]).any():
+                self._give_up("the ranks report different things at one time")
+                return
+        if report.tag[1] == LAST:
+            self._repeats = not last.all()
+            if self._repeats:
+                self._repeat(report)
         report.parts.append(rows)
         report.complete = rows[:, 2].max() <= WIDTH
         if not report.complete:
             self._long.append(report)
 
+    def _repeat(self, report: _Report) -> None:
+        """Answer the others' next report, too. What arrived is a report of theirs."""
+        again = replace(report, parts=[], complete=False)
+        report.then = _ignore
+        self.pending.append(again)
+        self._waiting.append(again)
+
     def _deliver(self, report: _Report) -> None:
         if self._lost or not report.parts:
             return
         rows, *more = report.parts
-        lengths = rows[:, 2]
+        lengths, last = rows[:, 2], rows[:, 1] == LAST
         if lengths.all():
             values = np.hstack([rows[:, HEADER:], *more]) if more else rows[:, HEADER:]
+            if report.tag[1] != LAST and last.any():
+                values[last, : len(report.values)] = values[np.ix_(last, report.in_last)]
+                lengths = lengths[~last]
             report.then(values[:, : int(lengths.max())])
 
     def _give_up(self, why: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_perf.core.window import Rows, Window
 from lightning_perf.errors import ConfigError, describe, warn
-from lightning_perf.run.collective import Gatherer
+from lightning_perf.run.collective import LAST, Gatherer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,6 +128,11 @@ class _Subscription:
         return self.callback.call(self.callback.receive, window) or {}
 
 
+#: The time of a report at the end of a stage within another one: ranks may have had other numbers
+#: of batches.
+_NESTED_END = -1
+
+
 class _Layout(NamedTuple):
     """What is sent when certain callbacks are due."""
 
@@ -136,6 +141,8 @@ class _Layout(NamedTuple):
     signals: Sequence[Signal]
     #: For each callback, where its columns are in what is sent.
     positions: Sequence[Sequence[int]]
+    #: Where the columns are in the last report, which has those of all callbacks.
+    in_last: Sequence[int]
 
 
 class _End(NamedTuple):
@@ -157,6 +164,13 @@ def _columns(rows: Rows, positions: Sequence[int]) -> Rows:
     # Columns that follow one another need no copy.
     contiguous = positions == list(range(first, last + 1))
     return np.asarray(rows)[:, slice(first, last + 1) if contiguous else positions]
+
+
+def _sent(due: Iterable[_Subscription]) -> tuple[list[Signal], dict[str, int]]:
+    """The signals of some callbacks, and where each of their columns is in a report."""
+    signals = {id(signal): signal for each in due for signal in each.signals}
+    columns = (name for signal in signals.values() for name in signal.columns)
+    return list(signals.values()), {name: number for number, name in enumerate(columns)}
 
 
 def _differences(now: Rows, before: Rows | None, gauges: Sequence[int]) -> Rows:
@@ -294,11 +308,13 @@ class Windows:
         )
         if not due:
             return
-        if at_end and not context.nested:
+        last = at_end and not context.nested
+        if last:
             context.batches.wait()
         stage = context.stage
         context.batches.fold(stage)
-        layout = self._layout(due)
+        sent = subscriptions if last else due
+        layout = self._layout(sent)
         values: list[float] = []
         for signal in layout.signals:
             key = id(signal), stage
@@ -306,23 +322,24 @@ class Windows:
             values += [value - first for value, first in zip(now, self._origins[key], strict=True)]
         ends = [
             _End(each, at_end or each.callback.trigger.consume_request(), positions)
-            for each, positions in zip(due, layout.positions, strict=True)
+            for each, positions in zip(sent, layout.positions, strict=True)
+            if each in due
         ]
         snapshot = _Snapshot(context, stage, context.step, context.timestamp, at_end)
-        tag = (layout.number, context.counters.batch)
+        when = LAST if last else _NESTED_END if at_end else context.counters.batch
         deliver = partial(self._deliver, snapshot, ends, layout.signals)
-        self._gatherer.gather(tag, values, deliver)
+        self._gatherer.gather((layout.number, when), values, deliver, layout.in_last)
 
     def _layout(self, due: Sequence[_Subscription]) -> _Layout:
         key = tuple(map(id, due))
         if key not in self._layouts:
-            signals = {id(signal): signal for each in due for signal in each.signals}
-            columns = [name for signal in signals.values() for name in signal.columns]
-            positions = {name: number for number, name in enumerate(columns)}
+            signals, positions = _sent(due)
+            _, in_last = _sent(self._subscriptions)
             self._layouts[key] = _Layout(
                 sum(1 << self._subscriptions.index(each) for each in due),
-                list(signals.values()),
+                signals,
                 [[positions[name] for name in each.names] for each in due],
+                [in_last[name] for name in positions],
             )
         return self._layouts[key]
 

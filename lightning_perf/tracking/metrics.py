@@ -86,7 +86,7 @@ class MlflowMetrics:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue metrics without waiting."""
-        now = int(time.time() * 1000)
+        now = int(time.time() * 1000)  # noqa: TID251 (MLflow's time axis)
         prefix = self._run.prefix
         for key, value in metrics.items():
             if len(self._waiting) >= _MOST_WAITING:

@@ -127,30 +127,59 @@ def test_a_slow_node_is_named_instead_of_its_ranks() -> None:
     assert (found.rank, found.node) == (5, 1)
 
 
-def on_gpu(host: float, category: str = "forward") -> Window:
-    """The GPU of rank 1 needs 5 s more; its host as many as given."""
-    plain = window(3, {category: {1: host}}, {})
+def on_gpu(device: dict[str, float], host: dict[str, float]) -> Window:
+    """The GPU of rank 1 and its host need more seconds in some categories than the others do."""
+    plain = window(3, {name: {1: seconds} for name, seconds in host.items()}, {})
     columns = {name: plain[name].tolist() for name in plain.columns}
-    device = ("to_device", "forward", "backward", "optimizer_step", "other")
-    columns |= {f"timings/device/{name}": [1.0, 1.0, 1.0] for name in device}
-    columns["timings/exposed_input"] = [1.0, 1.0, 1.0]
-    columns["timings/device/batches"] = [10.0, 10.0, 10.0]
-    columns[f"timings/device/{category}"][1] += 5.0
-    columns["timings/device/backward"] = [
-        value + wait
-        for value, wait in zip(columns["timings/device/backward"], (5.0, 0.0, 5.0), strict=True)
-    ]
-    columns["waits/device/start"] = [0.0, 0.0, 0.0]
-    columns["waits/device/backward"] = [5.0, 0.0, 5.0]
+    more = sum(device.values())
+    for name in ("device/to_device", "device/forward", "device/backward", "device/optimizer_step",
+                 "device/other", "exposed_input"):  # fmt: skip
+        columns[f"timings/{name}"] = [1.0, 1.0 + device.get(name.partition("/")[2], 0.0), 1.0]
+    columns["timings/exposed_input"][1] += device.get("exposed_input", 0.0)
+    columns["timings/device/batches"] = [10.0] * 3
+    columns["waits/device/start"] = [0.0] * 3
+    columns["waits/device/backward"] = [more, 0.0, more]
+    for rank in (0, 2):
+        columns["timings/device/backward"][rank] += more
     return window_of(columns)
 
 
-def test_a_slow_gpu_is_told_from_a_slow_host() -> None:
-    """Where the device takes longer and its host does not, the GPU is slow."""
-    for host, expected in ((0.0, True), (5.0, False)):
-        found = find_straggler([on_gpu(host)] * 3)
-        assert found is not None
-        assert (found.rank, found.phase, found.on_gpu) == (1, "forward", expected)
+COMPUTE = {"forward": 2.0, "backward": 4.0, "optimizer_step": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "phase", "slow_gpu"),
+    [
+        # A throttled clock slows all kernels; the host enqueues them as fast as the others do,
+        (COMPUTE, {}, "backward", True),
+        # but waits where it reads a loss, a gradient's norm, or a value to log.
+        (COMPUTE, {"forward": 2.0}, "backward", True),
+        (COMPUTE, {"optimizer_step": 6.5}, "backward", True),
+        (COMPUTE, {"callbacks": 6.5}, "backward", True),
+        ({"forward": 4.0, "backward": 2.0}, {"forward": 4.0}, "forward", True),
+        # One slower kernel.
+        ({"forward": 5.0}, {}, "forward", True),
+        ({"backward": 5.0}, {"backward": 0.5}, "backward", True),
+        ({"optimizer_step": 5.0}, {}, "optimizer", True),
+        # A late host: its device has nothing to do meanwhile, in that phase alone.
+        ({"forward": 5.0}, {"forward": 6.0}, "forward", False),
+        ({"forward": 5.0, "backward": 0.5}, {"forward": 5.0}, "forward", False),
+        ({"backward": 5.0}, {"backward": 5.0}, "backward", False),
+        ({"exposed_input": 5.0}, {"dataloader_next": 6.0}, "input", False),
+        # Part of a late input was hidden by kernels that were still queued.
+        ({"exposed_input": 3.0}, {"dataloader_next": 9.0}, "input", False),
+        ({"other": 5.0}, {"callbacks": 5.0}, "callback", False),
+        # A host with fewer or slower CPUs is late everywhere.
+        (COMPUTE, COMPUTE, "backward", False),
+    ],
+)  # fmt: skip
+def test_a_slow_gpu_is_told_from_a_slow_host(
+    device: dict[str, float], host: dict[str, float], phase: str, slow_gpu: bool
+) -> None:
+    """Where the device computes longer and its host does not work longer, the GPU is slow."""
+    found = find_straggler([on_gpu(device, host)] * 3)
+    assert found is not None
+    assert (found.rank, found.phase, found.on_gpu) == (1, phase, slow_gpu)
 
 
 def test_ten_thousand_ranks_are_searched() -> None:

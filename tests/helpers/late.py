@@ -26,7 +26,7 @@ class Late(Small):
 
     def __init__(self, ranks: set[int], phase: str, seconds: float, seed: int = 0) -> None:
         super().__init__()
-        self.ranks, self.phase, self.seconds = ranks, phase, seconds
+        self.ranks, self.phase, self.seconds, self.seed = ranks, phase, seconds, seed
         torch.manual_seed(seed)
         self._random = random.Random(seed)
 
@@ -76,15 +76,19 @@ class Kept(Timings):
         return found
 
 
-def find(folder: Path, world_size: int, model: Late, batches: int = 60) -> dict[str, Any]:
-    """Train with several ranks, and return what `Timings` found on rank 0."""
-    torch.set_num_threads(1)
-    options: dict[str, Any] = {
+def options(world_size: int, batches: int = 60) -> dict[str, Any]:
+    """Of a Trainer with forked ranks."""
+    return {
         "strategy": "ddp_fork", "devices": world_size, "log_every_n_steps": 6,
         "max_steps": batches, "max_epochs": -1,
     }  # fmt: skip
+
+
+def find(folder: Path, world_size: int, model: Late, batches: int = 60) -> dict[str, Any]:
+    """Train with several ranks, and return what `Timings` found on rank 0."""
+    torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer(folder, Sleeps(), Kept(folder), **options).fit(model)
+        trainer(folder, Sleeps(), Kept(folder), **options(world_size, batches)).fit(model)
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found

@@ -19,7 +19,7 @@ from helpers.small import Small, ours, trainer
 
 from lightning_perf import Window
 from lightning_perf.run import collective
-from lightning_perf.run.collective import Gatherer
+from lightning_perf.run.collective import LAST, Gatherer
 from lightning_perf.run.context import RunContext
 from lightning_perf.run.window_callback import WindowCallback
 
@@ -176,6 +176,53 @@ def test_a_report_may_be_of_any_width(tmp_path: Path, every: int) -> None:
     assert second
     assert (first["found"], second["found"]) == (True, True)
     assert first["warnings"] == second["warnings"] == []
+
+
+@pytest.mark.parametrize("width", [3, 500])
+def test_a_rank_that_has_ended_answers_the_others(tmp_path: Path, width: int) -> None:
+    """With its last values, of the columns that they send; then both have the last ones of both."""
+    ends = (4, 30)
+
+    def work(gatherer: Gatherer, rank: int) -> object:
+        found: list[Any] = []
+        columns = range(1, width)  # other reports lack the first one
+        for number in range(ends[rank]):
+            values = [100.0 * rank + number + column for column in columns]
+            gatherer.gather((2, number), values, lambda r: found.append(r[:, :2].tolist()), columns)
+            gatherer.poll()
+        values = [100.0 * rank + ends[rank] + column for column in range(width)]
+        gatherer.gather((3, LAST), values, lambda r: found.append(r[:, :2].tolist()), range(width))
+        gatherer.finish(30)
+        both = [[[n + 1, n + 2], [n + 101, n + 102]] for n in range(ends[0])]
+        alone = [[[5, 6], [n + 101, n + 102]] for n in range(*ends)]
+        return found == [*both, *(alone if rank else []), [[4, 5], [130, 131]]]
+
+    first, second = two(tmp_path, work)
+    assert first
+    assert second
+    assert (first["found"], second["found"]) == (True, True)
+    assert first["warnings"] == second["warnings"] == []
+
+
+def test_a_rank_that_does_not_end_is_waited_for_once(tmp_path: Path) -> None:
+    """The end of a run gives up after the time that it was given, with one warning."""
+
+    def work(gatherer: Gatherer, rank: int) -> object:
+        if rank == 0:
+            gatherer.gather((3, LAST), [1.0], list)
+            for _ in range(3):
+                gatherer.finish(0.2)
+            (tmp_path / "over").touch()
+        while not (tmp_path / "over").exists():
+            time.sleep(0.01)
+        return len(gatherer.pending)
+
+    first, second = two(tmp_path, work)
+    assert first
+    assert second
+    (told,) = first["warnings"]
+    assert "did not answer at the end of the run" in told
+    assert second["warnings"] == []
 
 
 def test_a_rank_that_dies_ends_the_reports_with_one_warning(tmp_path: Path) -> None:

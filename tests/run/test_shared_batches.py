@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, launch, trainer
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -60,10 +61,9 @@ class Dump(PerfCallback):
 MESHES = ((4, 1), (2, 2), (1, 4))
 
 
-@pytest.fixture(scope="module")
-def meshes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four ranks reported on each mesh."""
-    folder = tmp_path_factory.mktemp("meshes")
+def train(folder: Path, accelerator: str, meshes: tuple[tuple[int, int], ...]) -> None:
+    """Leave what rank 0 reports for each model and mesh."""
+    ranks = meshes[0][0] * meshes[0][1]
     script = folder / "train.py"
     script.write_text(
         "import warnings; warnings.simplefilter('ignore')\n"
@@ -71,14 +71,36 @@ def meshes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "from lightning_perf import Flops\n"
         "from test_shared_batches import *\n"
         "for model in (Meshed, Declared):\n"
-        "    for sizes in MESHES:\n"
+        f"    for sizes in {meshes}:\n"
         "        watched = [SpeedMonitor(window_size=2), Flops(peak_flops=PEAK)]\n"
         f"        path = Path({str(folder)!r}, f'{{model.__name__}}.{{sizes[0]}}.json')\n"
-        "        trainer(path.parent, *watched, Dump(path, watched), devices=4, max_epochs=3,\n"
+        "        trainer(path.parent, *watched, Dump(path, watched), max_epochs=3,\n"
+        f"            devices={ranks}, accelerator={accelerator!r},\n"
         "            strategy=ModelParallelStrategy(*sizes)).fit(model())\n"
     )
-    launch(script, ranks=4)
+    launch(script, ranks)
+
+
+@pytest.fixture(scope="module")
+def meshes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks reported on each mesh."""
+    folder = tmp_path_factory.mktemp("meshes")
+    train(folder, "cpu", MESHES)
     return folder
+
+
+def check(folder: Path, model: str, data_parallel: int, ranks: int) -> None:
+    """Figures equal their definitions."""
+    found = json.loads((folder / f"{model}.{data_parallel}.json").read_text())
+    samples = found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
+    assert samples == pytest.approx(data_parallel * 4)
+    flops = Declared.flops_per_batch if model == "Declared" else 4 * FLOPS_PER_SAMPLE
+    assert found["batch_flops"] == data_parallel * flops
+    assert found["total_flops"] == ranks * PEAK
+    by_hand = data_parallel * flops * found["actual_batches_per_sec"] / (ranks * PEAK)
+    assert found["mfu"] == pytest.approx(by_hand)
+    per_second = found["throughput/flops_per_sec"] / found["throughput/batches_per_sec"]
+    assert per_second == pytest.approx(data_parallel * flops)
 
 
 @pytest.mark.slow
@@ -86,16 +108,18 @@ def meshes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("data_parallel", [size for size, _ in MESHES])
 def test_a_batch_counts_once_on_every_mesh(meshes: Path, model: str, data_parallel: int) -> None:
     """Throughput, FLOPs and MFU equal their definitions on 4 x 1, 2 x 2 and 1 x 4 ranks."""
-    found = json.loads((meshes / f"{model}.{data_parallel}.json").read_text())
-    samples = found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
-    assert samples == pytest.approx(data_parallel * 4)
-    flops = Declared.flops_per_batch if model == "Declared" else 4 * FLOPS_PER_SAMPLE
-    assert found["batch_flops"] == data_parallel * flops
-    assert found["total_flops"] == 4 * PEAK
-    by_hand = data_parallel * flops * found["actual_batches_per_sec"] / (4 * PEAK)
-    assert found["mfu"] == pytest.approx(by_hand)
-    per_second = found["throughput/flops_per_sec"] / found["throughput/batches_per_sec"]
-    assert per_second == pytest.approx(data_parallel * flops)
+    check(meshes, model, data_parallel, ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_batch_counts_once_on_two_gpus(tmp_path: Path) -> None:
+    """The same with two shards of the data, and with tensors divided over two GPUs."""
+    train(tmp_path, "gpu", ((2, 1), (1, 2)))
+    for model in ("Meshed", "Declared"):
+        for data_parallel in (1, 2):
+            check(tmp_path, model, data_parallel, ranks=2)
 
 
 @pytest.mark.slow

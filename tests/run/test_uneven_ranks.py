@@ -1,0 +1,181 @@
+"""Ranks with different numbers of batches, and ranks whose wall clock jumps."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers.small import RANKS, Small, trainer
+from torch.distributed.algorithms.join import Join
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_perf import Flops, SpeedMonitor, SystemMetrics, Timings, WindowCallback
+
+pytestmark = pytest.mark.slow
+
+OWN_LOADERS = RANKS | {"use_distributed_sampler": False}
+
+
+class Batches(WindowCallback):
+    """Leaves the batches and samples of all ranks in each window, as each rank received them."""
+
+    columns = ("progress/batches", "batch/samples", "batch/count", "batch/seconds")
+
+    def __init__(self, folder: Path, *watched: Any) -> None:
+        super().__init__()
+        self.folder, self.watched = folder, watched
+        self.windows: list[tuple[str, list[float]]] = []
+
+    def on_window(self, window: Any) -> None:
+        self.windows.append((window.stage, window["progress/batches"].tolist()))
+        metrics = {key: value for each in self.watched for key, value in each.metrics.items()}
+        found = {
+            "windows": self.windows, "metrics": metrics, "at_end": window.at_end,
+            "samples": [float(row[window.columns["batch/samples"]]) for row in window.totals],
+            "own": {name: window.since_start(name) for name in window.columns},
+        }  # fmt: skip
+        (self.folder / f"rank{window.rank}.json").write_text(json.dumps(found))
+
+
+def left(folder: Path) -> list[dict[str, Any]]:
+    """What both ranks received."""
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+class OtherLengths(Small):
+    """Each rank has its own loader, with another number of batches of four."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__()
+        self.lengths = lengths
+
+    def own(self) -> Any:
+        x = torch.ones(4 * self.lengths[self.global_rank], 8)
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+
+    val_dataloader = test_dataloader = own
+
+
+def always(*more: Any) -> list[Any]:
+    """Callbacks with different reports, so that messages differ."""
+    return [SpeedMonitor(window_size=2), Flops("3ba", 1e9), Timings(), SystemMetrics(), *more]
+
+
+@pytest.mark.parametrize("lengths", [(3, 7), (7, 3)])
+def test_validation_may_be_longer_on_one_rank(tmp_path: Path, lengths: tuple[int, int]) -> None:
+    """Its batches are counted, and reports of training go on as before."""
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {
+        **RANKS, "limit_val_batches": 1.0, "max_epochs": 2, "log_every_n_steps": 4,
+        "num_sanity_val_steps": 0, "use_distributed_sampler": False, "limit_train_batches": 8,
+    }  # fmt: skip
+    trainer(tmp_path, *always(Batches(tmp_path)), **options).fit(OtherLengths(*lengths))
+    epoch = [["train", [4, 4]], ["train", [4, 4]], ["validate", [*lengths]]]
+    # The report of an epoch's last batch arrives with the validation's.
+    for found in left(tmp_path):
+        windows = found["windows"]
+        assert sorted(windows[:-1]) == sorted(epoch * 2)
+        assert windows[-1] == ["train", [0, 0]]
+
+
+@pytest.mark.parametrize("lengths", [(5, 12), (12, 5)])
+def test_a_test_may_be_longer_on_one_rank(tmp_path: Path, lengths: tuple[int, int]) -> None:
+    """The rank that has ended answers the other's reports, and both have all batches in the end."""
+    torch.set_num_threads(1)
+    parts = always(Batches(tmp_path))
+    trainer(tmp_path, *parts, log_every_n_steps=2, **OWN_LOADERS).test(
+        OtherLengths(*lengths), verbose=False
+    )
+    short = lengths.index(min(lengths))
+    for rank, found in enumerate(left(tmp_path)):
+        windows = [batches for _, batches in found["windows"]]
+        assert windows[:2] == [[2, 2], [2, 2]]
+        assert [sum(each) for each in zip(*windows, strict=True)] == [*lengths]
+        assert len(windows) == (3 if rank == short else 7)
+        # Of the first batch no rate is known.
+        assert found["samples"] == [4 * (length - 1) for length in lengths]
+
+
+class Joined(OtherLengths):
+    """Trains with torch's `Join`: a rank without batches takes part in the others' all-reduce."""
+
+    train_dataloader = OtherLengths.own
+
+    def on_train_start(self) -> None:
+        # Lightning's own collective at the start of each batch would wait for the other rank.
+        self._join = Join([self.trainer.model])
+        self._join.__enter__()
+
+    def on_train_end(self) -> None:
+        self._join.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("lengths", [(5, 14), (14, 5)])
+def test_ranks_with_other_numbers_of_batches_train_with_join(
+    tmp_path: Path, lengths: tuple[int, int]
+) -> None:
+    """Sums over both ranks are those of their own batches, under the usual keys."""
+    torch.set_num_threads(1)
+    monitor = SpeedMonitor(window_size=100)
+    run = trainer(
+        tmp_path, monitor, *always()[1:], Batches(tmp_path, monitor),
+        log_every_n_steps=4, **OWN_LOADERS,
+    )  # fmt: skip
+    run.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    run.fit(Joined(*lengths))
+    ranks = left(tmp_path)
+    for found in ranks:
+        batches = zip(*(each for _, each in found["windows"]), strict=True)
+        assert [sum(each) for each in batches] == [*lengths]
+        assert found["samples"] == [4 * (length - 1) for length in lengths]
+    own = [each["own"] for each in ranks]
+    rate = sum(each["batch/samples"] / each["batch/seconds"] for each in own)
+    assert ranks[0]["metrics"]["throughput/samples_per_sec"] == pytest.approx(rate, rel=1e-12)
+
+
+class Jumps(L.Callback):
+    """Sets one rank's wall clock forward by a day, and back by two."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.offset = rank, 0.0
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step in (3, 6):
+            self.offset += 86400.0 if trainer.global_step == 3 else -172800.0
+            true, shift = time.time, self.offset
+            time.time = lambda: true() + shift
+            time.time_ns = lambda: int(1e9 * time.time())
+
+
+class Watch(Batches):
+    """Measures how long the run took by a clock that does not jump."""
+
+    def prepare(self, context: Any) -> None:
+        super().prepare(context)
+        self.began = time.monotonic()
+
+    def on_window(self, window: Any) -> None:
+        super().on_window(window)
+        assert window["batch/seconds"].min() >= 0
+        assert window.own("batch/seconds") <= time.monotonic() - self.began
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wall_clock_that_jumps_changes_no_rate(tmp_path: Path, rank: int) -> None:
+    """All times of a rank are by monotonic clocks, and only these travel between ranks."""
+    torch.set_num_threads(1)
+    parts = always()
+    watch = Watch(tmp_path, *parts)
+    trainer(tmp_path, Jumps(rank), *parts, watch, log_every_n_steps=2, **RANKS).fit(Small())
+    for found in left(tmp_path):
+        assert found["at_end"]
+        assert [batches for _, batches in found["windows"]] == [[2, 2]] * 4 + [[0, 0]]
+        metrics = found["metrics"]
+        assert 0 < metrics["throughput/samples_per_sec"] < 1e6
+        assert all(value < 3600 for key, value in metrics.items() if key.startswith("timings/"))
+        assert 0 < metrics["time/total"] < 1
