@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -179,7 +179,7 @@ def _averages(window: Window) -> dict[str, float]:
     """Means over the window of what was sampled: of each node, or how many nodes differ."""
     # The first rank of each node samples.
     nodes, first = np.unique(window["memory/node_rank"], return_index=True)
-    rows = np.asarray(window.rows)[first]
+    rows = window.rows_of(first)
     found: dict[str, float] = {}
     for layout in _layouts(tuple(window.columns)):
         # Nodes x slots x figures; not finite where nothing was sampled.
@@ -207,17 +207,23 @@ def _spread(
     if gpus.size:
         where["gpu"] = gpus.reshape(-1) // PER_GPU
     prefix = "system/gpus" if gpus.size else "system/nodes"
-    for name, values in zip(names, means.reshape(count * slots, -1).T, strict=True):
-        order = values.argsort()[: int(np.isfinite(values).sum())]  # NaN comes last
-        if not order.size:
+    values = np.ascontiguousarray(means.reshape(count * slots, -1).T)
+    known = np.isfinite(values)
+    ordered = np.sort(np.where(known, values, inf), axis=1)
+    latest = known.sum(axis=1) - 1
+    places = {
+        "min": np.where(known, values, inf).argmin(axis=1),
+        "max": np.where(known, values, -inf).argmax(axis=1),
+    }
+    for number, (name, last) in enumerate(zip(names, latest.tolist(), strict=True)):
+        if last < 0:
             continue
-        middle = order[[(len(order) - 1) // 2, len(order) // 2]]
         key = f"{prefix}/{name}"
-        yield f"{key}/median", float(values[middle].mean())
-        for label, at in (("min", order[0]), ("max", order[-1])):
-            yield f"{key}/{label}", float(values[at])
+        yield f"{key}/median", float(ordered[number, [last // 2, (last + 1) // 2]].mean())
+        for label, at in places.items():
+            yield f"{key}/{label}", float(values[number, at[number]])
             for kind, each in where.items():
-                yield f"{key}/{label}_{kind}", float(each[at])
+                yield f"{key}/{label}_{kind}", float(each[at[number]])
 
 
 def _memory(window: Window) -> dict[str, float]:

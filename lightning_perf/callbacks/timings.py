@@ -217,19 +217,21 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
         ``/slowest_rank``; without what some rank does not know.
     """
     found: dict[str, float] = {}
+    # Some ranks may have no more batches.
+    active = int((window["progress/batches"] > 0).sum())
     for column in window.columns:
         group, _, name = column.partition("/")
         if group != "timings" or name == "device/batches":
             continue
         if name == "train_batch" and window.stage != "train":
             continue
-        per = "progress/batches"
+        per, ranks = "progress/batches", active
         if name.startswith("device/") or name == "exposed_input":
-            per = "timings/device/batches"
+            per, ranks = "timings/device/batches", window.world_size
             measured = name == "device/other" or window.least(column) > 0
             if window.least(per) <= 0 or not measured:
                 continue
-        found[name] = window.rate(column, per) / window.world_size
+        found[name] = window.rate(column, per) / ranks
         if window.world_size > 1:
             found |= window.spread(column, per).metrics(name)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,52 @@ Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 Rows = Sequence[Sequence[float]] | Table
 #: One number per rank.
 PerRank = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+class LazyRows:
+    """Columns of a table of many ranks, less those of an earlier one, computed when they are read.
+
+    A report is wide, and each callback reads few of its columns.
+
+    Args:
+        now: The table.
+        at: Where the columns are.
+        before: The earlier table, and where they are in it.
+        gauges: Columns from which nothing is subtracted.
+    """
+
+    def __init__(
+        self,
+        now: Table,
+        at: Sequence[int],
+        before: tuple[Table, Sequence[int]] | None = None,
+        gauges: Sequence[int] = (),
+    ) -> None:
+        self._now, self._at, self._before, self._gauges = now, at, before, gauges
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def column(self, number: int) -> PerRank:
+        """One value per rank."""
+        now = self._now[:, self._at[number]]
+        if self._before is None or number in self._gauges:
+            return now
+        table, at = self._before
+        return now - table[:, at[number]]
+
+    def __getitem__(self, ranks: Any) -> Any:
+        """The rows of some ranks, with all columns."""
+        now = self._now[ranks][..., self._at]
+        if self._before is None:
+            return now
+        table, at = self._before
+        found = now - table[ranks][..., at]
+        found[..., self._gauges] = now[..., self._gauges]
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self[:]
 
 
 class Spread(NamedTuple):
@@ -76,9 +122,9 @@ class Window:
     #: The position of each column by its name.
     columns: Mapping[str, int]
     #: One row per rank.
-    rows: Rows
+    rows: Rows | LazyRows
     #: The same since the run began.
-    totals: Rows
+    totals: Rows | LazyRows
 
     @property
     def world_size(self) -> int:
@@ -100,9 +146,17 @@ class Window:
             KeyError: The window has no such column; the message names the nearest.
         """
         index = self._index(name)
+        if isinstance(self.rows, LazyRows):
+            return self.rows.column(index)
         if isinstance(self.rows, np.ndarray):
             return self.rows[:, index]
         return np.array([row[index] for row in self.rows], dtype=np.float64)
+
+    def rows_of(self, ranks: Any) -> Table:
+        """All columns of some ranks, one row for each."""
+        rows = self.rows if isinstance(self.rows, LazyRows) else np.asarray(self.rows)
+        found: Table = rows[ranks]
+        return found
 
     def own(self, name: str) -> float:
         """This rank's value."""
@@ -141,8 +195,9 @@ class Window:
             divisor = self.rows[0][self._index(per)]
             return float(self.rows[0][self._index(name)] / divisor) if divisor > 0 else 0.0
         values, divisors = self[name], self[per]
-        known = divisors > 0
-        return float((values[known] / divisors[known]).sum())
+        found = np.zeros(len(values))
+        np.divide(values, divisors, out=found, where=divisors > 0)
+        return float(found.sum())
 
     def spread(self, name: str, per: str | None = None) -> Spread:
         """How the ranks differ.

@@ -9,11 +9,11 @@ from fnmatch import filter as matching
 from functools import partial
 from itertools import pairwise
 from math import inf, nan
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from lightning_perf.core.window import Rows, Window
+from lightning_perf.core.window import LazyRows, Rows, Window
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run.collective import LAST, Gatherer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.core.progress import Timestamp
+    from lightning_perf.core.window import Table
     from lightning_perf.run.context import RunContext
     from lightning_perf.run.window_callback import WindowCallback
 
@@ -74,11 +75,12 @@ class _Report:
         names = [name for signal in self.signals for name in signal.columns]
         gauges = frozenset[str]().union(*(signal.gauges for signal in self.signals))
         at_end = [number for number, name in enumerate(names) if name in gauges]
-        rows = _differences(self.rows, before, at_end)
         columns = {name: number for number, name in enumerate(names)}
-        end = self.snapshot
+        at = range(len(names))
+        rows = _rows(self.rows, at, None if before is None else (before, at), at_end)
+        totals, end = _rows(self.rows, at), self.snapshot
         return Window(
-            end.stage, end.step, start.stamp, end.stamp, end.at_end, rank, columns, rows, self.rows
+            end.stage, end.step, start.stamp, end.stamp, end.at_end, rank, columns, rows, totals
         )
 
 
@@ -99,7 +101,8 @@ class _Subscription:
         gauges = frozenset[str]().union(*(signal.gauges for signal in signals))
         self._gauges = [number for number, name in enumerate(names) if name in gauges]
         self._stamps: dict[str, Timestamp] = {}
-        self._totals: dict[str, Rows] = {}
+        # What was reported last, and where its columns are.
+        self._before: dict[str, tuple[Rows, Sequence[int]]] = {}
 
     def enter(self, stage: str, stamp: Timestamp) -> None:
         """The first window of a stage begins here."""
@@ -117,13 +120,12 @@ class _Subscription:
             rank: This process's.
         """
         stage = snapshot.stage
-        totals = _columns(rows, positions)
-        differences = _differences(totals, self._totals.get(stage), self._gauges)
+        differences = _rows(rows, positions, self._before.get(stage), self._gauges)
         first, self._stamps[stage] = self._stamps[stage], snapshot.stamp
-        self._totals[stage] = totals
+        self._before[stage] = rows, positions
         window = Window(
             stage, snapshot.step, first, snapshot.stamp, snapshot.at_end, rank,
-            self._columns, differences, totals,
+            self._columns, differences, _rows(rows, positions),
         )  # fmt: skip
         return self.callback.call(self.callback.receive, window) or {}
 
@@ -155,17 +157,6 @@ class _End(NamedTuple):
     positions: Sequence[int]
 
 
-def _columns(rows: Rows, positions: Sequence[int]) -> Rows:
-    # One rank is the usual case, and numpy would take longer than the rest of a report.
-    if len(rows) == 1:
-        row = rows[0]
-        return [[row[position] for position in positions]]
-    first, last = positions[0], positions[-1]
-    # Columns that follow one another need no copy.
-    contiguous = positions == list(range(first, last + 1))
-    return np.asarray(rows)[:, slice(first, last + 1) if contiguous else positions]
-
-
 def _sent(due: Iterable[_Subscription]) -> tuple[list[Signal], dict[str, int]]:
     """The signals of some callbacks, and where each of their columns is in a report."""
     signals = {id(signal): signal for each in due for signal in each.signals}
@@ -173,17 +164,23 @@ def _sent(due: Iterable[_Subscription]) -> tuple[list[Signal], dict[str, int]]:
     return list(signals.values()), {name: number for number, name in enumerate(columns)}
 
 
-def _differences(now: Rows, before: Rows | None, gauges: Sequence[int]) -> Rows:
+def _rows(
+    now: Rows,
+    at: Sequence[int],
+    before: tuple[Rows, Sequence[int]] | None = None,
+    gauges: Sequence[int] = (),
+) -> Rows | LazyRows:
+    """Some columns, less those of an earlier report unless they are gauges."""
+    if isinstance(now, np.ndarray):
+        return LazyRows(now, at, cast("tuple[Table, Sequence[int]] | None", before), gauges)
+    row = [now[0][position] for position in at]
     if before is None:
-        return now
-    if len(now) == 1:
-        row = [late - early for late, early in zip(now[0], before[0], strict=True)]
-        for column in gauges:
-            row[column] = now[0][column]
         return [row]
-    found = np.subtract(now, before)
-    found[:, gauges] = np.asarray(now)[:, gauges]
-    return found
+    earlier, where = before[0][0], before[1]
+    found = [late - earlier[position] for late, position in zip(row, where, strict=True)]
+    for column in gauges:
+        found[column] = row[column]
+    return [found]
 
 
 def _unknown_column(name: str, known: Iterable[str]) -> ConfigError:

@@ -109,3 +109,12 @@ def test_a_thousand_ranks_are_one_short_sum() -> None:
     assert found["backward/slowest_rank"] == 137
     assert found["forward/slowest_rank"] == 999
     assert (found["forward/min"], found["forward/max"]) == (0.0, 999.0)
+
+
+def test_a_rank_without_batches_has_no_part_in_the_means() -> None:
+    """It has come to its end before the others."""
+    columns = {"timings/forward": [2.0, 0.5, 8.0], "progress/batches": [1.0, 0.0, 2.0]}
+    assert seconds_per_batch(window_of(columns)) == {
+        "forward": 3.0, "forward/min": 2.0, "forward/median": 3.0, "forward/max": 4.0,
+        "forward/slowest_rank": 2.0,
+    }  # fmt: skip
