@@ -34,7 +34,17 @@ def add_tracking_uri(parser: ArgumentParser) -> None:
 
 def _commands() -> dict[str, ModuleType]:
     # Imported here, since their dependencies may be missing.
-    from lightning_perf.cli import capture, devices, doctor, measure, report, run, trace, upload
+    from lightning_perf.cli import (
+        capture,
+        devices,
+        doctor,
+        measure,
+        report,
+        run,
+        trace,
+        upload,
+        watch,
+    )
 
     return {
         "capture": capture,
@@ -45,6 +55,7 @@ def _commands() -> dict[str, ModuleType]:
         "run": run,
         "trace": trace,
         "upload": upload,
+        "watch": watch,
     }
 
 
@@ -58,8 +69,10 @@ def main(args: list[str] | None = None) -> None:
         args: The arguments after ``lightning-perf``; by default from the command line.
     """
     try:
-        code = _run(sys.argv[1:] if args is None else args)
-        sys.stdout.flush()
+        try:
+            code = _run(sys.argv[1:] if args is None else args)
+        finally:  # --help and --version exit, too
+            sys.stdout.flush()
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if package == "lightning_perf":
