@@ -1,7 +1,7 @@
 """Train a small convolutional network on scikit-learn's digits, with torchmetrics.
 
 No download: the 1,797 images come with scikit-learn. ``python examples/classify_digits.py`` prints
-the summary at the end, ``lightning-perf report runs`` shows it again. ``runs`` holds metrics as CSV.
+the summary at the end, ``lightning-perf report runs`` shows it again. Metrics are CSV in ``runs``.
 """
 
 from __future__ import annotations

@@ -6,12 +6,13 @@ import json
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_perf.tracking.runs import latest_folder
-from lightning_perf.tracking.summary import Summary, read_summary
+from lightning_perf.tracking.summary import read_summary
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
@@ -19,13 +20,13 @@ NOTEBOOK = EXAMPLES / "notebook.ipynb"
 SCRIPTS = ["ten_lines", "classify_digits", "manual_optimization", "two_ranks"]
 
 
-def run(name: str) -> Summary:
+def run(name: str) -> dict[str, Any]:
     """Run a script in the working directory of the test, and read the summary that it leaves."""
     torch.set_num_threads(1)  # a fork cannot take over the threads that another test has started
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     folder = latest_folder(Path())
     assert folder is not None
-    return read_summary(folder / "summary.json")
+    return dict(read_summary(folder / "summary.json"))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lightning_perf.checks import install_command
@@ -95,10 +97,13 @@ def _remedy(error: ImportError, package: str) -> str:
 
 
 def _run(args: Sequence[str]) -> int:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, set_parsing_settings
 
     from lightning_perf import __version__
 
+    if find_spec("shtab"):
+        with suppress(TypeError):  # an older jsonargparse
+            set_parsing_settings(add_print_completion_argument=True)
     parser = ArgumentParser(
         prog="lightning-perf",
         description="Training speed, as a share of what the hardware can do.",
