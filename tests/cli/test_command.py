@@ -156,7 +156,11 @@ from lightning_perf.cli import main, _commands
 _commands()
 for args in sys.argv[1:]:
     if not os.fork():
-        main(args.split())
+        try:
+            main(args.split())
+        except SystemExit as ended:
+            sys.stdout.flush()
+            os._exit(ended.code)
     code = os.waitstatus_to_exitcode(os.wait()[1])
     assert code == 1 or "--help" in args or "--version" in args, (args, code)
 """
