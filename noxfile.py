@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -100,6 +101,47 @@ def newest(session: nox.Session) -> None:
 # Named apart from `tests`, which has to run where there is one Python.
 for _python in PYTHONS:
     nox.session(_run_tests, name=f"tests-{_python}", python=_python, default=False)
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Build the wheel and the sdist, check them, and use the installed wheel."""
+    session.install(*nox.project.dependency_groups(PYPROJECT, "build"))
+    folder = Path(session.create_tmp(), "dist")
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(folder))
+    files = sorted(map(str, folder.iterdir()))
+    session.run("twine", "check", "--strict", *files)
+    wheel = next(each for each in files if each.endswith(".whl"))
+    session.install(*CONSTRAINTS, *QUICKLY, "--force-reinstall", "--no-deps", wheel)
+    session.install(*CONSTRAINTS, *QUICKLY, wheel, "pytest")
+    session.run("pytest", "tests/release/test_wheel.py", *session.posargs, env=TEST_ENV)
+
+
+@nox.session(default=False)
+def ui(session: nox.Session) -> None:
+    """Look at a run in MLflow's UI and at its pages with Chromium; renews docs/images."""
+    _install(session, "tests", "ui")
+    session.run("pytest", "tests/release/test_ui.py", *session.posargs, env=TEST_ENV)
+
+
+@nox.session(default=False)
+def skinny(session: nox.Session) -> None:
+    """Log to a server of MLflow with mlflow-skinny, without MLflow."""
+    server = Path(session.create_tmp(), "server").resolve()
+    if not server.exists():
+        session.run("python", "-m", "venv", str(server))
+        session.run(f"{server}/bin/python", "-m", "pip", "install", "mlflow>=3.14", external=True)
+    session.install(*CONSTRAINTS, *QUICKLY, ".", "mlflow-skinny>=3.14", "pytest")
+    env = {**TEST_ENV, "MLFLOW_SERVER_PYTHON": f"{server}/bin/python"}
+    session.run("pytest", "tests/release/test_skinny.py", *session.posargs, env=env)
+
+
+@nox.session(default=False)
+def loggers(session: nox.Session) -> None:
+    """Log to Comet, Neptune, TensorBoard, W&B, CSV and MLflow, offline and at once."""
+    _install(session, "tests", "loggers")
+    session.run("pytest", "tests/release/test_loggers.py", *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)

@@ -14,7 +14,7 @@ from helpers.servers import free_port, start_mlflow, stop_mlflow
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 #: Other sessions of nox run these, with more packages installed.
-collect_ignore = ["ecosystem"]
+collect_ignore = ["ecosystem", "release"]
 
 
 #: Fixtures that start a server or processes.

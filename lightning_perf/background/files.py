@@ -19,10 +19,14 @@ _CHUNK = 1 << 20
 
 
 @contextmanager
-def written_whole(target: Path) -> Iterator[BinaryIO]:
+def written_whole(target: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a hidden file beside the target that is renamed to the target once it is on the disk.
 
     If the block raises, the target is unchanged. The target's folder is created if needed.
+
+    Args:
+        target: The file.
+        durable: Whether to wait for the disk, so that the file survives a crash of the machine.
 
     Yields:
         A binary file to write to.
@@ -36,7 +40,8 @@ def written_whole(target: Path) -> Iterator[BinaryIO]:
     try:
         with partial.open("wb") as file:
             yield file
-            _sync(file)
+            if durable:
+                _sync(file)
         partial.replace(target)
     except BaseException:
         with suppress(OSError):

@@ -60,6 +60,15 @@ class Flops(WindowCallback):
     """
 
     columns: Sequence[str] = ("flops/*",)
+    units: Mapping[str, str] = {
+        "mfu*": "fraction",
+        "hfu": "fraction",
+        "batch_flops*": "FLOPs",
+        "total_flops": "FLOP/s",
+        "tflops_per_device": "TFLOP/s",
+        "*_batches_per_sec": "per second",
+        "*tracked_operations": "calls per batch",
+    }
 
     def __init__(
         self,

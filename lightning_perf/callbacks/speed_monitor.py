@@ -25,13 +25,14 @@ class SpeedMonitor(WindowCallback):
     Keys:
 
     - ``throughput/{batches,samples,tokens,flops}_per_sec``: all ranks together;
-    - ``throughput/device/...``: the same for one device on average, and ``throughput/device/mfu``,
-      a fraction of the peak;
+    - ``throughput/device/...``: the same for one device on average, in training alone, and
+      ``throughput/device/mfu``, a fraction of the peak;
     - ``time/{train,val,total}``: elapsed time;
     - ``time/remaining_estimate``: time until ``max_steps``, ``max_epochs`` or ``max_time``,
       whichever comes first, validation included once it was seen.
 
-    Stages other than training put their name in front (``validate/throughput/...``).
+    Stages other than training put their name in front (``validate/throughput/...``). Validation
+    inside of fit has no time of its own: ``time/val`` is its time.
 
     Samples and tokens are inferred from the batch, or counted by ``get_num_samples_in_batch`` and
     ``get_num_tokens_in_batch`` of the module or the datamodule. FLOPs are the module's
@@ -88,6 +89,11 @@ class SpeedMonitor(WindowCallback):
             check_peak(gpu_flops_available, "gpu_flops_available")
         self.gpu_flops_available = gpu_flops_available
         self.time_unit = time_unit
+        self.units = {
+            "throughput/*_per_sec": "per second",
+            "throughput/device/mfu": "fraction",
+            "time/*": time_unit,
+        }
         # Set only where given: a subclass may define them as methods.
         vars(self).update({name: each for name, each in counters.items() if each is not None})
         self.num_samples = num_samples
@@ -148,7 +154,8 @@ class SpeedMonitor(WindowCallback):
     def _times(self, window: Window) -> dict[str, float]:
         each, spent = SECONDS_PER_UNIT[self.time_unit], window.own("progress/total_seconds")
         if window.stage != "train":
-            return {"time/total": spent / each}
+            nested = self._remaining is not None  # its time is `time/val` of training
+            return {} if nested else {"time/total": spent / each}
         validation = window.own("progress/validation_seconds")
         found = elapsed(spent, validation, self.time_unit)
         if self._remaining is not None and not window.at_end:

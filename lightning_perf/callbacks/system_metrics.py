@@ -41,11 +41,12 @@ class SystemMetrics(WindowCallback):
       training's own processes;
     - ``system/node_{n}/gpu_{i}/...``: utilization, memory, power, temperature, clocks and
       throttling of each GPU, by nvidia-smi's number;
-    - ``memory/...``: what CUDA's allocator holds on rank 0, in gigabytes, under Composer's names
-      (with several ranks also the largest of all, ``memory/max_over_ranks/...``), and
-      ``memory/rss`` and ``memory/peak_rss`` of the training's processes on rank 0's node.
+    - ``memory/rss`` and ``memory/peak_rss``: resident memory of the training's processes on rank
+      0's node;
+    - ``memory/...``: what CUDA's allocator holds on rank 0, under Composer's names and in its unit,
+      gigabytes (with several ranks also the largest of all, ``memory/max_over_ranks/...``).
 
-    Units are bytes, bytes per second, percent, watts, degrees Celsius and hertz;
+    Other units are bytes, bytes per second, percent, watts, degrees Celsius and hertz;
     ``docs/system_metrics.md`` lists them. One thread of one process per node samples, without
     using CUDA. A sensor that fails is left out, with one warning.
 
@@ -69,6 +70,20 @@ class SystemMetrics(WindowCallback):
 
     columns = ("system/*", "memory/*")
     prefixes_stage = False
+    units: Mapping[str, str] = {
+        "memory/*_mem": "GB",
+        "memory/*alloc_retries": "count",
+        **dict.fromkeys(
+            ("memory/*rss", "system/*_rss*", "system/*free_*", "system/*_used*"), "bytes"
+        ),
+        **dict.fromkeys(("system/*cpu_*", "system/*gpu_util*", "system/*throttled*"), "%"),
+        "system/*process_cpu*": "% of one core",
+        "system/*throughput*": "bytes/s",
+        "system/*iops*": "per second",
+        "system/*gpu_power*": "W",
+        "system/*temperature*": "deg C",
+        "system/*_clock*": "Hz",
+    }
 
     def __init__(self, interval: float | str = "1s") -> None:
         super().__init__()

@@ -34,6 +34,11 @@ _RECENT = 10
 _MOST_REPORTS = 400
 #: Categories whose actions the table names.
 _TABLED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
+#: What Determined tracks of training.
+_DETERMINED = (
+    "dataloader_next", "to_device", "train_batch", "step_lr_schedulers", "from_device",
+    "reduce_metrics",
+)  # fmt: skip
 
 
 class Timings(WindowCallback):
@@ -43,6 +48,8 @@ class Timings(WindowCallback):
     from_device,reduce_metrics,callbacks,logging,checkpoint,validation,other}`` are exclusive times:
     they add up to the wall time of a batch. ``timings/train_batch`` is the inclusive time of
     forward, backward and optimizer step. Each is the mean over the batches since the last report.
+    A category that has taken no time since the run began is left out; Determined's are always
+    there in training.
     Time after the last report of a run is in its files, not in a second point of the same step.
     Stages other than training put their name in front (``validate/timings/forward``).
 
@@ -70,6 +77,7 @@ class Timings(WindowCallback):
     """
 
     columns: Sequence[str] = ("timings/*", "progress/batches")
+    units: Mapping[str, str] = {"timings/*": "s per batch"}
 
     def __init__(self, schedule: Schedule | str | None = None) -> None:
         super().__init__(schedule)
@@ -103,6 +111,14 @@ class Timings(WindowCallback):
         self._lateness.clear()
         if context.ranks.world_size > 1:
             self.columns = (*Timings.columns, "waits/*")
+            self.units = {
+                "timings/*/slowest_rank": "rank",
+                "straggler/rank": "rank",
+                "straggler/node": "node",
+                "straggler/phase": "index",
+                "straggler/share": "fraction",
+                **Timings.units,
+            }
         super().prepare(context)
         self._active = True
 
@@ -120,7 +136,7 @@ class Timings(WindowCallback):
             return None
         found = seconds_per_batch(window)
         if window.stage == self._stage:
-            seconds = {key: found[key] for key in CATEGORIES}
+            seconds = {key: found.get(key, 0.0) for key in CATEGORIES}
             self._history.add(window.step, window.own("progress/batches"), seconds)
             self._last = found
         metrics = {f"timings/{key}": value for key, value in found.items()}
@@ -156,7 +172,7 @@ class Timings(WindowCallback):
         seconds = {key: last.seconds[key] / last.batches + each[key] for key in CATEGORIES}
         self._history.extend(seconds)
         prefix = "" if window.stage == "train" else f"{window.stage}/"
-        found = self._last | seconds
+        found = self._last | {key: each for key, each in seconds.items() if each}
         self.metrics = {f"{prefix}timings/{key}": value for key, value in found.items()}
 
     @override
@@ -214,7 +230,7 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
 
     Returns:
         ``NAME`` and, with several ranks, ``NAME/min``, ``/median``, ``/max`` and
-        ``/slowest_rank``; without what some rank does not know.
+        ``/slowest_rank``; without what some rank does not know, and what never took any time.
     """
     found: dict[str, float] = {}
     # Some ranks may have no more batches.
@@ -224,6 +240,8 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
         if group != "timings" or name == "device/batches":
             continue
         if name == "train_batch" and window.stage != "train":
+            continue
+        if not (window.stage == "train" and name in _DETERMINED) and not window.ever(column):
             continue
         per, ranks = "progress/batches", active
         if name.startswith("device/") or name == "exposed_input":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lightning_perf.checks import install_command
@@ -34,7 +36,17 @@ def add_tracking_uri(parser: ArgumentParser) -> None:
 
 def _commands() -> dict[str, ModuleType]:
     # Imported here, since their dependencies may be missing.
-    from lightning_perf.cli import capture, devices, doctor, measure, report, run, trace, upload
+    from lightning_perf.cli import (
+        capture,
+        devices,
+        doctor,
+        measure,
+        report,
+        run,
+        trace,
+        upload,
+        watch,
+    )
 
     return {
         "capture": capture,
@@ -45,6 +57,7 @@ def _commands() -> dict[str, ModuleType]:
         "run": run,
         "trace": trace,
         "upload": upload,
+        "watch": watch,
     }
 
 
@@ -58,8 +71,10 @@ def main(args: list[str] | None = None) -> None:
         args: The arguments after ``lightning-perf``; by default from the command line.
     """
     try:
-        code = _run(sys.argv[1:] if args is None else args)
-        sys.stdout.flush()
+        try:
+            code = _run(sys.argv[1:] if args is None else args)
+        finally:  # --help and --version exit, too
+            sys.stdout.flush()
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if package == "lightning_perf":
@@ -82,10 +97,13 @@ def _remedy(error: ImportError, package: str) -> str:
 
 
 def _run(args: Sequence[str]) -> int:
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, set_parsing_settings
 
     from lightning_perf import __version__
 
+    if find_spec("shtab"):
+        with suppress(TypeError):  # an older jsonargparse
+            set_parsing_settings(add_print_completion_argument=True)
     parser = ArgumentParser(
         prog="lightning-perf",
         description="Training speed, as a share of what the hardware can do.",

@@ -42,11 +42,18 @@ def run(pid: int, signal: str, children: bool) -> int:
     number = _number(signal)
     if number is None:
         return _fail(f"{signal} is not a signal. Try --signal SIGUSR2.")
+    try:
+        own_process(pid)
+    except LookupError as error:
+        return _fail(f"{error}.")
     signalled = 0
-    for each in [pid, *(_descendants(pid) if children else [])]:
+    for each in [pid, *(descendants(pid) if children else [])]:
         handled = handles(each, number)
         if handled:
-            os.kill(each, number)
+            try:
+                os.kill(each, number)
+            except OSError:  # a child that ended meanwhile
+                continue
             signalled += 1
             print(f"signalled process {each} to record")  # noqa: T201
         elif each == pid and not children:
@@ -64,12 +71,33 @@ def handles(pid: int, number: int) -> bool | None:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
+def own_process(pid: int) -> int:
+    """The id of a process of this user.
+
+    Raises:
+        LookupError: There is no such process, or it belongs to another user.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        own = not hasattr(os, "getuid") or process.uids().real == os.getuid()
+    except psutil.AccessDenied:
+        own = False
+    except (psutil.Error, OverflowError):
+        raise LookupError(f"there is no process {pid} on this machine") from None
+    if not own:
+        raise LookupError(f"process {pid} belongs to another user")
+    return pid
+
+
 def _number(name: str) -> int | None:
     found = getattr(signal, name, None)
     return int(found) if isinstance(found, signal.Signals) else None
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """The ids of the processes that a process has started, and those that they have."""
     import psutil
 
     try:

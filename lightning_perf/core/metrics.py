@@ -17,15 +17,16 @@ _ALMOST = 1e-6
 
 
 def throughput(window: Window, prefix: str = "") -> dict[str, float]:
-    """Rates of all ranks together, and of one device on average.
+    """Rates of all ranks together, and in training those of one device on average.
 
     Args:
         window: Holds the columns ``batch/...`` and ``flops/...`` of timed batches.
         prefix: What their names begin with, such as ``"rolling_100/"``.
 
     Returns:
-        ``throughput/...`` and ``throughput/device/...`` by name, all per second; ``mfu`` is a
-        fraction of the peak. What some rank does not know is left out.
+        ``throughput/...`` and ``throughput/device/...`` by name, all per second;
+        ``throughput/device/mfu`` is a fraction of the peak. What some rank does not know is left
+        out.
     """
     ranks, per = window.world_size, f"{prefix}batch/seconds"
     # Every rank takes part in every batch, so batches are averaged where samples are summed.
@@ -41,7 +42,8 @@ def throughput(window: Window, prefix: str = "") -> dict[str, float]:
             if rate > 0:
                 rates[f"{name}_per_sec"] = rate
     found = {f"throughput/{key}": value for key, value in rates.items()}
-    found |= {f"throughput/device/{key}": value / ranks for key, value in rates.items()}
+    if window.stage == "train":  # Composer's keys are those of training
+        found |= {f"throughput/device/{key}": value / ranks for key, value in rates.items()}
     if window.least(f"{prefix}flops/ideal_seconds") > 0 and "flops_per_sec" in rates:
         found["throughput/device/mfu"] = window.rate(f"{prefix}flops/ideal_seconds", per) / ranks
     return found

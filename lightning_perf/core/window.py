@@ -166,6 +166,13 @@ class Window:
         """This rank's total since the run began."""
         return float(self.totals[self.rank if len(self.rows) > 1 else 0][self._index(name)])
 
+    def ever(self, name: str) -> bool:
+        """Whether any rank's total since the run began is other than 0."""
+        index = self._index(name)
+        if isinstance(self.totals, np.ndarray):
+            return bool(self.totals[:, index].any())
+        return any(row[index] for row in self.totals)
+
     def total(self, name: str) -> float:
         """The sum over ranks."""
         if len(self.rows) == 1:

@@ -132,6 +132,7 @@ class Memray(Profiler):
 - `.html` (`flamegraph=True`): any browser, works offline.
 """
 
+    units: Mapping[str, str] = {"memray/*total_allocations": "count", "memray/*memory": "bytes"}
     _of_a_run = (*Profiler._of_a_run, "_children")
     _children: processes.Children | None = None
 

@@ -123,6 +123,8 @@ class PerfCallback(Callback):
     keeps_progress = True
     #: Whether the summary of the run is printed at its end.
     show_summary = False
+    #: The units of its metrics, by key or pattern (``"timings/*"``), for the run's params.
+    units: Mapping[str, str] = {}
 
     def __init__(self) -> None:
         self._context: RunContext | None = None

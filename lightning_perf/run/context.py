@@ -27,7 +27,7 @@ from lightning_perf.run.flop_meter import FlopMeter
 from lightning_perf.run.hardware import MemorySignal, NodeSignal, node_gpus, node_sampler
 from lightning_perf.run.spans import Spans, SpanSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
-from lightning_perf.run.summary import end_summary
+from lightning_perf.run.summary import LiveSummary, end_summary
 from lightning_perf.run.trainer_info import limits_of, owners_of, ranks_of, setup_of
 from lightning_perf.run.waits import WaitSignal
 from lightning_perf.run.windows import Windows
@@ -35,7 +35,7 @@ from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
@@ -86,6 +86,7 @@ class RunContext:
         self.batches = BatchTotals(timer)
         self.share_batches(compat.data_parallel_size(trainer))
         self.windows = Windows(trainer)
+        self._live = LiveSummary()
         self._offer_signals()
         self._loop: compat.TrainingLoop  # read anew in each stage: modules may change it late
         self._log_every = 0
@@ -289,6 +290,7 @@ class RunContext:
         owners = owners_of(self.trainer, self.module, self.parts)
         if self._counter is None:
             self._counter = BatchCounter(owners)
+            self.describe({"units": _units(self.parts)})
         limits = Limits()
         self._loop = compat.TrainingLoop(self.trainer)
         self.meter.start(stage)
@@ -412,6 +414,7 @@ class RunContext:
         """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
         compat.show_metrics(self.trainer, metrics)
         self.reporting.log(metrics, step)
+        self._live.refresh(self)
 
     def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:
         """Log this rank's metrics, under its own keys, from the worker thread."""
@@ -456,6 +459,15 @@ class _Ending(MethodPatch):
             if context is not None:
                 context.abandon()
         return original(*args, **kwargs)
+
+
+def _units(callbacks: Iterable[PerfCallback]) -> str:
+    """The keys of metrics by their units, in one line."""
+    keys: dict[str, dict[str, None]] = {}
+    for each in callbacks:
+        for key, unit in each.units.items():
+            keys.setdefault(unit, {})[key] = None
+    return "; ".join(f"{', '.join(names)}: {unit}" for unit, names in keys.items())
 
 
 def _end_threads(*workers: Worker) -> None:

@@ -154,7 +154,7 @@ class NodeSignal:
 
 
 class MemorySignal:
-    """Memory of this rank's allocator and of its node's processes, in gigabytes.
+    """Memory of this rank's allocator in gigabytes, and of its node's processes in bytes.
 
     Args:
         device: The rank's.
@@ -173,7 +173,7 @@ class MemorySignal:
     def totals(self, stage: str) -> Sequence[float]:
         """The present values; NaN where one is unknown."""
         latest = self._sampler.latest if self._sampler is not None else {}
-        host = [gigabytes(latest.get(f"process_{name}", nan)) for name in HOST_MEMORY]
+        host = [latest.get(f"process_{name}", nan) for name in HOST_MEMORY]
         held: Mapping[str, float] = {}
         if self._cuda and self._measured:
             try:

@@ -1,25 +1,32 @@
-"""The summary of a run: made of its windows and callbacks at the end, on rank 0."""
+"""The summary of a run: made of its windows and callbacks, while it goes on and at its end."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import time
-from math import isfinite
+import weakref
+from contextlib import suppress
+from functools import partial
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from lightning_perf.background.files import written_whole
 from lightning_perf.core.metrics import throughput, utilization
 from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import describe, warn
 from lightning_perf.run import artifacts
 from lightning_perf.run.trainer_info import setup_of
 from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.traces.folder import MARKER
 from lightning_perf.tracking.summary import (
     FILE_NAME,
+    RUNNING,
     VERSION,
     description,
     installed_version,
@@ -36,6 +43,9 @@ if TYPE_CHECKING:
     from lightning_perf.run.callback import PerfCallback
     from lightning_perf.run.context import RunContext
 
+    #: By stage: windows, each with the step of its first batch.
+    _Windows = Mapping[str, Sequence[tuple[int, Window]]]
+
 _STATUS = {"teardown": "finished", "exception": "stopped by an exception"}
 _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 #: Suffixes of traces, after ``.gz`` is removed, and of pages.
@@ -46,6 +56,8 @@ _OTHERS = {FILE_NAME, "table.json", "diagnosis.json"}
 _LONG = 10.0
 #: Files listed at most, the latest by name.
 _MOST_FILES = 1000
+#: Seconds between updates of a run's summary, and the most of the time that these may take.
+REFRESH, _MOST_TIME = 2.0, 0.01
 #: Of a trainer's earlier functions: a test after fit adds its stage to the summary of fit.
 _EARLIER: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
 
@@ -63,7 +75,12 @@ def end_summary(
     if context.ranks.global_rank != 0 or reason not in _STATUS:
         return None
     try:
-        summary = RunSummary(context, callbacks, reason)
+        sections: dict[str, Any] = {}
+        for callback in callbacks:
+            sections |= callback.call(callback.summary_sections) or {}
+        sections |= overhead(sections.get("culprits", ()), callbacks)
+        summary = RunSummary(context, _STATUS[reason], _windows(context), sections, callbacks)
+        _EARLIER[context.trainer] = summary.content
         recorded = summary.folder.exists() or any(
             getattr(callback, "saved_traces", ()) for callback in callbacks
         )
@@ -76,41 +93,108 @@ def end_summary(
     return summary
 
 
+def _windows(context: RunContext) -> _Windows:
+    """The windows of each stage, up to now; on the training thread."""
+    return {stage: context.windows.recap(context, stage) for stage in STAGES}
+
+
+class LiveSummary:
+    """Keeps `summary.json` up to date while a run goes on, on rank 0.
+
+    ``lightning-perf watch`` shows it, and a run that is killed leaves it.
+    """
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + REFRESH
+        self._folder: Path | None = None
+
+    def refresh(self, context: RunContext) -> None:
+        """A report was logged; on the training thread. The file is made on another one."""
+        began = time.monotonic()
+        if began < self._due:
+            return
+        self._due = inf  # until it is written
+        root = context.reporting.root(None)
+        # A trial leaves no file, and a store would get each version.
+        if context.ranks.global_rank == 0 and not root.discards and root.mirror is None:
+            job = partial(self._write, context, _windows(context), time.monotonic() - began)
+            if not context.file_worker.submit(job, "the summary so far"):
+                self._due = began + REFRESH
+
+    def _write(self, context: RunContext, windows: _Windows, spent: float) -> None:
+        began = time.monotonic()
+        # What fails here fails at the end of the run, too, which warns.
+        with suppress(Exception):
+            verdicts = [
+                v.as_dict() for part in context.parts for v in getattr(part, "verdicts", ())
+            ]
+            summary = RunSummary(context, RUNNING, windows, {"verdicts": verdicts})
+            first = self._folder is None
+            folder = self._folder = self._folder or self._claim(context)
+            with written_whole(folder / FILE_NAME, durable=False) as file:
+                file.write(json.dumps(summary.content, default=str).encode())
+            if first:
+                self._hold(context, folder / MARKER)
+            now = time.monotonic()
+            self._due = now + max(REFRESH, (spent + now - began) / _MOST_TIME)
+
+    def _claim(self, context: RunContext) -> Path:
+        writer = artifacts.new_writer(context, None, "{run_name}", FILE_NAME, None, overwrite=True)
+        return writer.spool("train").parent
+
+    def _hold(self, context: RunContext, path: Path) -> None:
+        """Keep a file open to the end of the run: ``watch PID`` finds the folder by it."""
+        file = os.open(path, os.O_RDONLY)
+        context.on_close(weakref.finalize(self, os.close, file))
+
+
 class RunSummary:
     """What `summary.json` holds.
 
     Args:
         context: The run.
-        callbacks: All callbacks of the run.
-        reason: Why it ended.
+        status: Whether the run goes on, or how it ended.
+        windows: Of each stage.
+        sections: What callbacks add.
+        callbacks: All callbacks of the run, at its end.
     """
 
-    def __init__(self, context: RunContext, callbacks: Sequence[PerfCallback], reason: str) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        status: str,
+        windows: _Windows,
+        sections: Mapping[str, Any],
+        callbacks: Sequence[PerfCallback] = (),
+    ) -> None:
         self._context, self._callbacks = context, callbacks
         self._root = context.reporting.root(None)
         self.folder = self._root.path / context.run_name
         trainer = context.trainer
-        stages = {stage: stage_windows(context.windows.recap(context, stage)) for stage in STAGES}
+        stages = {stage: stage_windows(each) for stage, each in windows.items()}
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         content: dict[str, Any] = {
             "version": VERSION,
             "run": context.run_name,
-            "status": _STATUS[reason],
-            "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "status": status,
+            "updated" if status == RUNNING else "ended": now,
+            "process": {"host": platform.node(), "pid": os.getpid()},
             "setup": self._setup(),
             "stages": {stage: windows for stage, windows in stages.items() if windows},
+            **sections,
         }
-        for callback in callbacks:
-            content |= callback.call(callback.summary_sections) or {}
-        content |= overhead(content.get("culprits", ()), callbacks)
         #: What is shown: of this function alone.
         self._own = content
         earlier = _EARLIER.get(trainer)
         if earlier is not None and earlier["run"] == content["run"]:
             # Of one trainer, fit is what the summary is about.
             fitted = "train" in earlier["stages"] and trainer.state.fn != "fit"
-            stages = earlier["stages"] | content["stages"]
-            content = {**content, **(earlier if fitted else {}), "stages": stages}
-        _EARLIER[trainer] = self.content = content
+            kept = dict(earlier) if fitted else {}
+            if status == RUNNING:
+                kept.pop("ended", None)
+                kept["status"] = status
+            content = {**content, **kept, "stages": earlier["stages"] | content["stages"]}
+        self.content = content
 
     def _setup(self) -> dict[str, Any]:
         context = self._context

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from lightning_perf.background.worker import Worker
     from lightning_perf.tracking.mlflow import MlflowRun
 
-#: MLflow's limit for one call.
-_BATCH = 1000
+#: MLflow's limits: metrics of one call, and characters of a param.
+_BATCH, _LONGEST_PARAM = 1000, 6000
 #: The number of waiting metrics that are sent without a pause.
 _URGENT = 2 * _BATCH
 _MOST_WAITING = 20_000
@@ -99,7 +99,7 @@ class MlflowMetrics:
 
     def log_params(self, params: Mapping[str, object]) -> None:
         """Queue params; a param that the run already has keeps its value."""
-        texts = {clean_key(key): str(value)[:500] for key, value in params.items()}
+        texts = {clean_key(key): str(value)[:_LONGEST_PARAM] for key, value in params.items()}
         self._worker.submit(lambda: self._send_params(texts), "params to MLflow")
 
     def describe(self, text: str) -> None:

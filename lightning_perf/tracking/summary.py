@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     _Row = tuple[str, ...]
 
 FILE_NAME = "summary.json"
+#: The status of a run that goes on, or was killed.
+RUNNING = "running"
 #: Raised with each change of the format that an older reader would misread.
 VERSION = 1
 #: Ends a description in MLflow that may be replaced: it is not the user's.
@@ -194,15 +196,30 @@ def _table(cells: Sequence[_Row]) -> Table:
     return table
 
 
-def headline(summary: Summary) -> str:
+def headline(summary: Summary, window: str = "whole_run") -> str:
     """The run in one line, MFU first; empty if no rate is known."""
-    found = (main_stage(summary)[1].get("whole_run") or {}).get("throughput", {})
+    found = (main_stage(summary)[1].get(window) or {}).get("throughput", {})
     parts = []
     for key, (name, text, unit) in _RATES.items():
         if key in found:
             value = text.format(found[key] / unit)
             parts.append(f"{name} {value}" if key == "mfu" else f"{value} {name}")
     return " \u00b7 ".join(parts)
+
+
+def progress(summary: Summary) -> str:
+    """The last window in one line: its step, rates, the largest categories, and verdicts."""
+    _, windows = main_stage(summary)
+    name = "last_window" if windows.get("last_window") else "whole_run"
+    window = windows.get(name) or {}
+    times = window.get("timings") or {}
+    whole = sum(times.values())
+    order = sorted(times, key=lambda each: -times[each])[:_MOST_COSTS]
+    shares = [f"{each} {times[each] / whole:.0%}" for each in order if times[each] > 0]
+    verdicts = [f"{each.code} ({each.severity})" for each in _verdicts(summary)]
+    parts = (headline(summary, name), ", ".join(shares), ", ".join(verdicts))
+    text = "; ".join(part for part in parts if part)
+    return f"step {window['last']}: {text}" if window else "no report yet"
 
 
 def description(summary: Summary) -> str:

@@ -94,7 +94,7 @@ def test_a_process_without_a_handler_is_not_signalled(
 @pytest.mark.parametrize(
     ("args", "printed"),
     [
-        (["999999999"], "cannot inspect process"),
+        (["999999999"], "there is no process 999999999"),
         (["1", "--signal", "SIGNAL"], "SIGNAL is not a signal"),
     ],
 )

@@ -119,7 +119,7 @@ PLANTED: dict[str, tuple[Signals, dict[str, Any]]] = {
         {"share": 0.2, "phase": "backward", "evidence": {"batch": 61.0}},
     ),
     "host-memory-growth": (
-        signals_of(FINE, columns={"memory/rss": [1.0 + 0.1 * n for n in range(WINDOWS)]}),
+        signals_of(FINE, columns={"memory/rss": [1e9 + 1e8 * n for n in range(WINDOWS)]}),
         {"severity": "warning", "share": 0.0},
     ),
     "cpu-saturated": (
@@ -151,7 +151,7 @@ TRAPS = {
         FINE, steps=np.random.default_rng(1).uniform(0.025, 0.075, STEPS)
     ),
     "memory that levels off": signals_of(
-        FINE, columns={"memory/rss": [1 + min(0.2 * n, 0.9) for n in range(WINDOWS)]}
+        FINE, columns={"memory/rss": [1e9 + min(2e8 * n, 9e8) for n in range(WINDOWS)]}
     ),
     "less than a millisecond": signals_of(
         {"forward": 3e-4, "dataloader_next": 2e-4}, steps=np.full(STEPS, 5e-4)

@@ -20,7 +20,8 @@ def free_port() -> int:
 def start_mlflow(folder: Path, port: int) -> subprocess.Popen[bytes]:
     """A real MLflow server on the loopback, with sqlite behind it; waits until it answers."""
     command = [
-        sys.executable, "-m", "mlflow", "server",
+        # Another environment's, where this one has no server.
+        os.environ.get("MLFLOW_SERVER_PYTHON", sys.executable), "-m", "mlflow", "server",
         "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
         "--backend-store-uri", f"sqlite:///{folder}/server.db",
         "--artifacts-destination", str(folder / "artifacts"),

@@ -280,7 +280,7 @@ def test_spans_of_other_threads_are_not_counted(tmp_path: Path) -> None:
 
     timings = Timings()
     trainer(tmp_path, timings).fit(Threaded())
-    assert timings.metrics["timings/checkpoint"] == 0
+    assert "timings/checkpoint" not in timings.metrics
 
 
 def test_the_number_of_cached_spans_is_limited(

@@ -28,16 +28,19 @@ _GOES_ON = 0.4
 _SOON = 3600.0
 
 
-def growth(code: str, signals: Signals, column: str, free: float | None) -> Iterable[Verdict]:
+def growth(
+    code: str, signals: Signals, column: str, unit: float = 1.0, free: float | None = None
+) -> Iterable[Verdict]:
     """Memory that grows to the end of the run.
 
     Args:
         code: Of the verdict.
         signals: The run's.
-        column: A gauge, in GB.
+        column: A gauge.
+        unit: Its unit in bytes.
         free: Bytes that are left; None if unknown.
     """
-    times, sizes = samples(signals, column)
+    times, sizes = samples(signals, column, unit)
     if len(sizes) < _FEWEST_SAMPLES:
         raise Unknown(f"{column} was sampled {len(sizes)} times, and needs {_FEWEST_SAMPLES}")
     whole = stats.trend(times, sizes)
@@ -71,14 +74,14 @@ def growth(code: str, signals: Signals, column: str, free: float | None) -> Iter
     yield Verdict(code, severity, evidence=evidence, advice=advice)
 
 
-def samples(signals: Signals, column: str) -> tuple[Numbers, Numbers]:
+def samples(signals: Signals, column: str, unit: float) -> tuple[Numbers, Numbers]:
     """Seconds and bytes of a gauge's samples, without repetitions and without the warm-up."""
     if not signals.windows or column not in signals.windows[0].columns:
         raise Unknown(f"{column} is not measured")
     times = np.cumsum(signals.wall)
     ranks = np.array([window[column] for window in signals.windows])
     known = np.isfinite(ranks).all(axis=0)
-    sizes = 1e9 * ranks[:, known].max(axis=1, initial=0.0)
+    sizes = unit * ranks[:, known].max(axis=1, initial=0.0)
     fresh = np.append(True, np.diff(sizes) != 0) & (sizes > 0)
     fresh &= times >= _WARMUP * times[-1]
     return times[fresh], sizes[fresh]
@@ -91,7 +94,8 @@ class HostMemoryGrowth:
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The trend of the resident memory."""
-        yield from growth(self.code, signals, "memory/rss", signals.average("system/free_memory"))
+        free = signals.average("system/free_memory")
+        yield from growth(self.code, signals, "memory/rss", free=free)
 
 
 class DeviceMemoryGrowth:
@@ -102,7 +106,7 @@ class DeviceMemoryGrowth:
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The trend of the allocated memory."""
         if signals.setup.device == "cuda":
-            yield from growth(self.code, signals, "memory/current_allocated_mem", None)
+            yield from growth(self.code, signals, "memory/current_allocated_mem", 1e9)
 
 
 class CpuSaturated:

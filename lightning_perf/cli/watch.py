@@ -1,0 +1,287 @@
+"""``lightning-perf watch``: a running training, live in the terminal."""
+
+from __future__ import annotations
+
+import json as json_format
+import platform
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from lightning_perf.cli import add_tracking_uri
+from lightning_perf.cli.capture import descendants, own_process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jsonargparse import ArgumentParser
+    from rich.console import Console, RenderableType
+
+    from lightning_perf.tracking.summary import Summary
+
+#: Seconds between looks at a file, and at MLflow, which answers many requests for each.
+_FILE_INTERVAL, _MLFLOW_INTERVAL = 1.0, 10.0
+
+
+def parser() -> ArgumentParser:
+    """The arguments of the command."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        description="Show a running training live. MFU, throughput, where the time goes, and the "
+        "verdicts so far, until it ends. Where the output is not a terminal, one line per update."
+    )
+    parser.add_argument(
+        "run",
+        nargs="?",
+        help="The process id of a training or of its launcher, a run's folder, or a run's id or "
+        "name in MLflow; by default the latest run below the present folder.",
+    )
+    add_tracking_uri(parser)
+    parser.add_argument("--json", action="store_true", help="Print a line of JSON per update.")
+    return parser
+
+
+def run(run: str | None, tracking_uri: str | None, json: bool = False) -> int:
+    """Show the run until it ends.
+
+    Returns:
+        The exit code: 1 if the training was killed, 2 if there is no such run.
+    """
+    from rich.console import Console
+
+    console = Console(markup=False, emoji=False, highlight=False)
+    try:
+        source = _source(run, tracking_uri)
+        if json or not console.is_terminal:
+            return _print(source, json)
+        return _show(source, console)
+    except LookupError as error:
+        print(f"lightning-perf watch: {str(error).rstrip('.')}.", file=sys.stderr)  # noqa: T201
+        return 2
+
+
+# -- where the figures come from --------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """A summary, and when it was written."""
+
+    summary: Summary
+    #: Seconds since the epoch.
+    updated: float
+
+    @property
+    def runs(self) -> bool:
+        """Whether the run goes on, or was killed."""
+        from lightning_perf.tracking.summary import RUNNING
+
+        return bool(self.summary["status"] == RUNNING)
+
+
+class Source(Protocol):
+    """Something to watch."""
+
+    @property
+    def interval(self) -> float:
+        """Seconds between looks."""
+        ...
+
+    def read(self) -> Seen | None:
+        """The latest summary; None before the first one.
+
+        Raises:
+            LookupError: It cannot be read.
+        """
+        ...
+
+    def alive(self) -> bool:
+        """Whether something may write another summary."""
+        ...
+
+
+class FolderSource:
+    """A run's folder."""
+
+    interval = _FILE_INTERVAL
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: Seen | None = None
+
+    def read(self) -> Seen:
+        """The file."""
+        from lightning_perf.tracking.summary import FILE_NAME, read_summary
+
+        path = self._folder / FILE_NAME
+        self._seen = Seen(read_summary(path), path.stat().st_mtime)
+        return self._seen
+
+    def alive(self) -> bool:
+        """Whether the training's process lives; that of another machine is unknown."""
+        process = self._seen.summary.get("process", {}) if self._seen is not None else {}
+        if self._seen is None or process.get("host") != platform.node():
+            return True
+        return _lives(process["pid"], self._seen.updated)
+
+
+class ProcessSource:
+    """A training's process, or one that started it."""
+
+    interval = _FILE_INTERVAL
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._folder: Path | None = None
+
+    def read(self) -> Seen | None:
+        """The file in the folder that the process, or one below it, holds open."""
+        self._folder = self._folder or _folder_of(self._pid)
+        return FolderSource(self._folder).read() if self._folder is not None else None
+
+    def alive(self) -> bool:
+        """Whether the process lives."""
+        return _lives(self._pid, time.time())
+
+
+class MlflowSource:
+    """A run in MLflow."""
+
+    interval = _MLFLOW_INTERVAL
+
+    def __init__(self, run: str, tracking_uri: str) -> None:
+        self._run, self._uri = run, tracking_uri
+
+    def read(self) -> Seen | None:
+        """What its metrics say."""
+        from lightning_perf.tracking.runs import read_run
+
+        found = read_run(self._run, self._uri)
+        return None if found is None else Seen(found.summary, time.time())
+
+    def alive(self) -> bool:
+        """MLflow does not say."""
+        return True
+
+
+def _source(run: str | None, tracking_uri: str | None) -> Source:
+    """What to watch.
+
+    Raises:
+        LookupError: There is no such thing.
+    """
+    from lightning_perf.tracking.runs import default_tracking_uri, latest_folder
+    from lightning_perf.tracking.summary import FILE_NAME
+
+    path = Path(run or ".")
+    if run is not None and run.isdecimal() and not path.exists():
+        return ProcessSource(own_process(int(run)))
+    if path.exists():
+        folder = path.parent if path.is_file() else path
+        found = folder if (folder / FILE_NAME).exists() else latest_folder(folder)
+        if found is None:
+            raise LookupError(
+                f"there is no {FILE_NAME} below {folder}. Give a process id, a run's folder, or a "
+                "run's id or name in MLflow"
+            )
+        return FolderSource(found)
+    assert run is not None  # `.` exists
+    local = latest_folder(Path(), run) if tracking_uri is None else None
+    if local is not None:
+        return FolderSource(local)
+    source = MlflowSource(run, tracking_uri or default_tracking_uri())
+    source.read()
+    return source
+
+
+def _folder_of(pid: int) -> Path | None:
+    """The folder of the latest run of a process and those below it; None if none has reported."""
+    import psutil
+
+    from lightning_perf.traces.folder import MARKER
+    from lightning_perf.tracking.summary import FILE_NAME
+
+    found: list[tuple[float, Path]] = []
+    for each in [pid, *descendants(pid)]:
+        with suppress(psutil.Error, OSError):
+            paths = [Path(file.path) for file in psutil.Process(each).open_files()]
+            folders = [path.parent for path in paths if path.name == MARKER]
+            found += [((folder / FILE_NAME).stat().st_mtime, folder) for folder in folders]
+    return max(found)[1] if found else None
+
+
+def _lives(pid: int, since: float) -> bool:
+    """Whether a process runs that was started before a point in time."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        # The id may have been given to a later process.
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since
+    except psutil.Error:
+        return False
+
+
+# -- views ------------------------------------------------------------------------------------
+
+
+def _looks(source: Source) -> Iterator[Seen | None]:
+    """The latest summary at each look, until the run has ended or nothing can go on with it."""
+    seen: Seen | None = None
+    while True:
+        # Asked first: what the last breath of a process writes is read.
+        alive = source.alive()
+        seen = source.read() or seen
+        yield seen
+        if not alive or (seen is not None and not seen.runs):
+            return
+        time.sleep(source.interval)
+
+
+def _print(source: Source, json: bool) -> int:
+    """One line per update."""
+    from lightning_perf.tracking.summary import progress
+
+    seen = last = None
+    for seen in _looks(source):
+        if seen is not None and (last is None or seen.summary != last.summary):
+            last = seen
+            now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
+            line = f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
+            print(json_format.dumps(seen.summary) if json else line, flush=True)  # noqa: T201
+    return _code(seen)
+
+
+def _show(source: Source, console: Console) -> int:
+    """A view that is drawn anew at each look."""
+    from rich.live import Live
+
+    seen = None
+    with Live(console=console, auto_refresh=False) as live:
+        for seen in _looks(source):
+            live.update(_view(seen), refresh=True)
+    return _code(seen)
+
+
+def _view(seen: Seen | None) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from lightning_perf.tracking.summary import panel
+
+    if seen is None:
+        return Text("waiting for the first report")
+    age = max(time.time() - seen.updated, 0.0)
+    state = f"{seen.summary['run']}: {seen.summary['status']}"
+    head = Text(f"{state}, updated {age:.0f} s ago" if seen.runs else state, style="bold")
+    return Group(head, panel(seen.summary))
+
+
+def _code(seen: Seen | None) -> int:
+    if seen is not None and not seen.runs:
+        return 0
+    why = "before its first report" if seen is None else "without ending its run: it was killed"
+    print(f"lightning-perf watch: the training ended {why}.", file=sys.stderr)  # noqa: T201
+    return 1

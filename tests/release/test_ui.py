@@ -1,0 +1,152 @@
+"""What people see: a run in MLflow's own UI and its pages, in Chromium; ``nox -s ui``.
+
+It renews the pictures in ``docs/images``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+ROOT = Path(__file__).parent.parent.parent
+IMAGES = ROOT / "docs" / "images"
+#: Seconds that a page may take, and bytes of a picture.
+PATIENCE, LARGEST = 60.0, 200_000
+WIDTH, HEIGHT = 1280, 900
+#: The demo, cut short: the model is smaller, so that steps are short, too.
+SHORT = {
+    "trainer.max_steps": 80, "trainer.val_check_interval": 40, "trainer.limit_val_batches": 4,
+    "model.width": 96, "model.layers": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(mlflow_server: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
+    """The address of a run of the demo in the UI, its name, and the folder of its files."""
+    folder = tmp_path_factory.mktemp("demo")
+    options = SHORT | {
+        "trainer.logger.init_args.tracking_uri": mlflow_server,
+        "trainer.default_root_dir": folder,
+    }
+    command = [
+        sys.executable, str(ROOT / "examples/train_gpt.py"), "fit",
+        "--config", str(ROOT / "configs/demo.yaml"),
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]  # fmt: skip
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    client = MlflowClient(mlflow_server)
+    experiment = client.get_experiment_by_name("lightning_perf demo")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    address = f"{mlflow_server}/#/experiments/{experiment.experiment_id}/runs/{found.info.run_id}"
+    name = str(found.info.run_name)
+    return address, name, folder / name
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Chromium, without a window."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
+    profile = tmp_path_factory.mktemp("profile")
+    for argument in ("headless=new", "no-sandbox", "disable-gpu", f"user-data-dir={profile}"):
+        options.add_argument(f"--{argument}")
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    driver.set_window_size(WIDTH, HEIGHT)
+    yield driver
+    driver.quit()
+
+
+def shows(browser: Any, *texts: str) -> str:
+    """Wait until the page shows texts; returns all of its text."""
+
+    def text(driver: Any) -> str | None:
+        found = driver.find_element(By.TAG_NAME, "body").text
+        return found if all(each in found for each in texts) else None
+
+    try:
+        return str(WebDriverWait(browser, PATIENCE).until(text))
+    except Exception:
+        print(browser.find_element(By.TAG_NAME, "body").text)
+        raise
+
+
+def picture(browser: Any, name: str) -> None:
+    """Keep what is shown."""
+    IMAGES.mkdir(exist_ok=True)
+    path = IMAGES / f"{name}.png"
+    browser.save_screenshot(str(path))
+    assert path.stat().st_size < LARGEST
+
+
+def test_the_overview_begins_with_mfu(browser: Any, run: tuple[str, str, Path]) -> None:
+    """The description is shown, MFU in its first line."""
+    address, _, _ = run
+    browser.get(address)
+    text = shows(browser, "Description", "batches/s", "MFU")
+    description = text.partition("Description")[2]
+    assert "MFU" in "".join(description.splitlines()[:4])
+    picture(browser, "mlflow_overview")
+
+
+def test_the_charts_show_mfu(browser: Any, run: tuple[str, str, Path]) -> None:
+    """As a curve, beside throughput and times."""
+    address, _, _ = run
+    browser.get(f"{address}/model-metrics")
+    shows(browser, "mfu", "throughput")
+    picture(browser, "mlflow_metrics")
+
+
+@pytest.mark.parametrize("page", ["timings/timings.html", "diagnosis/report.html"])
+def test_pages_are_shown_among_the_artifacts(
+    browser: Any, run: tuple[str, str, Path], page: str
+) -> None:
+    """In MLflow's frame, which runs scripts and reaches no network."""
+    address, name, _ = run
+    browser.get(f"{address}/artifacts/{name}/{page}")
+    shows(browser, Path(page).name)
+    frame = WebDriverWait(browser, PATIENCE).until(
+        lambda driver: driver.find_element(By.TAG_NAME, "iframe")
+    )
+    browser.switch_to.frame(frame)
+    try:
+        shows(browser, "forward", "backward")
+        assert browser.find_elements(By.TAG_NAME, "svg")
+    finally:
+        browser.switch_to.default_content()
+    picture(browser, f"mlflow_{Path(page).stem}")
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 400)])
+def test_the_report_in_light_dark_and_narrow(
+    browser: Any, run: tuple[str, str, Path], scheme: str, width: int
+) -> None:
+    """Nothing is cut off, and the colours follow the system's."""
+    _, _, folder = run
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    metrics = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        browser.get((folder / "diagnosis/report.html").as_uri())
+        shows(browser, "Why this training is not faster", "forward")
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        style = "return getComputedStyle(document.body).backgroundColor"
+        red = int(browser.execute_script(style).partition("(")[2].partition(",")[0])
+        assert (red > 128) == (scheme == "light")
+        name = {("light", 1280): "report", ("dark", 1280): "report_dark"}.get((scheme, width))
+        picture(browser, name or "report_narrow")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

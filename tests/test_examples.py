@@ -1,0 +1,76 @@
+"""The examples run as they stand, and show what they say."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_perf.tracking.runs import latest_folder
+from lightning_perf.tracking.summary import read_summary
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NOTEBOOK = EXAMPLES / "notebook.ipynb"
+#: `train_gpt.py` is a LightningCLI: see test_example.py and the tests of configs.
+SCRIPTS = ["ten_lines", "classify_digits", "manual_optimization", "two_ranks"]
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run a script in the working directory of the test, and read the summary that it leaves."""
+    torch.set_num_threads(1)  # a fork cannot take over the threads that another test has started
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    folder = latest_folder(Path())
+    assert folder is not None
+    return dict(read_summary(folder / "summary.json"))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_and_leaves_its_figures(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each prints its summary, with MFU and the time of forward."""
+    summary = run(name)
+    whole = summary["stages"]["train"]["whole_run"]
+    assert summary["status"] == "finished"
+    assert 0 < whole["throughput"]["mfu"] < 1
+    assert whole["timings"]["forward"] > 0
+    printed = capfd.readouterr().out
+    assert "MFU" in printed
+    if name == "classify_digits":
+        accuracy = float(printed.rpartition("accuracy ")[2].rstrip("%\n"))
+        assert accuracy > 80
+    if name == "two_ranks":
+        assert summary["setup"]["world_size"] == 2
+        (straggler,) = [each for each in summary["verdicts"] if each["code"] == "straggler"]
+        assert (straggler["rank"], straggler["phase"]) == (1, "input")
+
+
+def test_every_script_is_run() -> None:
+    """A new example gets its test."""
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "train_gpt"}
+
+
+def test_the_notebook_runs_in_order(in_tmp: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By a kernel if nbclient is installed, otherwise one cell after the other."""
+    torch.set_num_threads(1)
+    if find_spec("nbclient") and find_spec("ipykernel"):
+        import nbclient
+        import nbformat
+
+        book = nbformat.read(NOTEBOOK, as_version=4)
+        nbclient.NotebookClient(book, resources={"metadata": {"path": str(in_tmp)}}).execute()
+        printed = json.dumps(book)
+    else:
+        cells = json.loads(NOTEBOOK.read_text())["cells"]
+        names: dict[str, object] = {"__name__": "__main__"}
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), names)
+        printed = capfd.readouterr().out
+    for part in ("MFU", "samples/s", "timings.html"):
+        assert part in printed
