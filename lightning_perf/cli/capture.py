@@ -42,6 +42,8 @@ def run(pid: int, signal: str, children: bool) -> int:
     number = _number(signal)
     if number is None:
         return _fail(f"{signal} is not a signal. Try --signal SIGUSR2.")
+    if _belongs_to_another(pid):
+        return _fail(f"process {pid} belongs to another user.")
     signalled = 0
     for each in [pid, *(_descendants(pid) if children else [])]:
         handled = handles(each, number)
@@ -52,6 +54,14 @@ def run(pid: int, signal: str, children: bool) -> int:
         elif each == pid and not children:
             return _fail(_why_not(pid, signal, handled))
     return 0 if signalled else _fail(_why_not(pid, signal, False))
+
+
+def _belongs_to_another(pid: int) -> bool:
+    """Whether a process is another user's, whom root could signal, too."""
+    try:
+        return Path(str(_STATUS).format(pid=pid)).stat().st_uid != os.getuid()
+    except OSError:  # gone, or not on Linux
+        return False
 
 
 def handles(pid: int, number: int) -> bool | None:
