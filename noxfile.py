@@ -103,6 +103,29 @@ for _python in PYTHONS:
     nox.session(_run_tests, name=f"tests-{_python}", python=_python, default=False)
 
 
+def _check(session: nox.Session, script: str) -> None:
+    _install(session, "tests", options=QUICKLY)
+    session.run("python", f"benchmarks/{script}.py", *session.posargs, env=TEST_ENV)
+
+
+@nox.session(default=False)
+def unchanged(session: nox.Session) -> None:
+    """Compare trainings of every kind with and without each callback, bit by bit."""
+    _check(session, "unchanged")
+
+
+@nox.session(default=False)
+def chaos(session: nox.Session) -> None:
+    """Train with random faults (``-- --runs 200 --seed 0``) and compare with the run without us."""
+    _check(session, "chaos")
+
+
+@nox.session(default=False)
+def soak(session: nox.Session) -> None:
+    """Train long with everything on (``-- --steps 1000000``): nothing may grow."""
+    _check(session, "soak")
+
+
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
     """Build the wheel and the sdist, check them, and use the installed wheel."""

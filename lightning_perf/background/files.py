@@ -38,7 +38,7 @@ def written_whole(target: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     # A random name: several ranks may write the same target at the same time.
     partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
     try:
-        with partial.open("wb") as file:
+        with partial.open("xb") as file:
             yield file
             if durable:
                 _sync(file)

@@ -110,9 +110,9 @@ def _merge(folder: Path, window: str | None, target: Path) -> None:
 
 
 def _missing(traces: Sequence[Trace]) -> str:
-    size = traces[0].head.get("world_size", 0)
+    size = traces[0].head["world_size"]
     there = {trace.rank for trace in traces}
-    missing = [rank for rank in range(int(size)) if rank not in there]
+    missing = [rank for rank in range(size) if rank not in there]
     more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
     return ", ".join(map(str, missing[:10])) + more
 

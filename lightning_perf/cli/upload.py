@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import describe
+from lightning_perf.traces.names import remote_format
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
 from lightning_perf.tracking.stores import STORE, check_store, store_target
 from lightning_perf.tracking.tracker import tracker_at
@@ -45,11 +46,23 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--forget-missing", action="store_true", help="Remove missing files from the lists."
     )
+    parser.add_argument(
+        "--outside",
+        action="store_true",
+        help="Also upload files outside of the folder of their list. Only for lists that you "
+        "trust: they could name any of your files.",
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     return parser
 
 
-def run(folder: str, tracking_uri: str | None, forget_missing: bool, json: bool = False) -> int:
+def run(
+    folder: str,
+    tracking_uri: str | None,
+    forget_missing: bool,
+    json: bool = False,
+    outside: bool = False,
+) -> int:
     """Upload the listed files; those that fail stay on the lists.
 
     Returns:
@@ -58,7 +71,7 @@ def run(folder: str, tracking_uri: str | None, forget_missing: bool, json: bool 
     if not Path(folder).is_dir():
         print(f"lightning-perf upload: there is no folder {folder}.", file=sys.stderr)  # noqa: T201
         return 2
-    sender = _Sender(tracking_uri, forget_missing)
+    sender = _Sender(tracking_uri, forget_missing, outside)
     for place in _places(folder):
         _send_all(place, sender)
     for entry in sender.left:
@@ -88,7 +101,7 @@ def _send_all(place: Path, sender: _Sender) -> None:
     kept: dict[_Key, PendingUpload | None] = {}
     try:
         for key in track(entries, "uploading", console=console, disable=not console.is_terminal):
-            kept[key] = sender.send(entries[key])
+            kept[key] = sender.send(entries[key], place)
     finally:
         # Read again: a running training may have added entries.
         listed = [kept.get(_key(entry), entry) for entry in read_pending(place)]
@@ -102,18 +115,25 @@ def _key(entry: PendingUpload) -> _Key:
 class _Sender:
     """Uploads listed files to their targets and counts the results."""
 
-    def __init__(self, tracking_uri: str | None, forget_missing: bool) -> None:
+    def __init__(self, tracking_uri: str | None, forget_missing: bool, outside: bool) -> None:
         self.done = 0
         self.left: list[PendingUpload] = []
         self._override = {} if tracking_uri is None else {"tracking_uri": tracking_uri}
-        self._forget_missing = forget_missing
+        self._forget_missing, self._outside = forget_missing, outside
         # By address, so that each is checked once: its target, or its problem.
         self._targets: dict[frozenset[tuple[str, str]], Target | str] = {}
 
-    def send(self, entry: PendingUpload) -> PendingUpload | None:
-        """Try once; returns what stays on the list."""
-        if not Path(entry.path).is_file():
+    def send(self, entry: PendingUpload, place: Path) -> PendingUpload | None:
+        """Try once; returns what stays on the list in the folder ``place``."""
+        try:
+            path = Path(entry.path).resolve()
+            missing = not path.is_file()
+        except (OSError, RuntimeError, ValueError) as unusable:  # such as a null byte
+            return self._keep(entry, describe(unusable))
+        if missing:
             return self._missing(entry)
+        if not (self._outside or path.is_relative_to(place.resolve())):
+            return self._keep(entry, "the file is outside of its list's folder; try --outside")
         error = self._error(entry)
         if error is None:
             self.done += 1
@@ -137,6 +157,7 @@ class _Sender:
         address = entry.target | (self._override if "tracking_uri" in entry.target else {})
         key = frozenset(address.items())
         try:
+            remote_format(entry.remote.replace("{", "{{").replace("}", "}}"))
             if key not in self._targets:
                 self._targets[key] = _target(address)
             target = self._targets[key]

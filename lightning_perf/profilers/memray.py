@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -46,6 +47,18 @@ _MOST_CHILDREN = 64
 _recording: Any = None
 
 
+def new_tracker(path: Path, options: Mapping[str, Any]) -> Any:
+    """A ``memray.Tracker``. Its file has the program's name alone: arguments may hold secrets."""
+    from memray import Tracker
+
+    arguments = sys.argv
+    sys.argv = arguments[:1]
+    try:
+        return Tracker(path, **options)
+    finally:
+        sys.argv = arguments
+
+
 def start(tracker: Any) -> None:
     """Start a ``memray.Tracker``.
 
@@ -71,12 +84,10 @@ def record_child(
     options: Mapping[str, Any], path: Path, number: int
 ) -> Generator[None, None, None]:
     """Record a child process: a ``processes.ChildRecord``."""
-    from memray import Tracker
-
     if _recording is not None:
         # Forked in a window: memray has detached the tracker from the parent's file.
         stop(_recording)
-    tracker = Tracker(path, **options)
+    tracker = new_tracker(path, options)
     start(tracker)
     yield
     stop(tracker)
@@ -183,11 +194,9 @@ class Memray(Profiler):
 
     @override
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
-        from memray import Tracker
-
         refuse_python_profiler(self)
         with blaming(given(self.options)):
-            tracker = Tracker(path, **self._tracker_options())
+            tracker = new_tracker(path, self._tracker_options())
         if self._children is not None:
             self._children.open(path)
         try:

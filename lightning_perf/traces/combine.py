@@ -6,14 +6,16 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections import defaultdict
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.background.files import written_whole
+from lightning_perf.errors import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -76,7 +78,7 @@ class Trace:
     @property
     def base(self) -> float:
         """Microseconds to which the file's times are relative."""
-        return float(self.head.get("baseTimeNanoseconds", 0)) / 1e3
+        return float(self.head["baseTimeNanoseconds"]) / 1e3
 
     def events(self) -> Iterator[Event]:
         """The events, one at a time; fills ``head``."""
@@ -130,14 +132,37 @@ def find_window(folder: Path, window: str | None = None) -> list[Trace]:
 
 
 def scan(trace: Trace) -> None:
-    """Read the head, the collectives and the steps of a trace."""
+    """Read the head, the collectives and the steps of a trace.
+
+    Raises:
+        OSError: The file cannot be read.
+        CombineError: It is damaged, or not a trace.
+    """
+    with _damage_named(trace.path):
+        _scan(trace)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Name the file whose content is not as it has to be: anybody may have made it."""
+    try:
+        yield
+    except CombineError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+            zlib.error) as error:  # fmt: skip
+        raise CombineError(f"{path} is damaged ({describe(error)})") from error
+
+
+def _scan(trace: Trace) -> None:
     collectives: dict[str, list[Marker]] = defaultdict(list)
     steps: dict[str, list[Marker]] = defaultdict(list)
     for event in trace.events():
         name = event.get("name")
         if event.get("ph") != "X" or not isinstance(name, str) or "dur" not in event:
             continue
-        marker = Marker(event["ts"], event["ts"] + event["dur"])
+        start = float(event["ts"])
+        marker = Marker(start, start + float(event["dur"]))
         if _COLLECTIVE.fullmatch(name):
             arguments = event.get("args", {})
             group = arguments.get("Process Group Ranks") or arguments.get("Process Group Name", "")
@@ -145,6 +170,8 @@ def scan(trace: Trace) -> None:
             collectives[f"{on_device}{name} {group}".strip()].append(marker)
         elif _STEP.fullmatch(name):
             steps[name].append(marker)
+    trace.head["world_size"] = int(trace.head.get("world_size", 0))
+    trace.head["baseTimeNanoseconds"] = float(trace.head.get("baseTimeNanoseconds", 0))
     # NCCL's annotations on the host end when the kernel is launched: the kernels tell more.
     timed_there = any(name.startswith(_DEVICE) for name in collectives)
     trace.collectives = {
@@ -244,10 +271,11 @@ def write(
         file: Any = packed or raw
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         for trace in traces:
-            for event in _renamed(trace):
-                text = json.dumps(event, separators=(",", ":"))
-                file.write((",\n" if count else "").encode() + text.encode())
-                count += 1
+            with _damage_named(trace.path):
+                for event in _renamed(trace):
+                    text = json.dumps(event, separators=(",", ":"))
+                    file.write((",\n" if count else "").encode() + text.encode())
+                    count += 1
             copied()
         file.write(b"\n]}\n")
         if packed is not None:

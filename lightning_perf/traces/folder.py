@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import threading
@@ -295,10 +294,6 @@ def _first_difference(a: Path, b: Path) -> int | None:
     return next((depth for depth, (one, other) in pairs if one != other), None)
 
 
-# Per process: several recorders may share a folder.
-_SPOOLS = itertools.count(1)
-
-
 class Layout:
     """The names of one recorder's files; those of stages other than train are in a subfolder."""
 
@@ -337,9 +332,9 @@ class Layout:
         folder = _within(self._folder.claim(), stage)
         make_folder(folder)
         while True:
-            number = f"{self._values['rank']}-{os.getpid()}-{next(_SPOOLS)}"
-            # A killed process of the same id may have left one.
-            if not (path := folder / f".spool-rank{number}{self._suffix}").exists():
+            # Random, so that nobody who may write to the folder can put a link in its place.
+            number = f"{self._values['rank']}-{os.urandom(8).hex()}"
+            if not os.path.lexists(path := folder / f".spool-rank{number}{self._suffix}"):
                 return path
 
     def reserve(

@@ -71,8 +71,8 @@ class NameFormat:
         example: str = _FILE_EXAMPLE,
     ) -> None:
         self._field, self._value, self._example = field, pattern, example
-        if not isinstance(pattern, str) or not pattern.strip():
-            raise self._error("must be a format string of at least one character")
+        if not isinstance(pattern, str) or not pattern.strip() or "\0" in pattern:
+            raise self._error("must be a format string of at least one character, and none of NUL")
         self._parts = self._parse(pattern, variables)
         self._check_values()
 
@@ -139,6 +139,8 @@ class NameFormat:
         for _, name, spec in self._parts:
             sample: Value = 36000.5 if name.endswith("_wct") else 1234567
             sample = "a" if name in ("", "run_name", "stage") else sample
+            if re.search(r"\d{4}", spec):  # it would take gigabytes to find out
+                raise self._error(f"formats {name} as {spec!r}, wider than a file name")
             try:
                 text = format(sample, spec)
             except (ValueError, OverflowError) as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_perf.background.files import written_whole
 from lightning_perf.errors import describe, warn
@@ -92,7 +93,9 @@ def append_pending(root: Path, entry: PendingUpload) -> None:
         OSError: If the list cannot be written.
     """
     root.mkdir(parents=True, exist_ok=True)
-    with (root / FILE_NAME).open("ab") as file:
+    # Not through a link: it may point anywhere.
+    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    with open(os.open(root / FILE_NAME, how, 0o666), "ab") as file:  # noqa: PTH123
         file.write(_line(entry))  # a single write, so that lines of several ranks do not mix
 
 
@@ -106,10 +109,17 @@ def read_pending(root: Path) -> list[PendingUpload]:
     entries = []
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
-            entries.append(PendingUpload(**json.loads(line)))
-        except (ValueError, TypeError):
+            entries.append(_entry(json.loads(line)))
+        except (ValueError, TypeError, RecursionError):
             warn(f"line {number} of {path} is damaged and was skipped.")
     return entries
+
+
+def _entry(fields: dict[str, Any]) -> PendingUpload:
+    target = dict(fields.pop("target", {}))
+    if not all(isinstance(text, str) for text in (*fields.values(), *target, *target.values())):
+        raise TypeError("an entry holds texts")
+    return PendingUpload(**fields, target=target)
 
 
 def rewrite_pending(root: Path, entries: Iterable[PendingUpload]) -> None:

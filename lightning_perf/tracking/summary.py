@@ -67,7 +67,7 @@ def read_summary(path: Path) -> Summary:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SummaryError(f"{path} cannot be read ({describe(error)})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SummaryError(f"{path} is cut short or no JSON ({describe(error)})") from error
     problem = _problem(content)
     if problem:

@@ -22,7 +22,6 @@ from helpers.servers import free_port
 from helpers.small import Records, Small, ours, trainer
 from helpers.windows import window_of
 from lightning.pytorch.loggers import MLFlowLogger
-from mlflow import MlflowClient
 
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, SystemMetrics, Window
 from lightning_perf.callbacks.system_metrics import _memory
@@ -158,6 +157,8 @@ def test_intervals_are_times_or_seconds(interval: Any, seconds: float) -> None:
 
 def test_mlflow_has_it_in_its_system_tab(tmp_path: Path, mlflow_database: str) -> None:
     """Its keys are such as MLflow takes."""
+    from mlflow import MlflowClient  # not where gpu tests run
+
     logger = MLFlowLogger("system", tracking_uri=mlflow_database)
     trainer(tmp_path, SystemMetrics(), logger=logger).fit(Small())
     run = MlflowClient(mlflow_database).get_run(logger.run_id)
@@ -393,6 +394,8 @@ class Dump(PerfCallback):
 @pytest.mark.slow
 def test_one_rank_of_a_node_samples_for_all(tmp_path: Path, mlflow_database: str) -> None:
     """Of two forked ranks the first has the thread, and counts the processes of both."""
+    from mlflow import MlflowClient  # not where gpu tests run
+
     metrics = SystemMetrics(FAST)
     logger = MLFlowLogger("system-ranks", run_name="two", tracking_uri=mlflow_database)
     # One torch thread: a fork cannot take over the threads that an earlier test has started.

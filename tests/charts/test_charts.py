@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
-from helpers.browser import needs_browser, text_from_browser
+from helpers.browser import needs_browser, text_from_browser, without_policy
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -343,7 +343,7 @@ def test_a_custom_category_keeps_its_colour() -> None:
 @needs_browser
 def test_the_tooltip_works_in_a_sandboxed_frame(tmp_path: Path) -> None:
     """It shows the values of the step below the pointer."""
-    page = page_of(tmp_path, ROWS, table=TABLE).source
+    page = without_policy(page_of(tmp_path, ROWS, table=TABLE).source)
     point = """<script>
     const canvas = document.querySelector(".canvas"), tip = document.querySelector(".tip");
     function point() {

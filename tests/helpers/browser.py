@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -66,3 +67,10 @@ def text_from_browser(page: str, folder: Path) -> str:
             os.killpg(browser.pid, signal.SIGKILL)
             browser.wait()
             server.shutdown()
+
+
+def without_policy(page: str) -> str:
+    """A page that lets a test's own script run, too."""
+    found = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>\n', "", page)
+    assert found != page, "the page has a policy"
+    return found

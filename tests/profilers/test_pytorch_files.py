@@ -17,9 +17,7 @@ import yaml
 from helpers.outcome import outcome
 from helpers.pages import loaded_from_elsewhere
 from helpers.small import Records, Small, left_in, ours, trainer
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import MLFlowLogger
-from mlflow import MlflowClient
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_perf import ConfigError, Fixed, PerfWarning, PyTorch
@@ -61,6 +59,8 @@ def test_memory_timelines_have_their_own_artifact_name(
     tmp_path: Path, mlflow_database: str
 ) -> None:
     """The reference's default: torch_memory_traces, without .gz."""
+    from mlflow import MlflowClient  # not where gpu tests run
+
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="wren")
     fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY), logger=logger)
     client = MlflowClient(mlflow_database)
@@ -74,6 +74,8 @@ def test_memory_timelines_have_their_own_artifact_name(
 
 def test_a_timeline_needs_no_upload(tmp_path: Path, mlflow_database: str) -> None:
     """memory_remote_file_name=None disables the upload of the page only."""
+    from mlflow import MlflowClient  # not where gpu tests run
+
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="rook")
     profiler = PyTorch(schedule="first 1ba", memory_remote_file_name=None, **MEMORY)
     fit(tmp_path, profiler, logger=logger)
@@ -262,6 +264,8 @@ def test_yaml_has_names_for_objects_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dict_kwargs reach torch.profiler: activities by name, experimental options as a mapping."""
+    from lightning.pytorch.cli import LightningCLI  # not where gpu tests run
+
     node = {
         "class_path": "lightning_perf.PyTorch",
         "init_args": {"schedule": "first 1ba", "use_gzip": False},

@@ -5,33 +5,46 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from helpers.outcome import outcome
-from helpers.small import Records
+from helpers.small import trainer
+from helpers.trainings import KINDS, Model, differences, result
 
-from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite, SystemMetrics
+from lightning_perf import PyTorch, always_on
+
+#: What these trainings make Lightning, torchmetrics and torch say, with and without us.
+pytestmark = pytest.mark.filterwarnings("ignore:(?!lightning_perf)")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"precision": "bf16-mixed"}, {"precision": "64-true"}, {"compiled": True}],
-    ids=str,
-)
-def test_losses_weights_and_rng_are_bit_identical(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Counting, measuring and recording change no number of the training."""
-    options: dict[str, Any] = {"logger": Records(), **changes}
-    plain = outcome(tmp_path / "plain", **options)
-    watched = outcome(
-        tmp_path / "watched",
-        SpeedMonitor(window_size=4),
-        SystemMetrics(interval=0.1),
-        Suite([Flops(peak_flops="measure")]),
-        PyTorch(schedule="every 10ba for 2ba"),
-        **options,
-    )
-    assert plain["losses"] == watched["losses"]
-    assert plain["steps"] == watched["steps"]
-    assert torch.equal(plain["rng"], watched["rng"])
-    for before, after in zip(plain["weights"], watched["weights"], strict=True):
-        assert torch.equal(before, after)
+def watched() -> list[L.Callback]:
+    return [always_on(show_summary=False), PyTorch(schedule="at 2ba for 2ba")]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_that_a_training_results_in_changes(tmp_path: Path, name: str) -> None:
+    """Losses, weights, checkpoint, random states and the user's metrics; while a profiler records.
+
+    ``benchmarks/unchanged.py`` compares the same trainings under every profiler.
+    """
+    plain = result(KINDS[name], tmp_path / "plain", [])
+    assert differences(plain, result(KINDS[name], tmp_path / "watched", watched())) == []
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["made with us", "made without us"])
+def test_checkpoints_load_with_and_without_us(tmp_path: Path, first: bool) -> None:
+    """A run that goes on from a checkpoint ends alike, whoever was there before and after."""
+
+    def fit(folder: Path, ours: bool, epochs: int, checkpoint: Path | None = None) -> Any:
+        L.seed_everything(5, verbose=False)
+        run = trainer(folder, *(watched() if ours else []), max_epochs=epochs)
+        model = Model()
+        run.fit(model, ckpt_path=checkpoint)
+        run.save_checkpoint(folder / "saved.ckpt")
+        return [each.detach() for each in model.parameters()]
+
+    fit(tmp_path / "theirs", False, 1)
+    expected = fit(tmp_path / "alone", False, 2, tmp_path / "theirs" / "saved.ckpt")
+    fit(tmp_path / "first", first, 1)
+    found = fit(tmp_path / "second", not first, 2, tmp_path / "first" / "saved.ckpt")
+    assert all(map(torch.equal, expected, found))

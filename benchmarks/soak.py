@@ -1,0 +1,182 @@
+"""A long training with everything on: memory, handles, threads and step cost must stay flat.
+
+    python benchmarks/soak.py [--steps 1000000] [--every 500]
+
+The model is tiny. Windows of each profiler open every ``--every`` steps, in turn. A hundred times
+the process's memory, handles and threads and the median step are sampled. The curves are written to
+``results/soak.json`` and, with matplotlib, ``results/soak.png``; the slopes of the second half are
+printed with their 95 % intervals. VizTracer stops at some 1,000 windows: it takes one of the
+process's 1,024 thread keys for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import platform
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import psutil
+from scipy import stats
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from helpers.small import Small, trainer  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+
+from lightning_perf import (  # noqa: E402
+    Every,
+    MemorySnapshot,
+    Memray,
+    PyTorch,
+    VizTracer,
+    always_on,
+)
+
+KEYS = {"rss": "MB", "handles": "", "threads": "", "step": "us"}
+
+
+class Endless(Small):
+    """One small batch again and again."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def train_dataloader(self) -> Any:
+        """All steps."""
+        batch = next(iter(super().train_dataloader()))
+        steps = self.steps
+
+        class Repeated:
+            def __len__(self) -> int:
+                return steps
+
+            def __iter__(self) -> Any:
+                return (batch for _ in range(steps))
+
+        return Repeated()
+
+
+class Samples(L.Callback):
+    """Samples the process a hundred times."""
+
+    def __init__(self, steps: int) -> None:
+        self.every, self.process = max(steps // 100, 1), psutil.Process()
+        self.rows: list[dict[str, float]] = []
+        self._began, self._durations = 0.0, list[float]()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """A step begins."""
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, at: int) -> None:
+        """A step ends."""
+        self._durations.append(time.perf_counter() - self._began)
+        if (at + 1) % self.every:
+            return
+        gc.collect()
+        found = {
+            "at": at + 1,
+            "rss": self.process.memory_info().rss / 1e6,
+            "handles": self.process.num_fds(),
+            "threads": threading.active_count(),
+            "step": 1e6 * float(np.median(self._durations)),
+        }
+        self._durations.clear()
+        self.rows.append(found)
+        print(json.dumps(found), flush=True)
+
+
+class Bounded(CSVLogger):
+    """Lightning's CSVLogger keeps all metrics in memory until they are saved: this one none."""
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """Drop them."""
+
+
+def slopes(rows: list[dict[str, float]], steps: int) -> dict[str, dict[str, float]]:
+    """The slope of each curve's second half per million steps, with its interval."""
+    half = rows[len(rows) // 2 :]
+    at = [row["at"] / 1e6 for row in half]
+    found = {}
+    for key in KEYS:
+        fit = stats.theilslopes([row[key] for row in half], at)
+        found[key] = {"slope": float(fit[0]), "low": float(fit[2]), "high": float(fit[3])}
+    return found
+
+
+def draw(rows: list[dict[str, float]], path: Path) -> None:
+    """The curves."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(len(KEYS), 1, sharex=True, figsize=(9, 8))
+    for axis, (key, unit) in zip(axes, KEYS.items(), strict=True):
+        axis.plot([row["at"] for row in rows], [row[key] for row in rows])
+        axis.set_ylabel(f"{key} {unit}")
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("steps")
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    """Train, and write what was sampled."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--every", type=int, default=500)
+    parser.add_argument("--without", action="store_true", help="Without our callbacks.")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/soak")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    every, quarter = given.every, given.every // 4
+    kinds = (PyTorch, VizTracer, Memray, MemorySnapshot)
+    profilers = [
+        kind(
+            schedule=Every(f"{every}ba", lasting="1ba", start=f"{number * quarter}ba"),
+            num_traces_to_keep=2,
+        )
+        for number, kind in enumerate(kinds)
+    ]
+    samples = Samples(given.steps)
+    ours = [] if given.without else [always_on(show_summary=False), *profilers]
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        run = trainer(
+            Path(folder), samples, *ours, logger=Bounded(folder), log_every_n_steps=50,
+            max_epochs=1, limit_val_batches=0,
+        )  # fmt: skip
+        run.fit(Endless(given.steps))
+        files = sum(path.is_file() for path in Path(folder).rglob("*"))
+    found = slopes(samples.rows, given.steps)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": platform.platform(),
+        "steps": given.steps, "windows": given.steps // every, "files": files,
+        "slopes_per_million_steps": found, "rows": samples.rows,
+    }  # fmt: skip
+    given.out.with_suffix(".json").write_text(json.dumps(document, indent=1))
+    draw(samples.rows, given.out.with_suffix(".png"))
+    for key, unit in KEYS.items():
+        each = found[key]
+        print(f"{key}: {each['slope']:+.3g} {unit} per million steps "
+              f"(95 %: {each['low']:+.3g} to {each['high']:+.3g})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

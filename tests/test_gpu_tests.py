@@ -1,0 +1,34 @@
+"""The tests that need a GPU run where little is installed: see ``benchmarks/gpu``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+#: What a machine with a GPU need not have.
+ABSENT = ("jsonargparse", "memray", "mlflow", "viztracer", "wandb", "xdist")
+PROGRAM = f"""
+import sys
+
+sys.modules |= dict.fromkeys({ABSENT})
+import pytest
+
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_gpu_tests_need_no_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without MLflow, memray, VizTracer, jsonargparse and wandb each of them is found."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    texts = {path: path.read_text() for path in TESTS.rglob("test_*.py") if path != Path(__file__)}
+    marked = [str(path) for path, text in texts.items() if "@pytest.mark.gpu" in text]
+    command = [sys.executable, "-c", PROGRAM, "--collect-only", "-q", "-m", "gpu", *marked]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert {str(TESTS.parent / name) for name in found} == set(marked)

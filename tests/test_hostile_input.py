@@ -1,0 +1,299 @@
+"""Input that nobody meant well: clear errors only, no code of it runs, no file outside."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import io
+import json
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.small import Records, Small, trainer
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from lightning_perf import ConfigError, PerfWarning, always_on
+from lightning_perf.callbacks.always_on import from_environment
+from lightning_perf.cli import upload
+from lightning_perf.core.progress import Ranks, Timestamp
+from lightning_perf.schedule import as_schedule
+from lightning_perf.traces import combine
+from lightning_perf.traces.folder import RunFolder
+from lightning_perf.traces.names import file_format, run_values, time_values
+from lightning_perf.traces.uploads import (
+    FILE_NAME,
+    PendingUpload,
+    append_pending,
+    read_pending,
+)
+from lightning_perf.tracking.runs import read_folder
+from lightning_perf.tracking.summary import SummaryError, description, panel, read_summary
+
+fuzzed = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+    | st.sampled_from(["../x", "/etc/passwd", "\x00", "<script>", "[red]", 1e999, -1, 2**70])
+)  # fmt: skip
+anything = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)  # fmt: skip
+
+
+def spots(document: Any) -> list[tuple[Any, Any]]:
+    """Each container of a document with each of its keys."""
+    keys = range(len(document)) if isinstance(document, list) else list(document)
+    here = [(document, key) for key in keys]
+    below = [document[key] for key in keys if isinstance(document[key], dict | list)]
+    return here + [spot for part in below for spot in spots(part)]
+
+
+@st.composite
+def mutations(draw: Any) -> Callable[[Any], Any]:
+    """A function that replaces or removes some parts of a document."""
+    places = draw(st.lists(st.tuples(st.integers(0, 10**6), st.booleans(), anything), max_size=4))
+
+    def mutate(document: Any) -> Any:
+        document = copy.deepcopy(document)
+        for place, removed, value in places:
+            found = spots(document)
+            if found:
+                container, key = found[place % len(found)]
+                if removed:
+                    del container[key]
+                else:
+                    container[key] = copy.deepcopy(value)
+        return document
+
+    return mutate
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a real run leaves."""
+    folder = tmp_path_factory.mktemp("run")
+    trainer(folder, always_on(show_summary=False), logger=Records()).fit(Small())
+    return folder / "records-version_0"
+
+
+# -- files that are read back -------------------------------------------------------------------
+
+
+@fuzzed
+@given(mutations())
+def test_a_damaged_summary_is_refused_or_shown(
+    tmp_path: Path, run_folder: Path, mutate: Callable[[Any], Any]
+) -> None:
+    """Every view works for what the reader accepts; what it refuses is one line."""
+    content = json.loads((run_folder / "summary.json").read_text())
+    (tmp_path / "summary.json").write_text(json.dumps(mutate(content)))
+    try:
+        run = read_folder(tmp_path)
+    except SummaryError as refused:
+        lines = str(refused).splitlines()
+        assert len(lines) == 1
+        return
+    Console(file=io.StringIO()).print(panel(run.summary))
+    assert isinstance(description(run.summary), str)
+
+
+@fuzzed
+@given(st.binary(max_size=80))
+@example(b"[" * 9_999)
+@example(b'{"version": 1}')
+def test_any_bytes_are_a_summary_or_a_summary_error(tmp_path: Path, content: bytes) -> None:
+    """Whatever is in the file."""
+    path = tmp_path / "summary.json"
+    path.write_bytes(content)
+    with pytest.raises(SummaryError):
+        read_summary(path)
+
+
+CALL = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 2.0, "pid": 1, "tid": 1}
+TRACE: dict[str, Any] = {
+    "rank": 0, "world_size": 1, "batch": 3, "stage": "train", "run_name": "owl",
+    "baseTimeNanoseconds": 5,
+    "traceEvents": [
+        CALL,
+        CALL | {"name": "gloo:all_reduce", "args": {"Process Group Name": "0", "External id": 4}},
+        CALL | {"name": "spin", "cat": "kernel", "args": {"External id": 4}},
+        CALL | {"name": "[memory]", "ph": "i", "args": {"Device Type": 0, "Bytes": 12}},
+        {"ph": "M", "name": "process_labels", "pid": 1, "tid": 0, "args": {"labels": "CPU"}},
+        {"ph": "s", "id": 7, "name": "ac2g", "ts": 1.0, "pid": 1, "tid": 1},
+    ],
+}  # fmt: skip
+
+
+@fuzzed
+@given(mutations())
+def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, mutate: Callable[[Any], Any]) -> None:
+    """It is merged, or there is a CombineError."""
+    path = tmp_path / "rank0.3.json"
+    path.write_text(json.dumps(mutate(TRACE)))
+    try:
+        traces = combine.find_window(tmp_path)
+        for trace in traces:
+            combine.scan(trace)
+        combine.check(traces)
+        combine.align(traces)
+        combine.write(traces, tmp_path / "all.json.gz")
+        combine.collectives(traces)
+    except combine.CombineError:
+        pass
+
+
+@fuzzed
+@given(st.binary(max_size=60), st.booleans())
+@example(b"[" * 9_999, False)
+@example(b"{}", True)
+def test_any_bytes_are_a_trace_or_an_error(tmp_path: Path, content: bytes, packed: bool) -> None:
+    """Truncated gzip, deep nesting and noise."""
+    path = tmp_path / "rank0.3.json"
+    path.write_bytes(gzip.compress(content)[:-3] if packed else content)
+    with pytest.raises(combine.CombineError):
+        combine.scan(*combine.find_window(tmp_path))
+
+
+@fuzzed
+@given(st.lists(mutations(), max_size=3), st.binary(max_size=30))
+@example([], b"[" * 9_999)
+def test_a_damaged_list_of_uploads_is_read_without_its_damage(
+    tmp_path: Path, mutated: list[Callable[[Any], Any]], noise: bytes
+) -> None:
+    """Entries hold texts; anything else is skipped with a warning, and the command goes on."""
+    good = {"path": str(tmp_path / "gone"), "remote": "a", "run_name": "r", "error": "e"}
+    lines = [json.dumps(mutate(good | {"target": {"store": "file:///nowhere"}})).encode()
+             for mutate in mutated]  # fmt: skip
+    (tmp_path / FILE_NAME).write_bytes(b"\n".join([*lines, noise]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerfWarning)
+        for entry in read_pending(tmp_path):
+            texts = (entry.path, entry.remote, entry.run_name, entry.error)
+            assert all(isinstance(text, str) for text in (*texts, *entry.target))
+        assert upload.run(str(tmp_path), None, False) in (0, 1)
+
+
+def test_a_list_of_uploads_sends_no_file_from_elsewhere(tmp_path: Path) -> None:
+    """A file outside of the list's folder, by its path or through a link, needs --outside."""
+    (tmp_path / "secret").write_text("s")
+    (folder := tmp_path / "runs").mkdir()
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "own").write_text("o")
+    store, names = {"store": "file:///"}, f"{tmp_path}/store"
+    for path in (tmp_path / "secret", folder / "link", folder / ".." / "secret", folder / "own"):
+        append_pending(folder, PendingUpload(str(path), f"{names}/{path.name}", "run", "e", store))
+    append_pending(folder, PendingUpload(str(folder / "own"), "../../up", "run", "e", store))
+    assert upload.run(str(folder), None, False) == 1
+    assert not (tmp_path / "up").exists()
+    assert [path.name for path in tmp_path.rglob("store/*")] == ["own"]
+    assert upload.run(str(folder), None, False, outside=True) == 1  # the name that leaves stays
+    assert {path.name for path in tmp_path.rglob("store/*")} == {"own", "secret", "link"}
+
+
+# -- configuration ------------------------------------------------------------------------------
+
+CONFIG: dict[str, Any] = {
+    "trainer": {
+        "callbacks": [
+            {"class_path": "lightning_perf.SpeedMonitor", "init_args": {"window_size": 10}},
+            {"class_path": "lightning_perf.Flops", "init_args": {"schedule": "every 5ba"}},
+        ]
+    }
+}
+
+
+@settings(fuzzed, max_examples=25)
+@given(mutations())
+def test_a_damaged_configuration_is_used_or_a_config_error(
+    tmp_path: Path, mutate: Callable[[Any], Any]
+) -> None:
+    """Of LIGHTNING_PERF=FILE."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(mutate(CONFIG), allow_unicode=True))
+    try:
+        from_environment(str(path))
+    except ConfigError as refused:
+        field = refused.field
+        assert field == "LIGHTNING_PERF"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:jsonargparse")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "callbacks: [!!python/object/apply:os.mkdir [ran]]",
+        "callbacks: [{class_path: os.mkdir, init_args: {path: ran}}]",
+        "callbacks: [{class_path: subprocess.Popen, init_args: {args: [mkdir, ran]}}]",
+    ],
+)
+def test_no_code_runs_from_a_configuration(in_tmp: Path, text: str) -> None:
+    """Only callbacks of ours are constructed."""
+    (in_tmp / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError):
+        from_environment("config.yaml")
+    assert not (in_tmp / "ran").exists()
+
+
+pieces = st.lists(
+    st.sampled_from(
+        ["every ", "first ", "at ", "for ", "10", "-", ".", "ba", "ep", "dur", "1h20m", " ", "%",
+         "always", "never", "0.5", "\x00", "٣", "9" * 400, "{rank}", "{batch:09}", "{batch!r}",
+         "{", "}", "/", "..", "\\", "C:", "~", "{run_name}", "{x.__class__}", "{rank:>99999999999}"]
+    ) | st.text(max_size=4), max_size=6,
+).map("".join)  # fmt: skip
+
+
+@fuzzed
+@given(pieces)
+def test_any_text_is_a_schedule_or_a_config_error(text: str) -> None:
+    """Time strings included."""
+    with suppress(ConfigError):
+        as_schedule(text)
+
+
+@settings(fuzzed, max_examples=150)
+@given(pieces, st.text(max_size=12), st.sampled_from(["", "{run_name}/", "x/{run_name}"]))
+@example("{run_name}", "../../up", "")
+@example("{run_name}/a", "..", "{run_name}/")
+def test_every_name_stays_in_its_folder(
+    tmp_path: Path, pattern: str, run_name: str, folder: str
+) -> None:
+    """Whatever the format string and the run's name, or there is a ConfigError."""
+    values = run_values(run_name, Ranks()) | time_values(Timestamp(batch=3)) | {"stage": "train"}
+    try:
+        name = file_format(pattern).render(values)
+        place = RunFolder(tmp_path, folder or "x", Ranks(), run_name, "id").folder
+    except ConfigError:
+        return
+    assert Path(os.path.normpath(place)).is_relative_to(tmp_path)
+    assert Path(os.path.normpath(place / name)).is_relative_to(place)
+    assert "\x00" not in name
+
+
+# -- what others may have put there -------------------------------------------------------------
+
+
+def test_the_list_of_uploads_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """The file that the link names stays as it was."""
+    (tmp_path / "theirs").write_text("")
+    (tmp_path / FILE_NAME).symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match=r"symbolic|loop|levels"):
+        append_pending(tmp_path, PendingUpload("a", "b", "c", "d"))
+    assert (tmp_path / "theirs").read_text() == ""
+
+
+def test_files_of_recorders_have_names_that_nobody_can_foresee(make_writer: Any) -> None:
+    """A link in a recorder's place would make it write elsewhere."""
+    names = {make_writer().spool("train").name for _ in range(20)}
+    assert len(names) == 20
+    assert all(len(name.split("-")[2].split(".")[0]) == 16 for name in names)
