@@ -78,6 +78,13 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
 
 
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation as a site in site/, strictly (``-- serve`` to look at it)."""
+    session.install(*nox.project.dependency_groups(PYPROJECT, "docs"))
+    session.run("mkdocs", *(session.posargs or ("build", "--strict", "--clean")))
+
+
 # Before a release.
 
 
