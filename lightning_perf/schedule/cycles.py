@@ -26,7 +26,8 @@ class Fixed(Schedule):
     Example:
         >>> from lightning_perf.core.progress import Moment, Timestamp
         >>> schedule = Fixed(warmup_steps=2, active_steps=3)
-        >>> [step for step in range(9) if schedule(Moment("train", Timestamp(step=step), Timestamp()))]
+        >>> [step for step in range(9)
+        ...  if schedule(Moment("train", Timestamp(step=step), Timestamp()))]
         [2, 3, 4]
     """
 
