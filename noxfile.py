@@ -79,6 +79,14 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
 
 
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation as a site in site/, strictly (``-- serve`` to look at it)."""
+    session.install(*nox.project.dependency_groups(PYPROJECT, "docs"))
+    build = session.posargs or ("build", "--strict")
+    session.run("mkdocs", *build, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
 # Before a release.
 
 

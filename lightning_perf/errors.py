@@ -112,7 +112,13 @@ give them different windows.
 
 
 class PerfWarning(UserWarning):
-    """A function of lightning_perf failed or is limited. Training continues."""
+    """A function of lightning_perf failed or is limited. Training continues.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", PerfWarning)
+    """
 
 
 def warn(message: str) -> None:

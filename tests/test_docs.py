@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
+import shlex
+from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import lightning_perf
+from lightning_perf import cli
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(lightning_perf.__path__, "lightning_perf.")
 )
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+def blocks(language: str) -> list[Any]:
+    """All blocks of a language, each with the page and line as its id."""
+    pattern = re.compile(rf"^```{language}\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for block in pattern.finditer(text):
+            line = text.count("\n", 0, block.start()) + 1
+            found.append(pytest.param(page, block[1], id=f"{page.stem}:{line}"))
+    return found
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -32,25 +47,28 @@ def test_examples_in_docstrings_run(name: str) -> None:
     assert doctest.testmod(module, optionflags=options).failed == 0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_in_pages_runs(page: Path) -> None:
-    """The blocks of a page run one after the other."""
-    names: dict[str, object] = {"__name__": page.stem}
-    for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), names)
+# Of a Trainer without a logger argument, where TensorBoard is not installed.
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
+# Of a busy machine, whose peak is measured.
+@pytest.mark.filterwarnings("ignore:lightning_perf. (the peak of|mfu is)")
+@pytest.mark.parametrize(("page", "block"), blocks("python"))
+def test_python_in_pages_runs(page: Path, block: str) -> None:
+    """Each block runs alone, as when it is copied into a file; scripts train."""
+    names = {"__name__": "__main__" if "__main__" in block else page.stem}
+    exec(compile(block, str(page), "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_yaml_in_pages_is_yaml_of_ours(page: Path) -> None:
+@pytest.mark.parametrize(("page", "block"), blocks("yaml"))
+def test_yaml_in_pages_is_yaml_of_ours(page: Path, block: str) -> None:
     """What a page shows as YAML names classes that are there, with arguments that they take."""
-    for block in blocks(page, "yaml"):
-        for node in nodes(yaml.safe_load(block)):
-            home, name = node["class_path"].rsplit(".", 1)
-            kind = getattr(importlib.import_module(home), name)
-            if home == "lightning_perf" and not any(
-                isinstance(value, dict | list) for value in node.get("init_args", {}).values()
-            ):
-                kind(**node.get("init_args", {}))
+    for node in nodes(yaml.safe_load(block)):
+        home, name = node["class_path"].rsplit(".", 1)
+        kind = getattr(importlib.import_module(home), name)
+        arguments = node.get("init_args", {})
+        if home == "lightning_perf" and not any(
+            isinstance(value, dict | list) for value in arguments.values()
+        ):
+            kind(**arguments, **node.get("dict_kwargs", {}))
 
 
 def nodes(tree: object) -> list[dict]:
@@ -63,8 +81,82 @@ def nodes(tree: object) -> list[dict]:
     return here + [node for branch in tree.values() for node in nodes(branch)]
 
 
+def commands() -> list[Any]:
+    """Each line with our command in the blocks for a terminal."""
+    found = []
+    for param in [*blocks("console"), *blocks("bash")]:
+        page, block = param.values
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["lightning-perf"]:
+                found.append(pytest.param(words[1:], id=f"{page.stem}: {' '.join(words[1:])}"))
+    return found
+
+
+@pytest.mark.parametrize("words", commands())
+def test_commands_in_pages_are_ours(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parses: the command is there and takes the options."""
+    called = []
+    for command in cli._commands().values():
+        monkeypatch.setattr(command, "run", lambda **settings: called.append(settings) or 0)
+    # A number in the place of a process's id, which a page cannot know.
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["1" if word == "PID" else word for word in words])
+    assert (ended.value.code, len(called)) == (0, 1)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    """No page points to a file that is not there."""
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    """No page points to a file or a heading that is not there."""
+    for target, anchor in re.findall(
+        r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()
+    ):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        if anchor and path.suffix == ".md" and not anchor.startswith("lightning_perf."):
+            assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub and mkdocs link them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()).strip() for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """Once, so that a new name is not forgotten."""
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    named = re.findall(
+        r"^::: lightning_perf\.(\w+)$", "\n".join(p.read_text() for p in pages), re.M
+    )
+    assert sorted(named) == lightning_perf.__all__
+
+
+@pytest.mark.parametrize("name", lightning_perf.__all__)
+def test_public_names_are_documented_in_full(name: str) -> None:
+    """Each has an example, which another test runs, and says what its arguments are."""
+    public = getattr(lightning_perf, name)
+    assert ">>>" in public.__doc__
+    if is_dataclass(public) or issubclass_of(public, (Enum, Warning)):
+        return
+    described = public.__doc__
+    if issubclass_of(public, lightning_perf.Profiler):
+        described += lightning_perf.Profiler.__doc__  # the arguments that all profilers share
+    arguments = set(inspect.signature(public).parameters) - {"args", "kwargs"}
+    assert [each for each in arguments if f"    {each}: " not in described] == []
+
+
+def issubclass_of(public: Any, kind: Any) -> bool:
+    return isinstance(public, type) and issubclass(public, kind)
+
+
+def test_promises_name_tests_that_exist() -> None:
+    """Each file::test of docs/promises.md is a test."""
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs/promises.md").read_text())
+    assert len(named) > 40
+    for file, test in named:
+        tree = ast.parse((ROOT / file).read_text())
+        names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert test in names, f"{file}::{test}"

@@ -30,6 +30,9 @@ def always_on(show_summary: bool = True) -> Suite:
     Args:
         show_summary: Whether to print the summary of the run at its end, on rank 0.
 
+    Raises:
+        ConfigError: ``show_summary`` is not a bool.
+
     Example:
         >>> import lightning as L
         >>> from lightning_perf import always_on

@@ -30,13 +30,16 @@ class Timestamp:
         0
     """
 
+    #: Completed epochs.
     epoch: int = 0
     #: Completed batches, which is also the index of the next batch.
     batch: int = 0
+    #: Samples and tokens; tokens are 0 if they cannot be counted.
     sample: int = 0
     token: int = 0
     #: Optimizer steps; fewer than batches with gradient accumulation.
     step: int = 0
+    #: The same since the epoch began.
     batch_in_epoch: int = 0
     sample_in_epoch: int = 0
     token_in_epoch: int = 0
@@ -250,6 +253,7 @@ class Moment:
         11
     """
 
+    #: ``train``, ``validate``, ``test`` or ``predict``.
     stage: str
     #: Progress so far; ``timestamp.batch`` is the index of the next batch.
     timestamp: Timestamp
@@ -257,7 +261,9 @@ class Moment:
     previous: Timestamp
     #: Those of training; in other stages all are None.
     limits: Limits = Limits()
+    #: Of this process, and the sizes of the run and the node.
     ranks: Ranks = Ranks()
+    #: As in the names of files.
     run_name: str = ""
     #: Duration of the last batch in seconds, including the wait for its data.
     batch_seconds: float = 0.0

@@ -63,6 +63,15 @@ class Profiler(PerfCallback):
 
     Raises:
         ConfigError: An invalid value.
+
+    Example:
+        >>> from time import perf_counter
+        >>> class Stopwatch(Profiler):
+        ...     def record(self, path, context, warmup):
+        ...         begun = perf_counter()
+        ...         yield None
+        ...         path.write_text(f"{perf_counter() - begun} s")
+        >>> profiler = Stopwatch("every 100ba for 3ba", filename="rank{rank}.{batch}.txt")
     """
 
     keeps_progress = False

@@ -211,6 +211,11 @@ class All(Composed):
 
     Raises:
         ConfigError: If the list is empty or an item is not a valid schedule.
+
+    Example:
+        >>> from lightning_perf.schedule import Every, GlobalRank
+        >>> (Every("100ba") & GlobalRank([0])) == All(["every 100ba", GlobalRank([0])])
+        True
     """
 
     def __init__(self, schedules: list[Schedule | str]) -> None:
@@ -240,6 +245,11 @@ class AnyOf(Composed):
 
     Raises:
         ConfigError: If the list is empty or an item is not a valid schedule.
+
+    Example:
+        >>> from lightning_perf.schedule import At
+        >>> (At("10ba") | "every 100ba") == AnyOf(["at 10ba", "every 100ba"])
+        True
     """
 
     def __init__(self, schedules: list[Schedule | str]) -> None:
@@ -264,6 +274,11 @@ class Not(Composed):
 
     Raises:
         ConfigError: If it is not a valid schedule.
+
+    Example:
+        >>> from lightning_perf.schedule import At
+        >>> ~At("0ba", lasting="10ba") == Not("first 10ba")
+        True
     """
 
     def __init__(self, schedule: Schedule | str) -> None:

@@ -34,6 +34,10 @@ class GlobalRank(_Constant):
 
     Raises:
         ConfigError: If no rank is given, or (in `setup`) if the run does not have that many.
+
+    Example:
+        >>> from lightning_perf.schedule import Every
+        >>> schedule = Every("100ba") & GlobalRank([0, 8])
     """
 
     def __init__(self, ranks: list[int] | int) -> None:
@@ -56,6 +60,10 @@ class LocalRank(_Constant):
 
     Raises:
         ConfigError: If no rank is given, or (in `setup`) if the node does not have that many.
+
+    Example:
+        >>> from lightning_perf.schedule import Every
+        >>> schedule = Every("100ba") & LocalRank(0)  # one process per node
     """
 
     def __init__(self, ranks: list[int] | int) -> None:
@@ -78,6 +86,12 @@ class Stages(_Constant):
 
     Raises:
         ConfigError: If no stage is given or one is unknown.
+
+    Example:
+        >>> from lightning_perf.core.progress import Moment, Timestamp
+        >>> schedule = Stages(["validate", "test"])
+        >>> schedule(Moment("train", Timestamp(), Timestamp()))
+        False
     """
 
     shared = True
@@ -103,6 +117,10 @@ class Elapsed(Schedule):
 
     Raises:
         ConfigError: If the duration is malformed, not positive or in another unit.
+
+    Example:
+        >>> Elapsed("1h30m")
+        Elapsed(duration='5400sec')
     """
 
     def __init__(self, duration: Time | str = "10m") -> None:
@@ -141,6 +159,9 @@ class HasTag(Composed):
 
     Raises:
         ConfigError: If the tag has no key or the schedule is not valid.
+
+    Example:
+        >>> schedule = HasTag("profile=1", schedule="every 20ba for 2ba")
     """
 
     #: Each rank sees a new tag at a different time.

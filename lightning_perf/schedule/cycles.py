@@ -22,6 +22,13 @@ class Fixed(Schedule):
 
     Raises:
         ConfigError: If a number is out of range.
+
+    Example:
+        >>> from lightning_perf.core.progress import Moment, Timestamp
+        >>> schedule = Fixed(warmup_steps=2, active_steps=3)
+        >>> [step for step in range(9)
+        ...  if schedule(Moment("train", Timestamp(step=step), Timestamp()))]
+        [2, 3, 4]
     """
 
     shared = True

@@ -96,7 +96,12 @@ _SHARED_UNITS = {TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.STEP, TimeUnit.DURATIO
 
 
 class Always(Schedule):
-    """True for every batch, in a single window."""
+    """True for every batch, in a single window.
+
+    Example:
+        >>> from lightning_perf import PyTorch
+        >>> profiler = PyTorch(schedule=Always())  # or "always"
+    """
 
     shared = True
 
@@ -106,7 +111,12 @@ class Always(Schedule):
 
 
 class Never(Schedule):
-    """True for no batch."""
+    """True for no batch.
+
+    Example:
+        >>> from lightning_perf import PyTorch
+        >>> profiler = PyTorch(schedule=Never())  # or "never"
+    """
 
     shared = True
 
@@ -271,6 +281,13 @@ class At(_Milestones):
 
     Raises:
         ConfigError: If a time is malformed, out of range or never reached.
+
+    Example:
+        >>> from lightning_perf.core.progress import Moment, Timestamp
+        >>> schedule = At("10ba", lasting="3ba")
+        >>> [batch for batch in range(99)
+        ...  if schedule(Moment("train", Timestamp(batch=batch), Timestamp(batch=batch - 1)))]
+        [10, 11, 12]
     """
 
     def __init__(self, time: Time | str, lasting: Time | str = "1ba") -> None:

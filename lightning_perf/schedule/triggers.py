@@ -76,6 +76,10 @@ class OnSlowBatch(Trigger):
 
     Raises:
         ConfigError: If an argument is malformed or out of range.
+
+    Example:
+        >>> OnSlowBatch(factor=3.0)
+        OnSlowBatch(factor=3.0, lasting='3ba', cooldown='200ba')
     """
 
     def __init__(
@@ -153,6 +157,9 @@ class OnVerdict(Trigger):
 
     Raises:
         ConfigError: If there is no code, or the length is malformed.
+
+    Example:
+        >>> schedule = OnVerdict(["periodic-stall", "slowdown"], lasting="5ba")
     """
 
     def __init__(self, codes: list[str] | str, lasting: Time | str = "5ba") -> None:
@@ -193,6 +200,10 @@ class OnSignal(Trigger):
 
     Raises:
         ConfigError: If the signal is unknown or reserved, or the length is malformed.
+
+    Example:
+        >>> from lightning_perf import PyTorch
+        >>> profiler = PyTorch(schedule=OnSignal("SIGUSR2", lasting="5ba"))
     """
 
     def __init__(self, signal: str = "SIGUSR2", lasting: Time | str = "5ba") -> None:

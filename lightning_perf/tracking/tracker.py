@@ -35,6 +35,25 @@ class Tracker(ABC):
 
         [project.entry-points."lightning_perf.trackers"]
         mine = "my_package:MyRun"
+
+    Example:
+        >>> from shutil import copyfile
+        >>> class FolderRun(Tracker):
+        ...     def __init__(self, folder):
+        ...         self.folder = folder
+        ...     @classmethod
+        ...     def of(cls, logger):
+        ...         return cls(logger.folder) if type(logger).__name__ == "MyLogger" else None
+        ...     @classmethod
+        ...     def at(cls, address):
+        ...         return cls(address["my_folder"]) if "my_folder" in address else None
+        ...     @property
+        ...     def address(self):
+        ...         return {"my_folder": self.folder}
+        ...     def upload(self, path, remote):
+        ...         copyfile(path, f"{self.folder}/{path.name}")
+        >>> FolderRun.at({"my_folder": "/runs/7"}).address
+        {'my_folder': '/runs/7'}
     """
 
     @classmethod
