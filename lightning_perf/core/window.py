@@ -169,8 +169,8 @@ class Window:
     def ever(self, name: str) -> bool:
         """Whether any rank's total since the run began is other than 0."""
         index = self._index(name)
-        if isinstance(self.totals, np.ndarray):
-            return bool(self.totals[:, index].any())
+        if isinstance(self.totals, LazyRows):
+            return bool(self.totals.column(index).any())
         return any(row[index] for row in self.totals)
 
     def total(self, name: str) -> float:
