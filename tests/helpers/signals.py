@@ -12,13 +12,32 @@ from lightning_perf.core.progress import Timestamp
 from lightning_perf.diagnosis.signals import Signals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
-#: Batches in a window.
-BATCHES = 10
+#: Batches in a window, and windows.
+BATCHES, WINDOWS = 10, 12
+#: Seconds of a batch without a problem: 50 ms.
+FINE = {"forward": 0.02, "backward": 0.025, "optimizer_step": 0.004, "other": 0.001}
+
+
+def every(seconds: float, calls: int = BATCHES) -> list[tuple[float, int]]:
+    """An action that costs the same in each window."""
+    return [(seconds, calls)] * WINDOWS
+
+
+def sampled(windows: int = WINDOWS, **sensors: float) -> dict[str, list[float]]:
+    """Columns of a GPU that was sampled for a second in each window.
+
+    Args:
+        windows: How many.
+        **sensors: The mean of each sensor.
+    """
+    slot = "system/gpu_slot_0"
+    columns = {f"{slot}/{name}": [value] * windows for name, value in sensors.items()}
+    return {slot: [0.0] * windows, f"{slot}/seconds": [1.0] * windows, **columns}
 
 
 def signals_of(
     per_batch: Mapping[str, float | Sequence[float]],
-    windows: int = 12,
+    windows: int = WINDOWS,
     named: Mapping[Action, Sequence[tuple[float, int]]] | None = None,
     columns: Mapping[str, Sequence[float]] | None = None,
     **options: Any,

@@ -144,7 +144,8 @@ class PeriodicStall:
             "(PyTorch(schedule=OnSlowBatch()))."
         )
         impact = Impact(
-            excess, float(len(found.positions)), None, phase, evidence=evidence, advice=advice
+            excess, float(len(found.positions)), None, phase, evidence=evidence, advice=advice,
+            on_host=False,
         )  # fmt: skip
         yield from judge(self.code, self.threshold, signals, impact)
 
