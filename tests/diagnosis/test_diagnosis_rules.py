@@ -216,6 +216,8 @@ NEIGHBOURS: dict[str, list[Signals]] = {
     "periodic-stall": [
         signals_of({**FINE, "forward": 0.03}, steps=steps(*range(7, STEPS, 60), extra=0.4)),
         signals_of(FINE, steps=steps(*range(7, STEPS, 20), extra=0.02)),
+        # A stretch of slow batches.
+        signals_of({**FINE, "forward": 0.03}, steps=steps(*range(40, 70), extra=0.1)),
     ],
     "slowdown": [
         # Slower for a while; slower as others take the CPUs; ever faster.

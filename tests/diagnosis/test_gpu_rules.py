@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.signals import FINE, WINDOWS, every, sampled, signals_of
-from test_stragglers import late, window
+from helpers.signals import FINE, WINDOWS, every, sampled, signals_of, signals_of_ranks
 
 from lightning_perf.diagnosis.findings import diagnose
 from lightning_perf.diagnosis.signals import Loader, Setup, Signals
@@ -173,14 +172,14 @@ def test_waiting_gpus_count_as_busy() -> None:
 # -- several ranks ----------------------------------------------------------------------------
 
 
-def of_ranks(*windows: Any, **options: Any) -> Signals:
-    """Five or more windows of four ranks."""
-    return Signals(windows=windows * (5 // len(windows) + 1), **options)
+def late(seconds: float) -> Signals:
+    """Rank 2 has more work in forward, and the others wait for its gradients."""
+    return signals_of_ranks({"forward": {2: seconds}}, dict.fromkeys((0, 1, 3), seconds))
 
 
 def test_a_straggler_is_named_with_what_it_costs() -> None:
     """Rank 2 has 5 s more work in forward than the others, of 16 s."""
-    (found,) = [v for v in diagnose(of_ranks(late("forward"))).verdicts if v.code == "straggler"]
+    (found,) = [v for v in diagnose(late(5.0)).verdicts if v.code == "straggler"]
     assert (found.severity, found.culprit, found.rank, found.phase) == (
         "critical", "rank 2", 2, "forward",
     )  # fmt: skip
@@ -192,14 +191,14 @@ def test_a_straggler_is_named_with_what_it_costs() -> None:
 @pytest.mark.parametrize(("seconds", "severity"), [(0.3, None), (0.9, "info"), (1.5, "warning")])
 def test_a_straggler_is_as_severe_as_the_others_wait(seconds: float, severity: str | None) -> None:
     """From a twentieth of the time on it is listed, and from a tenth on it is a warning."""
-    signals = of_ranks(late("forward", seconds=seconds))
-    found = [each.severity for each in diagnose(signals).verdicts if each.code == "straggler"]
+    verdicts = diagnose(late(seconds)).verdicts
+    found = [each.severity for each in verdicts if each.code == "straggler"]
     assert found == ([] if severity is None else [severity])
 
 
 def test_communication_is_what_all_ranks_wait_for() -> None:
     """The rank that waits least waits for nobody: 3 s of 14."""
-    signals = of_ranks(window(4, {}, {"waits/backward": {0: 3.0, 1: 3.5, 2: 3.2, 3: 3.1}}))
+    signals = signals_of_ranks({}, {0: 3.0, 1: 3.5, 2: 3.2, 3: 3.1})
     (found,) = [v for v in diagnose(signals).verdicts if v.severity != "info"]
     assert (found.code, found.severity, found.phase) == (
         "communication-bound", "critical", "backward",
@@ -209,17 +208,15 @@ def test_communication_is_what_all_ranks_wait_for() -> None:
 
 def test_one_late_rank_is_no_communication() -> None:
     """The late rank itself does not wait, and equal ranks have neither verdict."""
-    codes = {each.code for each in diagnose(of_ranks(late("forward"))).verdicts}
-    assert "communication-bound" not in codes
-    assert not {each.code for each in diagnose(of_ranks(window(4, {}, {}))).verdicts} & {
-        "communication-bound", "straggler",
-    }  # fmt: skip
+    assert "communication-bound" not in {each.code for each in diagnose(late(5.0)).verdicts}
+    codes = {each.code for each in diagnose(signals_of_ranks({}, {})).verdicts}
+    assert not codes & {"communication-bound", "straggler"}
 
 
 def test_without_waits_nothing_is_said_about_ranks() -> None:
     """Both rules say what they lack; with one rank they are not concerned."""
-    whole = window(2, {}, {})
+    (whole, *_) = signals_of_ranks({}, {}, ranks=2).windows
     columns = {n: p for n, p in whole.columns.items() if not n.startswith("waits/")}
-    signals = of_ranks(replace(whole, columns=columns))
+    signals = Signals(windows=[replace(whole, columns=columns)] * 6)
     assert {"straggler", "communication-bound"} <= set(diagnose(signals).abstained)
     assert "straggler" not in diagnose(signals_of(FINE)).abstained

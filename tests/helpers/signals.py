@@ -66,3 +66,26 @@ def signals_of(
     step = np.repeat(batch, BATCHES)
     given: dict[str, Any] = {"steps": step, "first_step": float(step[0])}
     return Signals(windows=found, costs=costs, **(given | options))
+
+
+def signals_of_ranks(
+    own: Mapping[str, Mapping[int, float]], gradients: Mapping[int, float], ranks: int = 4
+) -> Signals:
+    """Six windows of ten batches, in which each rank spends 1 s in each of eleven categories.
+
+    Args:
+        own: By category and rank, more seconds.
+        gradients: By rank, seconds of waiting for gradients, which are part of backward.
+        ranks: How many.
+    """
+    columns = {f"timings/{name}": [1.0] * ranks for name in CATEGORIES}
+    columns["timings/reduce_metrics"] = columns["timings/validation"] = [0.0] * ranks
+    names = ("waits/start", "waits/forward", "waits/backward", "waits/node_rank")
+    columns |= {name: [0.0] * ranks for name in names}
+    columns["progress/batches"] = [10.0] * ranks
+    for name, more in [*own.items(), ("backward", gradients)]:
+        for rank, seconds in more.items():
+            columns[f"timings/{name}"][rank] += seconds
+    for rank, seconds in gradients.items():
+        columns["waits/backward"][rank] = seconds
+    return Signals(windows=[window_of(columns, first=Timestamp(), last=Timestamp(batch=10))] * 6)

@@ -120,13 +120,15 @@ class GcPauses:
 class PeriodicStall:
     """Some batches take many times as long as the others, for a reason that has no name."""
 
-    code, threshold, fewest = "periodic-stall", 0.10, 3
+    code, threshold, fewest, contiguous = "periodic-stall", 0.10, 3, 0.8
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The excess over the median, without checkpoints and other named events."""
         found, excess = signals.stalls
         if len(found.positions) < self.fewest:
             return
+        if np.mean(np.diff(found.positions) == 1) > self.contiguous:
+            return  # a stretch of slow batches: not one now and then
         phase = signals.phase_of(excess)
         if phase in ("callbacks", "logging", "checkpoint"):
             return  # the rules on callbacks, loggers and checkpoints name it
