@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -450,6 +452,18 @@ def test_a_failing_rule_is_left_out_with_its_reason() -> None:
     found = diagnose(signals_of(FINE), [Broken(), Mine()])
     assert [each.code for each in found.verdicts] == ["mine"]
     assert "ZeroDivisionError" in found.abstained["broken"]
+
+
+def test_the_rule_that_the_documentation_shows_works() -> None:
+    """It has 30 lines at most, and is applied beside those of the package."""
+    page = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if "class " in block]
+    assert len(block.splitlines()) <= 30
+    names: dict[str, Any] = {}
+    exec(block, names)
+    found = diagnose(signals_of({"forward": 0.01, "backward": 0.05}), names["diagnosis"].rules)
+    assert [each.code for each in found.verdicts] == ["backward-heavy"]
 
 
 def test_the_predicted_speedup_is_what_the_share_allows() -> None:
