@@ -235,7 +235,7 @@ NEIGHBOURS: dict[str, list[Signals]] = {
         # Less than 100 MB; less than a tenth; shrinking.
         *(
             signals_of(FINE, columns={"memory/rss": [first + each * n for n in range(WINDOWS)]})
-            for first, each in ((0.2, 0.005), (20.0, 0.1), (3.0, -0.1))
+            for first, each in ((2e8, 5e6), (2e10, 1e8), (3e9, -1e8))
         ),
     ],
     "cpu-saturated": [signals_of(FINE, named={WAITING: every(0.02), RUNNING: every(0.1)})],
@@ -276,7 +276,7 @@ def test_rules_abstain_where_a_signal_is_missing() -> None:
         "cpu-saturated": "the kernel does not say how long a thread waits for a CPU",
         "compute-bound": "the MFU is not measured: add SpeedMonitor or Flops",
     }
-    short = signals_of(FINE, windows=6, columns={"memory/rss": [1.0] * 6})
+    short = signals_of(FINE, windows=6, columns={"memory/rss": [1e9] * 6})
     assert "was sampled" in diagnose(short).abstained["host-memory-growth"]
 
 
