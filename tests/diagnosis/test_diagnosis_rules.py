@@ -385,6 +385,15 @@ def test_checkpoints_explain_the_stalls_that_they_cause() -> None:
     assert [each.code for each in diagnose(signals).verdicts] == ["checkpoint-bound"]
 
 
+def test_what_a_gradual_slowdown_costs_is_counted_from_its_beginning() -> None:
+    """Steps that grow from 50 to 100 ms cost half more than if all took 50 ms."""
+    growing = np.linspace(0.05, 0.1, STEPS)
+    signals = signals_of({"forward": growing.reshape(WINDOWS, -1).mean(axis=1)}, steps=growing)
+    (found,) = diagnose(signals).verdicts
+    assert (found.code, found.severity) == ("slowdown", "critical")
+    assert found.predicted_speedup == pytest.approx(1.5, rel=0.08)
+
+
 def test_work_of_every_second_batch_is_no_stall() -> None:
     """A logger that writes then has a rule of its own, also if forward takes as long."""
     signals = signals_of(

@@ -167,14 +167,16 @@ class Slowdown:
         if change is None:
             return
         # Where steps became slower bit by bit, the first quarter is the level to return to.
-        early = steps[known[: max(change.start // 4, stats.FEWEST_STEPS)]]
-        change = change._replace(before=min(float(np.median(early)), change.before))
+        early = float(np.median(steps[known[: max(change.start // 4, stats.FEWEST_STEPS)]]))
+        gradual = early * self.ratio**0.5 < change.before
+        change = change._replace(before=min(early, change.before))
         at = int(known[change.start]) + signals.dropped
         ends = np.cumsum(signals.counts)
         window = int(np.searchsorted(ends, at, side="right"))
         if _more_work(signals, window, change.after / change.before):
             return
-        lost = float(np.minimum(steps[known] - change.before, change.after)[change.start :].sum())
+        slower = steps[known][0 if gradual else change.start :]
+        lost = float(np.minimum(slower - change.before, change.after).sum())
         share = lost / float(signals.wall.sum() or 1.0)
         if share < self.threshold / 3 or change.after - change.before < LEAST:
             return
