@@ -422,6 +422,14 @@ def test_advice_computes_the_workers(loader: Loader, cpus: int, advice: str, ste
     assert verdict.evidence["advised_step_seconds"] == pytest.approx(step)
 
 
+def test_a_worker_is_advised_also_where_it_saves_little() -> None:
+    """Loading that takes a twentieth of a step is hidden, which is what the advice says."""
+    setup = Setup(cpus=2, loader=Loader(num_workers=0, batch_size=16))
+    (_, verdict) = diagnose(signals_of({**FINE, "dataloader_next": 0.0025}, setup=setup)).verdicts
+    assert (verdict.code, verdict.severity) == ("input-bound", "info")
+    assert "num_workers=1 hides the loading: 50.5 ms per step instead of 52.5 ms" in verdict.advice
+
+
 def test_workers_that_would_not_help_are_not_advised() -> None:
     """Two CPUs that are busy with loading already have no room for a third worker."""
     busy = {
