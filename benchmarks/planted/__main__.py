@@ -1,6 +1,7 @@
 """Plants faults in small trainings and scores what the diagnosis says.
 
 Run it from the repository: ``PYTHONPATH=benchmarks python -m planted --part held_out``.
+``--record FILE`` keeps what was measured, and ``--replay FILE`` diagnoses it again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import platform
 import statistics
 import tempfile
@@ -25,16 +27,20 @@ from typing import Any
 
 import lightning as L
 import scipy.stats  # noqa: F401 - imported once, before the forks
-from planted.faults import COMPOUNDS, FAULTS, TRAPS, Fault, Run
+import torch
+from planted.faults import COMPOUNDS, FAULTS, RANK_FAULTS, RANK_TRAPS, TRAPS, Fault, Run
 from planted.workloads import HELD_OUT, WORKLOADS
 
 from lightning_perf import Diagnosis
+from lightning_perf.diagnosis.findings import diagnose
 
 #: Thresholds may be tuned on the first; the second was looked at once all was written.
 PARTS: dict[str, dict[str, Any]] = {
     "tune": {"magnitudes": (0.35, 1.0), "seeds": (0,), "workloads": WORKLOADS},
     "held_out": {"magnitudes": (0.6,), "seeds": (101,), "workloads": WORKLOADS},
     "held_out_workload": {"magnitudes": (0.6,), "seeds": (202,), "workloads": HELD_OUT},
+    "ranks": {"magnitudes": (0.35, 1.0), "seeds": (0,), "workloads": WORKLOADS, "ranks": 2},
+    "held_out_ranks": {"magnitudes": (0.6,), "seeds": (303,), "workloads": WORKLOADS, "ranks": 2},
 }
 #: Verdicts on the machine, which other programs share while this runs.
 ENVIRONMENT = {"cpu-saturated"}
@@ -55,6 +61,18 @@ class Wall(L.Callback):
         self.seconds = time.perf_counter() - self.began
 
 
+class Recorded(Diagnosis):
+    """Leaves the wall time, and what was measured, in a file of rank 0."""
+
+    def __init__(self, wall: Wall) -> None:
+        super().__init__(terminal=False)
+        self.wall = wall
+
+    def _leave_files(self, context: Any, signals: Any) -> None:
+        path = Path(context.trainer.default_root_dir, "found.pickle")
+        path.write_bytes(pickle.dumps((self.wall.seconds, signals)))
+
+
 def step_seconds(workload: type[Any], seed: int) -> float:
     """Seconds of a step without faults."""
     with tempfile.TemporaryDirectory() as folder:
@@ -65,19 +83,30 @@ def step_seconds(workload: type[Any], seed: int) -> float:
 
 
 def train(
-    faults: list[Fault], workload: type[Any], seed: int, magnitude: float, step: float, active: bool
-) -> tuple[float, list[Any]]:
-    """One training, with the faults or without them: its seconds, and its verdicts."""
+    faults: list[Fault],
+    workload: type[Any],
+    seed: int,
+    magnitude: float,
+    step: float,
+    active: bool,
+    ranks: int,
+) -> tuple[float, Any]:
+    """One training, with the faults or without them: its seconds, and its signals."""
     with tempfile.TemporaryDirectory() as folder:
         epochs, steps = max(f.epochs for f in faults), max(f.steps for f in faults)
-        module = workload(seed, steps // epochs)
+        module = workload(seed, ranks * steps // epochs)
         run = Run(module, magnitude * step, step, folder, active=active)
         for fault in faults:
             fault.plant(run)
-        wall, diagnosis = Wall(), Diagnosis(terminal=False)
-        options = {**QUIET, "max_epochs": epochs, "default_root_dir": folder, **run.options}
-        L.Trainer(**options, callbacks=[wall, *run.callbacks, diagnosis]).fit(module)
-    return wall.seconds, [verdict.as_dict() for verdict in diagnosis.verdicts]
+        options = {**QUIET, "max_epochs": epochs, "default_root_dir": folder}
+        if ranks > 1:
+            torch.set_num_threads(1)  # a fork cannot take over the threads of its parent
+            options |= {"devices": ranks, "strategy": "ddp_fork"}
+        wall = Wall()
+        callbacks = [wall, *run.callbacks, Recorded(wall)]
+        L.Trainer(**options | run.options, callbacks=callbacks).fit(module)
+        found: tuple[float, Any] = pickle.loads(Path(folder, "found.pickle").read_bytes())
+    return found
 
 
 def start(function: Any, *args: Any) -> tuple[Any, Any]:
@@ -122,7 +151,14 @@ def all_cases(todo: list[Any], jobs: int) -> Iterator[dict[str, Any]]:
             child.join()
 
 
-def case(kind: str, faults: list[Fault], name: str, seed: int, magnitude: float) -> dict[str, Any]:
+def verdicts(signals: Any) -> list[Any]:
+    """What the rules say."""
+    return [verdict.as_dict() for verdict in diagnose(signals).verdicts]
+
+
+def case(
+    kind: str, faults: list[Fault], name: str, seed: int, magnitude: float, ranks: int
+) -> dict[str, Any]:
     """Train with and without the faults, and say what came of it."""
     workload = (WORKLOADS | HELD_OUT)[name]
     step = in_child(step_seconds, workload, seed)
@@ -131,33 +167,37 @@ def case(kind: str, faults: list[Fault], name: str, seed: int, magnitude: float)
         "magnitude": magnitude, "codes": [f.codes[0] for f in faults if f.codes],
         "culprits": {f.codes[0]: f.culprit for f in faults if f.culprit},
     }  # fmt: skip
-    planted = in_child(train, faults, workload, seed, magnitude, step, True)
+    setting = faults, workload, seed, magnitude, step
+    planted = in_child(train, *setting, True, ranks)
     if planted is None:
         return {**found, "failed": True}
-    found |= {"seconds": planted[0], "verdicts": planted[1]}
+    found |= {"seconds": planted[0], "verdicts": verdicts(planted[1]), "signals": planted[1]}
     if kind == "fault":
-        clean = in_child(train, faults, workload, seed, magnitude, step, False)
-        found["clean_seconds"] = clean[0] if clean else None
+        clean = in_child(train, *setting, False, ranks)
+        found |= {"clean_seconds": clean and clean[0], "clean_signals": clean and clean[1]}
     return found
 
 
-def cases(part: str, only: str | None) -> list[tuple[str, list[Fault], str, int, float]]:
+def cases(part: str, only: str | None) -> list[tuple[str, list[Fault], str, int, float, int]]:
     """All cases of a part."""
     plan, named = PARTS[part], {fault.name: fault for fault in FAULTS}
-    names = list(plan["workloads"])
-    found: list[tuple[str, list[Fault], str, int, float]] = []
+    names, ranks = list(plan["workloads"]), plan.get("ranks", 1)
+    faults, traps, compounds = FAULTS, TRAPS, COMPOUNDS
+    if ranks > 1:
+        faults, traps, compounds = RANK_FAULTS, RANK_TRAPS, []
+    found: list[tuple[str, list[Fault], str, int, float, int]] = []
     for seed in plan["seeds"]:
         for number, magnitude in enumerate(plan["magnitudes"]):
-            for index, fault in enumerate(FAULTS):
+            for index, fault in enumerate(faults):
                 # Each fault meets each workload, over the magnitudes.
                 name = names[(index + number) % len(names)]
-                found.append(("fault", [fault], name, seed + number, magnitude))
-        for index, each in enumerate(TRAPS):
-            found.append(("trap", [each], names[index % len(names)], seed, 0.0))
-        for index, pair in enumerate(COMPOUNDS):
+                found.append(("fault", [fault], name, seed + number, magnitude, ranks))
+        for index, each in enumerate(traps):
+            found.append(("trap", [each], names[index % len(names)], seed, 0.0, ranks))
+        for index, pair in enumerate(compounds):
             both = [named[each] for each in pair]
             name = names[index % len(names)]
-            found.append(("compound", both, name, seed, plan["magnitudes"][-1]))
+            found.append(("compound", both, name, seed, plan["magnitudes"][-1], ranks))
     return [each for each in found if only is None or any(only in f.name for f in each[1])]
 
 
@@ -215,6 +255,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="Cases at a time.")
     parser.add_argument("--score", type=Path, nargs="*", help="Only score files of --out.")
     parser.add_argument("--out", type=Path, help="Write all results as JSON lines.")
+    parser.add_argument("--record", type=Path, help="Keep what was measured.")
+    parser.add_argument("--replay", type=Path, nargs="*", help="Diagnose files of --record again.")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -223,9 +265,20 @@ def main() -> None:
         lines = [line for path in given.score for line in path.read_text().splitlines()]
         show(given.part, [json.loads(line) for line in lines])
         return
+    if given.replay:
+        results = [result for path in given.replay for result in recorded(path)]
+        for result in results:
+            result["verdicts"] = verdicts(result["signals"])
+            print(line(result))
+        show(given.part, results)
+        return
     gc.freeze()  # what was imported is no garbage of the runs
     for result in all_cases(cases(given.part, given.only), given.jobs):
         results.append(result)
+        if given.record:
+            with given.record.open("ab") as record:
+                pickle.dump(result, record)
+        result = {name: each for name, each in result.items() if not name.endswith("signals")}
         if given.out:
             with given.out.open("a") as out:
                 out.write(json.dumps(result) + "\n")
@@ -234,6 +287,15 @@ def main() -> None:
             continue
         print(line(result), flush=True)
     show(given.part, results)
+
+
+def recorded(path: Path) -> Iterator[dict[str, Any]]:
+    """The results in a file of --record."""
+    with path.open("rb") as file, suppress(EOFError):
+        while True:
+            result = pickle.load(file)
+            if not result.get("failed"):
+                yield result
 
 
 def line(result: dict[str, Any]) -> str:

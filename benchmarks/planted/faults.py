@@ -13,7 +13,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from planted.workloads import Workload
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Sampler
 
 
@@ -56,22 +58,23 @@ class Fault:
 
 FAULTS: list[Fault] = []
 TRAPS: list[Fault] = []
+#: The same of two ranks.
+RANK_FAULTS: list[Fault] = []
+RANK_TRAPS: list[Fault] = []
 
 
-def fault(*codes: str, culprit: str | None = None, **options: Any) -> Any:
+def fault(
+    *codes: str, culprit: str | None = None, among: list[Fault] = FAULTS, **options: Any
+) -> Any:
     def add(plant: Callable[[Run], None]) -> Callable[[Run], None]:
-        FAULTS.append(Fault(plant.__name__, plant, codes, culprit, **options))
+        among.append(Fault(plant.__name__, plant, codes, culprit, **options))
         return plant
 
     return add
 
 
-def trap(**options: Any) -> Any:
-    def add(plant: Callable[[Run], None]) -> Callable[[Run], None]:
-        TRAPS.append(Fault(plant.__name__, plant, (), **options))
-        return plant
-
-    return add
+def trap(among: list[Fault] = TRAPS, **options: Any) -> Any:
+    return fault(among=among, **options)
 
 
 def plots(hook: str, work: Callable[[int], None]) -> L.Callback:
@@ -420,3 +423,66 @@ COMPOUNDS = [
     ("collections", "slow_transfer"),
     ("stalls_in_forward", "slow_save"),
 ]
+
+
+# -- two ranks: the faults are on rank 1 ----------------------------------------------------------
+
+
+def on_rank_1(run: Run) -> None:
+    """Cost the time of the fault on one of the ranks."""
+    if run.module.global_rank == 1:
+        run.sleep(run.extra)
+
+
+straggler = fault("straggler", culprit="rank 1", among=RANK_FAULTS)
+
+
+@straggler
+def rank_with_slow_forward(run: Run) -> None:
+    run.module.places["forward"] = lambda step: on_rank_1(run)
+
+
+@straggler
+def rank_with_slow_backward(run: Run) -> None:
+    run.module.places["backward"] = lambda step: on_rank_1(run)
+
+
+@straggler
+def rank_with_slow_transfer(run: Run) -> None:
+    run.module.places["transfer"] = lambda step: on_rank_1(run)
+
+
+@straggler
+def rank_with_slow_callback(run: Run) -> None:
+    run.callbacks.append(plots("on_train_batch_end", lambda step: on_rank_1(run)))
+
+
+@fault("communication-bound", among=RANK_FAULTS)
+def slow_network(run: Run) -> None:
+    def exchange(state: object, bucket: Any) -> Any:
+        def arrived(future: Any) -> Any:
+            run.sleep(run.extra)
+            return future.value()[0]
+
+        return allreduce_hook(None, bucket).then(arrived)
+
+    run.options["strategy"] = DDPStrategy(start_method="fork", ddp_comm_hook=exchange)
+
+
+@trap(among=RANK_TRAPS)
+def equal_ranks(run: Run) -> None:
+    """Nothing is planted."""
+
+
+@trap(among=RANK_TRAPS)
+def equally_slow_ranks(run: Run) -> None:
+    run.module.places["forward"] = lambda step: time.sleep(run.step)
+
+
+@trap(among=RANK_TRAPS)
+def ranks_that_take_turns(run: Run) -> None:
+    def work(step: int) -> None:
+        if step % 2 == run.module.global_rank:
+            time.sleep(0.2 * run.step)
+
+    run.module.places["forward"] = work

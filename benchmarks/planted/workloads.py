@@ -66,6 +66,8 @@ class Workload(L.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.at("forward", self.global_step)
         loss = self.loss(batch)
+        if "backward" in self.places:
+            loss.register_hook(lambda _: self.at("backward", self.global_step))
         self.log("loss", loss)
         return loss
 

@@ -105,7 +105,7 @@ class Diagnosis(WindowCallback):
         self._setup = Setup()
         self._origin: Costs | None = None
         self._gc: GcTimer | None = None
-        self._next = 0
+        self._next = self._diagnosed = 0
         self._analysing = False
         self._active = False
 
@@ -189,6 +189,9 @@ class Diagnosis(WindowCallback):
             findings = diagnose(signals, RULES if self.rules is None else self.rules)
         finally:
             self._analysing = False
+        if signals.batches < self._diagnosed:
+            return  # the run ended, and was diagnosed, meanwhile
+        self._diagnosed = signals.batches
         self._findings, self.verdicts = findings, list(findings.verdicts)
         reached = context.reporting.reached
         reached += [each.code for each in self.verdicts if each.code not in reached]

@@ -89,6 +89,8 @@ def _system(signals: Signals) -> Iterator[Part]:
     free = signals.average("system/free_memory")
     if free is not None:
         rows.append(("free memory", bytes_text(free)))
+    if signals.gpu_idle is not None:
+        rows.append(("GPUs in use", f"{1 - signals.gpu_idle:.0%}"))
     if rows:
         yield Heading("The machine")
         yield Table(("sensor", "mean"), rows)

@@ -26,6 +26,9 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "share": lambda value: f"{value:.1%}",
     "bytes": bytes_text,
     "percent": lambda value: f"{value:.0f} %",
+    "celsius": lambda value: f"{value:.0f} °C",
+    "watts": lambda value: f"{value:.0f} W",
+    "mhz": lambda value: f"{value:.0f} MHz",
 }
 
 

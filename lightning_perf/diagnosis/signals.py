@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
+from math import inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -31,8 +31,10 @@ WAITING, RUNNING = Action(QUEUE, "", "waiting"), Action(QUEUE, "", "running")
 COMPUTE = ("forward", "backward", "optimizer_step")
 #: Names of the fetches of batches, and of what an epoch costs besides.
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
-#: Actions that occur in fewer than this share of batches are rare.
-_RARE = 0.5
+#: The column of batches that were timed on the device.
+_DEVICE_BATCHES = "timings/device/batches"
+#: Actions that occur in fewer than this share of batches are rare: not in each of them.
+_RARE = 0.9
 #: Windows that are left when the first one is dropped, as warm-up.
 _FEWEST_WINDOWS = 2
 
@@ -160,6 +162,32 @@ class Signals:
             return None
         return float(values.sum() / seconds.sum())
 
+    def latest(self, name: str, weight: str | None = None) -> float | None:
+        """The same in the last window in which it was sampled."""
+        values, seconds = self.column(name), self.column(weight or f"{name}/seconds")
+        if values is None or seconds is None or not seconds.sum() > 0:
+            return None
+        last = np.flatnonzero(seconds > 0)[-1]
+        return float(values[last] / seconds[last])
+
+    def gpus(self, name: str) -> list[tuple[str, str]]:
+        """The columns of a GPU sensor, one per GPU of a node, with those of its seconds."""
+        columns = self.windows[0].columns if self.windows else ()
+        found = [each for each in columns if each.endswith(f"/{name}")]
+        return [(each, f"{each.rpartition('/')[0]}/seconds") for each in found]
+
+    def gpu_average(self, name: str) -> float | None:
+        """The mean of a GPU sensor over the time and the GPUs; None if it was not sampled."""
+        found = [self.average(*columns) for columns in self.gpus(name)]
+        known = [value for value in found if value is not None and isfinite(value)]
+        return float(np.mean(known)) if known else None
+
+    @cached_property
+    def gpu_idle(self) -> float | None:
+        """Share of the time in which the GPUs had no work; None if unknown, or without a GPU."""
+        use = self.gpu_average("gpu_util") if self.setup.device == "cuda" else None
+        return None if use is None else max(1 - use / 100, 0.0)
+
     # -- shares -------------------------------------------------------------------------------
 
     def steady(self, values: Numbers) -> Numbers:
@@ -243,8 +271,12 @@ class Signals:
 
     @cached_property
     def waits(self) -> Numbers:
-        """Seconds of waiting for batches within epochs."""
-        return np.maximum(self.category("dataloader_next") - self.restarts.seconds, 0.0)
+        """Seconds of waiting for batches within epochs; of a GPU's waiting, if that is shorter."""
+        waits = np.maximum(self.category("dataloader_next") - self.restarts.seconds, 0.0)
+        exposed, batches = self.column("timings/exposed_input"), self.column(_DEVICE_BATCHES)
+        if exposed is None or batches is None or not batches.any():
+            return waits
+        return np.minimum(waits, self.counts * exposed / np.maximum(batches, 1.0))
 
     # -- steps ----------------------------------------------------------------------------------
 

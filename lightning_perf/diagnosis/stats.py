@@ -17,13 +17,20 @@ Numbers: TypeAlias = NDArray[np.float64]
 _RESAMPLES, _LOWER = 400, 0.05
 #: Longer series are averaged before they are resampled.
 _MOST_BLOCKS = 200
+#: Windows whose shares of waiting differ by less are alike.
+_ALIKE = 0.05
 #: Below this many blocks there is no interval.
 _FEWEST_BLOCKS = 3
 #: Blocks of steps that a change point is looked for in, and steps in each at least.
 _MOST_MEDIANS, FEWEST_STEPS = 200, 5
 
 
-def lower_share(part: ArrayLike, whole: ArrayLike, events: float | None = None) -> float:
+def lower_share(
+    part: ArrayLike,
+    whole: ArrayLike,
+    events: float | None = None,
+    waiting: ArrayLike | None = None,
+) -> float:
     """A lower bound of ``sum(part) / sum(whole)``, by a block bootstrap over windows.
 
     Args:
@@ -31,6 +38,8 @@ def lower_share(part: ArrayLike, whole: ArrayLike, events: float | None = None) 
         whole: All seconds of each window.
         events: How often the cause occurred. Rare events lie in few windows, so windows are merged
             until each holds about two.
+        waiting: Seconds of each window in which the thread waited for a CPU. The bound is then that
+            of the share without this waiting: see `_uncontended`.
 
     Returns:
         The 5th percentile; the ratio itself if there are too few windows for an interval.
@@ -38,8 +47,14 @@ def lower_share(part: ArrayLike, whole: ArrayLike, events: float | None = None) 
     Example:
         >>> lower_share([1.0, 1.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0])
         0.25
+
+        A part that takes longer by as much as the thread waited:
+
+        >>> round(lower_share([1, 9, 1, 9], [10, 18, 10, 18], waiting=[0, 8, 0, 8]), 1)
+        0.1
     """
     parts, wholes = np.asarray(part, dtype=float), np.asarray(whole, dtype=float)
+    waits = np.zeros_like(wholes) if waiting is None else np.asarray(waiting, dtype=float)
     total = wholes.sum()
     if total <= 0:
         return 0.0
@@ -49,13 +64,37 @@ def lower_share(part: ArrayLike, whole: ArrayLike, events: float | None = None) 
     if blocks < _FEWEST_BLOCKS:
         return float(parts.sum() / total)
     edges = np.linspace(0, len(parts), blocks, endpoint=False).astype(int)
-    parts, wholes = np.add.reduceat(parts, edges), np.add.reduceat(wholes, edges)
+    parts, wholes, waits = (np.add.reduceat(each, edges) for each in (parts, wholes, waits))
     length = max(1, round(blocks ** (1 / 3)))
     # A generator of its own: training's random numbers stay as they are.
     starts = np.random.default_rng(0).integers(0, blocks, (_RESAMPLES, ceil(blocks / length), 1))
     drawn = ((starts + np.arange(length)) % blocks).reshape(_RESAMPLES, -1)
-    shares = parts[drawn].sum(1) / np.maximum(wholes[drawn].sum(1), 1e-12)
+    shares = _uncontended(parts[drawn], wholes[drawn], waits[drawn])
     return float(np.quantile(shares, _LOWER))
+
+
+def _uncontended(parts: Numbers, wholes: Numbers, waits: Numbers) -> Numbers:
+    """What share the parts have where the thread does not wait for a CPU.
+
+    How the share changes from window to window with the share of waiting tells how much of the
+    waiting was within the part. If windows do not differ in it, the part had its share of it.
+
+    Args:
+        parts: Seconds; one row per series of windows.
+        wholes: The same, of everything.
+        waits: The same, of waiting.
+    """
+    total = np.maximum(wholes.sum(1, keepdims=True), 1e-12)
+    share, contention = parts.sum(1, keepdims=True) / total, waits.sum(1, keepdims=True) / total
+    wholes = np.maximum(wholes, 1e-12)
+    more = waits / wholes - contention
+    spread = (wholes * more**2).sum(1, keepdims=True) + _ALIKE**2 * total
+    slope = (wholes * more * (parts / wholes - share)).sum(1, keepdims=True) / spread
+    # Between none and all of the waiting is within the part.
+    free = np.maximum(1 - contention, 1e-12)
+    slope = np.clip(slope, -share / free, (1 - share) / free)
+    found: Numbers = np.clip(share - slope * contention, 0.0, 1.0)[:, 0]
+    return found
 
 
 class ChangePoint(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 from lightning_perf.background.worker import Worker
 from lightning_perf.errors import PerfWarning
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 FOREVER = 3600.0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from helpers.clocks import FakeClock
 from helpers.small import Records, Small, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -18,14 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_perf import Timings
-from lightning_perf.timing import clock
 from lightning_perf.timing.totals import CATEGORIES
 
 BATCHES = 9
 #: Training brings nothing to the host that a nap could be planted in: see the stages' tests.
 PLACES = [name for name in CATEGORIES if name != "from_device"]
-#: What comes after our callback in a batch is told with the next one.
-AFTER = {"logging", "checkpoint", "validation", "other"}
 Nap = Callable[[str], None]
 
 
@@ -160,26 +158,16 @@ def train(folder: Path, nap: Nap) -> Timings:
     return timings
 
 
-class FakeClock:
-    """Time that stands still but for planted naps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_time_that_passes_in_one_place_is_counted_nowhere_else(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a clock that only naps move, their place has all of it, to the last bit."""
-    now = FakeClock()
-    monkeypatch.setattr(clock, "perf_counter", now)
+    clock = FakeClock()
+    clock.replace_clocks(monkeypatch)
 
     def nap(where: str) -> None:
-        now.now += 0.25 * (where == place)
+        clock.sleep(0.25 * (where == place))
 
     timings = train(tmp_path, nap)
     rows = [row for _, row in timings.rows]
@@ -193,44 +181,18 @@ def test_time_that_passes_in_one_place_is_counted_nowhere_else(
     assert timings.metrics["timings/train_batch"] == 0.25 * within
 
 
-@pytest.fixture(scope="module")
-def awake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The quickest of each in the same training without a nap."""
-    return quickest(train(tmp_path_factory.mktemp("awake"), lambda place: None))
-
-
-def quickest(timings: Timings) -> dict[str, float]:
-    """What no other process got in the way of; the first and the last row hold other batches."""
-    rows = [row for _, row in timings.rows[1:-1]]
-    return {name: min(row[name] for row in rows) for name in CATEGORIES}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_real_nap_is_found_in_its_place(
-    place: str, tmp_path: Path, awake: dict[str, float]
-) -> None:
-    """Each nap as long as it really was, within 5 % and 0.3 ms; and not half of it elsewhere.
-
-    Of all batches the one counts that the machine disturbed least: real work varies with what else
-    runs, and the test above leaves it out.
-    """
-    naps: list[float] = []
+def test_real_naps_are_found_in_their_places(tmp_path: Path) -> None:
+    """With the real clock, each place has at least the time that it slept."""
+    slept: dict[str, float] = dict.fromkeys(PLACES, 0.0)
 
     def nap(where: str) -> None:
-        if where == place:
-            start = time.perf_counter()
-            time.sleep(0.04)
-            naps.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        time.sleep(0.002)
+        slept[where] += time.perf_counter() - start
 
     timings = train(tmp_path, nap)
-    rows = [row[place] for _, row in timings.rows[:-1]]
-    if place in AFTER:
-        del rows[0]
-    excess = min(row - slept for row, slept in zip(rows, naps, strict=False))
-    assert 0 <= excess <= 0.05 * min(naps) + 0.3e-3 + awake[place]
-    found = quickest(timings)
-    for name in set(CATEGORIES) - {place}:
-        assert found[name] < awake[name] + min(naps) / 2, name
+    for place in PLACES:
+        assert sum(row[place] for _, row in timings.rows) >= slept[place] > 0, place
 
 
 def test_culprits_are_named_by_class_and_method(tmp_path: Path) -> None:
@@ -241,10 +203,8 @@ def test_culprits_are_named_by_class_and_method(tmp_path: Path) -> None:
 
     table = {row.name: row for row in train(tmp_path, nap).table}
     names = ["Slow.on_train_batch_start", "SlowRecords.log_metrics", "Model.on_train_batch_end"]
-    assert [
-        table[name].seconds >= BATCHES * t
-        for name, t in zip(names, (8e-3, 4e-3, 2e-3), strict=True)
-    ]
+    for name, seconds in zip(names, (8e-3, 4e-3, 2e-3), strict=True):
+        assert table[name].seconds >= BATCHES * seconds
     assert table["Slow.on_train_batch_start"].calls == BATCHES
     assert 0 < table["Slow.on_train_batch_start"].share < 1
     assert table["ModelCheckpoint.on_train_batch_end"].calls == BATCHES

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from helpers import TESTS
+from helpers.clocks import FakeClock
 from helpers.small import Records, Small, trainer
 from helpers.torch_traces import steps, traces
 from torch import Tensor
@@ -106,12 +107,16 @@ def test_an_unknown_process_or_signal_is_one_line(
     assert printed in capsys.readouterr().err
 
 
-def test_a_slow_batch_is_followed_by_a_trace(tmp_path: Path) -> None:
+def test_a_slow_batch_is_followed_by_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OnSlowBatch records the three batches after a slow one."""
+    clock = FakeClock()
+    clock.replace_clocks(monkeypatch)
 
     class Stalling(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            time.sleep(0.5 if self.trainer.global_step == 40 else 0.005)
+            clock.sleep(0.5 if self.trainer.global_step == 40 else 0.005)
             return super().training_step(batch, batch_idx)
 
     profiler = PyTorch(schedule=OnSlowBatch(factor=10.0, lasting="3ba"))

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.signals import BATCHES, signals_of
+from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of
 
-from lightning_perf.diagnosis import Verdict
+from lightning_perf.diagnosis import CODES, RULES, Verdict
 from lightning_perf.diagnosis.findings import diagnose
 from lightning_perf.diagnosis.signals import RUNNING, WAITING, Loader, Setup, Signals
 from lightning_perf.timing.totals import Action
 
-#: A batch of 50 ms without a problem.
-FINE = {"forward": 0.02, "backward": 0.025, "optimizer_step": 0.004, "other": 0.001}
-WINDOWS = 12
 STEPS = WINDOWS * BATCHES
-
-
-def every(seconds: float, calls: int = BATCHES) -> list[tuple[float, int]]:
-    return [(seconds, calls)] * WINDOWS
 
 
 def now_and_then(seconds: float, *windows: int) -> list[tuple[float, int]]:
@@ -142,6 +137,147 @@ def test_a_planted_cause_is_the_only_verdict(code: str) -> None:
         else:
             actual = getattr(found[0], name)
             assert actual == (pytest.approx(value, rel=0.1) if isinstance(value, float) else value)
+    assert found[0].predicted_speedup == pytest.approx(1 / (1 - found[0].share))
+    assert found[0].advice
+
+
+def plots(seconds: float) -> Signals:
+    """A callback that takes some seconds per batch, of 50 ms without it."""
+    named = {Action("train", "callbacks", "Plots.on_train_batch_end"): every(10 * seconds)}
+    return signals_of({**FINE, "callbacks": seconds}, named=named)
+
+
+#: What a rule is not to blame, though it resembles what it looks for.
+NEIGHBOURS: dict[str, list[Signals]] = {
+    "input-bound": [
+        signals_of({**FINE, "dataloader_next": 0.005}),
+        # All of it in two stalls.
+        signals_of(
+            {**FINE, "dataloader_next": window(4, 8, seconds=1.0)},
+            steps=steps(45, 85, extra=1.0),
+        ),
+    ],
+    "transfer-bound": [signals_of({**FINE, "to_device": 0.005})],
+    "epoch-restart": [
+        # One epoch begins slowly in any case.
+        signals_of(
+            {**FINE, "dataloader_next": window(0, seconds=1.0)},
+            named={Action("train", "dataloader_next", "first fetch"): now_and_then(1.0, 0)},
+        ),
+        # First fetches that take as long as the others.
+        signals_of(
+            {**FINE, "dataloader_next": 0.004},
+            named={
+                Action("train", "dataloader_next", "first fetch"): now_and_then(0.004, 0, 4, 8),
+                Action("train", "dataloader_next", "train_dataloader_next"): every(0.04),
+            },
+        ),
+    ],
+    "callback-bound": [
+        plots(0.0025),
+        # What Lightning itself does, and what validation does.
+        *(
+            signals_of({**FINE, "callbacks": 0.01}, named={action: every(0.1)})
+            for action in (
+                Action("train", "callbacks", "Trainer.hook"),
+                Action("validate", "callbacks", "Plots.on_validation_end"),
+            )
+        ),
+    ],
+    "logger-bound": [
+        signals_of(
+            {**FINE, "logging": 0.002},
+            named={Action("train", "logging", "CSVLogger.save"): every(0.02, 2)},
+        )
+    ],
+    "checkpoint-bound": [
+        signals_of(
+            {**FINE, "checkpoint": window(3, 7, 11, seconds=0.1)},
+            named={
+                Action("train", "checkpoint", "checkpoint writing (Saver.on_train_epoch_end)"):
+                now_and_then(0.1, 3, 7, 11)
+            },
+        )
+    ],
+    "validation-bound": [signals_of({**FINE, "validation": window(5, 11, seconds=0.4)})],
+    "warmup": [
+        # Long, but not many times as long; and many times as long, in a run that is longer.
+        signals_of({**FINE, "forward": [0.06] + [0.02] * 11}, first_step=0.45, steps=steps()),
+        signals_of(FINE, windows=12, first_step=0.55, steps=np.full(STEPS, 0.1)),
+    ],
+    "recompile": [
+        # Twice after the warm-up.
+        signals_of(
+            {**FINE, "forward": 0.04},
+            named={Action("compile", "forward", "torch.compile"): now_and_then(1.0, 0, 4, 8)},
+        )
+    ],
+    "gc-pauses": [
+        signals_of(FINE, named={Action("gc", "forward", "training_step"): every(0.01, 10)})
+    ],
+    "periodic-stall": [
+        signals_of({**FINE, "forward": 0.03}, steps=steps(*range(7, STEPS, 60), extra=0.4)),
+        signals_of(FINE, steps=steps(*range(7, STEPS, 20), extra=0.02)),
+        # A stretch of slow batches.
+        signals_of({**FINE, "forward": 0.03}, steps=steps(*range(40, 70), extra=0.1)),
+    ],
+    "slowdown": [
+        # Slower for a while; slower as others take the CPUs; ever faster.
+        signals_of(FINE, steps=np.repeat([0.05, 0.07, 0.05], STEPS // 3)),
+        signals_of(
+            {**FINE, "backward": [0.025] * 6 + [0.05] * 6},
+            named={WAITING: [(0.0, 1)] * 6 + [(0.2, 1)] * 6},
+            steps=np.repeat([0.05, 0.075], STEPS // 2),
+        ),
+        signals_of(FINE, steps=np.repeat([0.1, 0.05], STEPS // 2)),
+    ],
+    "host-memory-growth": [
+        # Less than 100 MB; less than a tenth; shrinking.
+        *(
+            signals_of(FINE, columns={"memory/rss": [first + each * n for n in range(WINDOWS)]})
+            for first, each in ((2e8, 5e6), (2e10, 1e8), (3e9, -1e8))
+        ),
+    ],
+    "cpu-saturated": [signals_of(FINE, named={WAITING: every(0.02), RUNNING: every(0.1)})],
+    "compute-bound": [signals_of(FINE, mfu=0.5), signals_of({**FINE, "other": 0.05}, mfu=0.1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", NEIGHBOURS)
+def test_what_resembles_a_cause_is_not_blamed(code: str) -> None:
+    """Nor is anything else, but for other programs on the machine."""
+    for signals in NEIGHBOURS[code]:
+        verdicts = diagnose(signals).verdicts
+        serious = {each.code for each in verdicts if each.severity != "info"}
+        assert serious <= {"cpu-saturated"} - {code}
+        assert code != "compute-bound" or [each.code for each in verdicts] == ["healthy"]
+
+
+def test_each_rule_has_its_cases() -> None:
+    """All codes of the package are planted, here or among those of GPUs and ranks."""
+    elsewhere = {
+        "throttled", "launch-bound", "low-gpu-utilization", "sync-bound", "device-memory-growth",
+        "straggler", "communication-bound",
+    }  # fmt: skip
+    codes = {rule.code for rule in RULES}
+    assert set(PLANTED) == set(NEIGHBOURS) == codes - elsewhere
+    assert codes == set(CODES) - {"healthy"}
+
+
+def test_rules_abstain_where_a_signal_is_missing() -> None:
+    """Each says which one; the others still answer."""
+    signals = signals_of({**FINE, "dataloader_next": 0.02}, steps=np.empty(0), first_step=None)
+    found = diagnose(signals)
+    assert [each.code for each in found.verdicts] == ["input-bound"]
+    assert found.abstained == {
+        "warmup": "the time of the first step is not known",
+        "slowdown": "a slowdown needs 100 steps",
+        "host-memory-growth": "memory/rss is not measured",
+        "cpu-saturated": "the kernel does not say how long a thread waits for a CPU",
+        "compute-bound": "the MFU is not measured: add SpeedMonitor or Flops",
+    }
+    short = signals_of(FINE, windows=6, columns={"memory/rss": [1e9] * 6})
+    assert "was sampled" in diagnose(short).abstained["host-memory-growth"]
 
 
 TRAPS = {
@@ -211,13 +347,28 @@ def test_collections_are_not_blamed_on_the_callback_that_they_interrupt() -> Non
     assert verdict.culprit == "Plots.on_train_batch_end"
 
 
-def test_a_machine_that_others_use_blames_no_phase() -> None:
-    """What a phase costs may be due to them: it is no warning, but the wait for a CPU is."""
-    named = {WAITING: every(0.3), RUNNING: every(0.3)}
-    signals = signals_of({**FINE, "dataloader_next": 0.008}, named=named)
-    assert [(each.code, each.severity) for each in diagnose(signals).verdicts] == [
-        ("cpu-saturated", "critical"), ("input-bound", "info"),
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("loading", "forward", "severity"),
+    [
+        # Loading is slow where the thread waited for a CPU, and else takes no time.
+        ([0.0, 0.02] * 6, 0.02, "info"),
+        # Loading takes as long whether the thread waited or not, which was in forward.
+        (0.02, [0.02, 0.05] * 6, "critical"),
+        # All windows are alike: loading has its share of the waiting.
+        (0.02, 0.02, "critical"),
+    ],
+)
+def test_a_machine_that_others_use(loading: Any, forward: Any, severity: str) -> None:
+    """A phase is blamed for what it costs without waiting for a CPU, which has its own verdict."""
+    alike = isinstance(loading, float) and isinstance(forward, float)
+    waiting = every(0.3) if alike else [(0.0, 10), (0.3, 10)] * 6
+    signals = signals_of(
+        {**FINE, "dataloader_next": loading, "forward": forward}, named={WAITING: waiting}
+    )
+    found = {each.code: each.severity for each in diagnose(signals).verdicts}
+    assert set(found) == {"cpu-saturated", "input-bound"}
+    assert found["cpu-saturated"] != "info"
+    assert found["input-bound"] == severity
 
 
 def test_checkpoints_explain_the_stalls_that_they_cause() -> None:
@@ -232,6 +383,25 @@ def test_checkpoints_explain_the_stalls_that_they_cause() -> None:
         steps=steps(*[10 * n + 4 for n in saves], extra=0.4),
     )  # fmt: skip
     assert [each.code for each in diagnose(signals).verdicts] == ["checkpoint-bound"]
+
+
+def test_what_a_gradual_slowdown_costs_is_counted_from_its_beginning() -> None:
+    """Steps that grow from 50 to 100 ms cost half more than if all took 50 ms."""
+    growing = np.linspace(0.05, 0.1, STEPS)
+    signals = signals_of({"forward": growing.reshape(WINDOWS, -1).mean(axis=1)}, steps=growing)
+    (found,) = diagnose(signals).verdicts
+    assert (found.code, found.severity) == ("slowdown", "critical")
+    assert found.predicted_speedup == pytest.approx(1.5, rel=0.08)
+
+
+def test_work_of_every_second_batch_is_no_stall() -> None:
+    """A logger that writes then has a rule of its own, also if forward takes as long."""
+    signals = signals_of(
+        {"forward": 0.01, "logging": 0.01},
+        named={Action("train", "logging", "CSVLogger.log_metrics"): every(0.1, BATCHES // 2)},
+        steps=np.tile([0.01, 0.03], STEPS // 2),
+    )
+    assert [each.code for each in diagnose(signals).verdicts] == ["logger-bound"]
 
 
 @pytest.mark.parametrize(
@@ -250,6 +420,14 @@ def test_advice_computes_the_workers(loader: Loader, cpus: int, advice: str, ste
     (verdict,) = diagnose(signals).verdicts
     assert advice in verdict.advice
     assert verdict.evidence["advised_step_seconds"] == pytest.approx(step)
+
+
+def test_a_worker_is_advised_also_where_it_saves_little() -> None:
+    """Loading that takes a twentieth of a step is hidden, which is what the advice says."""
+    setup = Setup(cpus=2, loader=Loader(num_workers=0, batch_size=16))
+    (_, verdict) = diagnose(signals_of({**FINE, "dataloader_next": 0.0025}, setup=setup)).verdicts
+    assert (verdict.code, verdict.severity) == ("input-bound", "info")
+    assert "num_workers=1 hides the loading: 50.5 ms per step instead of 52.5 ms" in verdict.advice
 
 
 def test_workers_that_would_not_help_are_not_advised() -> None:
@@ -291,6 +469,18 @@ def test_a_failing_rule_is_left_out_with_its_reason() -> None:
     found = diagnose(signals_of(FINE), [Broken(), Mine()])
     assert [each.code for each in found.verdicts] == ["mine"]
     assert "ZeroDivisionError" in found.abstained["broken"]
+
+
+def test_the_rule_that_the_documentation_shows_works() -> None:
+    """It has 30 lines at most, and is applied beside those of the package."""
+    page = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if "class " in block]
+    assert len(block.splitlines()) <= 30
+    names: dict[str, Any] = {}
+    exec(block, names)
+    found = diagnose(signals_of({"forward": 0.01, "backward": 0.05}), names["diagnosis"].rules)
+    assert [each.code for each in found.verdicts] == ["backward-heavy"]
 
 
 def test_the_predicted_speedup_is_what_the_share_allows() -> None:

@@ -29,8 +29,11 @@ class FakeGpu:
             "reasons": 0,
             **told,
         }
+        #: How often it was read.
+        self.readings = 0
 
     def tell(self, what: str) -> Any:
+        self.readings += what == "util"
         value = self.told[what]
         if isinstance(value, Exception):
             raise value

@@ -33,7 +33,7 @@ from lightning_perf import Fixed, Memray, PyTorch, Schedule, Stages, VizTracer
 from lightning_perf.profilers.base import Profiler
 
 #: No training here takes more than some seconds; one that hangs is killed, and that is a failure.
-PATIENCE = 60.0
+PATIENCE = 120.0
 #: The batch in which things happen, when each profiler has recorded a window and one is open.
 BATCH = 10
 #: What each leaves of a window that was closed after a batch.

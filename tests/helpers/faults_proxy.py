@@ -114,7 +114,7 @@ def switch(folder: Path, port: int, mode: str) -> None:
     """Change a proxy's mode from any process, at once as a whole; it listens from then on."""
     (new := folder / "new").write_text(mode)
     new.replace(folder / "mode")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while mode == "pass" and time.monotonic() < deadline:
         with suppress(OSError):
             socket.create_connection(("127.0.0.1", port), timeout=1).close()

@@ -5,7 +5,7 @@ from torch.profiler import schedule
 
 from lightning_perf.core.progress import Timestamp
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 CONTENT = b'{"traceEvents": []}' * 100
 
 

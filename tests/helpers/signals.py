@@ -12,13 +12,32 @@ from lightning_perf.core.progress import Timestamp
 from lightning_perf.diagnosis.signals import Signals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
-#: Batches in a window.
-BATCHES = 10
+#: Batches in a window, and windows.
+BATCHES, WINDOWS = 10, 12
+#: Seconds of a batch without a problem: 50 ms.
+FINE = {"forward": 0.02, "backward": 0.025, "optimizer_step": 0.004, "other": 0.001}
+
+
+def every(seconds: float, calls: int = BATCHES) -> list[tuple[float, int]]:
+    """An action that costs the same in each window."""
+    return [(seconds, calls)] * WINDOWS
+
+
+def sampled(windows: int = WINDOWS, **sensors: float) -> dict[str, list[float]]:
+    """Columns of a GPU that was sampled for a second in each window.
+
+    Args:
+        windows: How many.
+        **sensors: The mean of each sensor.
+    """
+    slot = "system/gpu_slot_0"
+    columns = {f"{slot}/{name}": [value] * windows for name, value in sensors.items()}
+    return {slot: [0.0] * windows, f"{slot}/seconds": [1.0] * windows, **columns}
 
 
 def signals_of(
     per_batch: Mapping[str, float | Sequence[float]],
-    windows: int = 12,
+    windows: int = WINDOWS,
     named: Mapping[Action, Sequence[tuple[float, int]]] | None = None,
     columns: Mapping[str, Sequence[float]] | None = None,
     **options: Any,
@@ -47,3 +66,26 @@ def signals_of(
     step = np.repeat(batch, BATCHES)
     given: dict[str, Any] = {"steps": step, "first_step": float(step[0])}
     return Signals(windows=found, costs=costs, **(given | options))
+
+
+def signals_of_ranks(
+    own: Mapping[str, Mapping[int, float]], gradients: Mapping[int, float], ranks: int = 4
+) -> Signals:
+    """Six windows of ten batches, in which each rank spends 1 s in each of eleven categories.
+
+    Args:
+        own: By category and rank, more seconds.
+        gradients: By rank, seconds of waiting for gradients, which are part of backward.
+        ranks: How many.
+    """
+    columns = {f"timings/{name}": [1.0] * ranks for name in CATEGORIES}
+    columns["timings/reduce_metrics"] = columns["timings/validation"] = [0.0] * ranks
+    names = ("waits/start", "waits/forward", "waits/backward", "waits/node_rank")
+    columns |= {name: [0.0] * ranks for name in names}
+    columns["progress/batches"] = [10.0] * ranks
+    for name, more in [*own.items(), ("backward", gradients)]:
+        for rank, seconds in more.items():
+            columns[f"timings/{name}"][rank] += seconds
+    for rank, seconds in gradients.items():
+        columns["waits/backward"][rank] = seconds
+    return Signals(windows=[window_of(columns, first=Timestamp(), last=Timestamp(batch=10))] * 6)

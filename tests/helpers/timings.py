@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from lightning_perf import Timings
+from lightning_perf.timing import clock
 
 
 class Stopped(Timings):
-    """Reads a clock of its own before and after the first and the last snapshot."""
+    """Reads the clock before and after the first and the last snapshot."""
 
     began: tuple[float, float] | None = None
     ended = (0.0, 0.0)
@@ -20,18 +20,18 @@ class Stopped(Timings):
         enter = context.windows.enter
 
         def timed(*args: Any) -> None:
-            before = time.perf_counter()
+            before = clock.perf_counter()
             enter(*args)
-            self.began = self.began or (before, time.perf_counter())
+            self.began = self.began or (before, clock.perf_counter())
 
         context.windows.enter = timed
 
     def window_due(self, context: Any, at_end: bool) -> bool:
-        self._before = time.perf_counter()
+        self._before = clock.perf_counter()
         return super().window_due(context, at_end)
 
     def on_window(self, window: Any) -> Any:
-        self.ended = self._before, time.perf_counter()
+        self.ended = self._before, clock.perf_counter()
         return super().on_window(window)
 
     @property

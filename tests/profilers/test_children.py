@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import count
+from math import inf
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,7 +153,12 @@ def test_without_a_window_there_are_no_files() -> None:
 
 def test_the_wait_for_a_killed_child_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the wait, the files of the other children are returned."""
-    monkeypatch.setattr(processes, "_PATIENCE", 0.5)
+
+    def clock() -> float:
+        """Patience ends once the other child has written its file."""
+        return inf if (recorder._folders[-1] / "2").exists() else 0.0
+
+    patched = SimpleNamespace(monotonic=clock, sleep=time.sleep)
     with (
         recording_children() as recorder,
         child("fork") as (victim, one),
@@ -160,7 +167,9 @@ def test_the_wait_for_a_killed_child_is_bounded(monkeypatch: pytest.MonkeyPatch)
         begin(recorder, one, other)
         victim.kill()
         victim.join(60)
-        assert set(recorder.shut().wait()) == {2}
+        files = recorder.shut()
+        monkeypatch.setattr(processes, "time", patched)
+        assert set(files.wait()) == {2}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -143,7 +143,7 @@ def test_concurrent_processes_agree(tmp_path):
     ]
     for process in processes:
         process.start()
-    found = {results.get(timeout=30) for _ in processes}
+    found = {results.get(timeout=120) for _ in processes}
     for process in processes:
         process.join()
     first = next(run for run, folder in found if folder == "owl-7/torch_traces")

@@ -1,4 +1,4 @@
-"""The rules. To add your own, append it to ``RULES``, or give it to ``Diagnosis(rules=...)``."""
+"""The rules. To apply one of your own as well, use ``Diagnosis(rules=[*RULES, mine])``."""
 
 from lightning_perf.diagnosis.rules.base import Impact, Rule, judge
 from lightning_perf.diagnosis.rules.input import EpochRestart, InputBound, TransferBound

@@ -58,6 +58,8 @@ class Impact:
     whole_run: bool = False
     #: Whether it would cost less by itself where other threads took the CPU.
     contended: bool = True
+    #: Whether it is work of the host, beside which a GPU may work on.
+    on_host: bool = True
 
 
 def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iterable[Verdict]:
@@ -74,11 +76,14 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
     batches = max(signals.counts[start:].sum(), 1.0)
     if wall.sum() <= 0:
         return
+    if impact.on_host and signals.gpu_idle is not None and signals.setup.world_size == 1:
+        # Only time in which the GPU has no work can be saved. With several ranks this is not known:
+        # a GPU that waits for another one counts as busy.
+        seconds = seconds * min(1.0, signals.gpu_idle * wall.sum() / max(seconds.sum(), 1e-12))
     share = float(seconds.sum() / wall.sum())
     each = float(seconds.sum() / batches)
-    certain = lower_share(seconds, wall, impact.events)
-    if impact.contended:
-        certain *= 1 - signals.contention
+    waiting = signals.waiting[start:] if impact.contended else None
+    certain = lower_share(seconds, wall, impact.events, waiting)
     if certain >= threshold and each >= LEAST:
         critical = certain >= max(_CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
         severity = "critical" if critical else "warning"

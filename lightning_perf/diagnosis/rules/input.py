@@ -23,7 +23,7 @@ _WORKERS_PER_CPU = 4
 #: What a worker costs per batch: passing it to the main process.
 _HANDOVER = 0.5e-3
 #: Advice is given if it shortens a step by this share.
-_WORTHWHILE = 0.05
+_WORTHWHILE = 0.02
 
 
 class InputBound:

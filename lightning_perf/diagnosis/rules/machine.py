@@ -26,6 +26,12 @@ _FEWEST_SAMPLES, _WARMUP = 8, 0.2
 _GOES_ON = 0.4
 #: Memory that ends within this many seconds is critical.
 _SOON = 3600.0
+#: Shares of the time: of computing where the host does nothing else, and of its waits for the GPU.
+_LAUNCHES, _WAITS = 0.7, 0.05
+#: What is told of a throttled GPU: the sensor, the unit, and how many of the sensor's are one.
+_GPU_STATE = (
+    ("gpu_temperature", "celsius", 1.0), ("gpu_power", "watts", 1.0), ("gpu_sm_clock", "mhz", 1e6),
+)  # fmt: skip
 
 
 def growth(
@@ -94,7 +100,7 @@ class HostMemoryGrowth:
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The trend of the resident memory."""
-        free = signals.average("system/free_memory")
+        free = signals.latest("system/free_memory")
         yield from growth(self.code, signals, "memory/rss", free=free)
 
 
@@ -106,7 +112,10 @@ class DeviceMemoryGrowth:
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The trend of the allocated memory."""
         if signals.setup.device == "cuda":
-            yield from growth(self.code, signals, "memory/current_allocated_mem", 1e9)
+            found = [signals.latest(*columns) for columns in signals.gpus("gpu_free_memory")]
+            known = [each for each in found if each is not None and isfinite(each)]
+            free = min(known, default=None)
+            yield from growth(self.code, signals, "memory/current_allocated_mem", 1e9, free)
 
 
 class CpuSaturated:
@@ -141,116 +150,120 @@ class CpuSaturated:
         yield from judge(self.code, self.threshold, signals, impact)
 
 
-def gpu_average(signals: Signals, name: str) -> float | None:
-    """The mean of a sensor over the time and the GPUs that were sampled."""
-    columns = signals.windows[0].columns if signals.windows else ()
-    slots = [each for each in columns if each.endswith(f"/{name}")]
-    found = [signals.average(slot, f"{slot.rpartition('/')[0]}/seconds") for slot in slots]
-    known = [value for value in found if value is not None and isfinite(value)]
-    return float(np.mean(known)) if known else None
-
-
-def gpu_use(signals: Signals) -> float | None:
-    """NVML's utilization of the GPUs, in percent; None for a training on another device.
+def gpu_idle(signals: Signals) -> float:
+    """Share of the time in which the GPUs of a training on GPUs had no work.
 
     Raises:
         Unknown: It was not sampled.
     """
-    if signals.setup.device != "cuda":
-        return None
-    use = gpu_average(signals, "gpu_util")
-    if use is None:
+    if signals.gpu_idle is None:
         raise Unknown("NVML's utilization was not sampled")
-    return use
+    return signals.gpu_idle
 
 
 class Throttled:
-    """GPUs run below their clock because of heat or power."""
+    """GPUs run below their clock because of heat, hardware or power."""
 
-    code, threshold = "throttled", 10.0
+    code, threshold, most = "throttled", 10.0, 50.0
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
-        """NVML's throttle reasons, in percent of the time."""
+        """NVML's throttle reasons, in percent of the time; a power limit is the usual state."""
         if signals.setup.device != "cuda":
             return
-        share = gpu_average(signals, "gpu_throttled")
+        share = signals.gpu_average("gpu_throttled")
         if share is None:
             raise Unknown("NVML's throttle reasons were not sampled")
         if share < self.threshold:
             return
+        kinds = {
+            kind: signals.gpu_average(f"gpu_throttled_{kind}") or 0.0
+            for kind in ("power", "thermal", "hardware")
+        }
         evidence: dict[str, float | str] = {"throttled_percent": share}
-        for name in ("gpu_temperature", "gpu_power", "gpu_sm_clock"):
-            value = gpu_average(signals, name)
+        evidence |= {f"{kind}_percent": value for kind, value in kinds.items()}
+        for name, unit, scale in _GPU_STATE:
+            value = signals.gpu_average(name)
             if value is not None:
-                evidence[name] = value
-        advice = (
-            "GPUs are slowed down by heat or their power limit: check the cooling, and "
-            "nvidia-smi -q -d PERFORMANCE."
-        )
-        severity = "critical" if share >= 50 else "warning"
+                evidence[f"{name}_{unit}"] = value / scale
+        faulty = max(share - kinds["power"], kinds["thermal"], kinds["hardware"])
+        severity, advice = "info", "GPUs reach their power limit, as is usual under full load."
+        if faulty >= self.threshold:
+            severity = "critical" if faulty >= self.most else "warning"
+            advice = (
+                "GPUs are slowed down by heat, or by their hardware: check the cooling and the "
+                "power supply, and nvidia-smi -q -d PERFORMANCE."
+            )
         yield Verdict(self.code, severity, evidence=evidence, advice=advice)
 
 
-class LowGpuUtilization:
-    """The GPU idles, and nothing else explains it."""
+def _launching(signals: Signals) -> tuple[bool, Numbers]:
+    """Whether the host launches kernels all the time; and how long, beyond the GPU's work."""
+    compute = sum((signals.category(name) for name in COMPUTE), np.zeros(len(signals.windows)))
+    busy = signals.share(compute) >= _LAUNCHES
+    busy = busy and signals.share(signals.category("from_device")) <= _WAITS
+    # While the host does something else, the GPU may have work or not: what it has is counted here.
+    return busy, np.maximum(compute - (1 - gpu_idle(signals)) * signals.wall, 0.0)
 
-    code, threshold = "low-gpu-utilization", 50.0
+
+class LowGpuUtilization:
+    """The GPU idles while the host computes, and nothing else explains it."""
+
+    code, threshold, idle = "low-gpu-utilization", 0.10, 0.5
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
-        """NVML's utilization, where the host is busy neither with input nor with callbacks."""
-        use = gpu_use(signals)
-        if use is None:
+        """NVML's utilization, less what the host spends on input, callbacks and the like."""
+        if signals.setup.device != "cuda":
             return
-        compute = sum(signals.share(signals.category(name)) for name in COMPUTE)
-        if use >= self.threshold or compute < 0.5:
+        idle, (launching, seconds) = gpu_idle(signals), _launching(signals)
+        if idle <= self.idle or launching:
             return
-        severity = "warning" if use >= self.threshold / 2 else "critical"
-        advice = f"The GPU is busy {use:.0f} % of the time: use a larger batch size."
-        yield Verdict(
-            self.code, severity, compute * (1 - use / 100), phase="forward",
-            evidence={"gpu_percent": use}, advice=advice,
-        )  # fmt: skip
+        advice = (
+            f"The GPU has work {1 - idle:.0%} of the time: use a larger batch size, and a trace "
+            "(PyTorch()) to see what the host does meanwhile."
+        )
+        evidence = {"gpu_percent": 100 * (1 - idle)}
+        impact = Impact(seconds, phase="forward", evidence=evidence, advice=advice)
+        yield from judge(self.code, self.threshold, signals, impact)
 
 
 class LaunchBound:
     """The host launches kernels more slowly than the GPU runs them."""
 
-    code, busy = "launch-bound", 70.0
+    code, threshold, idle = "launch-bound", 0.10, 0.3
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The host is busy in forward and backward while the GPU has nothing to do."""
-        use = gpu_use(signals)
-        if use is None:
+        if signals.setup.device != "cuda":
             return
-        wait = signals.share(signals.category("from_device"))
-        compute = sum(signals.category(name) for name in COMPUTE)
-        if use >= self.busy or wait > 0.05 or signals.share(np.asarray(compute)) < 0.7:
+        idle, (launching, seconds) = gpu_idle(signals), _launching(signals)
+        if idle <= self.idle or not launching:
             return
+        tips = [] if signals.setup.compiled else ["torch.compile"]
         advice = (
-            "Kernels are too small for the GPU: use torch.compile, CUDA graphs or a larger batch."
+            f"Kernels are too small for the GPU, which has work {1 - idle:.0%} of the time: use "
+            f"{', '.join([*tips, 'CUDA graphs'])} or a larger batch size."
         )
-        impact = Impact(
-            np.asarray(compute) * (1 - use / 100), None, None, "forward",
-            evidence={"gpu_percent": use}, advice=advice,
-        )  # fmt: skip
-        yield from judge(self.code, 0.10, signals, impact)
+        evidence = {"gpu_percent": 100 * (1 - idle)}
+        impact = Impact(seconds, phase="forward", evidence=evidence, advice=advice)
+        yield from judge(self.code, self.threshold, signals, impact)
 
 
 class SyncBound:
-    """The host waits for the device to read values back."""
+    """The host waits for the device to read values back, and then has no work for it."""
 
     code, threshold = "sync-bound", 0.10
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
-        """Time in copies to the host, on a GPU."""
+        """Time in copies to the host, as far as the GPU idles."""
         if signals.setup.device != "cuda":
             return
+        idle, seconds = gpu_idle(signals), signals.category("from_device")
         advice = (
             "Values are copied to the host in each step, which waits for the device: log rarely, "
             "and avoid .item(), .cpu() and print of tensors."
         )
-        culprit = signals.culprit_in("from_device")
         impact = Impact(
-            signals.category("from_device"), None, culprit, "from_device", advice=advice
-        )
+            np.minimum(seconds, idle * signals.wall), None, signals.culprit_in("from_device"),
+            "from_device", evidence={"gpu_percent": 100 * (1 - idle)}, advice=advice,
+        )  # fmt: skip
         yield from judge(self.code, self.threshold, signals, impact)

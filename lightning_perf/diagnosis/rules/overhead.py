@@ -158,6 +158,6 @@ class ValidationBound:
         evidence: dict[str, float | str] = {"mostly": phase, "windows_with_validation": runs}
         impact = Impact(
             seconds, 2.0, f"validate.{phase}", "validation", evidence=evidence, advice=advice,
-            whole_run=True,
+            whole_run=True, on_host=False,
         )  # fmt: skip
         yield from judge(self.code, self.threshold, signals, impact)

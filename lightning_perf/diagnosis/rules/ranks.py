@@ -73,5 +73,5 @@ class CommunicationBound:
             "Gradients are exchanged more slowly than computed: accumulate_grad_batches, larger "
             "batches, bf16 gradients (a DDP communication hook) or a faster network."
         )
-        impact = Impact(seconds, phase="backward", advice=advice)
+        impact = Impact(seconds, phase="backward", advice=advice, on_host=False)
         yield from judge(self.code, self.threshold, signals, impact)

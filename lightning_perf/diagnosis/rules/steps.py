@@ -120,13 +120,15 @@ class GcPauses:
 class PeriodicStall:
     """Some batches take many times as long as the others, for a reason that has no name."""
 
-    code, threshold, fewest = "periodic-stall", 0.10, 3
+    code, threshold, fewest, contiguous = "periodic-stall", 0.10, 3, 0.8
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The excess over the median, without checkpoints and other named events."""
         found, excess = signals.stalls
         if len(found.positions) < self.fewest:
             return
+        if np.mean(np.diff(found.positions) == 1) > self.contiguous:
+            return  # a stretch of slow batches: not one now and then
         phase = signals.phase_of(excess)
         if phase in ("callbacks", "logging", "checkpoint"):
             return  # the rules on callbacks, loggers and checkpoints name it
@@ -144,7 +146,8 @@ class PeriodicStall:
             "(PyTorch(schedule=OnSlowBatch()))."
         )
         impact = Impact(
-            excess, float(len(found.positions)), None, phase, evidence=evidence, advice=advice
+            excess, float(len(found.positions)), None, phase, evidence=evidence, advice=advice,
+            on_host=False,
         )  # fmt: skip
         yield from judge(self.code, self.threshold, signals, impact)
 
@@ -164,14 +167,16 @@ class Slowdown:
         if change is None:
             return
         # Where steps became slower bit by bit, the first quarter is the level to return to.
-        early = steps[known[: max(change.start // 4, stats.FEWEST_STEPS)]]
-        change = change._replace(before=min(float(np.median(early)), change.before))
+        early = float(np.median(steps[known[: max(change.start // 4, stats.FEWEST_STEPS)]]))
+        gradual = early * self.ratio**0.5 < change.before
+        change = change._replace(before=min(early, change.before))
         at = int(known[change.start]) + signals.dropped
         ends = np.cumsum(signals.counts)
         window = int(np.searchsorted(ends, at, side="right"))
         if _more_work(signals, window, change.after / change.before):
             return
-        lost = float(np.minimum(steps[known] - change.before, change.after)[change.start :].sum())
+        slower = steps[known][0 if gradual else change.start :]
+        lost = float(np.minimum(slower - change.before, change.after).sum())
         share = lost / float(signals.wall.sum() or 1.0)
         if share < self.threshold / 3 or change.after - change.before < LEAST:
             return

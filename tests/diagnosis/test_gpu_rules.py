@@ -1,0 +1,222 @@
+"""The rules about GPUs and about several ranks, on signals with and without their cause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers.signals import FINE, WINDOWS, every, sampled, signals_of, signals_of_ranks
+
+from lightning_perf.diagnosis.findings import diagnose
+from lightning_perf.diagnosis.signals import Loader, Setup, Signals
+from lightning_perf.timing.totals import Action
+
+GPU = Setup(device="cuda", cpus=8, loader=Loader(num_workers=4, batch_size=16))
+GB = 1e9
+
+
+def on_gpu(
+    per_batch: dict[str, float], columns: dict[str, Any] | None = None, **options: Any
+) -> Signals:
+    """Signals of a GPU that is busy 60 % of the time, if nothing else is given."""
+    given = sampled(gpu_util=60.0) if columns is None else columns
+    return signals_of(per_batch, columns=given, **({"setup": GPU} | options))
+
+
+def throttled(**percent: float) -> dict[str, list[float]]:
+    """A busy GPU below its clock, for each reason a percentage of the time."""
+    reasons = {f"gpu_throttled_{kind}": percent.get(kind, 0.0) for kind in KINDS}
+    state = {"gpu_util": 99.0, "gpu_temperature": 88.0, "gpu_sm_clock": 1.1e9}
+    return sampled(gpu_throttled=max(percent.values()), **reasons, **state)
+
+
+KINDS = ("power", "thermal", "hardware")
+#: Half of the time in the model, most of the rest in the loop.
+HALF = {"forward": 0.015, "backward": 0.015, "other": 0.02}
+#: A third of the time in reading values back.
+READING = {"forward": 0.01, "backward": 0.02, "from_device": 0.02}
+PLOTS = Action("train", "callbacks", "Plots.on_train_batch_end")
+
+
+def grows(**sensors: float) -> dict[str, list[float]]:
+    """Allocated memory that grows by 100 MB per window, of half a second."""
+    used = [1.0 + 0.1 * number for number in range(WINDOWS)]
+    return sampled(gpu_util=99.0, **sensors) | {"memory/current_allocated_mem": used}
+
+
+PLANTED: dict[str, tuple[str, Signals, dict[str, Any]]] = {
+    "small kernels": (
+        "launch-bound",
+        on_gpu(FINE, sampled(gpu_util=40.0)),
+        {"severity": "critical", "share": 0.58, "phase": "forward", "gpu_percent": 40.0},
+    ),
+    "few kernels": (
+        "low-gpu-utilization",
+        on_gpu(HALF, sampled(gpu_util=45.0)),
+        {"severity": "warning", "share": 0.15, "phase": "forward", "gpu_percent": 45.0},
+    ),
+    "values read in each step": (
+        "sync-bound",
+        on_gpu(READING, named={Action("train", "from_device", "Model.log"): every(0.2)}),
+        {"severity": "critical", "share": 0.4, "culprit": "Model.log", "phase": "from_device"},
+    ),
+    "heat": (
+        "throttled",
+        on_gpu(FINE, throttled(power=100.0, thermal=30.0)),
+        {"severity": "warning", "thermal_percent": 30.0, "gpu_temperature_celsius": 88.0},
+    ),
+    "a failing power supply": (
+        "throttled",
+        on_gpu(FINE, throttled(hardware=80.0)),
+        {"severity": "critical", "hardware_percent": 80.0, "gpu_sm_clock_mhz": 1100.0},
+    ),
+    "tensors that are kept": (
+        "device-memory-growth",
+        on_gpu(FINE, grows(gpu_free_memory=5 * GB)),
+        {"severity": "critical", "bytes_per_batch": 1e7, "seconds_until_full": 25.0},
+    ),
+    "tensors that are kept, on a GPU without NVML": (
+        "device-memory-growth",
+        on_gpu(FINE, {"memory/current_allocated_mem": [1 + 0.1 * n for n in range(WINDOWS)]}),
+        {"severity": "warning"},
+    ),
+    "copies, by the device's clock": (
+        "transfer-bound",
+        on_gpu(FINE, sampled(gpu_util=80.0) | {"timings/device/to_device": [0.1] * WINDOWS}),
+        {"severity": "critical", "share": 0.2, "phase": "to_device", "pin_memory": "False"},
+    ),
+    "batches that come late, by the device's clock": (
+        "input-bound",
+        on_gpu(
+            {**FINE, "dataloader_next": 0.05},
+            sampled(gpu_util=70.0)
+            | {"timings/exposed_input": [0.2] * WINDOWS, "timings/device/batches": [8.0] * WINDOWS},
+        ),
+        {"severity": "critical", "share": 0.25, "wait_seconds": 0.025},
+    ),
+    "a callback, as far as the GPU idles": (
+        "callback-bound",
+        on_gpu({**FINE, "callbacks": 0.05}, sampled(gpu_util=75.0), named={PLOTS: every(0.5)}),
+        {"severity": "critical", "share": 0.25, "culprit": "Plots.on_train_batch_end"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_a_cause_is_found(cause: str) -> None:
+    """With what it costs, on which evidence; and what would be gained without it."""
+    code, signals, expected = PLANTED[cause]
+    (found,) = [each for each in diagnose(signals).verdicts if each.code == code]
+    serious = [each.code for each in diagnose(signals).verdicts if each.severity != "info"]
+    assert serious == [code]
+    seen = found.as_dict() | dict(found.evidence)
+    assert {name: seen[name] for name in expected} == pytest.approx(expected)
+    assert found.predicted_speedup == pytest.approx(1 / (1 - found.share))
+    assert found.advice
+
+
+HEALTHY: dict[str, Signals] = {
+    "a GPU at its power limit": on_gpu(FINE, throttled(power=100.0)),
+    "a GPU that was hot for a moment": on_gpu(FINE, throttled(power=8.0, thermal=8.0)),
+    "a busy GPU that the host runs ahead of": on_gpu(FINE, sampled(gpu_util=97.0)),
+    "a GPU that idles a little": on_gpu(FINE, sampled(gpu_util=75.0)),
+    "a GPU that is busy for half of the time, while the host computes": on_gpu(
+        HALF, sampled(gpu_util=55.0)
+    ),
+    "reading values of a busy GPU": on_gpu(READING, sampled(gpu_util=98.0)),
+    "batches that the host waits for while the GPU works": on_gpu(
+        {**FINE, "dataloader_next": 0.05},
+        sampled(gpu_util=98.0)
+        | {"timings/exposed_input": [0.01] * WINDOWS, "timings/device/batches": [8.0] * WINDOWS},
+    ),
+    "a callback beside which the GPU works": on_gpu(
+        {**FINE, "callbacks": 0.05}, sampled(gpu_util=98.0), named={PLOTS: every(0.5)}
+    ),
+    "memory that levels off": on_gpu(
+        FINE,
+        sampled(gpu_util=99.0)
+        | {"memory/current_allocated_mem": [1 + min(0.2 * n, 0.9) for n in range(WINDOWS)]},
+    ),
+    "memory of a GPU that is not used": signals_of(FINE, columns=grows(gpu_free_memory=GB)),
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_a_healthy_gpu_has_no_warning(case: str) -> None:
+    """What the GPU works through meanwhile costs nothing."""
+    verdicts = diagnose(HEALTHY[case]).verdicts
+    assert verdicts[0].code == "healthy"
+    assert {each.severity for each in verdicts} == {"info"}
+
+
+def test_without_sensors_nothing_is_said_about_a_gpu() -> None:
+    """Each rule says what it lacks; on a CPU it is not concerned."""
+    codes = {"throttled", "launch-bound", "low-gpu-utilization", "sync-bound"}
+    abstained = diagnose(on_gpu(FINE, {})).abstained
+    assert codes | {"device-memory-growth"} <= set(abstained)
+    assert all("NVML" in abstained[code] for code in codes)
+    assert not codes & set(diagnose(signals_of(FINE)).abstained)
+    unsupported = sampled(gpu_util=99.0, gpu_throttled=float("nan"))
+    assert "throttled" in diagnose(on_gpu(FINE, unsupported)).abstained
+
+
+def test_waiting_gpus_count_as_busy() -> None:
+    """With several ranks, what one rank's callback costs is not bounded by their idle time."""
+    setup = Setup(device="cuda", world_size=2)
+    busy, named = sampled(gpu_util=98.0), {PLOTS: every(0.5)}
+    signals = on_gpu({**FINE, "callbacks": 0.05}, busy, named=named, setup=setup)
+    assert diagnose(signals).verdicts[0].code == "callback-bound"
+
+
+# -- several ranks ----------------------------------------------------------------------------
+
+
+def late(seconds: float) -> Signals:
+    """Rank 2 has more work in forward, and the others wait for its gradients."""
+    return signals_of_ranks({"forward": {2: seconds}}, dict.fromkeys((0, 1, 3), seconds))
+
+
+def test_a_straggler_is_named_with_what_it_costs() -> None:
+    """Rank 2 has 5 s more work in forward than the others, of 16 s."""
+    (found,) = [v for v in diagnose(late(5.0)).verdicts if v.code == "straggler"]
+    assert (found.severity, found.culprit, found.rank, found.phase) == (
+        "critical", "rank 2", 2, "forward",
+    )  # fmt: skip
+    assert found.share == pytest.approx(5 / 16)
+    assert found.evidence["waited_seconds"] == 0.5
+    assert found.predicted_speedup == pytest.approx(16 / 11)
+
+
+@pytest.mark.parametrize(("seconds", "severity"), [(0.3, None), (0.9, "info"), (1.5, "warning")])
+def test_a_straggler_is_as_severe_as_the_others_wait(seconds: float, severity: str | None) -> None:
+    """From a twentieth of the time on it is listed, and from a tenth on it is a warning."""
+    verdicts = diagnose(late(seconds)).verdicts
+    found = [each.severity for each in verdicts if each.code == "straggler"]
+    assert found == ([] if severity is None else [severity])
+
+
+def test_communication_is_what_all_ranks_wait_for() -> None:
+    """The rank that waits least waits for nobody: 3 s of 14."""
+    signals = signals_of_ranks({}, {0: 3.0, 1: 3.5, 2: 3.2, 3: 3.1})
+    (found,) = [v for v in diagnose(signals).verdicts if v.severity != "info"]
+    assert (found.code, found.severity, found.phase) == (
+        "communication-bound", "critical", "backward",
+    )  # fmt: skip
+    assert found.share == pytest.approx(3 / 14.2, rel=0.01)
+
+
+def test_one_late_rank_is_no_communication() -> None:
+    """The late rank itself does not wait, and equal ranks have neither verdict."""
+    assert "communication-bound" not in {each.code for each in diagnose(late(5.0)).verdicts}
+    codes = {each.code for each in diagnose(signals_of_ranks({}, {})).verdicts}
+    assert not codes & {"communication-bound", "straggler"}
+
+
+def test_without_waits_nothing_is_said_about_ranks() -> None:
+    """Both rules say what they lack; with one rank they are not concerned."""
+    (whole, *_) = signals_of_ranks({}, {}, ranks=2).windows
+    columns = {n: p for n, p in whole.columns.items() if not n.startswith("waits/")}
+    signals = Signals(windows=[replace(whole, columns=columns)] * 6)
+    assert {"straggler", "communication-bound"} <= set(diagnose(signals).abstained)
+    assert "straggler" not in diagnose(signals_of(FINE)).abstained

@@ -1,0 +1,38 @@
+"""A clock that only tests advance."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_perf.run import stages
+from lightning_perf.timing import clock, pauses
+
+
+class FakeClock:
+    """Time that stands still except in `sleep`. A forked process advances its own copy."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+    def replace_clocks(self, patch: pytest.MonkeyPatch) -> None:
+        """Time spans, batches and garbage collections by this clock."""
+        patch.setattr(clock, "perf_counter", self)
+        patch.setattr(pauses, "perf_counter", self)
+        patch.setattr(stages, "time", SimpleNamespace(perf_counter=self))
+
+
+class JumpingClock(FakeClock):
+    """Real time, in which `sleep` jumps ahead: what sleeps for seconds outweighs a busy machine."""
+
+    def __call__(self) -> float:
+        return perf_counter() + self.now
