@@ -99,6 +99,7 @@ def test_json_and_several_baselines(leave: Any, capsys: pytest.CaptureFixture[st
     assert found["baselines"] == runs[1:]
 
 
+@pytest.mark.slow
 def test_runs_in_mlflow_are_found_by_id_and_name(
     leave: Any, mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
