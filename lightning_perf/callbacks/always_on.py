@@ -89,7 +89,9 @@ def from_environment(value: str) -> list[EnvironmentSuite]:
     suites = [each for each in given if isinstance(each, Suite)]
     show = any(suite.show_summary for suite in suites) if suites else True
     try:
-        return [EnvironmentSuite([part for each in given for part in each.parts], show)]
+        parts = [part for each in given
+                 for part in (each.callbacks if isinstance(each, Suite) else [each])]  # fmt: skip
+        return [EnvironmentSuite(parts, show)]
     except ConfigError as error:
         raise _unusable(value, error) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,17 +24,20 @@ from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run import artifacts
 from lightning_perf.run.batches import TIMED
+from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Schedule, as_schedule
 from lightning_perf.timing.pauses import GcTimer, run_queue
 from lightning_perf.timing.totals import Totals
 from lightning_perf.traces import check_names
+from lightning_perf.traces.stream import TraceError
 
 if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Costs, Signals
     from lightning_perf.run.batches import BatchRecord
     from lightning_perf.run.context import RunContext
+    from lightning_perf.traces.summary import TraceSummary
 
 _FOLDER = "{run_name}/diagnosis"
 #: Batches in a window at least: shorter ones would only cost time.
@@ -61,9 +64,11 @@ class Diagnosis(WindowCallback):
         schedule: When to look while training runs. The end is always diagnosed.
         rules: Rules to apply; by default those of the package.
         terminal: Whether to print the summary of the run at its end, verdicts first.
+        capture: A `PyTorch` profiler, whose schedule says which steps it records. The report
+            summarizes the last trace of training.
 
     Raises:
-        ConfigError: If the folder or the schedule is not valid.
+        ConfigError: If an argument is not valid.
 
     Example:
         >>> import lightning as L
@@ -83,6 +88,7 @@ class Diagnosis(WindowCallback):
         schedule: Schedule | str | None = "every 200ba",
         rules: Sequence[Rule] | None = None,
         terminal: bool = True,
+        capture: PerfCallback | None = None,
     ) -> None:
         super().__init__()
         check_names(folder, "diagnosis.json", f"{folder}/diagnosis.json")
@@ -94,6 +100,10 @@ class Diagnosis(WindowCallback):
                 problem = "is not a rule: rules are callable and have a code"
                 raise ConfigError("rules", rule, problem, "[*lightning_perf.diagnosis.RULES]")
         self.terminal = self.show_summary = flag("terminal", terminal)
+        if capture is not None and not hasattr(capture, "trace_summary"):
+            problem = "is not a PyTorch profiler"
+            raise ConfigError("capture", capture, problem, "PyTorch(schedule='at 100ba for 4ba')")
+        self.capture = capture
         #: The verdicts so far, the most costly first.
         self.verdicts: list[Verdict] = []
         self._reset()
@@ -109,11 +119,27 @@ class Diagnosis(WindowCallback):
         self._analysing = False
         self._active = False
 
+    @property
+    @override
+    def parts(self) -> list[PerfCallback]:
+        return [self] if self.capture is None else [self, self.capture]
+
+    @override
+    def settings(self) -> dict[str, object]:
+        own = super().settings()
+        if self.capture is not None:
+            del own[f"{type(self).__name__}/capture"]
+            own |= self.capture.settings()
+        return own
+
     # -- the run ------------------------------------------------------------------------------
 
     @override
     def prepare(self, context: RunContext) -> None:
         self._reset()
+        if self.capture is not None:
+            self.capture._hosted = True
+            self.capture.attach(context)
         several = context.ranks.world_size > 1
         self.columns = (*type(self).columns, *(("waits/*",) if several else ()))
         super().prepare(context)
@@ -127,6 +153,8 @@ class Diagnosis(WindowCallback):
     @override
     def on_start(self, context: RunContext) -> None:
         super().on_start(context)
+        if self.capture is not None:
+            self.capture.call(self.capture.on_start, context, reraise=not context.nested)
         if context.stage == "train" and self._origin is None:
             self._origin = _costs(context)
             self._setup = survey(context)
@@ -205,8 +233,23 @@ class Diagnosis(WindowCallback):
     # -- the end ------------------------------------------------------------------------------
 
     @override
+    def on_end(self, context: RunContext) -> None:
+        if self.capture is not None:
+            self.capture.call(self.capture.on_end, context)
+
+    @override
+    def detach(self) -> None:
+        super().detach()
+        if self.capture is not None:
+            self.capture.detach()
+
+    @override
     def close(self, context: RunContext, reason: str) -> None:
         super().close(context, reason)
+        if self.capture is not None:
+            # Its trace is written before the report, by the same thread.
+            self.capture.call(self.capture.close, context, reason)
+            self.capture._disabled = reason == "failure"
         if self.schedule is not None:
             self.schedule.close()
         if self._gc is not None:
@@ -228,16 +271,26 @@ class Diagnosis(WindowCallback):
         self._leave_files(context, signals)
 
     def _leave_files(self, context: RunContext, signals: Signals) -> None:
-        findings = self._findings
+        findings, captured = self._findings, cache(self._captured)
         files = {
-            "diagnosis.json": lambda: json.dumps(document(signals, findings), indent=1),
-            "report.html": lambda: report_page(signals, findings),
+            "diagnosis.json": lambda: json.dumps(document(signals, findings, captured()), indent=1),
+            "report.html": lambda: report_page(signals, findings, captured()),
         }
         writes = {name: partial(_write, text) for name, text in files.items()}
         try:
             artifacts.leave(context, self.folder, writes, "train")
         except OSError as error:
             warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
+
+    def _captured(self) -> TraceSummary | str | None:
+        """What was captured, or why nothing was; None if nothing was wanted."""
+        if self.capture is None:
+            return None
+        try:
+            found: TraceSummary = self.capture.trace_summary()
+        except Exception as error:
+            return str(error) if isinstance(error, LookupError | TraceError) else describe(error)
+        return found
 
     @override
     def summary_sections(self) -> Mapping[str, object]:

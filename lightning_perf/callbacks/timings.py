@@ -20,7 +20,15 @@ from lightning_perf.errors import describe, warn
 from lightning_perf.run import artifacts
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Schedule
-from lightning_perf.timing.totals import CATEGORIES, History, Share, Totals, as_markdown, folded
+from lightning_perf.timing.totals import (
+    CATEGORIES,
+    TABLED,
+    History,
+    Share,
+    Totals,
+    as_markdown,
+    folded,
+)
 
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
@@ -32,8 +40,6 @@ _LAST_WINDOW_TIMEOUT = 10.0
 _RECENT = 10
 #: Reports that the picture of all ranks shows; beyond it, neighbours are merged.
 _MOST_REPORTS = 400
-#: Categories whose actions the table names.
-_TABLED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 #: What Determined tracks of training.
 _DETERMINED = (
     "dataloader_next", "to_device", "train_batch", "step_lr_schedulers", "from_device",
@@ -182,7 +188,7 @@ class Timings(WindowCallback):
             return
         self._active = False
         since, batch = self._started
-        self.table = (context.spans.totals - since).table(_TABLED)
+        self.table = (context.spans.totals - since).table(TABLED)
         batches = context.progress.timestamp(self._stage).batch - batch
         if batches and context.ranks.global_rank == 0:
             if reason != "exception":

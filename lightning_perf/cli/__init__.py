@@ -38,6 +38,7 @@ def _commands() -> dict[str, ModuleType]:
     # Imported here, since their dependencies may be missing.
     from lightning_perf.cli import (
         capture,
+        compare,
         devices,
         doctor,
         measure,
@@ -50,6 +51,7 @@ def _commands() -> dict[str, ModuleType]:
 
     return {
         "capture": capture,
+        "compare": compare,
         "devices": devices,
         "doctor": doctor,
         "measure": measure,

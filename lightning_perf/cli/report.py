@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -70,7 +69,9 @@ def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
 
 
 def _print_json(run: Run) -> None:
-    print(json.dumps({**run.summary, "files": run.files}, indent=1))  # noqa: T201
+    from lightning_perf.tracking.summary import text_of
+
+    print(text_of({**run.summary, "files": run.files}))  # noqa: T201
 
 
 def _show(run: Run, console: Console) -> None:

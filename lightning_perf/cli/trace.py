@@ -1,7 +1,8 @@
-"""``lightning-perf trace --combine``: the traces of all ranks of one window in one file."""
+"""``lightning-perf trace``: the summary of a trace, or the traces of all ranks in one file."""
 
 from __future__ import annotations
 
+import json as json_format
 import os
 import sys
 import tempfile
@@ -29,14 +30,19 @@ def parser() -> ArgumentParser:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        description="Merge the traces of all ranks of one window into one file for Perfetto."
+        description="Summarize a trace of the PyTorch profiler, or merge those of all ranks of a "
+        "window into one file for Perfetto."
     )
+    parser.add_argument(
+        "file", type=str, nargs="?", help="The trace to summarize: .json or .json.gz."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the summary as JSON.")
     parser.add_argument(
         "--combine",
         type=str,
-        required=True,
+        default=None,
         metavar="FOLDER|RUN",
-        help="A folder with traces, or a run's id or name in MLflow.",
+        help="Merge the traces of this folder, or of a run's id or name in MLflow.",
     )
     parser.add_argument(
         "--output", "-o", type=str, default="all.json.gz", help="The file to write."
@@ -51,21 +57,60 @@ def parser() -> ArgumentParser:
     return parser
 
 
-def run(combine: str, output: str, window: str | None, tracking_uri: str | None) -> int:
-    """Merge the traces, and print how well the clocks agree and who came last.
+def run(
+    file: str | None,
+    json: bool,
+    combine: str | None,
+    output: str,
+    window: str | None,
+    tracking_uri: str | None,
+) -> int:
+    """Print the summary of a trace, or merge several and print who came last.
 
     Returns:
-        The exit code: 2 if the traces cannot be merged.
+        The exit code: 2 if the traces cannot be read.
     """
-    from lightning_perf.traces.combine import CombineError
+    from lightning_perf.traces.stream import TraceError
 
     try:
+        if (file is None) == (combine is None):
+            raise TraceError("name either a trace or --combine FOLDER")
+        if file is not None:
+            _summarize(Path(file), json)
+            return 0
+        assert combine is not None
         with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
             _merge(_folder(combine, tracking_uri, Path(scratch)), window, Path(output))
-    except (CombineError, LookupError, OSError) as error:
+    except (TraceError, LookupError, OSError) as error:
         print(f"lightning-perf trace: {str(error).rstrip('.')}.", file=sys.stderr)  # noqa: T201
         return 2
     return 0
+
+
+def _summarize(path: Path, json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from lightning_perf.traces.summary import facts, summarize, tables
+
+    summary = summarize(path)
+    if json:
+        print(json_format.dumps(summary.as_dict(), indent=1))  # noqa: T201
+        return
+    console = Console(markup=False, emoji=False, highlight=False)
+    grid = Table(show_header=False)
+    for fact in facts(summary):
+        grid.add_row(*map(Text, fact))
+    console.print(grid)
+    for title, headings, rows in tables(summary):
+        console.print(title, style="bold")
+        table = Table(*headings)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+    for note in summary.notes:
+        console.print(f"Note: {note}.", soft_wrap=True)
 
 
 def _folder(what: str, tracking_uri: str | None, scratch: Path) -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from lightning_perf.charts.page import Areas, Heading, Part, Table, page
 from lightning_perf.charts.stacked import stack
 from lightning_perf.diagnosis.report import evidence_text, headline, overhead
 from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.traces.summary import facts, tables
 from lightning_perf.units import bytes_text, duration
 
 if TYPE_CHECKING:
@@ -15,19 +17,38 @@ if TYPE_CHECKING:
 
     from lightning_perf.diagnosis.findings import Findings
     from lightning_perf.diagnosis.signals import Signals
+    from lightning_perf.traces.summary import TraceSummary
 
 #: Named actions listed at most.
 _MOST_ACTIONS = 20
 
 
-def report_page(signals: Signals, findings: Findings) -> str:
+def report_page(
+    signals: Signals, findings: Findings, captured: TraceSummary | str | None = None
+) -> str:
     """The page.
 
     Args:
         signals: What was measured.
         findings: What follows from it.
+        captured: The trace of some steps, or why there is none; None if none was wanted.
     """
-    return page("Why this training is not faster", _parts(signals, findings))
+    parts = chain(_parts(signals, findings), _captured(captured))
+    return page("Why this training is not faster", parts)
+
+
+def _captured(captured: TraceSummary | str | None) -> Iterator[Part]:
+    if captured is None:
+        return
+    yield Heading("Captured steps")
+    if isinstance(captured, str):
+        yield f"There is no trace: {captured}."
+        return
+    yield Table(("", "value"), list(facts(captured)))
+    for title, headings, rows in tables(captured):
+        yield Heading(title)
+        yield Table(headings, rows)
+    yield from (f"Note: {note}." for note in captured.notes)
 
 
 def _parts(signals: Signals, findings: Findings) -> Iterator[Part]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_perf.diagnosis.findings import Findings
     from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.diagnosis.verdicts import Verdict
+    from lightning_perf.traces.summary import TraceSummary
 
 #: Version of the JSON document.
 VERSION = 1
@@ -100,12 +101,15 @@ def evidence_text(verdict: Verdict) -> str:
     return ", ".join(found)
 
 
-def document(signals: Signals, findings: Findings) -> dict[str, Any]:
+def document(
+    signals: Signals, findings: Findings, captured: TraceSummary | str | None = None
+) -> dict[str, Any]:
     """The content of ``diagnosis.json``.
 
     Args:
         signals: What was measured.
         findings: What follows from it.
+        captured: The trace of some steps, or why there is none; None if none was wanted.
     """
     timings: dict[str, Any] = {}
     if signals.windows:
@@ -120,7 +124,7 @@ def document(signals: Signals, findings: Findings) -> dict[str, Any]:
         }
     sensors = ("cpu_util_simple", "cpu_iowait", "process_cpu", "free_memory")
     system = {name: signals.average(f"system/{name}") for name in sensors}
-    return {
+    found = {
         "version": VERSION,
         "verdicts": [verdict.as_dict() for verdict in findings.verdicts],
         "abstained": dict(findings.abstained),
@@ -128,6 +132,11 @@ def document(signals: Signals, findings: Findings) -> dict[str, Any]:
         "system": {name: value for name, value in system.items() if value is not None},
         "overhead": overhead(signals),
     }
+    if isinstance(captured, str):
+        found["capture"] = {"missing": captured}
+    elif captured is not None:
+        found["capture"] = captured.as_dict()
+    return found
 
 
 def overhead(signals: Signals) -> dict[str, float]:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import ArrayLike
 
 Numbers: TypeAlias = NDArray[np.float64]
@@ -63,14 +65,36 @@ def lower_share(
         blocks = min(blocks, int(events / 2))
     if blocks < _FEWEST_BLOCKS:
         return float(parts.sum() / total)
-    edges = np.linspace(0, len(parts), blocks, endpoint=False).astype(int)
-    parts, wholes, waits = (np.add.reduceat(each, edges) for each in (parts, wholes, waits))
-    length = max(1, round(blocks ** (1 / 3)))
-    # A generator of its own: training's random numbers stay as they are.
-    starts = np.random.default_rng(0).integers(0, blocks, (_RESAMPLES, ceil(blocks / length), 1))
-    drawn = ((starts + np.arange(length)) % blocks).reshape(_RESAMPLES, -1)
+    (parts, wholes, waits), drawn = _blocks((parts, wholes, waits), blocks, _RESAMPLES, seed=0)
     shares = _uncontended(parts[drawn], wholes[drawn], waits[drawn])
     return float(np.quantile(shares, _LOWER))
+
+
+def resampled_ratios(parts: Numbers, wholes: Numbers, resamples: int, seed: int) -> Numbers:
+    """Values that ``sum(parts) / sum(wholes)`` may have in runs like this, by a block bootstrap.
+
+    Args:
+        parts: In order of time, since neighbours are drawn together.
+        wholes: The same.
+        resamples: How many values.
+        seed: Of the generator.
+    """
+    blocks = min(len(parts), _MOST_BLOCKS)
+    (parts, wholes), drawn = _blocks((parts, wholes), blocks, resamples, seed)
+    ratios: Numbers = parts[drawn].sum(1) / np.maximum(wholes[drawn].sum(1), 1e-12)
+    return ratios
+
+
+def _blocks(
+    series: Sequence[Numbers], count: int, resamples: int, seed: int
+) -> tuple[list[Numbers], NDArray[np.int64]]:
+    """Sums of series over some blocks of windows, and the blocks that each resample draws."""
+    edges = np.linspace(0, len(series[0]), count, endpoint=False).astype(int)
+    length = max(1, round(count ** (1 / 3)))
+    # A generator of its own: training's random numbers stay as they are.
+    starts = np.random.default_rng(seed).integers(0, count, (resamples, ceil(count / length), 1))
+    drawn = ((starts + np.arange(length)) % count).reshape(resamples, -1)
+    return [np.add.reduceat(each, edges) for each in series], drawn
 
 
 def _uncontended(parts: Numbers, wholes: Numbers, waits: Numbers) -> Numbers:

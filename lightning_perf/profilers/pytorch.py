@@ -14,6 +14,7 @@ from torch.profiler import _ExperimentalConfig as ExperimentalConfig  # type: ig
 from typing_extensions import override
 
 from lightning_perf.checks import flag
+from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.profilers.base import Profiler, shared
 from lightning_perf.profilers.conflicts import (
@@ -32,6 +33,7 @@ from lightning_perf.profilers.tools import (
 from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
 from lightning_perf.traces import file_format, remote_format
+from lightning_perf.traces.summary import TraceSummary, summarize
 
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
@@ -305,6 +307,20 @@ class PyTorch(Profiler):
             profiler.stop()
         files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device), self._warn)
         return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})
+
+    def trace_summary(self) -> TraceSummary:
+        """What the last trace of training on this rank shows; it is read from its file.
+
+        Raises:
+            LookupError: No batches of training were recorded.
+            TraceError: The file is damaged.
+            OSError: The file cannot be read, such as one that was deleted.
+        """
+        paths = [path for _, saved in self.saved_traces for path in saved if path is not None]
+        training = [path for path in paths if path.parent.name not in STAGES[1:]]
+        if not training:
+            raise LookupError("no batches of training were recorded on this rank")
+        return summarize(training[-1])
 
     def _metadata(self, context: RunContext) -> dict[str, Any]:
         ranks, stamp = context.ranks, context.timestamp

@@ -30,7 +30,9 @@ from lightning_perf.tracking.summary import (
     VERSION,
     description,
     installed_version,
+    main_stage,
     panel,
+    text_of,
 )
 
 if TYPE_CHECKING:
@@ -183,6 +185,9 @@ class RunSummary:
             "stages": {stage: windows for stage, windows in stages.items() if windows},
             **sections,
         }
+        stage, figures = main_stage(content)
+        if history := context.windows.history(stage):
+            figures["windows"] = history
         #: What is shown: of this function alone.
         self._own = content
         earlier = _EARLIER.get(trainer)
@@ -239,7 +244,7 @@ class RunSummary:
         for kind, endings in kinds.items():
             listed = [file for file in files if file.removesuffix(".gz").endswith(endings)]
             self.content[kind] = listed[-_MOST_FILES:]
-        path.write_text(json.dumps(self.content, indent=1, default=str), encoding="utf-8")
+        path.write_text(text_of(self.content), encoding="utf-8")
 
     def show(self) -> bool:
         """Print the summary if a callback of the run wants that; returns whether it was printed.

@@ -9,13 +9,14 @@ from fnmatch import filter as matching
 from functools import partial
 from itertools import pairwise
 from math import inf, nan
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from lightning_perf.core.window import LazyRows, Rows, Window
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run.collective import LAST, Gatherer
+from lightning_perf.run.history import StageHistory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,9 +71,14 @@ class _Report:
     #: The totals of each rank.
     rows: Rows
 
+    @property
+    def names(self) -> list[str]:
+        """The columns."""
+        return [name for signal in self.signals for name in signal.columns]
+
     def window(self, start: _Snapshot, before: Rows | None, rank: int) -> Window:
         """All columns from ``start``, where the totals were ``before``, to this report."""
-        names = [name for signal in self.signals for name in signal.columns]
+        names = self.names
         gauges = frozenset[str]().union(*(signal.gauges for signal in self.signals))
         at_end = [number for number, name in enumerate(names) if name in gauges]
         columns = {name: number for number, name in enumerate(names)}
@@ -210,6 +216,7 @@ class Windows:
         # By stage: the step and time at its beginning, and the last reports of all signals.
         self._began: dict[str, tuple[int, Timestamp]] = {}
         self._recent: defaultdict[str, deque[_Report]] = defaultdict(partial(deque, maxlen=3))
+        self._histories: defaultdict[str, StageHistory] = defaultdict(StageHistory)
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -357,12 +364,25 @@ class Windows:
         recent = self._recent[snapshot.stage]
         if not recent or len(signals) >= len(recent[-1].signals):
             recent.append(_Report(snapshot, signals, rows))
+            self._remember(recent[-1])
         found: dict[str, float] = {}
         for end in ends:
             if end.wanted:
                 found |= end.subscription.receive(snapshot, end.positions, rows, self._rank)
         if found:
             snapshot.context.log(found, snapshot.step)
+
+    def _remember(self, report: _Report) -> None:
+        """Add a report to the history of its stage, on rank 0."""
+        snapshot = report.snapshot
+        history, batch = self._histories[snapshot.stage], snapshot.stamp.batch
+        if self._rank == 0 and history.due(batch, snapshot.at_end):
+            costs = snapshot.context.spans.totals
+            history.add(snapshot.step, batch, report.names, report.rows, costs)
+
+    def history(self, stage: str) -> dict[str, Any]:
+        """The windows of a stage, for the summary of the run; on rank 0."""
+        return self._histories[stage].table()
 
     def recap(self, context: RunContext, stage: str) -> list[tuple[int, Window]]:
         """The whole run of a stage, and its last window with batches if that is shorter.

@@ -28,6 +28,8 @@ CATEGORIES = (
     "validation",
     "other",
 )
+#: Those whose actions tables of costs name.
+TABLED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 
 
 class Action(NamedTuple):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import re
-import zlib
 from collections import defaultdict
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.background.files import written_whole
 from lightning_perf.errors import describe
+from lightning_perf.traces.stream import TraceError, stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 #: Traces of ranks, as all profilers name them by default.
 TRACE_NAME = re.compile(r"rank(\d+)\.(.+\.json)(?:\.gz)?")
-_CHUNK = 1 << 20
 _LEVEL = 3
 #: Of a trace's head: ranks of one window agree on these.
 _SHARED = ("run_name", "stage", "batch", "world_size")
@@ -48,7 +46,7 @@ _AGREE, _STEPS_AGREE = 1e3, 1e5
 _MOST_NAMED = 8
 
 
-class CombineError(ValueError):
+class CombineError(TraceError):
     """Traces that cannot be merged; the message says why."""
 
 
@@ -82,8 +80,7 @@ class Trace:
 
     def events(self) -> Iterator[Event]:
         """The events, one at a time; fills ``head``."""
-        with closing(_open(self.path)) as file:
-            yield from _stream(file, self.head, self.path)
+        yield from stream(self.path, self.head)
 
 
 class Collective(NamedTuple):
@@ -147,10 +144,9 @@ def _damage_named(path: Path) -> Iterator[None]:
     """Name the file whose content is not as it has to be: anybody may have made it."""
     try:
         yield
-    except CombineError:
+    except TraceError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-            zlib.error) as error:  # fmt: skip
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CombineError(f"{path} is damaged ({describe(error)})") from error
 
 
@@ -263,7 +259,7 @@ def write(
 
     Raises:
         OSError: A file cannot be read or written.
-        CombineError: A file is not a trace.
+        TraceError: A file is not a trace, or cut short.
     """
     count = 0
     with written_whole(target) as raw:
@@ -320,95 +316,3 @@ def _about(pid: int, name: str, arguments: Mapping[str, object]) -> Event:
 
 def _shifted(event: Event, shift: float) -> Event:
     return {"ts": round(event["ts"] + shift, 3)} if "ts" in event else {}
-
-
-# -- reading a file in pieces -----------------------------------------------------------------
-
-
-def _open(path: Path) -> IO[str]:
-    with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    if packed:
-        return io.TextIOWrapper(gzip.GzipFile(path), encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-_DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"[\s,]*")
-_KEY = re.compile(r'\s*("(?:[^"\\]|\\.)*")\s*:\s*')
-
-
-def _stream(file: IO[str], head: dict[str, Any], path: Path) -> Iterator[Event]:
-    """Yield the elements of ``traceEvents``; the other keys of the object go into ``head``."""
-    buffer = _Buffer(file, path)
-    if buffer.peek("{"):
-        buffer.skip()
-        while not buffer.peek("}"):
-            key = buffer.key()
-            if key == "traceEvents" and buffer.peek("["):
-                yield from buffer.elements()
-            else:
-                head[key] = buffer.value()
-    elif buffer.peek("["):
-        yield from buffer.elements()
-    else:
-        raise CombineError(f"{path} is not a trace in Chrome's format")
-
-
-class _Buffer:
-    """The part of a file that is being parsed."""
-
-    def __init__(self, file: IO[str], path: Path) -> None:
-        self._file, self._path = file, path
-        self._text, self._at = "", 0
-
-    def peek(self, mark: str) -> bool:
-        """Whether the next character, after spaces and commas, is this one."""
-        while True:
-            found = _SPACE.match(self._text, self._at)
-            assert found is not None  # it matches nothing, too
-            self._at = found.end()
-            if self._at < len(self._text):
-                return self._text[self._at] == mark
-            self._more()
-
-    def skip(self) -> None:
-        """Go past one character."""
-        self._at += 1
-
-    def key(self) -> str:
-        """The next key of an object."""
-        while (found := _KEY.match(self._text, self._at)) is None or found.end() == len(self._text):
-            self._more()
-        self._at = found.end()
-        return str(json.loads(found[1]))
-
-    def value(self) -> Any:
-        """The next value."""
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
-            except ValueError:
-                self._more()
-                continue
-            if end == len(self._text):  # a number may go on
-                self._more()
-                continue
-            self._at = end
-            return value
-
-    def elements(self) -> Iterator[Any]:
-        """The elements of an array."""
-        self.skip()
-        while not self.peek("]"):
-            yield self.value()
-        self.skip()
-
-    def _more(self) -> None:
-        try:
-            more = self._file.read(_CHUNK)
-        except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise CombineError(f"{self._path} is damaged ({error})") from error
-        if not more:
-            raise CombineError(f"{self._path} is cut short, or not a trace in Chrome's format")
-        self._text, self._at = self._text[self._at :] + more, 0

@@ -51,9 +51,9 @@ _UNSEEN = {
     "profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version",
 }  # fmt: skip
 #: Addresses of objects, removed so that all calls of a function are one row.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: Nanoseconds by which rounding may make a call end after its caller: one for each.
-_SLACK = 2
+SLACK = 2
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ def _nest(calls: list[_Call]) -> None:
     running: list[_Call] = []
     for call in calls:
         while running and not (
-            call.start < running[-1].end and call.end <= running[-1].end + _SLACK
+            call.start < running[-1].end and call.end <= running[-1].end + SLACK
         ):
             running.pop()
         if running:
@@ -177,7 +177,7 @@ def _add(rows: dict[tuple[str, str], Row], calls: list[_Call], memory: _Memory) 
     for call in reversed(calls):  # children first
         call.device = call.kernels + sum(child.device for child in call.children)
         call.cpu_memory, call.device_memory = memory.between(call.start, call.end)
-        name = _ADDRESS.sub("", call.name)
+        name = ADDRESS.sub("", call.name)
         row = rows.setdefault(("cpu", name), Row(name, python=call.python))
         inner = call.children
         row.calls += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,16 @@ def installed_version(package: str) -> str:
         return "unknown"
 
 
+#: A list of numbers as `json.dumps` indents it. Strings hold no line breaks.
+_NUMBERS = re.compile(r"\[\n[^\[\]{}\"]*\]")
+
+
+def text_of(summary: Summary) -> str:
+    """The file's text, with each list of numbers on one line."""
+    indented = json.dumps(summary, indent=1, default=str)
+    return _NUMBERS.sub(lambda found: " ".join(found[0].split()), indented)
+
+
 # -- reading --------------------------------------------------------------------------------------
 
 
@@ -94,9 +105,9 @@ def _problem(content: object) -> str:
 # -- views ----------------------------------------------------------------------------------------
 
 
-def main_stage(summary: Summary) -> tuple[str, Mapping[str, Any]]:
+def main_stage(summary: Summary) -> tuple[str, dict[str, Any]]:
     """The stage that the run is about, and its windows."""
-    stages: Mapping[str, Any] = summary["stages"]
+    stages: Mapping[str, dict[str, Any]] = summary["stages"]
     name = "train" if "train" in stages else next(iter(stages), "")
     return name, stages.get(name, {})
 

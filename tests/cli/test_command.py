@@ -15,7 +15,10 @@ from helpers.servers import free_port
 from lightning_perf import __version__
 from lightning_perf.cli import main
 
-COMMANDS = ["capture", "devices", "doctor", "measure", "report", "run", "trace", "upload", "watch"]
+COMMANDS = [
+    "capture", "compare", "devices", "doctor", "measure", "report", "run", "trace", "upload",
+    "watch",
+]  # fmt: skip
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

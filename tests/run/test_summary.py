@@ -92,6 +92,8 @@ def test_all_ranks_are_in_the_summary(tmp_path: Path) -> None:
     rates = whole["throughput"]
     assert rates["samples_per_sec"] == pytest.approx(2 * 4 * rates["batches_per_sec"])
     assert whole["flops_per_batch"] == 2 * 4 * FLOPS_PER_SAMPLE
+    windows = found["stages"]["train"]["windows"]
+    assert (windows["last"], windows["batches"], windows["samples"]) == ([7], [4], [32.0])
 
 
 def test_a_test_after_fit_adds_its_stage(tmp_path: Path) -> None:

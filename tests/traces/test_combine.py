@@ -170,7 +170,7 @@ def _shorten(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        (_cut, "damaged"), (_shorten, "cut short"),
+        (_cut, "cut short"), (_shorten, "cut short"),
         (lambda path: path.write_text("no trace"), "not a trace"),
     ],
 )  # fmt: skip

@@ -1,0 +1,252 @@
+"""What changed between runs, and whether that is more than their noise."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lightning_perf.diagnosis.stats import Numbers, resampled_ratios
+from lightning_perf.errors import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+#: Windows without which there is no interval.
+_FEWEST_WINDOWS = 5
+_RESAMPLES, _INTERVAL = 2000, (0.025, 0.975)
+#: Batch sizes that differ by more make times per batch incomparable.
+_SAME_BATCH = 0.01
+#: Rates, and what of the timed batches is divided by their seconds.
+_RATES = {
+    "batches_per_sec": "timed_batches",
+    "samples_per_sec": "samples",
+    "tokens_per_sec": "tokens",
+    "mfu": "ideal_seconds",
+}
+_STEP, _SAMPLE = ("step", "step"), ("step", "sample")
+_KINDS = ("step", "phase", "culprit", "rate")
+
+
+class Incomparable(ValueError):
+    """Runs that cannot be compared; the message says why, in one line."""
+
+
+class Measured(NamedTuple):
+    """A run, and what its summary says about the stage that it is about."""
+
+    name: str
+    stage: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure before and after."""
+
+    #: ``step`` (all of a batch), ``phase`` and ``culprit`` are in seconds per batch; a ``rate`` is
+    #: per second, or MFU.
+    kind: str
+    name: str
+    #: The mean of the baselines.
+    before: float
+    after: float
+    #: 95 % interval of ``after - before``; None if a run has too few windows.
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def difference(self) -> float:
+        """How much more it is now."""
+        return self.after - self.before
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval excludes that nothing changed."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+    def relative(self, difference: float) -> float:
+        """A difference as a fraction of the value before; 0 if that is 0."""
+        return difference / self.before if self.before else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return {**asdict(self), "relative": self.relative(self.difference)}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A run against its baselines."""
+
+    #: The step, then phases and culprits, those that changed most first, then rates.
+    changes: Sequence[Change]
+    #: Decides whether the run is slower: time per batch, or per sample if batch sizes differ.
+    slowdown: Change
+    #: What could not be compared, and why.
+    notes: Sequence[str]
+
+    def slower_than(self, threshold: float) -> bool | None:
+        """Whether the run is slower by more than a fraction, at 95 %; None if that is unknown."""
+        low = self.slowdown.low
+        return None if low is None else self.slowdown.relative(low) > threshold
+
+
+def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
+    """Compare the speed of a run with that of others.
+
+    Intervals are from a block bootstrap over the windows of each run. With several baselines, each
+    resample draws one of them: the interval includes how much they differ.
+
+    Args:
+        run: The run.
+        baselines: The runs that it is compared with.
+
+    Raises:
+        Incomparable: A run is damaged, or they have no time in common.
+
+    Example:
+        >>> def stage(seconds):
+        ...     return {"windows": {"batches": [10] * 6, "timings": {"forward": [seconds] * 6}}}
+        >>> found = compare(Measured("new", stage(1.5)), [Measured("old", stage(1.0))])
+        >>> found.slowdown.before, found.slowdown.after, found.slower_than(0.05)
+        (0.1, 0.15, True)
+    """
+    runs = [run, *baselines]
+    windowed = [each for each in runs if each.stage.get("windows")]
+    notes = [
+        f"{each.name} has no windows: it had fewer than two reports, or is of an older version"
+        for each in runs
+        if each not in windowed
+    ]
+    if run in windowed and len(windowed) > 1:
+        runs = windowed
+        own, *others = (_figures(each, each.stage["windows"]) for each in runs)
+        for each, figures in zip(runs, (own, *others), strict=True):
+            windows = min((len(ratio.parts) for ratio in figures.values()), default=0)
+            if windows < _FEWEST_WINDOWS:
+                notes.append(
+                    f"{each.name} has {windows} windows after the warm-up, and an interval needs "
+                    f"{_FEWEST_WINDOWS}: train longer, or lower log_every_n_steps"
+                )
+    else:
+        # A whole run includes the warm-up, so it is compared with whole runs.
+        own, *others = (_figures(each, _whole_run(each.stage)) for each in runs)
+    if not all(_STEP in figures for figures in (own, *others)):
+        raise Incomparable("the runs have no time per batch in common: add Timings to them")
+    changes = [_change(key, own, others) for key in _common(own, others)]
+    order = sorted(changes, key=lambda each: (_KINDS.index(each.kind), -abs(each.difference)))
+    steps = {(each.kind, each.name): each for each in order if each.kind == "step"}
+    slowdown = steps[_STEP]
+    if _SAMPLE in steps and _batch_sizes_differ(own, others):
+        notes.append("batch sizes differ: what counts is the time per sample")
+        slowdown = steps[_SAMPLE]
+    else:
+        order = [each for each in order if each is not steps.get(_SAMPLE)]
+    return Comparison(order, slowdown, notes)
+
+
+class _Ratio(NamedTuple):
+    """A figure of a run: the sum of one series over its windows, divided by that of another."""
+
+    parts: Numbers
+    wholes: Numbers
+
+    @property
+    def value(self) -> float:
+        return float(self.parts.sum() / self.wholes.sum())
+
+
+#: By kind and name.
+_Figures = dict[tuple[str, str], _Ratio]
+
+
+def _figures(run: Measured, windows: Mapping[str, Any]) -> _Figures:
+    try:
+        return _ratios(windows, run.stage.get("whole_run", {}).get("throughput", {}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Incomparable(f"the windows of {run.name} are damaged ({describe(error)})") from error
+
+
+def _ratios(windows: Mapping[str, Any], known: Mapping[str, Any]) -> _Figures:
+    """The figures of windows.
+
+    Args:
+        windows: A list per name, as in a summary.
+        known: The rates of the whole run: others could not be counted in each batch.
+    """
+    flat = {("", name): values for name, values in windows.items() if isinstance(values, list)}
+    for group in ("timings", "culprits"):
+        flat |= {(group, name): values for name, values in windows.get(group, {}).items()}
+    keys, table = list(flat), np.array(list(flat.values()), dtype=float)
+    if table.ndim != 2 or not np.isfinite(table).all():
+        raise ValueError("the lists are not of one length, or hold other values than numbers")
+    series = dict(zip(keys, table, strict=True))
+    times = [row for (group, _), row in series.items() if group == "timings"]
+    batches, timed = series["", "batches"], series.get(("", "timed_seconds"))
+    found: _Figures = {}
+    if times:
+        found[_STEP] = _Ratio(np.sum(times, axis=0), batches)
+    elif timed is not None:
+        found[_STEP] = _Ratio(timed, series["", "timed_batches"])
+    for (group, name), row in series.items():
+        if group:
+            found["phase" if group == "timings" else "culprit", name] = _Ratio(row, batches)
+    if timed is not None:
+        rates = {rate: name for rate, name in _RATES.items() if rate in known}
+        found |= {("rate", rate): _Ratio(series["", name], timed) for rate, name in rates.items()}
+        if "samples_per_sec" in rates:
+            found[_SAMPLE] = _Ratio(timed, series["", "samples"])
+    return {key: ratio for key, ratio in found.items() if ratio.wholes.sum() > 0}
+
+
+def _whole_run(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole run as one window."""
+    whole = stage.get("whole_run") or {}
+    rates = whole.get("throughput", {})
+    found: dict[str, Any] = {"batches": [whole.get("batches", 0)]}
+    if rates:
+        found["timed_seconds"] = [1.0]
+        found |= {name: [rates[rate]] for rate, name in _RATES.items() if rate in rates}
+    if "timings" in whole:
+        found["timings"] = {name: [seconds] for name, seconds in whole["timings"].items()}
+    return found
+
+
+def _common(own: _Figures, others: Sequence[_Figures]) -> list[tuple[str, str]]:
+    """Figures that all runs have; phases and culprits that a run does not list cost nothing."""
+    runs = (own, *others)
+    timed = all(any(kind == "phase" for kind, _ in figures) for figures in runs)
+    keys = dict.fromkeys(key for figures in runs for key in figures)
+    return [
+        key
+        for key in keys
+        if (timed if key[0] in ("phase", "culprit") else all(key in each for each in runs))
+    ]
+
+
+def _change(key: tuple[str, str], own: _Figures, others: Sequence[_Figures]) -> Change:
+    after, *before = (_of(each, key) for each in (own, *others))
+    low = high = None
+    if min(len(each.parts) for each in (after, *before)) >= _FEWEST_WINDOWS:
+        draws, *each = (_draws(ratio, seed) for seed, ratio in enumerate((after, *before)))
+        chosen = np.random.default_rng(len(before)).integers(len(before), size=_RESAMPLES)
+        draws = draws - np.stack(each)[chosen, np.arange(_RESAMPLES)]
+        low, high = map(float, np.quantile(draws, _INTERVAL))
+    return Change(*key, float(np.mean([each.value for each in before])), after.value, low, high)
+
+
+def _of(figures: _Figures, key: tuple[str, str]) -> _Ratio:
+    nothing = figures[_STEP]
+    return figures.get(key, nothing._replace(parts=np.zeros_like(nothing.parts)))
+
+
+def _draws(ratio: _Ratio, seed: int) -> Numbers:
+    return resampled_ratios(*ratio, _RESAMPLES, seed)
+
+
+def _batch_sizes_differ(own: _Figures, others: Sequence[_Figures]) -> bool:
+    sizes = [
+        each["rate", "samples_per_sec"].value / each["rate", "batches_per_sec"].value
+        for each in (own, *others)
+    ]
+    return max(sizes) > (1 + _SAME_BATCH) * min(sizes)

@@ -1,0 +1,154 @@
+"""Diagnosis(capture=...): a few steps are recorded, and their trace is in the report."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.small import RANKS, Small, trainer
+from helpers.torch_traces import steps, traces
+
+from lightning_perf import ConfigError, Diagnosis, OnVerdict, PyTorch, Suite, Verdict, VizTracer
+from lightning_perf.callbacks.always_on import from_environment
+from lightning_perf.diagnosis.signals import Signals
+
+
+def captured(folder: Path) -> tuple[dict[str, Any], str]:
+    """What the run left: the document's section, and the page."""
+    (path,) = folder.rglob("diagnosis.json")
+    return json.loads(path.read_text())["capture"], (path.parent / "report.html").read_text()
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+def test_the_captured_steps_are_in_the_report(tmp_path: Path, hosted: bool) -> None:
+    """Alone and in a Suite: the trace is kept, and summarized in the document and on the page."""
+    diagnosis = Diagnosis(capture=PyTorch(schedule="at 5ba for 3ba"), terminal=False)
+    trainer(tmp_path, Suite([diagnosis]) if hosted else diagnosis).fit(Small())
+    ((name, trace),) = traces(tmp_path).items()
+    assert steps(trace) == [5, 6, 7]
+    section, page = captured(tmp_path)
+    assert (section["steps"], section["device"]) == (3, None)
+    assert any(each["name"].startswith("aten::") for each in section["operators"])
+    assert "Captured steps" in page
+    assert section["operators"][0]["name"] in page
+    (summary,) = tmp_path.rglob("summary.json")
+    assert json.loads(summary.read_text())["traces"] == [name]
+
+
+def test_a_verdict_starts_the_capture(tmp_path: Path) -> None:
+    """As for any profiler: the schedule decides."""
+
+    class Mine:
+        code = "mine"
+
+        def __call__(self, signals: Signals) -> list[Verdict]:
+            return [Verdict("mine", "critical", 0.5)]
+
+    class Waits(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 45:
+                diagnosis._context.file_worker.drain(60.0)  # type: ignore[union-attr]
+            return super().training_step(batch, batch_idx)
+
+    capture = PyTorch(schedule=OnVerdict("mine", lasting="2ba"))
+    diagnosis = Diagnosis(rules=[Mine()], schedule="every 20ba", capture=capture, terminal=False)
+    trainer(tmp_path, diagnosis, log_every_n_steps=10).fit(Waits(batch_size=1))
+    assert captured(tmp_path)[0]["steps"] == 2
+
+
+def test_training_is_summarized_and_not_validation(tmp_path: Path) -> None:
+    """The default schedule records both; the last trace of training counts."""
+    diagnosis = Diagnosis(capture=PyTorch(), terminal=False)
+    trainer(tmp_path, diagnosis, limit_val_batches=8).fit(Small())
+    assert len(traces(tmp_path)) == 2
+    section, _ = captured(tmp_path)
+    assert "autograd" in str(section["operators"]) or "Backward" in str(section["operators"])
+
+
+class Breaks(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 7:
+            raise ValueError("mine")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_exception_loses_nothing(tmp_path: Path) -> None:
+    """The steps until the exception are in the trace and in the report."""
+    diagnosis = Diagnosis(capture=PyTorch(schedule="at 5ba for 20ba"), terminal=False)
+    with pytest.raises(ValueError, match="mine"):
+        trainer(tmp_path, diagnosis).fit(Breaks())
+    (trace,) = traces(tmp_path).values()
+    assert steps(trace)[:2] == [5, 6]
+    assert captured(tmp_path)[0]["steps"] >= 2
+
+
+def test_another_recording_goes_first(tmp_path: Path) -> None:
+    """One recorder works at a time: the capture is left out, and the report says so."""
+    diagnosis = Diagnosis(capture=PyTorch(schedule="at 5ba for 3ba"), terminal=False)
+    other = VizTracer(schedule="at 2ba for 10ba")
+    with pytest.warns(match="Conflicting windows of PyTorch are left out"):
+        trainer(tmp_path, other, diagnosis).fit(Small())
+    section, page = captured(tmp_path)
+    assert section == {"missing": "no batches of training were recorded on this rank"}
+    assert "no batches of training were recorded on this rank" in page
+
+
+def test_a_trace_that_is_gone_is_said(tmp_path: Path) -> None:
+    """The verdicts are there all the same."""
+
+    class Deletes(Small):
+        def on_train_end(self) -> None:
+            diagnosis._context.file_worker.drain(60.0)  # type: ignore[union-attr]
+            for path in tmp_path.rglob("*.pt.trace.json.gz"):
+                path.unlink()
+
+    diagnosis = Diagnosis(capture=PyTorch(schedule="at 5ba for 3ba"), terminal=False)
+    trainer(tmp_path, diagnosis).fit(Deletes())
+    assert "FileNotFoundError" in captured(tmp_path)[0]["missing"]
+
+
+def test_ranks_capture_their_own_steps(tmp_path: Path) -> None:
+    """Each rank leaves its trace; the report is about that of rank 0."""
+    diagnosis = Diagnosis(capture=PyTorch(schedule="at 2ba for 3ba"), terminal=False)
+    trainer(tmp_path, diagnosis, **RANKS).fit(Small())
+    assert len(traces(tmp_path)) == 2
+    assert captured(tmp_path)[0]["steps"] == 3
+
+
+def test_without_a_capture_nothing_is_recorded(tmp_path: Path) -> None:
+    """Off by default: no hook of a batch, no section."""
+    diagnosis = Diagnosis(terminal=False)
+    trainer(tmp_path, diagnosis).fit(Small())
+    assert diagnosis._before_batch_parts == diagnosis._after_batch_parts == []
+    (path,) = tmp_path.rglob("diagnosis.json")
+    assert "capture" not in json.loads(path.read_text())
+
+
+def test_a_capture_can_be_configured_and_copied(tmp_path: Path) -> None:
+    """In the file of LIGHTNING_PERF, with pickle, and in the run's params."""
+    (tmp_path / "perf.yaml").write_text(
+        "callbacks:\n"
+        "- class_path: lightning_perf.Diagnosis\n"
+        "  init_args:\n"
+        "    terminal: false\n"
+        "    capture: {class_path: lightning_perf.PyTorch, init_args: {schedule: at 5ba for 3ba}}\n"
+    )
+    (suite,) = from_environment(str(tmp_path / "perf.yaml"))
+    assert [type(part) for part in suite.parts] == [Diagnosis, PyTorch]
+    copied = pickle.loads(pickle.dumps(suite))
+    settings = copied.settings()
+    assert settings["PyTorch/batches_per_trace"] == 20
+    assert "Diagnosis/capture" not in settings
+    trainer(tmp_path, copied).fit(Small())
+    assert captured(tmp_path)[0]["steps"] == 3
+
+
+@pytest.mark.parametrize("capture", [True, "PyTorch", VizTracer(), Diagnosis()])
+def test_other_captures_are_refused(capture: Any) -> None:
+    """Only traces of PyTorch can be summarized."""
+    with pytest.raises(ConfigError, match="capture"):
+        Diagnosis(capture=capture)

@@ -1,0 +1,189 @@
+"""lightning-perf compare: real runs, addresses, exit codes, and runs that cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from helpers.small import Small, trainer
+from lightning.pytorch.loggers import MLFlowLogger
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_perf import Flops, SpeedMonitor, Timings
+from lightning_perf.cli import main
+from lightning_perf.timing import clock
+
+
+class Planned(Small):
+    """Batches of one second by the clock of `Timings`."""
+
+    now: list[float]
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.now[0] += 1.0
+        return super().training_step(batch, batch_idx)
+
+
+class Plots(L.Callback):
+    """Takes some seconds per batch of the same clock."""
+
+    def __init__(self, now: list[float], seconds: float) -> None:
+        self.now, self.seconds = now, seconds
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.now[0] += self.seconds
+
+
+@pytest.fixture
+def leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Trains for 64 batches with a callback that takes some seconds per batch."""
+
+    def train(name: str, plots: float = 0.0, **options: Any) -> str:
+        model = Planned(batch_size=1)
+        model.now = now = [0.0]
+        monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+        callbacks = [Timings(), Plots(now, plots)] if plots else [Timings()]
+        trainer(tmp_path / name, *callbacks, **({"log_every_n_steps": 8} | options)).fit(model)
+        return str(tmp_path / name)
+
+    return train
+
+
+def compare(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str], str]:
+    """The exit code, the lines of the output without borders, and what stands on stderr."""
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *args])
+    out, err = capsys.readouterr()
+    lines = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
+    return int(ended.value.code or 0), lines, err
+
+
+def test_the_slower_phase_and_culprit_are_named(
+    leave: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a second of a callback in batches of one second; CI fails, but not the other way."""
+    monkeypatch.setenv("COLUMNS", "200")
+    slow, fast = leave("slow", 0.5), leave("fast")
+    code, lines, err = compare(capsys, slow, fast, "--threshold", "5%")
+    assert (code, err) == (1, "")
+    assert lines[0] == (
+        f"{slow} compared with {fast}: slower: 1.00 s -> 1.50 s per step, +50.0% (+50.0% to +50.0%)"
+    )
+    change = "+500 ms (+50.0%) +500 to +500 ms"
+    assert f"time per step 1.00 s 1.50 s {change}" in lines
+    assert f"callbacks 0 µs 500 ms {change}" in lines
+    assert f"Plots.on_train_batch_end 0 µs 500 ms {change}" in lines
+    assert not any(line.startswith("forward") for line in lines)
+    code, lines, _ = compare(capsys, fast, slow, "--threshold", "0.05")
+    assert code == 0
+    assert "faster: 1.50 s -> 1.00 s per step, -33.3%" in lines[0]
+
+
+def test_json_and_several_baselines(leave: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run within the spread of its baselines passes."""
+    runs = [leave(f"run{plots}", plots) for plots in (0.2, 0.0, 0.1, 0.3)]
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *runs, "--threshold", "5%", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    assert (found["slower"], found["threshold"]) == (False, 0.05)
+    (step,) = (each for each in found["changes"] if each["kind"] == "step")
+    assert step["before"] == pytest.approx(1 + (0 + 0.1 + 0.3) / 3)
+    assert step["low"] < 0 < step["high"]
+    assert found["baselines"] == runs[1:]
+
+
+@pytest.mark.slow
+def test_runs_in_mlflow_are_found_by_id_and_name(
+    leave: Any, mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder may be compared with them."""
+    logger = MLFlowLogger("compare", tracking_uri=mlflow_database, run_name="fast-one")
+    leave("fast", logger=logger)
+    slow = leave("slow", 0.5)
+    for name in ("fast-one", str(logger.run_id)):
+        code, _, _ = compare(
+            capsys, slow, name, "--threshold", "5%", "--tracking-uri", mlflow_database
+        )
+        assert code == 1
+
+
+def test_throughput_and_mfu_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Timings: the step and rates; another peak is a note."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    class Naps(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            time.sleep(0.002)
+            return super().training_step(batch, batch_idx)
+
+    for name, precision in (("a", "32-true"), ("b", "bf16-mixed")):
+        callbacks = [SpeedMonitor(window_size=4), Flops(peak_flops=1e12)]
+        options = {"log_every_n_steps": 8, "precision": precision}
+        trainer(tmp_path / name, *callbacks, **options).fit(Naps(batch_size=1))
+    code, lines, _ = compare(capsys, str(tmp_path / "b"), str(tmp_path / "a"))
+    assert code == 0
+    names = {line.split(" ")[0] for line in lines}
+    assert {"time", "batches/s", "samples/s", "MFU"} <= names
+    assert "Note: precision differs: 32-true before, bf16-mixed now." in lines
+
+
+def test_short_runs_are_not_judged(leave: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures are shown; with a threshold the exit code says that nothing is known."""
+    short, fast = leave("short", max_steps=20), leave("fast")
+    code, lines, _ = compare(capsys, short, fast)
+    assert code == 0
+    assert any(line.startswith(f"Note: {short} has 2 windows after the warm-up") for line in lines)
+    code, _, err = compare(capsys, short, fast, "--threshold", "5%")
+    assert code == 2
+    assert "a run has too few windows" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "there is no"), ("{", "is cut short or no JSON"), ("[]", "is not a summary"),
+        ('{"version": 99}', "has version 99"),
+        ('{"version": 1, "status": "finished", "run": "x", "stages": {}}', "is about"),
+        (
+            '{"version": 1, "status": "finished", "run": "x", "stages": {"train": {"whole_run":'
+            '{"first": 0, "last": 1, "batches": 2}, "windows": {"batches": "x"}}}}',
+            "the windows of",
+        ),
+        (
+            '{"version": 1, "status": "finished", "run": "x", "stages": {"train": {"whole_run":'
+            '{"first": 0, "last": 1, "batches": 2}}}}',
+            "no time per batch in common",
+        ),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_compared_are_one_line(
+    tmp_path: Path, leave: Any, capsys: pytest.CaptureFixture[str], content: str | None, why: str
+) -> None:
+    """Missing, cut short, foreign, of a newer version, of another stage, damaged, or empty."""
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    if content is not None:
+        (folder / "summary.json").write_text(content)
+    code, lines, err = compare(capsys, str(folder), leave("fast"))
+    assert (code, lines, err.count("\n")) == (2, [], 1)
+    assert err.startswith("lightning-perf compare: ")
+    assert why in err
+
+
+@pytest.mark.parametrize("threshold", ["x", "-5%", "nan", ""])
+def test_a_threshold_is_a_share(
+    leave: Any, capsys: pytest.CaptureFixture[str], threshold: str
+) -> None:
+    """The message has an example."""
+    code, _, err = compare(capsys, "a", "b", f"--threshold={threshold}")
+    assert code == 2
+    assert "such as 5% or 0.05" in err

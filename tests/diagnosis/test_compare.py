@@ -1,0 +1,146 @@
+"""What changed between runs: figures, intervals, and what cannot be compared."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from lightning_perf.diagnosis.compare import Comparison, Incomparable, Measured, compare
+
+
+def stage(
+    forward: float = 0.010,
+    *,
+    noise: float = 0.01,
+    windows: int = 20,
+    seed: int = 0,
+    plots: float = 0.0,
+    batch_size: int = 8,
+    **more: Any,
+) -> dict[str, Any]:
+    """Windows of 10 batches with a random forward, 2 ms of loading, and a callback."""
+    draw = random.Random(seed)
+    times = {
+        "forward": [10 * forward * draw.gauss(1, noise) for _ in range(windows)],
+        "dataloader_next": [0.02] * windows,
+        "callbacks": [10 * plots] * windows,
+    }
+    seconds = [sum(each) for each in zip(*times.values(), strict=True)]
+    table = {
+        "last": list(range(9, 10 * windows + 9, 10)),
+        "batches": [10] * windows,
+        "timed_batches": [10] * windows,
+        "timed_seconds": seconds,
+        "samples": [10 * batch_size] * windows,
+        "ideal_seconds": [0.001] * windows,
+        "timings": times,
+        "culprits": {"Plots.on_train_batch_end": [10 * plots] * windows} if plots else {},
+    }
+    rates = {"batches_per_sec": 1.0, "samples_per_sec": 1.0, "mfu": 0.1}
+    whole = {"batches": 10 * windows, "throughput": rates, "timings": {"forward": 1.0}}
+    return {"whole_run": whole, "windows": table} | more
+
+
+def compared(now: dict[str, Any], *before: dict[str, Any]) -> Comparison:
+    return compare(Measured("now", now), [Measured(f"old {n}", b) for n, b in enumerate(before)])
+
+
+def test_the_phase_and_the_culprit_that_changed() -> None:
+    """2 ms of a new callback in steps of 12 ms: 17 % slower; forward differs by its noise alone."""
+    found = compared(stage(plots=0.002, seed=1), stage())
+    changes = {(each.kind, each.name): each for each in found.changes}
+    step = changes["step", "step"]
+    assert found.slowdown is step
+    assert step.relative(step.difference) == pytest.approx(1 / 6, abs=0.02)
+    assert step.low is not None
+    assert step.high is not None
+    assert 0.0018 < step.low < step.difference < step.high < 0.0022
+    for key in (("phase", "callbacks"), ("culprit", "Plots.on_train_batch_end")):
+        assert changes[key].difference == pytest.approx(0.002)
+        assert changes[key].certain
+    assert not changes["phase", "forward"].certain
+    assert changes["rate", "samples_per_sec"].relative(changes["rate", "samples_per_sec"].difference
+        ) == pytest.approx(-1 / 7, abs=0.02)  # fmt: skip
+    assert changes["rate", "mfu"].after == pytest.approx(0.0001 / 0.014, rel=0.02)
+    assert (found.slower_than(0.05), found.slower_than(0.2)) == (True, False)
+    assert [each.kind for each in found.changes][:2] == ["step", "phase"]
+
+
+def test_equal_runs_are_seldom_called_different() -> None:
+    """Of 100 pairs of runs with noise alone, about 5 have an interval without 0."""
+    pairs = [(stage(noise=0.05, seed=2 * n), stage(noise=0.05, seed=2 * n + 1)) for n in range(100)]
+    certain = sum(compared(*pair).slowdown.certain for pair in pairs)
+    assert certain <= 12
+
+
+def test_several_baselines_show_what_is_normal() -> None:
+    """A run as slow as the slowest baseline is not slower, though it is slower than the first."""
+    normal = [stage(forward, seed=n) for n, forward in enumerate((0.010, 0.011, 0.012, 0.013))]
+    slow = stage(0.013, seed=9)
+    assert compared(slow, normal[0]).slower_than(0.05)
+    found = compared(slow, *normal)
+    assert found.slowdown.before == pytest.approx(0.0135, rel=0.02)
+    assert found.slower_than(0.05) is False
+    assert compared(stage(0.02, seed=9), *normal).slower_than(0.05)
+
+
+def test_the_time_per_sample_counts_where_batch_sizes_differ() -> None:
+    """Twice the samples in 1.8 times the time are an improvement."""
+    found = compared(stage(0.0196, batch_size=16, seed=1), stage())
+    assert (found.slowdown.name, found.slower_than(0.0)) == ("sample", False)
+    assert found.slowdown.certain
+    assert any("batch sizes differ" in note for note in found.notes)
+
+
+def test_runs_without_windows_have_no_interval() -> None:
+    """A summary of an earlier version: whole runs are compared, and a note says so."""
+    old = stage()
+    del old["windows"]
+    found = compared(stage(), old)
+    assert found.slowdown.low is None
+    assert found.slower_than(0.05) is None
+    assert "old 0 has no windows" in found.notes[0]
+    # Beside a baseline that has them, it is left out.
+    assert compared(stage(), old, stage(seed=1)).slower_than(0.05) is False
+
+
+def test_too_few_windows_have_no_interval() -> None:
+    """The note says how many there are and what to do."""
+    found = compared(stage(windows=4), stage())
+    assert found.slower_than(0.05) is None
+    assert found.notes == [
+        "now has 4 windows after the warm-up, and an interval needs 5: train longer, or lower "
+        "log_every_n_steps"
+    ]
+
+
+def test_runs_without_timings_are_compared_by_their_throughput() -> None:
+    """SpeedMonitor alone: no phases, but the step and rates."""
+    now, before = stage(0.02), stage()
+    for each in (now, before):
+        del each["windows"]["timings"], each["windows"]["culprits"]
+    found = compared(now, before)
+    assert {each.kind for each in found.changes} == {"step", "rate"}
+    assert found.slower_than(0.05)
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        {"batches": "x"}, {"batches": [1, 2], "timings": {"forward": [1.0]}}, [1],
+        {"batches": [1], "timings": 3}, {"timings": {"forward": [1.0]}},
+        {"batches": [10] * 6, "timings": {"forward": [float("nan")] * 6}},
+    ],
+)  # fmt: skip
+def test_damaged_windows_are_one_line(windows: Any) -> None:
+    """The message names the run."""
+    with pytest.raises(Incomparable, match="the windows of now are damaged"):
+        compared(stage(windows=6) | {"windows": windows}, stage())
+
+
+def test_nothing_in_common_is_said() -> None:
+    """A run that measured no time."""
+    with pytest.raises(Incomparable, match="no time per batch in common"):
+        compared({"whole_run": {"batches": 3}}, stage())
