@@ -91,6 +91,7 @@ def shows(browser: Any, *texts: str) -> str:
 
 def visit(browser: Any, address: str, *texts: str) -> str:
     """Open a page of MLflow without its assistant; returns the text that it shows."""
+    browser.get("about:blank")  # MLflow's addresses differ behind the #, which loads nothing
     browser.get(address)
     with suppress(TimeoutException):
         find = partial(webdriver.Chrome.find_element, by=By.XPATH, value=CLOSE)
@@ -123,7 +124,7 @@ def test_the_charts_show_mfu(browser: Any, run: tuple[str, str, Path]) -> None:
     visit(browser, f"{address}/model-metrics", "throughput", "timings")
     search = "//input[@placeholder='Search metric charts']"
     browser.find_element(By.XPATH, search).send_keys("mfu")
-    shows(browser, "(mfu)", "(throughput/device/mfu)")
+    shows(browser, "(throughput/device/mfu)")  # others are drawn when they are scrolled to
     assert browser.find_elements(By.CSS_SELECTOR, "svg .scatterlayer .point, svg .lines")
     picture(browser, "mlflow_metrics")
 
