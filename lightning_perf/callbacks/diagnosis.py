@@ -54,7 +54,7 @@ class Diagnosis(WindowCallback):
     what they found, the most costly first; a run without a problem is ``healthy``. The end of the
     run shows a panel in the terminal and leaves ``diagnosis.json`` and ``report.html`` in
     ``folder`` and among MLflow's artifacts. ``diagnosis/CODE`` is logged as a metric: the share of
-    the wall time that would be saved.
+    the wall time that would be saved, if there is one.
 
     Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
     on a background thread of rank 0.
@@ -224,7 +224,7 @@ class Diagnosis(WindowCallback):
         reached = context.reporting.reached
         reached += [each.code for each in self.verdicts if each.code not in reached]
         shares: dict[str, float] = {}
-        for verdict in self.verdicts:
+        for verdict in filter(lambda each: each.share, self.verdicts):
             key = f"diagnosis/{verdict.code}"
             shares[key] = max(verdict.share, shares.get(key, 0.0))
         self.metrics = shares

@@ -57,7 +57,7 @@ def _parts(signals: Signals, findings: Findings) -> Iterator[Part]:
         yield from filter(None, (verdict.advice, evidence_text(verdict)))
     if findings.abstained:
         yield Heading("Not diagnosed")
-        yield Table(("rule", "why"), list(findings.abstained.items()))
+        yield from (f"{code}: {why}." for code, why in findings.abstained.items())
     if not signals.windows:
         return
     yield Heading("Where the time of a batch went")

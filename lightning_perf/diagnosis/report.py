@@ -83,8 +83,9 @@ def evidence_text(verdict: Verdict) -> str:
 
     Example:
         >>> from lightning_perf.diagnosis import Verdict
-        >>> evidence_text(Verdict("warmup", "info", evidence={"first_step_seconds": 1.5}))
-        'first step 1.50 s'
+        >>> evidence = {"first_step_seconds": 1.5, "seconds_per_call": 0.0271}
+        >>> evidence_text(Verdict("warmup", "info", evidence=evidence))
+        'first step 1.50 s, 27.1 ms per call'
     """
     found = []
     for name, value in verdict.evidence.items():
@@ -93,8 +94,8 @@ def evidence_text(verdict: Verdict) -> str:
             found.append(f"{name.replace('_', ' ')} {value}")
         elif unit in _UNITS and words:
             found.append(f"{words.replace('_', ' ')} {_UNITS[unit](value)}")
-        elif unit == "batch" and "seconds_per" in name:
-            found.append(f"{duration(value)} per batch")
+        elif name.startswith("seconds_per_"):
+            found.append(f"{duration(value)} per {unit}")
         else:
             number = f"{value:,.0f}" if value == int(value) else three_digits(value)
             found.append(f"{name.replace('_', ' ')} {number}")

@@ -17,6 +17,7 @@ from lightning_perf.flops import measured_peak
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    capsys.readouterr()  # what was printed before
     with pytest.raises(SystemExit) as ended:
         main(list(args))
     return int(ended.value.code or 0), capsys.readouterr().out
