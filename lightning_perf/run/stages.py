@@ -35,8 +35,8 @@ class Counters:
     """
 
     __slots__ = (
-        "_earlier_began", "_epoch_began", "_last_epoch", "batch", "epoch", "last_samples", "last_seconds",
-        "last_steps", "last_tokens", "sample", "step", "token", "total_wct",
+        "_earlier_began", "_epoch_began", "_last_epoch", "batch", "epoch", "last_samples",
+        "last_seconds", "last_steps", "last_tokens", "sample", "step", "token", "total_wct",
     )  # fmt: skip
 
     def __init__(self, stamp: Timestamp | None = None) -> None:
