@@ -35,8 +35,8 @@ class Counters:
     """
 
     __slots__ = (
-        "_epoch_began", "_last_epoch", "batch", "epoch", "last_samples", "last_seconds",
-        "last_steps", "last_tokens", "sample", "step", "token", "total_wct",
+        "_earlier_began", "_epoch_began", "_last_epoch", "batch", "epoch", "last_samples",
+        "last_seconds", "last_steps", "last_tokens", "sample", "step", "token", "total_wct",
     )  # fmt: skip
 
     def __init__(self, stamp: Timestamp | None = None) -> None:
@@ -49,6 +49,8 @@ class Counters:
             stamp.token - stamp.token_in_epoch,
             stamp.total_wct - stamp.epoch_wct,
         )
+        #: Where the epoch before began.
+        self._earlier_began = self._epoch_began
         self._last_epoch = stamp.epoch
         self.last_samples: int | None = 0
         self.last_tokens: int | None = 0
@@ -75,6 +77,7 @@ class Counters:
     def end_epoch(self) -> None:
         """Count an epoch and reset the counts within it."""
         self.epoch += 1
+        self._earlier_began = self._epoch_began
         self._epoch_began = self.batch, self.sample, self.token, self.total_wct
 
     def timestamp(self) -> Timestamp:
@@ -95,16 +98,25 @@ class Counters:
         )
 
     def previous(self) -> Timestamp:
-        """Return the totals one batch earlier; the current ones before the first batch."""
+        """Return the counts one batch earlier; the current ones before the first batch."""
         if not self.last_seconds:
             return self.timestamp()
+        same_epoch = self._last_epoch == self.epoch
+        batch, sample, token, wct = self._epoch_began if same_epoch else self._earlier_began
+        samples = self.sample - (self.last_samples or 0)
+        tokens = self.token - (self.last_tokens or 0)
+        seconds = self.total_wct - self.last_seconds
         return Timestamp(
             self._last_epoch,
             self.batch - 1,
-            self.sample - (self.last_samples or 0),
-            self.token - (self.last_tokens or 0),
+            samples,
+            tokens,
             self.step - self.last_steps,
-            total_wct=self.total_wct - self.last_seconds,
+            self.batch - 1 - batch,
+            samples - sample,
+            tokens - token,
+            seconds,
+            seconds - wct,
         )
 
 

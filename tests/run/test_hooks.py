@@ -15,7 +15,7 @@ from helpers.diary import Diary
 from helpers.small import Records, Small, ours, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_perf import Flops, PerfWarning, SpeedMonitor, Suite
+from lightning_perf import At, Every, Flops, PerfWarning, SpeedMonitor, Suite
 from lightning_perf.run.context import RunContext
 
 
@@ -72,6 +72,27 @@ def test_the_upcoming_batch_belongs_to_the_next_epoch(tmp_path: Path) -> None:
 
     trainer(tmp_path, Upcoming(), limit_train_batches=2, max_epochs=2).fit(Small())
     assert seen == [(0, 1, 1), (1, 0, 2), (1, 1, 3), (2, 0, 4)]
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": 9, "max_steps": 32}])
+def test_a_window_at_a_fraction_of_the_epochs_ends(tmp_path: Path, limits: dict[str, int]) -> None:
+    """The fraction one batch earlier counts the batches of its epoch, too."""
+    at, every = At("0.5dur", lasting="2ba"), Every("0.25dur")
+    fractions: list[tuple[float | None, float | None]] = []
+    found: dict[str, list[int]] = {"at": [], "every": []}
+
+    class Asking(Diary):
+        def after_batch(self, context: RunContext, batch: Any) -> None:
+            moment = context.moment
+            at.observe(moment)
+            fractions.append((moment.previous_fraction, moment.fraction))
+            for name, schedule in (("at", at), ("every", every)):
+                if schedule(moment):
+                    found[name].append(moment.timestamp.batch)
+
+    trainer(tmp_path, Asking(), **limits).fit(Small())
+    assert found == {"at": [16, 17], "every": [8, 16, 24, 32]}
+    assert [before for before, _ in fractions[1:]] == [now for _, now in fractions[:-1]]
 
 
 @pytest.mark.parametrize("verb", ["on_start", "before_batch", "after_batch", "on_end", "close"])
