@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from math import nan
@@ -146,7 +147,9 @@ class Diagnosis(WindowCallback):
         if self.schedule is not None:
             self.schedule.setup(context.schedule_context)
         context.batches.listeners.append(self._add_steps)
-        self._gc = GcTimer(lambda: context.spans.running)
+        # Weak: `gc` keeps the timer of a run whose end was not announced, and so does this object.
+        spans = weakref.proxy(context.spans)
+        self._gc = GcTimer(lambda: spans.running)
         self._gc.open()
         self._active = True
 

@@ -38,7 +38,7 @@ class GcTimer:
     """Times collections while it is open.
 
     Args:
-        running: Returns what the training thread does.
+        running: Returns what the training thread does; a ReferenceError closes the timer.
 
     Example:
         >>> timer = GcTimer(lambda: Action("train", "forward", "training_step"))
@@ -74,7 +74,11 @@ class GcTimer:
             self._began = perf_counter()
             return
         spent = perf_counter() - self._began
-        action = self._running()
+        try:
+            action = self._running()
+        except ReferenceError:
+            self.close()
+            return
         if action is not None:
             key = Action("gc", action.category, action.name)
             seconds, calls = self._costs.get(key, (0.0, 0))

@@ -17,7 +17,15 @@ from helpers.small import Records, Small, trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torchmetrics import MeanMetric
 
-from lightning_perf import Flops, PerfWarning, SpeedMonitor, Suite, SystemMetrics, Timings
+from lightning_perf import (
+    Diagnosis,
+    Flops,
+    PerfWarning,
+    SpeedMonitor,
+    Suite,
+    SystemMetrics,
+    Timings,
+)
 from lightning_perf.run import context as module
 
 HOOKS = [
@@ -66,7 +74,13 @@ def _signals() -> Iterator[None]:
 
 
 def everything() -> list[L.Callback]:
-    return [SpeedMonitor(2), Flops(peak_flops=1e9), Timings(), SystemMetrics(interval=0.1)]
+    return [
+        SpeedMonitor(2),
+        Flops(peak_flops=1e9),
+        Timings(),
+        SystemMetrics(interval=0.1),
+        Diagnosis(terminal=False),
+    ]
 
 
 def threads() -> list[str]:
