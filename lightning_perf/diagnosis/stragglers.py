@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -91,37 +91,23 @@ class Work:
     batches: float
 
     @property
+    def measured(self) -> Numbers:
+        """By the GPU's clock if there is one."""
+        return self.own if self.device is None else self.device
+
+    @property
     def lateness(self) -> Numbers:
         """Per rank, seconds per batch of own work above the median rank."""
-        totals: Numbers = (self.own if self.device is None else self.device).sum(axis=1)
+        totals: Numbers = self.measured.sum(axis=1)
         late: Numbers = (totals - np.median(totals)) / self.batches
         return late
 
     @cached_property
-    def straggler(self) -> Straggler | None:
-        """Who is late in this window."""
-        measured = self.own if self.device is None else self.device
-        enough = max(_LEAST_SHARE * self.wall, _LEAST_SECONDS * self.batches)
-        for late, is_node in (
-            (_late_node(measured, self), True),
-            (_latest(measured, self.waits), False),
-        ):
-            if late is None:
-                continue
-            seconds = min(late.excess, late.waiting)
-            if seconds < enough or late.excess < _EXPLAINED * late.waiting:
-                continue
-            mine = self.nodes == late.number if is_node else np.arange(len(measured)) == late.number
-            return Straggler(
-                None if is_node else late.number,
-                int(self.nodes[mine][0]),
-                late.phase,
-                float(seconds / self.wall),
-                float(seconds / self.batches),
-                chronic=False,
-                on_gpu=self.device is not None and _slow_gpu(self.own, self.device, mine),
-            )
-        return None
+    def latest(self) -> Mapping[bool, _Late]:
+        """The latest rank (False), and the latest node (True) if all of its ranks are late."""
+        found = {False: _latest(self.measured / self.batches, self.waits / self.batches)}
+        node = _late_node(self)
+        return found if node is None else found | {True: node}
 
     def __add__(self, other: Work) -> Work:
         device = None
@@ -138,12 +124,13 @@ class Work:
 
 
 class _Late(NamedTuple):
-    """A rank or node that is late."""
+    """A rank or node that is late, in seconds per batch."""
 
     number: int
-    phase: str
-    #: Own excess over the median of the others, and what these wait longer than it.
+    #: Own excess over the median of the others in each phase, and in all.
+    phases: Numbers
     excess: float
+    #: What the others wait longer than it.
     waiting: float
 
 
@@ -165,23 +152,49 @@ def straggler_of(works: Sequence[Work]) -> Straggler | None:
     """The same from what `work_of` returned for each window."""
     if len(works) < _FEWEST_WINDOWS:
         return None
-    late = [(work, work.straggler) for work in works if work.straggler is not None]
-    names = Counter((each.rank, each.node) for _, each in late)
-    who = max(names, key=names.__getitem__, default=None)
-    if who is None or names[who] < _CHRONIC * len(works):
-        # Nobody is always late, but one may have been so late that all windows together show it.
-        whole = reduce(add, works).straggler
-        return whole if whole is not None and whole.share >= _LEAST_ONCE else None
-    late = [(work, each) for work, each in late if (each.rank, each.node) == who]
-    (phase, on_gpu), _ = Counter((each.phase, each.on_gpu) for _, each in late).most_common(1)[0]
-    seconds = sum(each.share * work.wall for work, each in late)
-    return replace(
-        late[0][1],
-        phase=phase,
-        on_gpu=on_gpu,
-        share=seconds / sum(work.wall for work in works),
-        seconds=seconds / sum(work.batches for work in works),
-        chronic=True,
+    # Nobody may be late in most windows, but one so late now and then that their sum shows it.
+    for windows, chronic, least in (
+        (works, True, _LEAST_SHARE),
+        ([reduce(add, works)], False, _LEAST_ONCE),
+    ):
+        for is_node in (True, False):
+            found = _common(windows, is_node, chronic)
+            if found is not None and found.share >= least:
+                return found
+    return None
+
+
+def _common(works: Sequence[Work], is_node: bool, chronic: bool) -> Straggler | None:
+    """Who is the latest in most windows, if the others wait for it in a typical one of these."""
+    late = [
+        (work, found)
+        for work in works
+        if (found := work.latest.get(is_node)) is not None
+        and found.excess >= _enough(work.wall / work.batches)
+    ]
+    numbers = Counter(each.number for _, each in late)
+    number = max(numbers, key=numbers.__getitem__, default=-1)
+    if numbers[number] < _CHRONIC * len(works):
+        return None
+    late = [(work, each) for work, each in late if each.number == number]
+    wall, excess, waiting = np.median(
+        [(work.wall / work.batches, each.excess, each.waiting) for work, each in late], axis=0
+    )
+    seconds = min(excess, waiting)
+    if seconds < _enough(wall) or excess < _EXPLAINED * waiting:
+        return None
+    whole = reduce(add, (work for work, _ in late))
+    mine = whole.nodes == number if is_node else np.arange(len(whole.own)) == number
+    phases = np.median([each.phases for _, each in late], axis=0)
+    windows = len(late) / len(works)
+    return Straggler(
+        None if is_node else number,
+        int(whole.nodes[mine][0]),
+        list(PHASES)[int(phases.argmax())],
+        float(windows * seconds / wall),
+        float(windows * seconds),
+        chronic,
+        on_gpu=whole.device is not None and _slow_gpu(whole.own, whole.device, mine),
     )
 
 
@@ -213,28 +226,34 @@ def _phases(
     return np.maximum(np.stack(own, axis=1), 0.0), waits
 
 
+def _enough(wall: float) -> float:
+    """The least lateness that is worth a name, in seconds per batch."""
+    return max(_LEAST_SHARE * wall, _LEAST_SECONDS)
+
+
 def _latest(own: Numbers, waits: Numbers) -> _Late:
     """The row with the most own work, compared with the others."""
     totals = own.sum(axis=1)
     number = int(totals.argmax())
-    excess = own[number] - np.median(np.delete(own, number, axis=0), axis=0)
     return _Late(
         number,
-        list(PHASES)[int(excess.argmax())],
+        own[number] - np.median(np.delete(own, number, axis=0), axis=0),
         float(totals[number] - np.median(np.delete(totals, number))),
         float(np.median(np.delete(waits, number)) - waits[number]),
     )
 
 
-def _late_node(own: Numbers, work: Work) -> _Late | None:
+def _late_node(work: Work) -> _Late | None:
     """The latest node, if all of its ranks are late."""
     numbers, index = np.unique(work.nodes, return_inverse=True)
     members = [np.flatnonzero(index == node) for node in range(len(numbers))]
     if len(numbers) < 2 or min(map(len, members)) < 2:
         return None
-    medians = np.stack([np.median(own[each], axis=0) for each in members])
-    waits = np.array([np.median(work.waits[each]) for each in members])
-    late = _latest(medians, waits)
+    own, waits = work.measured / work.batches, work.waits / work.batches
+    late = _latest(
+        np.stack([np.median(own[each], axis=0) for each in members]),
+        np.array([np.median(waits[each]) for each in members]),
+    )
     others = np.median(np.delete(own.sum(axis=1), members[late.number]))
     least = own[members[late.number]].sum(axis=1).min() - others
     if least < _UNIFORM * late.excess:
