@@ -247,13 +247,8 @@ class Signals:
         ]
 
     @cached_property
-    def contention(self) -> float:
-        """Share of the wall time in which the training thread was ready to run but had no CPU."""
-        return min(self.share(self.waiting), 1.0)
-
-    @cached_property
     def waiting(self) -> Numbers:
-        """Seconds of that in each window."""
+        """Seconds in each window in which the training thread was ready to run, but had no CPU."""
         nothing = np.zeros(len(self.windows))
         return self.actions[WAITING].seconds if WAITING in self.actions else nothing
 

@@ -204,6 +204,11 @@ NEIGHBOURS: dict[str, list[Signals]] = {
         # Long, but not many times as long; and many times as long, in a run that is longer.
         signals_of({**FINE, "forward": [0.06] + [0.02] * 11}, first_step=0.45, steps=steps()),
         signals_of(FINE, windows=12, first_step=0.55, steps=np.full(STEPS, 0.1)),
+        # Others had the CPUs while it ran.
+        signals_of(
+            {**FINE, "forward": [0.3] + [0.02] * 11}, first_step=3.0, steps=steps(),
+            named={WAITING: [(2.8, 10)] + [(0.0, 10)] * 11},
+        ),
     ],
     "recompile": [
         # Twice after the warm-up.
@@ -383,6 +388,16 @@ def test_checkpoints_explain_the_stalls_that_they_cause() -> None:
         steps=steps(*[10 * n + 4 for n in saves], extra=0.4),
     )  # fmt: skip
     assert [each.code for each in diagnose(signals).verdicts] == ["checkpoint-bound"]
+
+
+def test_a_warmup_is_found_where_others_use_the_cpus() -> None:
+    """If the thread waits as much in all windows, little of that was in the first step."""
+    signals = signals_of(
+        {**FINE, "forward": [0.065] + [0.02] * 11}, first_step=0.5, steps=steps(),
+        named={WAITING: every(0.2)},
+    )  # fmt: skip
+    found = {each.code: each.severity for each in diagnose(signals).verdicts}
+    assert found["warmup"] == "warning"
 
 
 def test_what_a_gradual_slowdown_costs_is_counted_from_its_beginning() -> None:
