@@ -162,6 +162,14 @@ class Signals:
             return None
         return float(values.sum() / seconds.sum())
 
+    @cached_property
+    def foreign(self) -> float | None:
+        """Percent of the CPUs that other programs use; None if unknown."""
+        use, own = (self.average(f"system/{name}") for name in ("cpu_util_simple", "process_cpu"))
+        if use is None or own is None:
+            return None
+        return max(use - own / max(self.setup.cpus, 1), 0.0)
+
     def latest(self, name: str, weight: str | None = None) -> float | None:
         """The same in the last window in which it was sampled."""
         values, seconds = self.column(name), self.column(weight or f"{name}/seconds")

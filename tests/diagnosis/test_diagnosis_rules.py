@@ -437,6 +437,25 @@ def test_advice_computes_the_workers(loader: Loader, cpus: int, advice: str, ste
     assert verdict.evidence["advised_step_seconds"] == pytest.approx(step)
 
 
+@pytest.mark.parametrize(
+    ("workers", "own", "severity"),
+    [
+        (2, 20.0, "info"),  # of 200 %: other programs have the CPUs that workers need
+        (2, 195.0, "critical"),
+        (0, 20.0, "critical"),
+    ],
+)
+def test_workers_without_a_cpu_are_not_blamed(workers: int, own: float, severity: str) -> None:
+    """Loading on the training thread is, as it is known how long that waits for a CPU."""
+    use = {"system/cpu_util_simple": 100.0, "system/process_cpu": own}
+    columns = {name: [value] * WINDOWS for name, value in use.items()}
+    columns |= {f"{name}/seconds": [1.0] * WINDOWS for name in use}
+    setup = Setup(cpus=2, loader=Loader(num_workers=workers, batch_size=16))
+    signals = signals_of({**FINE, "dataloader_next": 0.02}, columns=columns, setup=setup)
+    found = {each.code: each.severity for each in diagnose(signals).verdicts}
+    assert found["input-bound"] == severity
+
+
 def test_a_worker_is_advised_also_where_it_saves_little() -> None:
     """Loading that takes a twentieth of a step is hidden, which is what the advice says."""
     setup = Setup(cpus=2, loader=Loader(num_workers=0, batch_size=16))
