@@ -162,6 +162,14 @@ class Signals:
             return None
         return float(values.sum() / seconds.sum())
 
+    @cached_property
+    def foreign(self) -> float | None:
+        """Percent of the CPUs that other programs use; None if unknown."""
+        use, own = (self.average(f"system/{name}") for name in ("cpu_util_simple", "process_cpu"))
+        if use is None or own is None:
+            return None
+        return max(use - own / max(self.setup.cpus, 1), 0.0)
+
     def latest(self, name: str, weight: str | None = None) -> float | None:
         """The same in the last window in which it was sampled."""
         values, seconds = self.column(name), self.column(weight or f"{name}/seconds")
@@ -247,13 +255,8 @@ class Signals:
         ]
 
     @cached_property
-    def contention(self) -> float:
-        """Share of the wall time in which the training thread was ready to run but had no CPU."""
-        return min(self.share(self.waiting), 1.0)
-
-    @cached_property
     def waiting(self) -> Numbers:
-        """Seconds of that in each window."""
+        """Seconds in each window in which the training thread was ready to run, but had no CPU."""
         nothing = np.zeros(len(self.windows))
         return self.actions[WAITING].seconds if WAITING in self.actions else nothing
 

@@ -204,6 +204,11 @@ NEIGHBOURS: dict[str, list[Signals]] = {
         # Long, but not many times as long; and many times as long, in a run that is longer.
         signals_of({**FINE, "forward": [0.06] + [0.02] * 11}, first_step=0.45, steps=steps()),
         signals_of(FINE, windows=12, first_step=0.55, steps=np.full(STEPS, 0.1)),
+        # Others had the CPUs while it ran.
+        signals_of(
+            {**FINE, "forward": [0.3] + [0.02] * 11}, first_step=3.0, steps=steps(),
+            named={WAITING: [(2.8, 10)] + [(0.0, 10)] * 11},
+        ),
     ],
     "recompile": [
         # Twice after the warm-up.
@@ -385,6 +390,16 @@ def test_checkpoints_explain_the_stalls_that_they_cause() -> None:
     assert [each.code for each in diagnose(signals).verdicts] == ["checkpoint-bound"]
 
 
+def test_a_warmup_is_found_where_others_use_the_cpus() -> None:
+    """If the thread waits as much in all windows, little of that was in the first step."""
+    signals = signals_of(
+        {**FINE, "forward": [0.065] + [0.02] * 11}, first_step=0.5, steps=steps(),
+        named={WAITING: every(0.2)},
+    )  # fmt: skip
+    found = {each.code: each.severity for each in diagnose(signals).verdicts}
+    assert found["warmup"] == "warning"
+
+
 def test_what_a_gradual_slowdown_costs_is_counted_from_its_beginning() -> None:
     """Steps that grow from 50 to 100 ms cost half more than if all took 50 ms."""
     growing = np.linspace(0.05, 0.1, STEPS)
@@ -420,6 +435,25 @@ def test_advice_computes_the_workers(loader: Loader, cpus: int, advice: str, ste
     (verdict,) = diagnose(signals).verdicts
     assert advice in verdict.advice
     assert verdict.evidence["advised_step_seconds"] == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("workers", "own", "severity"),
+    [
+        (2, 20.0, "info"),  # of 200 %: other programs have the CPUs that workers need
+        (2, 195.0, "critical"),
+        (0, 20.0, "critical"),
+    ],
+)
+def test_workers_without_a_cpu_are_not_blamed(workers: int, own: float, severity: str) -> None:
+    """Loading on the training thread is, as it is known how long that waits for a CPU."""
+    use = {"system/cpu_util_simple": 100.0, "system/process_cpu": own}
+    columns = {name: [value] * WINDOWS for name, value in use.items()}
+    columns |= {f"{name}/seconds": [1.0] * WINDOWS for name in use}
+    setup = Setup(cpus=2, loader=Loader(num_workers=workers, batch_size=16))
+    signals = signals_of({**FINE, "dataloader_next": 0.02}, columns=columns, setup=setup)
+    found = {each.code: each.severity for each in diagnose(signals).verdicts}
+    assert found["input-bound"] == severity
 
 
 def test_a_worker_is_advised_also_where_it_saves_little() -> None:

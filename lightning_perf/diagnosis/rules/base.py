@@ -58,6 +58,8 @@ class Impact:
     whole_run: bool = False
     #: Whether it would cost less by itself where other threads took the CPU.
     contended: bool = True
+    #: The part of it that is known to be its own.
+    certain: float = 1.0
     #: Whether it is work of the host, beside which a GPU may work on.
     on_host: bool = True
 
@@ -83,7 +85,7 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
     share = float(seconds.sum() / wall.sum())
     each = float(seconds.sum() / batches)
     waiting = signals.waiting[start:] if impact.contended else None
-    certain = lower_share(seconds, wall, impact.events, waiting)
+    certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
     if certain >= threshold and each >= LEAST:
         critical = certain >= max(_CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
         severity = "critical" if critical else "warning"

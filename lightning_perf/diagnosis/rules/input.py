@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Percent of the CPUs in use above which loading is taken to be work, and not waiting for disks.
 _BUSY = 60.0
+#: Percent of the CPUs in use above which workers wait for them.
+_FULL = 90.0
 #: Workers per CPU where loading does not need CPUs.
 _WORKERS_PER_CPU = 4
 #: What a worker costs per batch: passing it to the main process.
@@ -51,9 +53,23 @@ class InputBound:
         advice, step = faster_loader(signals, evidence["wait_seconds"])
         if step is not None:
             evidence["advised_step_seconds"] = step
-        impact = Impact(waits, culprit=FETCH, phase="dataloader_next", evidence=evidence)
+        impact = Impact(
+            waits, culprit=FETCH, phase="dataloader_next", evidence=evidence,
+            certain=_workers_share(signals),
+        )  # fmt: skip
         for verdict in judge(self.code, self.threshold, signals, impact):
             yield _with_advice(verdict, advice)
+
+
+def _workers_share(signals: Signals) -> float:
+    """The part of the CPUs that is left to the DataLoader's workers, 1 if they need not wait.
+
+    How long they wait for a CPU is not measured.
+    """
+    loader, busy = signals.setup.loader, signals.average("system/cpu_util_simple")
+    if loader is None or not loader.num_workers or busy is None or busy < _FULL:
+        return 1.0
+    return 1 - min((signals.foreign or 0.0) / 100, 1.0)
 
 
 def _with_advice(verdict: Verdict, advice: str) -> Verdict:

@@ -128,16 +128,13 @@ class CpuSaturated:
         if WAITING not in signals.actions:
             raise Unknown("the kernel does not say how long a thread waits for a CPU")
         setup, evidence = signals.setup, dict[str, float | str]()
-        use, own = (
-            signals.average(f"system/{name}") for name in ("cpu_util_simple", "process_cpu")
-        )
+        use, foreign = signals.average("system/cpu_util_simple"), signals.foreign
         advice = "Use fewer DataLoader workers, or fewer threads (torch.set_num_threads)."
-        if use is not None and own is not None:
-            own /= max(setup.cpus, 1)
-            evidence |= {"cpu_percent": use, "own_percent": own}
-            if use - own > self.foreign:
+        if use is not None and foreign is not None:
+            evidence |= {"cpu_percent": use, "own_percent": use - foreign}
+            if foreign > self.foreign:
                 advice = (
-                    f"Other programs use {use - own:.0f} % of the CPUs: run them elsewhere, or "
+                    f"Other programs use {foreign:.0f} % of the CPUs: run them elsewhere, or "
                     "give this training CPUs of its own."
                 )
         workers = setup.loader.num_workers if setup.loader is not None else 0

@@ -33,10 +33,10 @@ class Warmup:
         # The start of the data pipeline has a rule of its own.
         lost = first - median - float(signals.restarts.seconds[:1].sum())
         share = lost / wall if wall else 0.0
-        certain = 1 - signals.contention
-        if first < self.ratio * median or certain * share < self.threshold:
-            return
-        if certain * lost < self.least:
+        # What the thread waited for a CPU meanwhile, more than usual, was not the warm-up's.
+        usually = signals.counts[:1] * signals.per_batch(signals.waiting)
+        certain = lost - float(np.maximum(signals.waiting[:1] - usually, 0.0).sum())
+        if first < self.ratio * median or certain < max(self.threshold * wall, self.least):
             return
         usual = signals.start or 1
         phase = None
