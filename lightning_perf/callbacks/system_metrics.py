@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from math import inf, isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -185,38 +185,40 @@ def _layouts(columns: tuple[str, ...]) -> list[_Layout]:
     slots = [each for each in columns if re.fullmatch(r"system/gpu_slot_\d+", each)]
     if slots:
         figures = [[at[f"{slot}/{name}"] for name in GPU] for slot in slots]
-        shared = [[at[f"{slot}/seconds"]] for slot in slots]
+        shared = [[at[f"{slot}/seconds"]] * len(GPU) for slot in slots]
         found.append(_Layout(GPU, [at[slot] for slot in slots], figures, shared))
     return found
 
 
 def _averages(window: Window) -> dict[str, float]:
     """Means over the window of what was sampled: of each node, or how many nodes differ."""
-    # The first rank of each node samples.
-    nodes, first = np.unique(window["memory/node_rank"], return_index=True)
-    rows = window.rows_of(first)
+    rows: Any  # of floats
+    if window.world_size == 1:
+        nodes, rows = np.array([window.own("memory/node_rank")]), [window.rows[0]]
+    else:  # the first rank of each node samples
+        nodes, first = np.unique(window["memory/node_rank"], return_index=True)
+        rows = window.rows_of(first)
     found: dict[str, float] = {}
     for layout in _layouts(tuple(window.columns)):
-        # Nodes x slots x figures; not finite where nothing was sampled.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            means = rows[:, layout.values] / rows[:, layout.seconds]
-        gpus = rows[:, layout.numbers]
         if len(nodes) > _MOST_NODES:
-            found |= _spread(layout.names, means, nodes, gpus)
+            found |= _spread(layout, nodes, np.asarray(rows))
             continue
-        for row, slot in np.ndindex(*means.shape[:2]):
-            gpu = f"{gpu_key(float(gpus[row, slot]))}/" if layout.numbers else ""
-            prefix = f"system/node_{int(nodes[row])}/{gpu}"
-            for name, mean in zip(layout.names, means[row, slot].tolist(), strict=True):
-                if isfinite(mean):
-                    found[prefix + name] = mean
+        for node, row in enumerate(rows):
+            for slot, columns in enumerate(zip(layout.values, layout.seconds, strict=True)):
+                gpu = f"{gpu_key(float(row[layout.numbers[slot]]))}/" if layout.numbers else ""
+                prefix = f"system/node_{int(nodes[node])}/{gpu}"
+                for name, value, seconds in zip(layout.names, *columns, strict=True):
+                    if row[seconds] > 0 and isfinite(row[value]):
+                        found[prefix + name] = float(row[value] / row[seconds])
     return found
 
 
-def _spread(
-    names: Sequence[str], means: FloatArray, nodes: PerRank, gpus: FloatArray
-) -> Iterator[tuple[str, float]]:
+def _spread(layout: _Layout, nodes: PerRank, rows: FloatArray) -> Iterator[tuple[str, float]]:
     """How the nodes, or the GPUs of all nodes, differ in each figure."""
+    # Nodes x slots x figures; not finite where nothing was sampled.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means = rows[:, layout.values] / rows[:, layout.seconds]
+    gpus = rows[:, layout.numbers]
     count, slots, _ = means.shape
     where = {"node": np.repeat(nodes, slots)}
     if gpus.size:
@@ -230,7 +232,7 @@ def _spread(
         "min": np.where(known, values, inf).argmin(axis=1),
         "max": np.where(known, values, -inf).argmax(axis=1),
     }
-    for number, (name, last) in enumerate(zip(names, latest.tolist(), strict=True)):
+    for number, (name, last) in enumerate(zip(layout.names, latest.tolist(), strict=True)):
         if last < 0:
             continue
         key = f"{prefix}/{name}"

@@ -239,8 +239,9 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
         ``/slowest_rank``; without what some rank does not know, and what never took any time.
     """
     found: dict[str, float] = {}
-    # Some ranks may have no more batches.
-    active = int((window["progress/batches"] > 0).sum())
+    active = window.world_size
+    if window.least("progress/batches") <= 0:  # some ranks have no more batches
+        active = int((window["progress/batches"] > 0).sum())
     for column in window.columns:
         group, _, name = column.partition("/")
         if group != "timings" or name == "device/batches":
