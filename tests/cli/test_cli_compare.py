@@ -57,6 +57,7 @@ def leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def compare(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str], str]:
     """The exit code, the lines of the output without borders, and what stands on stderr."""
+    capsys.readouterr()  # of the trainings: on a busy machine their end waits for files
     with pytest.raises(SystemExit) as ended:
         main(["compare", *args])
     out, err = capsys.readouterr()
@@ -88,6 +89,7 @@ def test_the_slower_phase_and_culprit_are_named(
 def test_json_and_several_baselines(leave: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A run within the spread of its baselines passes."""
     runs = [leave(f"run{plots}", plots) for plots in (0.2, 0.0, 0.1, 0.3)]
+    capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["compare", *runs, "--threshold", "5%", "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -147,6 +147,7 @@ def test_real_stacks_lead_to_the_users_line(
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """The exit code, and what is printed."""
     code = run_command(["trace", *args])
     out, err = capsys.readouterr()
     return code, out, err
