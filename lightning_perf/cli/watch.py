@@ -143,7 +143,7 @@ class ProcessSource:
 
     def alive(self) -> bool:
         """Whether the process lives."""
-        return _lives(self._pid, time.time())
+        return _lives(self._pid, _now())
 
 
 class MlflowSource:
@@ -159,7 +159,7 @@ class MlflowSource:
         from lightning_perf.tracking.runs import read_run
 
         found = read_run(self._run, self._uri)
-        return None if found is None else Seen(found.summary, time.time())
+        return None if found is None else Seen(found.summary, _now())
 
     def alive(self) -> bool:
         """MLflow does not say."""
@@ -210,6 +210,10 @@ def _folder_of(pid: int) -> Path | None:
             folders = [path.parent for path in paths if path.name == MARKER]
             found += [((folder / FILE_NAME).stat().st_mtime, folder) for folder in folders]
     return max(found)[1] if found else None
+
+
+def _now() -> float:
+    return time.time()  # noqa: TID251  as files and processes have it
 
 
 def _lives(pid: int, since: float) -> bool:
@@ -273,7 +277,7 @@ def _view(seen: Seen | None) -> RenderableType:
 
     if seen is None:
         return Text("waiting for the first report")
-    age = max(time.time() - seen.updated, 0.0)
+    age = max(_now() - seen.updated, 0.0)
     state = f"{seen.summary['run']}: {seen.summary['status']}"
     head = Text(f"{state}, updated {age:.0f} s ago" if seen.runs else state, style="bold")
     return Group(head, panel(seen.summary))
