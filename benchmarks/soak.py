@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from helpers.small import Small, trainer  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 
 from lightning_perf import (  # noqa: E402
     Every,
@@ -147,10 +148,13 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     every, quarter = given.every, given.every // 4
     kinds = (PyTorch, VizTracer, Memray, MemorySnapshot)
+    # Memray's summary is made by another process, which would take most of the time.
+    options = {Memray: {"summary": False}}
     profilers = [
         kind(
             schedule=Every(f"{every}ba", lasting="1ba", start=f"{number * quarter}ba"),
             num_traces_to_keep=2,
+            **options.get(kind, {}),
         )
         for number, kind in enumerate(kinds)
     ]
@@ -161,7 +165,10 @@ def main() -> None:
             Path(folder), samples, *ours, logger=Bounded(folder), log_every_n_steps=50,
             max_epochs=1, limit_val_batches=0,
         )  # fmt: skip
-        run.fit(Endless(given.steps))
+        try:
+            run.fit(Endless(given.steps))
+        except SIGTERMException:
+            print("ended early")
         files = sum(path.is_file() for path in Path(folder).rglob("*"))
     found = slopes(samples.rows, given.steps)
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,8 @@ from lightning_perf.schedule import as_schedule
 from lightning_perf.traces import combine
 from lightning_perf.traces.folder import RunFolder
 from lightning_perf.traces.names import file_format, run_values, time_values
+from lightning_perf.traces.stream import TraceError
+from lightning_perf.traces.summary import summarize, tables
 from lightning_perf.traces.uploads import (
     FILE_NAME,
     PendingUpload,
@@ -137,9 +139,11 @@ TRACE: dict[str, Any] = {
 @fuzzed
 @given(mutations())
 def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, mutate: Callable[[Any], Any]) -> None:
-    """It is merged, or there is a CombineError."""
+    """It is summarized and merged, or there is a TraceError."""
     path = tmp_path / "rank0.3.json"
     path.write_text(json.dumps(mutate(TRACE)))
+    with suppress(TraceError):
+        tables(summarize(path))
     try:
         traces = combine.find_window(tmp_path)
         for trace in traces:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -152,8 +153,9 @@ def device_timings(bench: Bench) -> Iterator[Row]:
     found = timings.metrics
     prefix = "timings/device" if bench.cuda else "timings"
     within = (0.9, 1.25) if bench.cuda else (0.3, 3.0)
-    for position, name in enumerate(passes):
-        of_trace = median(kernels[position :: len(passes)])
+    for name, seconds in passes.items():
+        # By their length: a window may begin with kernels that were launched before it.
+        of_trace = median(each for each in kernels if abs(each / seconds - 1) < 0.25)
         yield Row(f"{prefix}/{name}, s", found.get(f"{prefix}/{name}"), of_trace, *within)
     if bench.cuda:
         yield Row("timings/exposed_input, s", found.get("timings/exposed_input"), note="near 0")
@@ -281,7 +283,8 @@ def nvml(bench: Bench) -> Iterator[Row]:
         yield Row("nvidia-smi", "absent", note="nothing to compare with")
         return
     spin = Spinner(bench.device)
-    spin(3.0)  # keeps the device busy while both look
+    spin(5.0)  # keeps the device busy while both look; its use is a mean over up to a second
+    time.sleep(1.5)
     fields = ",".join(["index", *(name for name, *_ in SMI.values())])
     query = [smi, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     with gpus() as sensors:
