@@ -9,6 +9,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,9 +40,10 @@ _STEP = re.compile(r"ProfilerStep#\d+|torch\._C\._EngineBase\.run_backward")
 _KERNELS, _DEVICE = ("kernel", "gpu_user_annotation"), "device "
 #: Processes of a rank in the merged file at most.
 _PROCESSES = 1000
-#: Clocks that differ by less (microseconds) are not shifted, by collectives and by steps, which end
-#: less precisely.
-_AGREE, _STEPS_AGREE = 1e3, 1e5
+#: Clocks whose steps end within this (microseconds) are not shifted: steps end less precisely.
+_STEPS_AGREE = 1e5
+#: Who came last to a collective depends on the clocks: so often they are corrected.
+_ROUNDS = 5
 #: Windows that a message names.
 _MOST_NAMED = 8
 
@@ -70,7 +72,7 @@ class Trace:
     steps: dict[str, list[Marker]] = field(default_factory=dict)
     #: Added to the times of this rank.
     shift: float = 0.0
-    #: Median distance of the shared events after the shift; None without any.
+    #: How far, in microseconds, the clock may still be off; None if nothing is shared.
     error: float | None = None
 
     @property
@@ -196,27 +198,75 @@ def check(traces: Sequence[Trace]) -> None:
 
 
 def align(traces: Sequence[Trace]) -> None:
-    """Set each rank's shift so that what all ranks share ends at the same time.
+    """Set each rank's shift to the first rank's clock, from what all ranks share.
 
-    The first rank's clock is the reference. A clock that agrees already is left alone.
+    No rank leaves a collective before the last one has come, and each leaves it at once now and
+    then: the shortest delay from the last one's start to a rank's end is about the same on all
+    ranks. Longer ones tell how long the rank waited for a CPU. Without collectives, steps end at
+    the same time. A clock that agrees already is left alone.
     """
     first = traces[0]
     first.error = 0.0
     for trace in traces[1:]:
-        base = trace.shift = trace.base - first.base
-        apart, least = _distances(first.collectives, trace.collectives), _AGREE
-        if not apart:
-            apart, least = _distances(first.steps, trace.steps), _STEPS_AGREE
-        if not apart:
-            continue
-        apart = [each + base for each in apart]
-        middle = median(apart)
-        spread = median(abs(each - middle) for each in apart)
+        trace.shift = trace.base - first.base
+    shared = _shared_collectives(traces)
+    offsets = _offsets(traces, shared)
+    halves = [_offsets(traces, shared[part::2]) for part in (0, 1)]
+    for rank, trace in enumerate(traces[1:], start=1):
+        if rank in offsets:
+            offset = offsets[rank]
+            known = [half[rank] for half in halves if rank in half]
+            # How much it depends on the choice of collectives.
+            spread = max(abs(offset - each) for each in known) if known else 0.0
+            least = 3 * spread
+        else:
+            apart = _distances(first.steps, trace.steps)
+            if not apart:
+                continue
+            offset = median(apart) + trace.shift
+            known = [each + trace.shift for each in apart]
+            spread = median(abs(each - offset) for each in known)
+            least = max(_STEPS_AGREE, 3 * spread)
         host = first.head.get("host_name")
         same_clock = host is not None and host == trace.head.get("host_name")
-        offset = 0.0 if same_clock or abs(middle) <= max(least, 3 * spread) else middle
-        trace.shift = base - offset
-        trace.error = median(abs(each - offset) for each in apart)
+        if same_clock:
+            trace.error = abs(offset)
+        elif abs(offset) <= least:
+            trace.error = max(abs(offset), spread)
+        else:
+            trace.shift -= offset
+            trace.error = spread
+
+
+def _shared_collectives(traces: Sequence[Trace]) -> list[dict[int, Marker]]:
+    """Each collective that several ranks took part in, by the index of the trace, in order."""
+    found = []
+    for name in {name for trace in traces for name in trace.collectives}:
+        ranks = [rank for rank, trace in enumerate(traces) if name in trace.collectives]
+        each = (traces[rank].collectives[name] for rank in ranks)
+        found += [dict(zip(ranks, markers, strict=True)) for markers in zip(*each, strict=False)]
+    return [markers for markers in found if len(markers) > 1]
+
+
+def _offsets(traces: Sequence[Trace], shared: Sequence[Mapping[int, Marker]]) -> dict[int, float]:
+    """How far each rank's clock, shifted as it is, is ahead of the first one's."""
+    apart = defaultdict(list)
+    for markers in shared:
+        if 0 in markers:
+            for rank, marker in markers.items():
+                apart[rank].append(marker.end + traces[rank].shift - markers[0].end)
+    ahead = {rank: median(each) for rank, each in apart.items()}
+    known = [markers for markers in shared if markers.keys() <= ahead.keys()]
+    for _ in range(_ROUNDS):
+        delays = dict.fromkeys(ahead, inf)
+        for markers in known:
+            last = max(m.start + traces[rank].shift - ahead[rank] for rank, m in markers.items())
+            for rank, m in markers.items():
+                delay = m.end + traces[rank].shift - ahead[rank] - last
+                delays[rank] = min(delays[rank], delay)
+        for rank, delay in delays.items():
+            ahead[rank] += delay - delays[0]
+    return ahead
 
 
 def _distances(
