@@ -459,14 +459,18 @@ def rank_with_slow_callback(run: Run) -> None:
 
 @fault("communication-bound", among=RANK_FAULTS)
 def slow_network(run: Run) -> None:
-    def exchange(state: object, bucket: Any) -> Any:
-        def arrived(future: Any) -> Any:
-            run.sleep(run.extra)
-            return future.value()[0]
+    def arrived(future: Any) -> Any:
+        run.sleep(run.extra)
+        return future.value()[0]
 
-        return allreduce_hook(None, bucket).then(arrived)
+    class Hooked(DDPStrategy):
+        def configure_ddp(self) -> None:
+            super().configure_ddp()  # which registers hooks on GPUs alone
+            self.model.register_comm_hook(
+                None, lambda _, bucket: allreduce_hook(None, bucket).then(arrived)
+            )
 
-    run.options["strategy"] = DDPStrategy(start_method="fork", ddp_comm_hook=exchange)
+    run.options["strategy"] = Hooked(start_method="fork")
 
 
 @trap(among=RANK_TRAPS)
