@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_perf.background.worker import Worker
 from lightning_perf.core.progress import Limits, Moment
-from lightning_perf.errors import ConfigError, WarningDigest
+from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
 from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchTotals, ProgressSignal
@@ -213,7 +213,10 @@ class RunContext:
         self.reporting.finish(self.file_worker, FILE_TIMEOUT[reason])
         self.reporting.close(UPLOAD_TIMEOUT[reason])
         for finish in self._on_close:
-            finish()
+            try:
+                finish()
+            except Exception as error:  # the others may hold what was recorded
+                warn(f"the run did not end as it should ({describe(error)}).")
         self.reporting.tidy()
         self.warnings_digest.summarize()
         with suppress(Exception):  # such as a closed stdout

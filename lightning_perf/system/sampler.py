@@ -181,6 +181,7 @@ class Sampler:
         self._sums = TimeWeighted()
         self._mailbox: Mailbox | None = None
         self._thread: Thread | None = None
+        self._failed = False
         #: This job's processes on this node, as far as they are known.
         self.processes = {os.getpid()}
         #: The latest value by name.
@@ -194,13 +195,17 @@ class Sampler:
             interval: Seconds between samples; the shortest of all subscribers' is used.
         """
         self._intervals = {**self._intervals, name: interval}
-        if self._mailbox is None:
-            self._mailbox = SimpleQueue()
-            arguments = (weakref.ref(self), self._mailbox, self._open_sensors, self.processes)
-            self._thread = Thread(
-                target=_run, args=arguments, name="lightning_perf system", daemon=True
-            )
-            self._thread.start()
+        if self._mailbox is None and not self._failed:
+            mailbox: Mailbox = SimpleQueue()
+            arguments = (weakref.ref(self), mailbox, self._open_sensors, self.processes)
+            thread = Thread(target=_run, args=arguments, name="lightning_perf system", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # too many threads
+                self._failed = True
+                warn(f"the machine is not measured ({describe(error)}).")
+                return
+            self._mailbox, self._thread = mailbox, thread
 
     def unsubscribe(self, name: str) -> None:
         """End a subscription; without any, the thread ends."""

@@ -21,6 +21,7 @@ from lightning_perf import (
     Diagnosis,
     Flops,
     PerfWarning,
+    PyTorch,
     SpeedMonitor,
     Suite,
     SystemMetrics,
@@ -150,6 +151,36 @@ def test_an_error_in_any_hook_lets_go(tmp_path: Path, hook: str) -> None:
     assert_gone(run(tmp_path, everything(), [Failing(hook)], fit))
     ours = everything()
     assert_gone(run(tmp_path, [Failing(hook), *ours], [], fit))
+
+
+def test_a_machine_without_threads_costs_the_sensors_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning, and the trace of the run is in its place."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ours: list[L.Callback] = [SystemMetrics(), PyTorch(schedule="first 1ba")]
+    with pytest.warns(PerfWarning, match="machine is not measured .*new thread"):
+        assert_gone(run(tmp_path, ours, [], fit))
+    assert [*tmp_path.rglob("*.pt.trace.json.gz")]
+
+
+def test_a_failing_end_costs_no_recording(tmp_path: Path) -> None:
+    """Whatever one part raises at the end of a run, the others end."""
+    ended: list[str] = []
+
+    class Fails(SpeedMonitor):
+        def prepare(self, context: Any) -> None:
+            super().prepare(context)
+            context.on_close(lambda: 1 / 0)
+            context.on_close(lambda: ended.append("the other"))
+
+    with pytest.warns(PerfWarning, match="did not end as it should .*ZeroDivisionError"):
+        assert_gone(run(tmp_path, [Fails(2)], [], fit))
+    assert ended == ["the other"]
 
 
 def test_ctrl_c_lets_go(tmp_path: Path) -> None:
