@@ -140,6 +140,11 @@ class Signals:
         seconds = self._categories[name]
         return np.maximum(seconds - self._within(GC, name) - self._within(COMPILE, name), 0.0)
 
+    def shared(self, name: str) -> Numbers:
+        """The same, as far as all ranks spend it: one that spends more is a straggler."""
+        least = [window.least(f"timings/{name}") for window in self.windows]
+        return np.minimum(self.category(name), least)
+
     def _within(self, stage: str, category: str) -> Numbers:
         found = [row for row in self.actions if row.stage == stage and row.category == category]
         return sum((self.actions[row].seconds for row in found), np.zeros(len(self.windows)))
@@ -275,7 +280,7 @@ class Signals:
     @cached_property
     def waits(self) -> Numbers:
         """Seconds of waiting for batches within epochs; of a GPU's waiting, if that is shorter."""
-        waits = np.maximum(self.category("dataloader_next") - self.restarts.seconds, 0.0)
+        waits = np.maximum(self.shared("dataloader_next") - self.restarts.seconds, 0.0)
         exposed, batches = self.column("timings/exposed_input"), self.column(_DEVICE_BATCHES)
         if exposed is None or batches is None or not batches.any():
             return waits

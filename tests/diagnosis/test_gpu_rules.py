@@ -196,6 +196,14 @@ def test_a_straggler_is_as_severe_as_the_others_wait(seconds: float, severity: s
     assert found == ([] if severity is None else [severity])
 
 
+@pytest.mark.parametrize("category", ["dataloader_next", "to_device", "forward"])
+def test_what_one_rank_spends_alone_is_blamed_on_it(category: str) -> None:
+    """Input and transfer that are slow on one rank have no other verdict than the straggler's."""
+    signals = signals_of_ranks({category: {2: 9.0}}, dict.fromkeys((0, 1, 3), 9.0))
+    (found,) = [v for v in diagnose(signals).verdicts if v.severity != "info"]
+    assert (found.code, found.rank) == ("straggler", 2)
+
+
 def test_communication_is_what_all_ranks_wait_for() -> None:
     """The rank that waits least waits for nobody: 3 s of 14."""
     signals = signals_of_ranks({}, {0: 3.0, 1: 3.5, 2: 3.2, 3: 3.1})

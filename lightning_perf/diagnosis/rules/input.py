@@ -152,7 +152,7 @@ class TransferBound:
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """Host time of the transfer, and on a GPU the device's time if it is longer."""
-        seconds = signals.category("to_device")
+        seconds = signals.shared("to_device")
         device = signals.column("timings/device/to_device")
         if device is not None:
             seconds = np.maximum(seconds, device / signals.setup.world_size)
