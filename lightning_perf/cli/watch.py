@@ -177,6 +177,8 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
 
     path = Path(run or ".")
     if run is not None and run.isdecimal() and not path.exists():
+        if not Path("/proc/self/fd").exists():
+            raise LookupError("process ids can be watched on Linux only. Give the run's folder")
         return ProcessSource(own_process(int(run)))
     if path.exists():
         folder = path.parent if path.is_file() else path
@@ -198,22 +200,20 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
 
 def _folder_of(pid: int) -> Path | None:
     """The folder of the latest run of a process and those below it; None if none has reported."""
-    import psutil
-
-    from lightning_perf.traces.folder import MARKER
     from lightning_perf.tracking.summary import FILE_NAME
 
     found: list[tuple[float, Path]] = []
     for each in [pid, *descendants(pid)]:
-        with suppress(psutil.Error, OSError):
-            paths = [Path(file.path) for file in psutil.Process(each).open_files()]
-            folders = [path.parent for path in paths if path.name == MARKER]
-            found += [((folder / FILE_NAME).stat().st_mtime, folder) for folder in folders]
+        with suppress(OSError):  # the process has ended
+            for link in Path(f"/proc/{each}/fd").iterdir():
+                with suppress(OSError):
+                    folder = link.readlink()
+                    found.append(((folder / FILE_NAME).stat().st_mtime, folder))
     return max(found)[1] if found else None
 
 
 def _now() -> float:
-    return time.time()  # noqa: TID251  as files and processes have it
+    return time.time()
 
 
 def _lives(pid: int, since: float) -> bool:

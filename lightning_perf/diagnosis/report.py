@@ -70,7 +70,7 @@ def headline(verdict: Verdict) -> str:
     """
     text = verdict.code if verdict.code == "healthy" else f"{verdict.code} ({verdict.severity})"
     parts = [verdict.culprit] if verdict.culprit else []
-    if verdict.rank is not None:
+    if verdict.rank is not None and verdict.culprit != f"rank {verdict.rank}":
         parts.append(f"rank {verdict.rank}")
     if verdict.share:
         parts.append(f"{verdict.share:.0%} of the time")

@@ -23,7 +23,6 @@ from lightning_perf.errors import describe, warn
 from lightning_perf.run import artifacts
 from lightning_perf.run.trainer_info import setup_of
 from lightning_perf.timing.totals import CATEGORIES
-from lightning_perf.traces.folder import MARKER
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     RUNNING,
@@ -136,7 +135,7 @@ class LiveSummary:
             with written_whole(folder / FILE_NAME, durable=False) as file:
                 file.write(json.dumps(summary.content, default=str).encode())
             if first:
-                self._hold(context, folder / MARKER)
+                self._hold(context, folder)
             now = time.monotonic()
             self._due = now + max(REFRESH, (spent + now - began) / _MOST_TIME)
 
@@ -144,10 +143,10 @@ class LiveSummary:
         writer = artifacts.new_writer(context, None, "{run_name}", FILE_NAME, None, overwrite=True)
         return writer.spool("train").parent
 
-    def _hold(self, context: RunContext, path: Path) -> None:
-        """Keep a file open to the end of the run: ``watch PID`` finds the folder by it."""
-        file = os.open(path, os.O_RDONLY)
-        context.on_close(weakref.finalize(self, os.close, file))
+    def _hold(self, context: RunContext, folder: Path) -> None:
+        """Keep the folder open to the end of the run: ``watch PID`` finds it by that."""
+        with suppress(OSError):  # Windows does not open folders
+            context.on_close(weakref.finalize(self, os.close, os.open(folder, os.O_RDONLY)))
 
 
 class RunSummary:

@@ -98,8 +98,9 @@ class Looks(L.Callback):
         return self.seen["stages"]["train"]["whole_run"]
 
 
+@pytest.mark.parametrize("named", [True, False])
 def test_a_run_leaves_its_figures_while_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The summary is there before the end, and the process tells where."""
     monkeypatch.setattr(run_summary, "REFRESH", 0.0)
@@ -111,9 +112,9 @@ def test_a_run_leaves_its_figures_while_it_goes_on(
         Timings(),
         Diagnosis(terminal=False),
     ]
-    logger = CSVLogger(tmp_path / "logs", "owl")
+    logger = CSVLogger(tmp_path / "logs", "owl") if named else False
     trainer(tmp_path, *callbacks, looks, logger=logger, log_every_n_steps=2).fit(Small())
-    seen, folder = looks.seen, tmp_path / "owl-version_0"
+    seen, (folder,) = looks.seen, [path.parent for path in tmp_path.glob("*/summary.json")]
     assert looks.folder == folder
     assert seen["status"] == "running"
     assert seen["process"] == {"host": platform.node(), "pid": os.getpid()}
@@ -232,14 +233,13 @@ def test_processes_of_others_are_refused(command: str, capsys: pytest.CaptureFix
 
 
 def test_the_children_of_a_launcher_are_looked_at(tmp_path: Path) -> None:
-    """As under torchrun, whose workers train: whoever holds the run's file open, the latest run."""
-    holds = "import sys, time; file = open(sys.argv[1]); print(flush=True); time.sleep(60)"
+    """As under torchrun, whose workers train: the folder that one of them holds open."""
+    holds = "import os, sys, time; os.open(sys.argv[1], 0); print(flush=True); time.sleep(60)"
     starts = (
         f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holds!r}, sys.argv[1]])"
     )
     folder = left(tmp_path / "owl")
-    (folder / ".run").touch()
-    command = [sys.executable, "-c", starts, str(folder / ".run")]
+    command = [sys.executable, "-c", starts, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as launcher:
         assert launcher.stdout is not None
         launcher.stdout.readline()
