@@ -213,7 +213,7 @@ def _folder_of(pid: int) -> Path | None:
 
 
 def _now() -> float:
-    return time.time()
+    return time.time()  # noqa: TID251 (as files and processes have it)
 
 
 def _lives(pid: int, since: float) -> bool:
