@@ -396,7 +396,9 @@ def _seams() -> dict[str, Fault]:
     from lightning_perf.flops import counter
     from lightning_perf.run import hardware, summary, windows
 
-    thread = RuntimeError("can't start new thread (planted)")
+    def no_thread() -> Exception:
+        return RuntimeError("can't start new thread (planted)")
+
     return {
         "disk errors": disk_errors,
         "disk errors in rename": _failing(Path, "replace", _full),
@@ -410,7 +412,7 @@ def _seams() -> dict[str, Fault]:
         "folder locked": _at_a_batch(_lock),
         "few handles": few_handles,
         "few thread keys": few_keys,
-        "no new threads": _failing(threading.Thread, "start", lambda: thread),
+        "no new threads": _failing(threading.Thread, "start", no_thread),
         "jumping clock": jumping_clock,
         "network": bad_network,
         "MLflow is gone": no_server,
