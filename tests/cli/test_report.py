@@ -78,9 +78,9 @@ def test_shares_are_of_the_whole_run(
 def test_a_step_has_one_point_and_validation_counts_once(
     tmp_path: Path, records: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last step has its own window; the files include the time after it."""
+    """From the first validation on; the last step has its own window, the files what follows."""
     planned(tmp_path, monkeypatch, logger=records)
-    assert records.of("timings/validation") == [(3, 0.0), (7, 0.0), (11, 1.0), (15, 0.0)]
+    assert records.of("timings/validation") == [(11, 1.0), (15, 0.0)]
     (path,) = tmp_path.glob("records-version_0/summary.json")
     summary = json.loads(path.read_text())
     whole, last = (summary["stages"]["train"][name] for name in ("whole_run", "last_window"))
