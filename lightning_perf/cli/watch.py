@@ -235,7 +235,7 @@ def _looks(source: Source) -> Iterator[Seen | None]:
     """The latest summary at each look, until the run has ended or nothing can go on with it."""
     seen: Seen | None = None
     while True:
-        # Asked first: what the last breath of a process writes is read.
+        # Asked first, so that what a process writes at its end is read.
         alive = source.alive()
         seen = source.read() or seen
         yield seen
