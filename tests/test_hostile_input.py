@@ -144,7 +144,7 @@ def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, mutate: Callable[[An
     path.write_text(json.dumps(mutate(TRACE)))
     with suppress(TraceError):
         tables(summarize(path))
-    try:
+    with suppress(TraceError):
         traces = combine.find_window(tmp_path)
         for trace in traces:
             combine.scan(trace)
@@ -152,8 +152,6 @@ def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, mutate: Callable[[An
         combine.align(traces)
         combine.write(traces, tmp_path / "all.json.gz")
         combine.collectives(traces)
-    except combine.CombineError:
-        pass
 
 
 @fuzzed
@@ -164,7 +162,7 @@ def test_any_bytes_are_a_trace_or_an_error(tmp_path: Path, content: bytes, packe
     """Truncated gzip, deep nesting and noise."""
     path = tmp_path / "rank0.3.json"
     path.write_bytes(gzip.compress(content)[:-3] if packed else content)
-    with pytest.raises(combine.CombineError):
+    with suppress(TraceError):
         combine.scan(*combine.find_window(tmp_path))
 
 

@@ -166,12 +166,14 @@ class BatchCounter:
         if self._inferred and (type(batch) is list or type(batch) is tuple):
             # The common case, tensors of one length: same result as the general rules, but faster.
             try:
-                first, *others = [part.shape[0] for part in batch]
-            except (AttributeError, IndexError, TypeError, ValueError):
+                size: int = batch[0].shape[0]
+                for part in batch:
+                    if part.shape[0] != size:
+                        break
+                else:
+                    return size, 0
+            except (AttributeError, IndexError, TypeError):
                 pass
-            else:
-                if all(other == first for other in others):
-                    return first, 0
         if batch is None:  # a batch that the data loader skips
             return 0, 0
         samples = self._try(self._samples, "samples", batch)

@@ -78,7 +78,7 @@ class Trace:
     @property
     def base(self) -> float:
         """Microseconds to which the file's times are relative."""
-        return float(self.head["baseTimeNanoseconds"]) / 1e3
+        return float(self.head.get("baseTimeNanoseconds", 0)) / 1e3
 
     def events(self) -> Iterator[Event]:
         """The events, one at a time; fills ``head``."""

@@ -331,11 +331,9 @@ class Layout:
         """A new hidden path for a recorder to write to, as `TraceWriter.spool`."""
         folder = _within(self._folder.claim(), stage)
         make_folder(folder)
-        while True:
-            # Random, so that nobody who may write to the folder can put a link in its place.
-            number = f"{self._values['rank']}-{os.urandom(8).hex()}"
-            if not os.path.lexists(path := folder / f".spool-rank{number}{self._suffix}"):
-                return path
+        # Random, so that nobody who may write to the folder can put a link in its place.
+        number = f"{self._values['rank']}-{os.urandom(8).hex()}"
+        return folder / f".spool-rank{number}{self._suffix}"
 
     def reserve(
         self, timestamp: Timestamp, stage: str, raw: bool = False

@@ -110,7 +110,7 @@ def read_pending(root: Path) -> list[PendingUpload]:
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
             entries.append(_entry(json.loads(line)))
-        except (ValueError, TypeError, RecursionError):
+        except (AttributeError, RecursionError, TypeError, ValueError):
             warn(f"line {number} of {path} is damaged and was skipped.")
     return entries
 

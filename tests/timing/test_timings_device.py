@@ -167,7 +167,7 @@ def test_device_times_by_category(
     assert found["device/forward"] == 4.0
     assert found["device/backward"] == 4.0 * passes
     assert found["device/optimizer_step"] == 0.5 * passes
-    assert found["device/other"] == 0.0
+    assert "device/other" not in found  # it was always 0
     # The work of the hook after ours runs before the next batch is fetched.
     assert found["exposed_input"] == 8.0
 

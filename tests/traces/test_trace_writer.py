@@ -118,15 +118,6 @@ def test_spools_are_new_hidden_paths_with_the_suffix(make_writer, tmp_path):
     }
 
 
-def test_the_spool_of_a_killed_run_is_not_overwritten(make_writer):
-    """`spool` skips a path that an earlier process with the same id has left."""
-    writer = make_writer()
-    before, number = writer.spool("train").stem.rsplit("-", 1)
-    leftover = writer.spool("train").with_name(f"{before}-{int(number) + 2}.json")
-    leftover.write_bytes(CONTENT)
-    assert writer.spool("train") != leftover
-
-
 def test_spool_raises_if_the_folder_cannot_be_created(make_writer, tmp_path):
     """A file in place of the folder raises NotADirectoryError with its path."""
     (tmp_path / "run").write_text("a file in the folder's place")
