@@ -1,4 +1,4 @@
-"""Input that nobody meant well: clear errors only, no code of it runs, no file outside."""
+"""Malicious and damaged input gives clear errors, runs no code, and reaches no file outside."""
 
 from __future__ import annotations
 

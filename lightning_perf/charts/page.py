@@ -207,7 +207,7 @@ def page(title: str, parts: Iterable[Part]) -> str:
     """
     named = [(type(part).__name__, part) for part in parts]
     script = _script()
-    # The page's policy lets this script run, and none that a name in it may smuggle in.
+    # The page's policy allows this script alone: no text on the page can run as code.
     digest = b64encode(sha256(script.encode()).digest()).decode()
     return _template().render(
         title=title, parts=named, flame_style=STYLE, script=script, script_hash=f"sha256-{digest}"

@@ -34,6 +34,12 @@ def add_tracking_uri(parser: ArgumentParser) -> None:
     )
 
 
+def fail(command: str, why: object, code: int = 2) -> int:
+    """Print to stderr why a command failed; returns its exit code."""
+    print(f"lightning-perf {command}: {str(why).rstrip('.')}.", file=sys.stderr)  # noqa: T201
+    return code
+
+
 def _commands() -> dict[str, ModuleType]:
     # Imported here, since their dependencies may be missing.
     from lightning_perf.cli import (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lightning_perf.cli import fail
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -41,11 +42,11 @@ def run(pid: int, signal: str, children: bool) -> int:
     """
     number = _number(signal)
     if number is None:
-        return _fail(f"{signal} is not a signal. Try --signal SIGUSR2.")
+        return fail("capture", f"{signal} is not a signal. Try --signal SIGUSR2.", 1)
     try:
         own_process(pid)
     except LookupError as error:
-        return _fail(f"{error}.")
+        return fail("capture", error, 1)
     signalled = 0
     for each in [pid, *(descendants(pid) if children else [])]:
         handled = handles(each, number)
@@ -57,8 +58,8 @@ def run(pid: int, signal: str, children: bool) -> int:
             signalled += 1
             print(f"signalled process {each} to record")  # noqa: T201
         elif each == pid and not children:
-            return _fail(_why_not(pid, signal, handled))
-    return 0 if signalled else _fail(_why_not(pid, signal, False))
+            return fail("capture", _why_not(pid, signal, handled), 1)
+    return 0 if signalled else fail("capture", _why_not(pid, signal, False), 1)
 
 
 def handles(pid: int, number: int) -> bool | None:
@@ -113,8 +114,3 @@ def _why_not(pid: int, name: str, handled: bool | None) -> str:
         f"process {pid} does not handle {name}, which would end it. Give its Trainer a profiler "
         f"such as PyTorch(schedule=OnSignal({name!r}, lasting='5ba'))."
     )
-
-
-def _fail(message: str) -> int:
-    print(f"lightning-perf capture: {message}", file=sys.stderr)  # noqa: T201
-    return 1

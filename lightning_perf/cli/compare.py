@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json as json_format
 import os
-import sys
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.cli import add_tracking_uri
+from lightning_perf.cli import add_tracking_uri, fail
+from lightning_perf.tracking.summary import RATES
 from lightning_perf.units import duration, three_digits, time_unit
 
 if TYPE_CHECKING:
@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 
 #: Phases and culprits that changed by a smaller share of the step are not shown, nor more of them.
 _LEAST_SHARE, _MOST_ROWS = 0.002, 8
-_RATES = {
-    "batches_per_sec": "batches/s",
-    "samples_per_sec": "samples/s",
-    "tokens_per_sec": "tokens/s",
-    "mfu": "MFU",
-}
 
 
 def parser() -> ArgumentParser:
@@ -83,7 +77,7 @@ def run(
         ]
         found = compare(measured[0], measured[1:])
     except (LookupError, ValueError) as error:
-        return _refuse(error)
+        return fail("compare", error)
     notes = [*found.notes, *_other_setup(named, summaries)]
     slower = None if limit is None else found.slower_than(limit)
     if json:
@@ -99,13 +93,8 @@ def run(
     else:
         _show(run, baselines, found, notes)
     if limit is not None and slower is None:
-        return _refuse("nothing can be said about the threshold: a run has too few windows")
+        return fail("compare", "nothing can be said about the threshold: a run has too few windows")
     return int(bool(slower))
-
-
-def _refuse(why: object) -> int:
-    print(f"lightning-perf compare: {str(why).rstrip('.')}.", file=sys.stderr)  # noqa: T201
-    return 2
 
 
 def _fraction(text: str) -> float:
@@ -180,7 +169,7 @@ def _shown(found: Comparison) -> Iterator[Change]:
 def _row(each: Change, step: float) -> tuple[str, ...]:
     if each.kind == "rate":
         text: Callable[[float], str] = _mfu if each.name == "mfu" else three_digits
-        name, change, interval = _RATES[each.name], _percent(each), _percents(each)
+        name, change, interval = RATES[each.name][0], _percent(each), _percents(each)
     else:
         text = duration
         name = {"step": "time per ", "phase": "  ", "culprit": "    "}[each.kind] + each.name

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import add_tracking_uri
+from lightning_perf.cli import add_tracking_uri, fail
 from lightning_perf.errors import without_credentials
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     except LookupError as error:
         remedy = "" if isinstance(error, SummaryError) else " Try --tracking-uri ADDRESS."
         why = str(error).rstrip(".")
-        print(f"lightning-perf report: {why}.{remedy}", file=sys.stderr)  # noqa: T201
-        return 2
+        return fail("report", f"{why}.{remedy}")
     if json:
         _print_json(found)
     else:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
+
+from lightning_perf.cli import fail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,16 +46,11 @@ def run(config: str | None, command: Sequence[str] = ()) -> int:
         The exit code if the command cannot be run: 2, or 127 if it is not found.
     """
     if not command:
-        return _fail("there is no command. Try lightning-perf run -- python train.py.", 2)
+        return fail("run", "there is no command. Try lightning-perf run -- python train.py.", 2)
     if config is not None and not Path(config).is_file():
-        return _fail(f"there is no file {config}.", 2)
+        return fail("run", f"there is no file {config}.", 2)
     if which(command[0]) is None:
-        return _fail(f"{command[0]} is not a program.", _NOT_FOUND)
+        return fail("run", f"{command[0]} is not a program.", _NOT_FOUND)
     value = "1" if config is None else str(Path(config).resolve())
     os.environ["LIGHTNING_PERF"] = value
     return os.execvp(command[0], list(command))  # noqa: S606  no shell
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"lightning-perf run: {message}", file=sys.stderr)  # noqa: T201
-    return code

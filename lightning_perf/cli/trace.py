@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json as json_format
 import os
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import add_tracking_uri
+from lightning_perf.cli import add_tracking_uri, fail
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -82,8 +81,7 @@ def run(
         with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
             _merge(_folder(combine, tracking_uri, Path(scratch)), window, Path(output))
     except (TraceError, LookupError, OSError) as error:
-        print(f"lightning-perf trace: {str(error).rstrip('.')}.", file=sys.stderr)  # noqa: T201
-        return 2
+        return fail("trace", error)
     return 0
 
 

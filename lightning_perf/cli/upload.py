@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_perf.cli import fail
 from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
@@ -69,8 +70,7 @@ def run(
         The exit code: 1 if a file is left, 2 if the folder does not exist.
     """
     if not Path(folder).is_dir():
-        print(f"lightning-perf upload: there is no folder {folder}.", file=sys.stderr)  # noqa: T201
-        return 2
+        return fail("upload", f"there is no folder {folder}")
     sender = _Sender(tracking_uri, forget_missing, outside)
     for place in _places(folder):
         _send_all(place, sender)

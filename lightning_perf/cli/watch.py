@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json as json_format
 import platform
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from lightning_perf.cli import add_tracking_uri
+from lightning_perf.cli import add_tracking_uri, fail
 from lightning_perf.cli.capture import descendants, own_process
 
 if TYPE_CHECKING:
@@ -59,8 +58,7 @@ def run(run: str | None, tracking_uri: str | None, json: bool = False) -> int:
             return _print(source, json)
         return _show(source, console)
     except LookupError as error:
-        print(f"lightning-perf watch: {str(error).rstrip('.')}.", file=sys.stderr)  # noqa: T201
-        return 2
+        return fail("watch", error)
 
 
 # -- where the figures come from --------------------------------------------------------------
@@ -193,9 +191,7 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
     local = latest_folder(Path(), run) if tracking_uri is None else None
     if local is not None:
         return FolderSource(local)
-    source = MlflowSource(run, tracking_uri or default_tracking_uri())
-    source.read()
-    return source
+    return MlflowSource(run, tracking_uri or default_tracking_uri())
 
 
 def _folder_of(pid: int) -> Path | None:
@@ -232,7 +228,7 @@ def _lives(pid: int, since: float) -> bool:
 
 
 def _looks(source: Source) -> Iterator[Seen | None]:
-    """The latest summary at each look, until the run has ended or nothing can go on with it."""
+    """Yield the latest summary at each interval, until the run or its process has ended."""
     seen: Seen | None = None
     while True:
         # Asked first, so that what a process writes at its end is read.
@@ -287,5 +283,4 @@ def _code(seen: Seen | None) -> int:
     if seen is not None and not seen.runs:
         return 0
     why = "before its first report" if seen is None else "without ending its run: it was killed"
-    print(f"lightning-perf watch: the training ended {why}.", file=sys.stderr)  # noqa: T201
-    return 1
+    return fail("watch", f"the training ended {why}", 1)

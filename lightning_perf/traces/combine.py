@@ -70,15 +70,12 @@ class Trace:
     #: By name and process group, in the order of the file's clock.
     collectives: dict[str, list[Marker]] = field(default_factory=dict)
     steps: dict[str, list[Marker]] = field(default_factory=dict)
+    #: Microseconds to which the file's times are relative.
+    base: float = 0.0
     #: Added to the times of this rank.
     shift: float = 0.0
     #: How far, in microseconds, the clock may still be off; None if nothing is shared.
     error: float | None = None
-
-    @property
-    def base(self) -> float:
-        """Microseconds to which the file's times are relative."""
-        return float(self.head.get("baseTimeNanoseconds", 0)) / 1e3
 
     def events(self) -> Iterator[Event]:
         """The events, one at a time; fills ``head``."""
@@ -169,7 +166,7 @@ def _scan(trace: Trace) -> None:
         elif _STEP.fullmatch(name):
             steps[name].append(marker)
     trace.head["world_size"] = int(trace.head.get("world_size", 0))
-    trace.head["baseTimeNanoseconds"] = float(trace.head.get("baseTimeNanoseconds", 0))
+    trace.base = float(trace.head.get("baseTimeNanoseconds", 0)) / 1e3
     # NCCL's annotations on the host end when the kernel is launched: the kernels tell more.
     timed_there = any(name.startswith(_DEVICE) for name in collectives)
     trace.collectives = {

@@ -34,7 +34,7 @@ _OURS = "<!-- lightning_perf -->"
 #: Categories of time and costs that views show, and the least share of one of them.
 _MOST_CATEGORIES, _MOST_COSTS, _LEAST_COST = 5, 3, 0.01
 #: What the views show of ``throughput``: its name, the format and the divisor.
-_RATES = {
+RATES = {
     "mfu": ("MFU", "{:.3g}%", 0.01),
     "batches_per_sec": ("batches/s", "{:,.2f}", 1.0),
     "samples_per_sec": ("samples/s", "{:,.1f}", 1.0),
@@ -119,7 +119,7 @@ def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
     spans = [("whole run", whole)] if whole else []
     spans += [("last window", last)] if last else []
     figures: list[_Row] = [("", *(f"{name}\n{_steps(window)}" for name, window in spans))]
-    for key, (name, text, unit) in _RATES.items():
+    for key, (name, text, unit) in RATES.items():
         values = [window.get("throughput", {}).get(key) for _, window in spans]
         if any(value is not None for value in values):
             cells = ("" if each is None else text.format(each / unit) for each in values)
@@ -211,7 +211,7 @@ def headline(summary: Summary, window: str = "whole_run") -> str:
     """The run in one line, MFU first; empty if no rate is known."""
     found = (main_stage(summary)[1].get(window) or {}).get("throughput", {})
     parts = []
-    for key, (name, text, unit) in _RATES.items():
+    for key, (name, text, unit) in RATES.items():
         if key in found:
             value = text.format(found[key] / unit)
             parts.append(f"{name} {value}" if key == "mfu" else f"{value} {name}")

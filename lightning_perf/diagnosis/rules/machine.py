@@ -28,7 +28,7 @@ _GOES_ON = 0.4
 _SOON = 3600.0
 #: Shares of the time: of computing where the host does nothing else, and of its waits for the GPU.
 _LAUNCHES, _WAITS = 0.7, 0.05
-#: What is told of a throttled GPU: the sensor, the unit, and how many of the sensor's are one.
+#: Evidence of throttling: the sensor, the unit that is shown, and how many of the sensor's it is.
 _GPU_STATE = (
     ("gpu_temperature", "celsius", 1.0), ("gpu_power", "watts", 1.0), ("gpu_sm_clock", "mhz", 1e6),
 )  # fmt: skip
