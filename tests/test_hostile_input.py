@@ -109,6 +109,16 @@ def test_a_damaged_summary_is_refused_or_shown(
     assert isinstance(description(run.summary), str)
 
 
+@pytest.mark.parametrize("name", ["run", "status"])
+def test_a_summary_without_its_run_is_refused(tmp_path: Path, run_folder: Path, name: str) -> None:
+    """The message names what is missing."""
+    content = json.loads((run_folder / "summary.json").read_text())
+    del content[name]
+    (tmp_path / "summary.json").write_text(json.dumps(content))
+    with pytest.raises(SummaryError, match=f"is damaged .it has no {name}"):
+        read_folder(tmp_path)
+
+
 @fuzzed
 @given(st.binary(max_size=80))
 @example(b"[" * 9_999)

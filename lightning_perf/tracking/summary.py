@@ -95,6 +95,9 @@ def _problem(content: object) -> str:
             f"has version {content['version']}, which is newer than this lightning_perf can read "
             f"({VERSION}). Try pip install --upgrade lightning_perf"
         )
+    for name in ("run", "status"):
+        if not isinstance(content.get(name), str):
+            return f"is damaged (it has no {name})"
     try:
         description(content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
