@@ -108,7 +108,7 @@ class Steps(L.Callback):
 
 def step(folder: Path, callbacks: Iterable[L.Callback], model: L.LightningModule) -> float:
     """Seconds of a step of two ranks."""
-    given = options(2, batches=400 if isinstance(model, Tiny) else 100)
+    given = options(2, batches=400 if isinstance(model, Tiny) else 100, every=50)
     path = folder / "step"
     trainer(folder, Sleeps(), *callbacks, Steps(path), **given).fit(model)
     return float(path.read_text())
@@ -122,7 +122,7 @@ def ratios(pairs: int, usual: bool) -> list[tuple[float, float]]:
         for which in (0, 1) if number % 2 else (1, 0):
             model = Late(set(), "forward", 0.0, number) if usual else Tiny()
             with tempfile.TemporaryDirectory() as folder:
-                seconds[which] = step(Path(folder), [always_on()] if which else [], model)
+                seconds[which] = step(Path(folder), [always_on(show_summary=False)] if which else [], model)
         found.append((seconds[0], seconds[1] / seconds[0]))
     return found
 

@@ -39,11 +39,16 @@ class Late(Small):
         self.wait("input")
         return batch
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         self.wait("forward")
-        hidden = self.net[1](self.net[0](batch[0]))
+        hidden = self.net[1](self.net[0](inputs))
         hidden.register_hook(lambda gradient: self.wait("backward"))
-        return torch.nn.functional.mse_loss(self.net[2](hidden), batch[1])
+        output: Tensor = self.net[2](hidden)
+        return output
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        # Called as a module, since TraceML times the calls of modules.
+        return torch.nn.functional.mse_loss(self(batch[0]), batch[1])
 
 
 class Sleeps(L.Callback):
@@ -76,10 +81,10 @@ class Kept(Timings):
         return found
 
 
-def options(world_size: int, batches: int = 60) -> dict[str, Any]:
+def options(world_size: int, batches: int = 60, every: int = 6) -> dict[str, Any]:
     """Of a Trainer with forked ranks."""
     return {
-        "strategy": "ddp_fork", "devices": world_size, "log_every_n_steps": 6,
+        "strategy": "ddp_fork", "devices": world_size, "log_every_n_steps": every,
         "max_steps": batches, "max_epochs": -1,
     }  # fmt: skip
 
