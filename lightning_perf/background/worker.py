@@ -241,7 +241,7 @@ def waiting(what: str, jobs: int, timeout: float) -> Iterator[Callable[[int], No
     """Show a progress bar on a terminal, and one line elsewhere.
 
     Args:
-        what: The work, such as ``finishing traces``.
+        what: The work, such as ``finishing files``.
         jobs: The number of jobs left.
         timeout: The longest wait, in seconds.
 

@@ -268,7 +268,7 @@ class RunContext:
     @property
     def first_batch(self) -> bool:
         """Whether the last batch is the first one of its stage in this run."""
-        return self.stages.batches == 1
+        return self.counters.batches == 1
 
     @property
     def timestamp(self) -> Timestamp:
@@ -320,29 +320,36 @@ class RunContext:
         """A batch has ended."""
         assert self._counter is not None  # made by enter()
         samples, tokens = self._counter.count(batch)
-        meter, every = self.meter, self._log_every
+        meter, counters, every = self.meter, self.counters, self._log_every
         if meter.wanted:
             meter.after_batch(batch)
-            if meter.untracked and not meter.untracked_reported:
+            if meter.counted:
                 self._warn_untracked()
         if self.stage == "train":
             self.step, steps, last = self._loop.counts
-            batches = self.stages.count(samples, tokens, steps, last)
+            seconds = counters.add(samples, tokens, steps, last)
             due = every > 0 and (self.step + 1) % every == 0
             self.report_due = due and not self._loop.accumulating
         else:
-            batches = self.stages.count(samples, tokens, 0, False)
-            self.report_due = every > 0 and not self.nested and batches % every == 0
+            seconds = counters.add(samples, tokens, 0, False)
+            self.report_due = every > 0 and not self.nested and counters.batches % every == 0
             if not self.nested:
-                self.step = self._loop.step + batches
-        seconds = self.counters.last_seconds
-        record = (seconds, samples, tokens, meter.work, meter.counted, batches == 1)
-        self.batches.end_batch(self.stage, record)
-        self.report_possible = self.windows.end_batch(self)
+                self.step = self._loop.step + counters.batches
+        record = (seconds, samples, tokens, meter.work, meter.counted, counters.batches == 1)
+        if self.batches.end_batch(self.stage, record):
+            self.batches.fold(self.stage)
+            self.spans.add_up()
+        windows = self.windows
+        if windows.pending:
+            windows.poll()
+        self.report_possible = self.report_due or counters.batch >= windows.quiet_until
         if self.spans.clocked:
             self.spans.end_batch()
 
     def _warn_untracked(self) -> None:
+        """Report operators without FLOPs once."""
+        if self.meter.untracked_reported or not self.meter.untracked:
+            return
         self.meter.untracked_reported = True
         names = ", ".join(sorted(self.meter.untracked))
         self.describe({"untracked_operations": names})

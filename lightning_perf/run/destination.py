@@ -149,7 +149,7 @@ class Reporting:
 
     def finish(self, file_worker: Worker, timeout: float) -> None:
         """Wait at most `timeout` seconds for files, and `TIMEOUTS.last_file` for the last one."""
-        self._stop(file_worker, "finishing traces", timeout)
+        self._stop(file_worker, "finishing files", timeout)
 
     def _stop(self, worker: Worker, what: str, timeout: float) -> None:
         if worker.close(TIMEOUTS.silent):

@@ -84,6 +84,7 @@ class SpanRecorder:
         self.device = DeviceSegmentTimer() if clocked(trainer.strategy.root_device) else None
         #: Our spans by their keys, made on first use.
         self.cache = SpanCache(self._span)
+        self._first_fetch: Span | None = None
         self._patches, self._backward = PatchSet(), PatchSet()
         # Whether the device waits for other ranks' gradients.
         self._waiting = False
@@ -98,7 +99,11 @@ class SpanRecorder:
     @property
     def running(self) -> Action:
         """What the training thread does now."""
-        return self._clock.running.action
+        return self._clock.running
+
+    def add_up(self) -> None:
+        """Bound what is kept between two readings of the totals."""
+        self._clock.add_up()
 
     def enter(self, stage: str) -> None:
         """A stage begins; empty: the last one has ended."""
@@ -108,12 +113,12 @@ class SpanRecorder:
 
     def close(self) -> None:
         """Stop recording; spans that are still held do nothing."""
-        self._clock.thread = None
+        self._clock.stop()
         self._patches.restore()
         self._backward.restore()
 
     def _begin(self, stage: str) -> None:
-        self._clock.begin(stage, [span for span in self.cache.values() if isinstance(span, Span)])
+        self._clock.begin(stage)
         if self.device is not None:
             self.device.begin(stage)
 
@@ -164,15 +169,16 @@ class SpanRecorder:
     def _begin_epoch(self) -> None:
         """An epoch begins by making the loader's iterator; its first fetch has its own name."""
         self._clock.run(*_ITER)
-        usual = self.cache[_FETCH]
+        if self._first_fetch is None:
+            what, usual = ("dataloader_next", "first fetch"), self.cache[_FETCH]
 
-        def fetched() -> None:
-            self.cache[_FETCH] = usual
-            if self.device is not None:
-                self.device.mark("dataloader_next")
+            def fetched() -> None:
+                self.cache[_FETCH] = usual
+                if self.device is not None:
+                    self.device.mark("dataloader_next")
 
-        what = ("dataloader_next", "first fetch")
-        self.cache[_FETCH] = SpanWithCallbacks(self._clock, what, _FETCH, left=fetched)
+            self._first_fetch = SpanWithCallbacks(self._clock, what, _FETCH, left=fetched)
+        self.cache[_FETCH] = self._first_fetch
 
     def _wait(self) -> None:
         """From now on, backward waits for the other ranks' gradients."""
@@ -293,6 +299,11 @@ class Spans:
         """A batch has ended."""
         if self._recorder is not None and self._recorder.device is not None:
             self._recorder.device.end_batch()
+
+    def add_up(self) -> None:
+        """Bound what is kept between two reports."""
+        if self._recorder is not None:
+            self._recorder.add_up()
 
     def restore(self) -> None:
         """Restore the profiler, unless the user replaced it meanwhile."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.core.progress import STAGES, Limits, Moment, Timestamp
@@ -35,8 +34,9 @@ class Counters:
     """
 
     __slots__ = (
-        "_earlier_began", "_epoch_began", "_last_epoch", "batch", "epoch", "last_samples",
-        "last_seconds", "last_steps", "last_tokens", "sample", "step", "token", "total_wct",
+        "_earlier_began", "_epoch_began", "_last_epoch", "batch", "batches", "epoch", "epoch_ends",
+        "last_samples", "last_seconds", "last_steps", "last_tokens", "mark", "sample", "step",
+        "token", "total_wct",
     )  # fmt: skip
 
     def __init__(self, stamp: Timestamp | None = None) -> None:
@@ -56,27 +56,46 @@ class Counters:
         self.last_tokens: int | None = 0
         self.last_steps = 0
         self.last_seconds = 0.0
+        #: Batches since the stage was entered.
+        self.batches = 0
+        #: When the present batch began, in seconds of the clock.
+        self.mark = 0.0
+        #: Whether the last batch was the last one of its epoch.
+        self.epoch_ends = False
 
-    def add(self, samples: int | None, tokens: int | None, seconds: float, step: int) -> None:
-        """Count a batch.
+    def enter(self, now: float) -> None:
+        """The stage begins."""
+        self.batches, self.mark, self.epoch_ends = 0, now, False
+
+    def add(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> float:
+        """Count a batch, which ends now.
 
         Args:
             samples: Samples in it, None if unknown.
             tokens: Tokens in it, None if unknown.
-            seconds: Its duration.
             step: Optimizer steps so far, including this batch.
+            epoch_ends: Whether it is the last batch of its epoch.
+
+        Returns:
+            Its duration in seconds.
         """
+        now = time.perf_counter()
+        seconds = now - self.mark
+        self.mark = now
         self.batch += 1
+        self.batches += 1
         self.sample += samples or 0
         self.token += tokens or 0
         self.total_wct += seconds
         self.last_samples, self.last_tokens, self.last_seconds = samples, tokens, seconds
         self.last_steps, self.step = step - self.step, step
-        self._last_epoch = self.epoch
+        self._last_epoch, self.epoch_ends = self.epoch, epoch_ends
+        return seconds
 
     def end_epoch(self) -> None:
         """Count an epoch and reset the counts within it."""
         self.epoch += 1
+        self.epoch_ends = False
         self._earlier_began = self._epoch_began
         self._epoch_began = self.batch, self.sample, self.token, self.total_wct
 
@@ -209,18 +228,13 @@ def _warn(what: str, error: Exception) -> None:
     )
 
 
-@dataclass(slots=True)
-class _Stage:
+class _Stage(NamedTuple):
     """One stage on the stack. Validation inside fit is above train."""
 
     name: str
     entered: float
-    #: Start of the next batch's duration, in seconds of the clock.
-    mark: float
     limits: Limits
     counters: Counters
-    #: Batches since the stage was entered.
-    batches: int = 0
 
 
 class StageStack:
@@ -244,8 +258,8 @@ class StageStack:
         self._device_timer = device_timer
         self._stages: list[_Stage] = []
         self._moment: Moment | None = None
-        self._epoch_ends = False
-        self._timestamp: Timestamp | None = None
+        # The counts of which `_moment` was made.
+        self._moment_of: tuple[object, ...] = ()
 
     @property
     def stage(self) -> str:
@@ -263,83 +277,57 @@ class StageStack:
         return self._stages[-1].counters
 
     @property
-    def batches(self) -> int:
-        """Batches since the current stage was entered."""
-        return self._stages[-1].batches
-
-    @property
     def timestamp(self) -> Timestamp:
         """The progress of the current stage."""
-        if self._timestamp is None:
-            self._timestamp = self.counters.timestamp()
-        return self._timestamp
+        return self.counters.timestamp()
 
     @property
     def moment(self) -> Moment:
-        """The current moment, before the next batch: in the next epoch if this one is over."""
-        if self._moment is None:
-            stage, stamp = self._stages[-1], self.timestamp
+        """The current moment, before the next batch: in the next epoch if this one is over.
+
+        Made once per batch, since each schedule asks for it.
+        """
+        name, _, limits, counters = self._stages[-1]
+        key = name, counters.batch, counters.epoch
+        if self._moment is None or key != self._moment_of:
+            stamp = counters.timestamp()
+            self._moment_of = key
             self._moment = Moment(
-                stage.name,
-                stamp.to_next_epoch() if self._epoch_ends else stamp,
-                stage.counters.previous(),
-                stage.limits,
+                name,
+                stamp.to_next_epoch() if counters.epoch_ends else stamp,
+                counters.previous(),
+                limits,
                 self.ranks,
                 self.run_name,
-                stage.counters.last_seconds,
+                counters.last_seconds,
             )
         return self._moment
 
     def enter(self, name: str, limits: Limits) -> None:
         """Begin a stage."""
-        now = time.perf_counter()
-        self._stages.append(_Stage(name, now, now, limits, self.progress.stages[name]))
+        now, counters = time.perf_counter(), self.progress.stages[name]
+        counters.enter(now)
+        self._stages.append(_Stage(name, now, limits, counters))
+        self._moment = None
         if self._device_timer is not None:
             self._device_timer.enter()
-        self._invalidate()
-
-    def count(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> int:
-        """Count a batch of the current stage.
-
-        Args:
-            samples: Samples in it, None if unknown.
-            tokens: Tokens in it, None if unknown.
-            step: Optimizer steps so far.
-            epoch_ends: Whether it was the last batch of its epoch.
-
-        Returns:
-            The number of batches since the stage was entered.
-        """
-        stage, now = self._stages[-1], time.perf_counter()
-        stage.counters.add(samples, tokens, now - stage.mark, step)
-        stage.mark = now
-        stage.batches += 1
-        self._epoch_ends, self._moment, self._timestamp = epoch_ends, None, None
-        return stage.batches
 
     def end_epoch(self) -> None:
         """End an epoch of the current stage."""
         self.counters.end_epoch()
-        self._invalidate()
 
     def exit(self) -> None:
         """End the current stage."""
-        if (
-            self._stages[-1].name != "train"
-        ):  # training epochs end in `end_epoch`; another stage is one epoch
-            self.end_epoch()
         ended = self._stages.pop()
+        if ended.name != "train":  # another stage is one epoch
+            ended.counters.end_epoch()
         if self._device_timer is not None:
             self._device_timer.exit()
-        self._invalidate()
         if self._stages:
             # The enclosing training batch excludes validation inside fit.
             seconds = time.perf_counter() - ended.entered
             self.progress.validation_seconds += seconds
-            self._stages[-1].mark += seconds
-
-    def _invalidate(self) -> None:
-        self._epoch_ends, self._moment, self._timestamp = False, None, None
+            self.counters.mark += seconds
 
     @contextmanager
     def exclude_from_batch_time(self) -> Iterator[None]:
@@ -353,4 +341,4 @@ class StageStack:
             if self._device_timer is not None:
                 self._device_timer.resume()
             if self._stages:
-                self._stages[-1].mark += time.perf_counter() - start
+                self.counters.mark += time.perf_counter() - start

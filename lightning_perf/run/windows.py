@@ -19,7 +19,7 @@ from lightning_perf.run.collective import LAST, Gatherer
 from lightning_perf.run.history import StageHistory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from lightning.pytorch import Trainer
 
@@ -203,6 +203,8 @@ class Windows:
 
     def __init__(self, trainer: Trainer) -> None:
         self._gatherer = Gatherer(trainer)
+        #: Reports that are on their way.
+        self.pending: Collection[object] = self._gatherer.pending
         self._rank, self._alone = trainer.global_rank, trainer.world_size == 1
         self._sources: dict[str, Callable[[], Signal]] = {}
         self._signals: dict[str, Signal] = {}
@@ -212,7 +214,8 @@ class Windows:
         self._layouts: dict[tuple[int, ...], _Layout] = {}
         self._failed: set[int] = set()
         self._subscriptions: list[_Subscription] = []
-        self._quiet_until: float = 0
+        #: Reports before this batch need no check, but where Lightning logs.
+        self.quiet_until: float = 0
         # By stage: the step and time at its beginning, and the last reports of all signals.
         self._began: dict[str, tuple[int, Timestamp]] = {}
         self._recent: defaultdict[str, deque[_Report]] = defaultdict(partial(deque, maxlen=3))
@@ -268,7 +271,7 @@ class Windows:
 
     def enter(self, context: RunContext) -> None:
         """A stage begins."""
-        self._quiet_until = 0
+        self.quiet_until = 0
         stage = context.stage
         self._began.setdefault(stage, (context.step, context.timestamp))
         for subscription in self._subscriptions:
@@ -288,13 +291,11 @@ class Windows:
 
     def resume(self) -> None:
         """Another stage is the present one."""
-        self._quiet_until = 0
+        self.quiet_until = 0
 
-    def end_batch(self, context: RunContext) -> bool:
-        """Deliver what has arrived; returns whether a report may be due after this batch."""
-        if self._gatherer.pending:
-            self._gatherer.poll()
-        return context.report_due or context.counters.batch >= self._quiet_until
+    def poll(self) -> None:
+        """Deliver what has arrived from other ranks."""
+        self._gatherer.poll()
 
     def report(self, context: RunContext, at_end: bool) -> None:
         """Gather a snapshot for the callbacks that are due.
@@ -307,7 +308,7 @@ class Windows:
         """
         subscriptions = self._subscriptions
         due = [each for each in subscriptions if each.callback.window_due(context, at_end)]
-        self._quiet_until = min(
+        self.quiet_until = min(
             (each.callback.trigger.quiet_until for each in subscriptions), default=inf
         )
         if not due:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import get_ident
+from threading import Lock, get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_perf.timing.totals import Action, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 #: Category and name of the time outside all spans.
@@ -30,74 +30,54 @@ class Timer:
 
 
 class Span:
-    """Runs a timer while it is the innermost span. Reusable, but not on other threads.
-
-    On a thread other than the clock's, entering and leaving has no effect.
+    """Runs a timer while it is the innermost span. Reusable; other threads are ignored.
 
     Args:
-        clock: The clock whose timers it switches.
+        clock: The clock that records it.
         what: Category and name of the action.
         name: The value of the ``with`` statement.
     """
 
-    __slots__ = ("_clock", "_name", "_what", "timer")
+    __slots__ = ("_clock", "_name", "timer", "what")
+
+    #: Whether its duration, nested spans included, is added to the clock's ``whole``.
+    inclusive = False
+    #: Whether its timer is the same each time.
+    own_timer = True
 
     def __init__(self, clock: Clock, what: tuple[str, str], name: str) -> None:
-        self._clock, self._what, self._name = clock, what, name
-        self.move()
+        self._clock, self.what, self._name = clock, what, name
+        self.timer = clock.timer(*what)
+        clock.spans.append(self)
 
-    def move(self) -> None:
-        """Switch to the timer of the clock's current stage."""
-        self.timer = self._clock.timer(*self._what)
+    def find_timer(self) -> Timer:
+        """The timer that runs from here; called when the clock adds up what was recorded."""
+        return self.timer
 
     def __enter__(self) -> str:
         clock = self._clock
         if get_ident() == clock.thread:
-            now = perf_counter()
-            clock.running.seconds += now - clock.mark
-            clock.mark = now
-            clock.open.append(self)
-            timer = clock.running = self.timer
-            timer.calls += 1
+            clock.log.append((perf_counter(), self, True))
         return self._name
 
     # Named parameters: packing *error into a tuple takes a tenth of the span's time.
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         clock = self._clock
         if get_ident() == clock.thread:
-            now = perf_counter()
-            clock.running.seconds += now - clock.mark
-            clock.mark = now
-            spans = clock.open
-            if spans[-1] is self:
-                del spans[-1]
-            else:
-                clock.unwind(self)
-            clock.running = spans[-1].timer
+            clock.log.append((perf_counter(), self, False))
 
 
 class InclusiveSpan(Span):
     """Also adds its inclusive duration, nested spans included, to the clock's ``whole``."""
 
-    __slots__ = ("_began",)
-
-    @override
-    def __enter__(self) -> str:
-        name = Span.__enter__(self)  # faster than super()
-        self._began = self._clock.mark
-        return name
-
-    @override
-    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
-        Span.__exit__(self)
-        clock = self._clock
-        clock.whole += clock.mark - self._began
+    __slots__ = ()
+    inclusive = True
 
 
 class SpanWithCallbacks(Span):
     """Calls functions after it was entered and left."""
 
-    __slots__ = ("_entered", "_left")
+    __slots__ = ("_after_enter", "_after_leave")
 
     def __init__(
         self,
@@ -108,34 +88,33 @@ class SpanWithCallbacks(Span):
         left: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(clock, what, name)
-        self._entered, self._left = entered, left
+        self._after_enter, self._after_leave = entered, left
 
     @override
     def __enter__(self) -> str:
-        name = Span.__enter__(self)
-        if self._entered is not None and get_ident() == self._clock.thread:
-            self._entered()
+        name = Span.__enter__(self)  # faster than super()
+        if self._after_enter is not None and get_ident() == self._clock.thread:
+            self._after_enter()
         return name
 
     @override
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         Span.__exit__(self)
-        if self._left is not None and get_ident() == self._clock.thread:
-            self._left()
+        if self._after_leave is not None and get_ident() == self._clock.thread:
+            self._after_leave()
 
 
 class SaveSpan(Span):
     """Writing a checkpoint. The action names the hook that requested it."""
 
     __slots__ = ()
+    own_timer = False
 
     @override
-    def __enter__(self) -> str:
-        clock = self._clock
-        hook = clock.open[-1].timer.action.name
+    def find_timer(self) -> Timer:
+        hook = self._clock.innermost.action.name
         origin = hook if "." in hook else "Trainer.save_checkpoint"
-        self.timer = clock.timer(self._what[0], f"checkpoint writing ({origin})")
-        return Span.__enter__(self)
+        return self._clock.timer(self.what[0], f"checkpoint writing ({origin})")
 
 
 class UntrackedSpan:
@@ -166,55 +145,54 @@ NOTHING: AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
 
 
 class Clock:
-    """The timers of the thread that creates it, of which one is running."""
+    """The timers of the thread that creates it, of which one is running.
+
+    Entering or leaving a span only appends to a log: code that runs between the caller's own work
+    finds cold caches, and each object that it touches there takes several times as long as in the
+    loop that adds up the log when times are read.
+    """
 
     def __init__(self) -> None:
         #: The measured thread; None after the clock was stopped.
         self.thread: int | None = get_ident()
+        #: Events that are not added up yet: when, and which span was entered (True) or left
+        #: (False), or which timer runs from then on.
+        self.log: list[tuple[float, Span | Timer, bool]] = []
+        #: All spans.
+        self.spans: list[Span] = []
+        self._adding = Lock()
         self._stage = ""
         self._timers: dict[Action, Timer] = {}
         root = Span(self, _LOOP, "")
-        #: Open spans from the outermost to the innermost; the root is never left.
-        self.open: list[Span] = [root]
-        self.running = root.timer
-        #: The time up to which ``running`` is complete.
-        self.mark = perf_counter()
-        #: Inclusive seconds of all ``InclusiveSpan``.
-        self.whole = 0.0
+        # Spans with their timers and when they were entered; the first one is never left.
+        self._open: list[tuple[Span, Timer, float]] = [(root, root.timer, 0.0)]
+        self._running = root.timer
+        # The time up to which the running timer is complete.
+        self._mark = perf_counter()
+        self._whole = 0.0
 
     @property
     def stage(self) -> str:
         """The current stage."""
         return self._stage
 
-    def timer(self, category: str, name: str) -> Timer:
-        """Return the timer of an action in the current stage; create it if needed."""
-        action = Action(self._stage, category, name)
-        return self._timers.setdefault(action, Timer(action))
+    @property
+    def running(self) -> Action:
+        """What the thread does now."""
+        # A garbage collection asks, which may have begun while the log is added up.
+        self.add_up(wait=False)
+        return self._running.action
 
-    def begin(self, stage: str, spans: Iterable[Span]) -> None:
-        """Switch to another stage.
+    @property
+    def innermost(self) -> Timer:
+        """The timer of the innermost open span."""
+        return self._open[-1][1]
 
-        Args:
-            stage: The stage.
-            spans: All existing spans.
-        """
-        self._update()
-        self._stage = stage
-        for span in (self.open[0], *spans):
-            span.move()
-        self.running = self.open[-1].timer
-
-    def run(self, category: str, name: str) -> None:
-        """Run a timer until the next span is entered or left."""
-        self._update()
-        self.running = self.timer(category, name)
-
-    def unwind(self, span: Span) -> None:
-        """Close a span and the spans inside it that an exception left open."""
-        if span in self.open:
-            while self.open.pop() is not span:
-                pass
+    @property
+    def whole(self) -> float:
+        """Inclusive seconds of all ``InclusiveSpan``."""
+        self.add_up()
+        return self._whole
 
     @property
     def costs(self) -> dict[Action, Cost]:
@@ -226,7 +204,72 @@ class Clock:
             if timer.calls or timer.seconds
         }
 
+    def timer(self, category: str, name: str) -> Timer:
+        """Return the timer of an action in the current stage; create it if needed."""
+        action = Action(self._stage, category, name)
+        return self._timers.setdefault(action, Timer(action))
+
+    def begin(self, stage: str) -> None:
+        """Switch to another stage."""
+        self._update()
+        self._stage = stage
+        for span in self.spans:
+            span.timer = self.timer(*span.what)
+        self._open = [(span, span.timer, began) for span, _, began in self._open]
+        self._running = self.innermost
+
+    def run(self, category: str, name: str) -> None:
+        """Run a timer until the next span is entered or left."""
+        self.log.append((perf_counter(), self.timer(category, name), False))
+
+    def stop(self) -> None:
+        """Record no more; spans that are still held do nothing."""
+        self.add_up()
+        self.thread = None
+
     def _update(self) -> None:
         now = perf_counter()
-        self.running.seconds += now - self.mark
-        self.mark = now
+        self.add_up()
+        self._running.seconds += now - self._mark
+        self._mark = now
+
+    def add_up(self, wait: bool = True) -> None:
+        """Add up what was recorded since the last time.
+
+        Args:
+            wait: Whether to wait for another thread that is doing so; else return at once.
+        """
+        if not self._adding.acquire(wait):
+            return
+        try:
+            count = len(self.log)
+            events = self.log[:count]
+            del self.log[:count]
+            running, mark, opened = self._running, self._mark, self._open
+            for now, what, entered in events:
+                running.seconds += now - mark
+                mark = now
+                if type(what) is Timer:
+                    running = what
+                    continue
+                if entered:
+                    running = what.timer if what.own_timer else what.find_timer()
+                    running.calls += 1
+                    opened.append((what, running, now))
+                    continue
+                if opened[-1][0] is what or self._unwind(what):
+                    _, _, began = opened.pop()
+                    if what.inclusive:
+                        self._whole += now - began
+                running = opened[-1][1]
+            self._running, self._mark = running, mark
+        finally:
+            self._adding.release()
+
+    def _unwind(self, span: Span) -> bool:
+        """Close the spans inside a span that an exception left open; False if it is not open."""
+        if not any(each is span for each, _, _ in self._open):
+            return False
+        while self._open[-1][0] is not span:
+            self._open.pop()
+        return True

@@ -116,7 +116,7 @@ def test_a_file_that_is_being_made_is_finished(
     trainer(tmp_path, Finishing(lambda: bool(abandoning.wait(30)))).fit(Small())
     assert len(list(tmp_path.rglob("rank0.1.pt.trace.json.gz"))) == 1
     shown = capsys.readouterr().err
-    assert re.search(r"finishing traces: \d left \(at most", shown)
+    assert re.search(r"finishing files: \d left \(at most", shown)
     assert "uploading" not in shown
 
 

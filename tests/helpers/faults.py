@@ -81,7 +81,7 @@ class Ended:
     def said(self) -> list[str]:
         """Our lines; not the notice of a wait, which depends on how busy the machine is."""
         ours = [line for line in self.stderr.splitlines() if "lightning_perf:" in line]
-        return [line for line in ours if "lightning_perf: finishing traces:" not in line]
+        return [line for line in ours if "lightning_perf: finishing files:" not in line]
 
 
 @dataclass(frozen=True)
