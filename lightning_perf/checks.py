@@ -31,7 +31,7 @@ _UNIT = {
     **dict.fromkeys(("dur", "duration"), "dur"),
     **dict.fromkeys(("%", "percent"), "%"),
     **dict.fromkeys(("ms", "msec", "millisecond", "milliseconds"), "ms"),
-    **dict.fromkeys(("s",), "s"),
+    "s": "s",
     **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), "h"),
     **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), "m"),
     **dict.fromkeys(("d", "day", "days"), "d"),
@@ -198,14 +198,9 @@ def times(
     units: Collection[TimeUnit] = ALL_UNITS,
     positive: bool = True,
 ) -> Time:
-    """Parse a time and check its unit and sign.
+    """Parse a time and check its unit and sign; negative times are always refused.
 
-    Args:
-        field: Name of the argument, for the message.
-        value: The time as the user wrote it.
-        example: A valid time, without quotes.
-        units: The units to accept.
-        positive: Whether to refuse zero. Negative times are always refused.
+    The example is a valid time, without quotes.
     """
     try:
         time = Time.from_input(value)
@@ -284,11 +279,7 @@ def is_installed(package: str) -> bool:
 
 
 def needs(what: str, package: str) -> None:
-    """Refuse a class whose package is missing.
-
-    Args:
-        what: The class, for the message.
-        package: The package that it uses.
+    """Refuse a class, ``what``, whose package is missing.
 
     Raises:
         ModuleNotFoundError: The package is not installed; the message has the pip command.

@@ -52,10 +52,6 @@ class _LastLine:
 
     LightningCLI constructs callbacks with jsonargparse, which wraps constructor errors in one of a
     hundred lines, with ours in the middle. The error and earlier hooks are unchanged.
-
-    Args:
-        message: The message.
-        previous: The earlier hook.
     """
 
     def __init__(self, message: str, previous: Callable[..., object]) -> None:
@@ -126,9 +122,6 @@ def warn(message: str) -> None:
 
     Never raises: if the user has turned warnings into errors, the message is logged instead,
     because our warnings must not stop training or skip the code after them.
-
-    Args:
-        message: What happened, and what the user can do.
     """
     text = f"lightning_perf: {_redacted(message)}"
     try:
@@ -169,12 +162,9 @@ class WarningDigest:
         self._repeated: dict[str, int] = {}
 
     def once(self, kind: str, message: str, count: int = 1) -> None:
-        """Warn, unless this kind of problem was reported before.
+        """Warn, unless this kind of problem was reported before; then count the items concerned.
 
-        Args:
-            kind: Text for the repetitions, after their number: "files were not uploaded".
-            message: Text for the first time.
-            count: Number of items concerned.
+        ``kind`` is the text for the repetitions, after their number: "files were not uploaded".
         """
         if kind in self._repeated:
             self._repeated[kind] += count

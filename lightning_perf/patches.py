@@ -12,12 +12,9 @@ if TYPE_CHECKING:
 
 
 class MethodPatch:
-    """Replaces a method and is equal to it in all other respects.
+    """Replaces a method, or another patch of it, and is equal to it in all other respects.
 
     After its release it only calls the method, because foreign patches may still refer to it.
-
-    Args:
-        original: The method, or another patch of it.
     """
 
     #: The patched object and the method's name, once released.
@@ -28,8 +25,10 @@ class MethodPatch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
-        if self._place is not None:
-            self._clear()
+        if self._place is not None:  # remove this patch if the foreign patch around it is gone
+            find, name = self._place
+            with suppress(Exception):
+                _clear(find(), name)
         return self.original(*args, **kwargs)
 
     def _release(self, place: tuple[Callable[[], Any], str]) -> None:
@@ -38,13 +37,6 @@ class MethodPatch:
         vars(self).clear()
         vars(self).update(original=original, _place=place)
         self.__class__ = MethodPatch
-
-    def _clear(self) -> None:
-        """Remove this released patch if the foreign patch around it is gone."""
-        assert self._place is not None  # checked by the caller
-        find, name = self._place
-        with suppress(Exception):
-            _clear(find(), name)
 
     def __getattr__(self, name: str) -> Any:
         if name == "original":  # an uninitialized copy
@@ -64,12 +56,7 @@ class MethodPatch:
 
 
 class ContextPatch(MethodPatch):
-    """Runs the method inside a context, such as a span or a counter.
-
-    Args:
-        original: The method.
-        context: Creates the context for each call.
-    """
+    """Runs the method inside a context, such as a span or a counter, created for each call."""
 
     def __init__(
         self, original: Callable[..., Any], context: Callable[[], AbstractContextManager[Any]]
@@ -98,12 +85,9 @@ class PatchSet:
     def wrap(
         self, owner: Any, name: str, make: Callable[[Callable[..., Any]], MethodPatch]
     ) -> None:
-        """Replace a method of one object by a patch, if possible. Idempotent.
+        """Replace a method of one object by a patch, which ``make`` creates, if possible.
 
-        Args:
-            owner: The object.
-            name: The name of the method.
-            make: Creates the patch from the method.
+        Idempotent.
         """
         if not callable(getattr(owner, name, None)):
             return

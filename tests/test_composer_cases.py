@@ -37,9 +37,9 @@ from lightning_perf.core.progress import Limits, Moment, Timestamp
 from lightning_perf.core.time import Time, TimeUnit, ensure_time
 from lightning_perf.run.hardware import gigabytes
 from lightning_perf.schedule import Cyclic, Every
+from lightning_perf.system import Sampler
 from lightning_perf.system.gpus import gpus
 from lightning_perf.system.host import Disks
-from lightning_perf.system.sampler import TimeWeighted
 from lightning_perf.traces import file_format, remote_format, split_url
 
 CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
@@ -396,9 +396,9 @@ def check_disks(samples, expected):
 def check_aggregate(case):
     """Determined's means of samples, which are a second apart; a label is a prefix here."""
     label = "L" in case["expected"]
-    sums = TimeWeighted()
+    sums = Sampler()
     for sample in eval(case["input"], {"__builtins__": {}}, {"n1": "n1", "n2": "n2", "L": "L"}):
-        sums.add(sample["L"] if label else sample, seconds=1.0)
+        sums.receive(sample["L"] if label else sample, seconds=1.0)
     means = {name: total / seconds for name, (total, seconds) in sums.totals().items()}
     assert means == (case["expected"]["L"] if label else case["expected"])
 

@@ -1,13 +1,16 @@
 """How much work a model does, and how much a device can do. Uses torch, but not Lightning."""
 
 from lightning_perf.flops.counter import FlopCounter
-from lightning_perf.flops.devices import DevicePeaks, lookup, peak_flops, table
 from lightning_perf.flops.formulas import TransformerConfig, formula_for, palm
-from lightning_perf.flops.peak import (
+from lightning_perf.flops.peaks import (
+    DevicePeaks,
     check_peak,
     cuda_devices,
     device_name,
+    lookup,
     measured_peak,
+    peak_flops,
+    table,
     tf32_is_on,
 )
 from lightning_perf.flops.shadow import count_on_shadow, is_compiled

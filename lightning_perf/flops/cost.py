@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError, warn
 from lightning_perf.flops.fit import FlopModel, fit
-from lightning_perf.flops.peak import Peak, check_peak, measured_peak, resolve_peak
+from lightning_perf.flops.peaks import Peak, check_peak, measured_peak, resolve_peak
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,9 +39,7 @@ _FP8 = "float8_e4m3fn"
 class PeakResolver:
     """The peaks of one device by dtype, each resolved once.
 
-    Args:
-        device: The device of this rank.
-        precision: Lightning's name of the precision, such as ``bf16-mixed``.
+    ``precision`` is Lightning's name of the precision, such as ``bf16-mixed``.
     """
 
     def __init__(self, device: torch.device, precision: str) -> None:
@@ -56,11 +54,7 @@ class PeakResolver:
         self._warned_above_peak = False
 
     def override(self, peak: float | str, name: str) -> None:
-        """Use a peak given by the user.
-
-        Args:
-            peak: FLOP/s of one device, or ``"measure"``.
-            name: The argument that gave it, for messages.
+        """Use a peak given by the user: FLOP/s of one device, or ``"measure"``.
 
         Raises:
             ConfigError: If the peak is not valid or another argument gave a different one.
@@ -73,20 +67,18 @@ class PeakResolver:
 
     def get(self, dtype: str) -> Peak | None:
         """Return the peak for a dtype such as ``"bfloat16"``; if unknown, None and a warning."""
-        if dtype not in self._peaks:
-            self._peaks[dtype] = resolve_peak(self._device, dtype, self._given)
-            if self._peaks[dtype] is None:
-                self._warn_unknown(dtype)
-        return self._peaks[dtype]
-
-    def _warn_unknown(self, dtype: str) -> None:
-        problem, remedy = "is unknown", ", or use peak_flops='measure'"
-        if self._is_measured:
-            problem, remedy = "could not be measured (unsupported dtype or busy machine)", ""
-        warn(
-            f"the peak of {self._device} for {dtype} {problem}. mfu is not reported. Set "
-            f"Flops(peak_flops=312e12), in FLOP/s of one device{remedy}."
-        )
+        if dtype in self._peaks:
+            return self._peaks[dtype]
+        self._peaks[dtype] = peak = resolve_peak(self._device, dtype, self._given)
+        if peak is None:
+            problem, remedy = "is unknown", ", or use peak_flops='measure'"
+            if self._is_measured:
+                problem, remedy = "could not be measured (unsupported dtype or busy machine)", ""
+            warn(
+                f"the peak of {self._device} for {dtype} {problem}. mfu is not reported. Set "
+                f"Flops(peak_flops=312e12), in FLOP/s of one device{remedy}."
+            )
+        return peak
 
     def prepare(self) -> None:
         """Measure the peaks that need it, before any batch is timed.

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -15,7 +14,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_perf.flops.registry import (
+from lightning_perf.flops.operators import (
     AUTOCAST,
     Formula,
     Kind,
@@ -172,22 +171,18 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             keys = _dispatch_keys((*args, *kwargs.values()))
             if not has_own_kernel(operator, keys):
                 with _as_uncounted(operator, keys):
-                    return self._run_parts(operator, args, kwargs)
+                    self._push()  # not `with self`, which has no effect inside itself
+                    try:
+                        # Not `operator.decompose`, which prefers decompositions in Python.
+                        return operator._op_dk(_COMPOSITE, *args, **kwargs)
+                    finally:
+                        self._pop()
         formula = classify(operator)
         out = operator(*args, **kwargs)
         # Another fake mode only computes shapes, as DTensor does for global shapes.
         if formula is not Kind.LIGHT and _fake_mode() is self._fake_mode:
             self._count(operator, formula, args, out)
         return out
-
-    def _run_parts(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Not `with self`, which has no effect inside itself.
-        self._push()
-        try:
-            # Not `operator.decompose`, which prefers decompositions in Python for tracing.
-            return operator._op_dk(_COMPOSITE, *args, **kwargs)
-        finally:
-            self._pop()
 
     def _count(
         self, operator: Any, formula: Formula | Kind, args: tuple[Any, ...], out: object
@@ -238,7 +233,8 @@ def _work(formula: Formula | Kind, args: tuple[Any, ...], out: object) -> tuple[
         if any(tensor.layout in _SPARSE for tensor in tensors):
             return None
         dtype = tensors[0].dtype
-        return _real_name(dtype), int(formula(args, out)) * (4 if dtype.is_complex else 1)
+        name = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
+        return name, int(formula(args, out)) * (4 if dtype.is_complex else 1)
     except Exception:  # An unexpected shape must not stop training.
         return None
 
@@ -249,8 +245,3 @@ def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
             yield arg
         elif isinstance(arg, list | tuple):
             yield from _tensors(arg)
-
-
-@cache
-def _real_name(dtype: torch.dtype) -> str:
-    return str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ from torch import Size
 from lightning_perf.flops.counter import Counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from lightning_perf.flops.signature import Signature
 
@@ -37,7 +37,7 @@ _MOST_VARIABLES = 4
 
 @dataclass(frozen=True, slots=True)
 class FlopModel:
-    """Predicts the FLOPs of a signature. Created by `fit`."""
+    """Predicts FLOPs from sizes. Created by `fit`."""
 
     _shapes: _Shapes
     _polynomial: _Polynomial
@@ -45,11 +45,9 @@ class FlopModel:
     _tracked_operations: int
 
     def predict(self, signature: Signature) -> Counts | None:
-        """Return the FLOPs of a batch with this signature.
+        """Return the FLOPs of a batch, with the operation count of a counted one.
 
-        Returns:
-            Model and hardware FLOPs, with the operation count of a counted batch. None if the
-            shapes differ from the counted ones in other dimensions than the fitted ones.
+        None if the shapes differ from the counted ones in other dimensions than the fitted ones.
         """
         values = self._shapes.variables(signature)
         found = None if values is None else self._polynomial.at(values)
@@ -62,15 +60,10 @@ class FlopModel:
 
 
 def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
-    """Fit a polynomial in the sizes to counted FLOPs.
+    """Fit a polynomial in the sizes to counted FLOPs; None if no polynomial fits.
 
-    Every fourth count is held out and must be predicted exactly from the others.
-
-    Args:
-        known: Counts by signature; at least eight that differ in sizes only.
-
-    Returns:
-        The model, or None if no polynomial fits.
+    At least eight signatures must differ in sizes only. Every fourth count is held out and must be
+    predicted exactly from the others.
 
     Example:
         >>> from torch import empty
@@ -90,9 +83,10 @@ def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
     if len(chosen) < _FEWEST or not complete:
         return None
     shapes = _Shapes.of(template, list(chosen))
-    names = {(kind, dtype) for c in chosen.values() for kind in _KINDS for dtype in _KINDS[kind](c)}
+    kinds = ("model", "hardware")
+    names = {(kind, dtype) for c in chosen.values() for kind in kinds for dtype in getattr(c, kind)}
     buckets = sorted(names)
-    targets = [[_KINDS[kind](c).get(dtype, 0) for kind, dtype in buckets] for c in chosen.values()]
+    targets = [[getattr(c, kind).get(dtype, 0) for kind, dtype in buckets] for c in chosen.values()]
     sizes = [[one[place][i] for place, i in shapes.free] for one in chosen]
     points = list(zip(sizes, targets, strict=True))
     if shapes.free and len(shapes.free) <= _MOST_VARIABLES:
@@ -102,12 +96,6 @@ def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
                 operations = next(iter(chosen.values())).tracked_operations
                 return FlopModel(shapes, polynomial, buckets, operations)
     return None
-
-
-_KINDS: dict[str, Callable[[Counts], Mapping[str, int]]] = {
-    "model": lambda counts: counts.model,
-    "hardware": lambda counts: counts.hardware,
-}
 
 
 def _bases(variables: int) -> Iterator[list[Monomial]]:

@@ -88,14 +88,19 @@ class TransformerConfig:
             >>> TransformerConfig.from_config(sizes, vocab=256).parameters
             118528
         """
-        read = config if isinstance(config, Mapping) else _Attributes(config)
+
+        def read(name: str) -> Any:
+            if isinstance(config, Mapping):
+                return config.get(name)
+            return getattr(config, name, None)
+
         # These go together since LLaMA; earlier models have none of them.
-        modern = read.get("rms_norm_eps") is not None
+        modern = read("rms_norm_eps") is not None
         values = {"swiglu": modern, "rms": modern, "bias": not modern, "positions": not modern}
         values["tied"] = not modern
         for field in (one.name for one in fields(cls)):
             for name in (field, *_ALIASES.get(field, ())):
-                if (value := read.get(name)) is not None:
+                if (value := read(name)) is not None:
                     values[field] = value
                     break
         values |= known
@@ -144,14 +149,6 @@ class TransformerConfig:
         layer = self._layer_matrices(self.experts) + self.bias * biases + 2 * norm
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.layers * layer + norm + embeddings + self.position_parameters
-
-
-class _Attributes:
-    def __init__(self, config: object) -> None:
-        self._config = config
-
-    def get(self, name: str) -> Any:
-        return getattr(self._config, name, None)
 
 
 def palm(config: TransformerConfig, passes: int = 3) -> int:
@@ -250,7 +247,10 @@ def _from_mapping(spec: Mapping[str, Any], module: object, passes: int | None) -
 
     def flops(batch: Any) -> float:
         nonlocal found
-        ids = _token_ids(batch)
+        tensors = list(_tensors(batch))
+        ids = next((one for name, one in tensors if name == "input_ids"), None)
+        if ids is None:
+            ids = next((one for _, one in tensors if _is_whole(one)), None)
         if ids is None:
             if found:  # with several loaders, some may have no token ids
                 return 0.0
@@ -279,13 +279,6 @@ def _sizes(config: object, module: object) -> tuple[TransformerConfig, bool]:
         return TransformerConfig.from_config(config), True
     except ConfigError:
         return TransformerConfig.from_config(config, sequence=1), False
-
-
-def _token_ids(batch: Any) -> Tensor | None:
-    ids = next((one for name, one in _tensors(batch) if name == "input_ids"), None)
-    if ids is None:
-        ids = next((one for _, one in _tensors(batch) if _is_whole(one)), None)
-    return ids
 
 
 def _is_whole(tensor: Tensor) -> bool:

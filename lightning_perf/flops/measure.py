@@ -56,11 +56,6 @@ def measure_peak(
 
     Uses no random numbers and does not change autocast, gradients or settings.
 
-    Args:
-        dtype: Operand dtype.
-        device: The device, with its current settings (threads, TF32).
-        budget_seconds: Approximate time limit.
-
     Returns:
         FLOP/s, or None if the device does not support the dtype or the result is implausible, as
         on a busy machine.
@@ -75,12 +70,9 @@ def measure_peak(
 
 
 def plausible_rate(alone: float | None, together: float, cores: int) -> float | None:
-    """Combine the measured rates of one thread and of all threads of a CPU.
+    """Combine the measured FLOP/s of one thread and of all threads of a CPU.
 
-    Args:
-        alone: FLOP/s of one thread; 0 if its tries did not agree, None if not measured.
-        together: FLOP/s of all threads.
-        cores: Number of usable cores.
+    The rate of one thread is 0 if its tries did not agree, and None if it was not measured.
 
     Returns:
         The rate of all threads; that of one thread times ``cores`` if the threads waited for each

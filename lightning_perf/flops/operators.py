@@ -1,24 +1,49 @@
-"""FLOP formulas of operators, from the shapes of their tensors."""
+"""Operators: the formulas of their FLOPs, which ones need a formula, and how torch dispatches them.
+
+Elementwise operators, reductions, outer products and data movement do not count, as usual for MFU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 Args = Sequence[Any]
+#: FLOPs from the arguments and the result of an operator.
+Formula = Callable[[Args, Any], int]
+
+#: Formulas by qualified name of the operator, without overload.
+FORMULAS: dict[str, Formula] = {}
 
 
+def _of(names: str) -> Callable[[Formula], Formula]:
+    """Register a formula for operators, those of aten by their base name."""
+
+    def register(formula: Formula) -> Formula:
+        for name in names.split():
+            FORMULAS[name if "::" in name else f"aten::{name}"] = formula
+        return formula
+
+    return register
+
+
+@_of(
+    """mm bmm mv dot vdot matmul linear mkldnn_linear _int_mm _scaled_mm _scaled_mm_v2
+    _mixed_dtypes_linear _dyn_quant_matmul_4bit _weight_int8pack_mm _weight_int4pack_mm
+    _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros"""
+)
 def product(args: Args, out: Tensor) -> int:
-    """A product that contracts the last dimension of its first argument.
-
-    Args:
-        args: ``a, ...`` with ``a`` of shape ``[..., k]``.
-        out: The product.
+    """A product that contracts the last dimension of its first argument ``[..., k]``.
 
     Example:
         >>> import torch
@@ -34,21 +59,25 @@ def _contracted(a: Tensor) -> int:
     return int(a.size(-1)) * (2 if str(a.dtype).endswith("_x2") else 1)
 
 
+@_of("addmm baddbmm addmv _addmm_activation")
 def added_product(args: Args, out: Tensor) -> int:
     """A product that is added to the first argument."""
     return product(args[1:], out)
 
 
+@_of("addbmm")
 def summed_product(args: Args, out: Tensor) -> int:
     """A batch of products, summed and added to the first argument."""
     return int(args[1].size(0)) * product(args[1:], out)
 
 
+@_of("_foreach_mm")
 def listed_products(args: Args, out: Sequence[Tensor]) -> int:
     """One product per pair of two lists."""
     return sum(product([a], one) for a, one in zip(args[0], out, strict=True))
 
 
+@_of("_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2")
 def grouped_product(args: Args, out: Tensor) -> int:
     """One product per expert."""
     a, b = args[:2]
@@ -58,148 +87,166 @@ def grouped_product(args: Args, out: Tensor) -> int:
     return product(args, out)
 
 
+@_of("linear_backward")
 def linear_backward(args: Args, _: object) -> int:
     """One product for each requested gradient of input and weight."""
     x, grad, _weight, mask = args
     return int(sum(mask[:2])) * product([x], grad)
 
 
+@_of("matmul_backward")
 def matmul_backward(args: Args, _: object) -> int:
     """One product per requested gradient."""
     grad, a, _b, mask = args
     return int(sum(mask)) * product([a], grad)
 
 
+@_of(
+    """mkldnn_convolution cudnn_convolution cudnn_convolution_relu cudnn_convolution_add_relu
+    miopen_convolution miopen_convolution_relu miopen_convolution_add_relu
+    miopen_depthwise_convolution _mps_convolution _slow_conv2d_forward slow_conv3d_forward
+    slow_conv_dilated2d slow_conv_dilated3d _conv_depthwise2d conv_depthwise3d
+    _nnpack_spatial_convolution"""
+)
 def plain_convolution(args: Args, out: Tensor) -> int:
     """One filter over the channels of a group per output element."""
     weight = args[1]
     return int(2 * out.numel() * (weight.numel() // weight.size(0)))
 
 
+@_of(
+    """cudnn_convolution_transpose miopen_convolution_transpose _mps_convolution_transpose
+    slow_conv_transpose2d slow_conv_transpose3d"""
+)
 def transposed_convolution(args: Args, _: object) -> int:
     """One filter per input element."""
     return plain_convolution(args, args[0])
 
 
+@_of("convolution _convolution convolution_overrideable")
 def convolution(args: Args, out: Tensor) -> int:
     """A convolution of any dimensions and groups, transposed or not."""
     transposed = args[6]
     return transposed_convolution(args, out) if transposed else plain_convolution(args, out)
 
 
+@_of("convolution_backward")
 def convolution_backward(args: Args, _: object) -> int:
     """The cost of the forward for each requested gradient of input and weight."""
     grad, *forward, mask = args
     return int(sum(mask[:2])) * convolution(forward, grad)
 
 
+@_of("convolution_backward_overrideable")
 def convolution_backward_overrideable(args: Args, out: object) -> int:
     """Like `convolution_backward`, but called without the sizes of the bias."""
     return convolution_backward([*args[:3], None, *args[3:]], out)
 
 
+@_of("_cudnn_rnn miopen_rnn")
 def recurrent(args: Args, _: object) -> int:
     """Every weight matrix of every layer and direction, once per step of every sequence.
 
-    Args:
-        args: Input ``[time, batch, features]`` or packed ``[total, features]``, then the list of
-            weights, of which the biases have one dimension.
+    The arguments are the input ``[time, batch, features]`` or packed ``[total, features]``, then
+    the list of weights, of which the biases have one dimension.
     """
     x, weights = args[:2]
     steps = x.numel() // x.size(-1)
     return int(2 * steps * sum(w.numel() for w in weights if w.dim() == 2))
 
 
+@_of("_cudnn_rnn_backward miopen_rnn_backward")
 def recurrent_backward(args: Args, out: object) -> int:
     """The gradients of the data, which are always computed, and of the weights if requested."""
     mask = args[-1]
-    forward = recurrent(args, out)
-    return 2 * forward if mask[3] else forward
+    return recurrent(args, out) * (2 if mask[3] else 1)
 
 
+@_of("_lstm_mps")
 def recurrent_mps(args: Args, out: object) -> int:
     """Like `recurrent`, but called with the state before the weights."""
     x, _state, weights = args[:3]
     return recurrent([x, weights], out)
 
 
+@_of("mkldnn_rnn_layer")
 def recurrent_layer(args: Args, out: object) -> int:
     """One layer in one direction, with separate weights of input and state."""
     return recurrent([args[0], args[1:3]], out)
 
 
+@_of("mkldnn_rnn_layer_backward")
 def recurrent_layer_backward(args: Args, out: object) -> int:
     """The gradients of the data and the weights, which are always computed."""
     return 2 * recurrent_layer(args, out)
 
 
+@_of(
+    """_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps
+    higher_order::flex_attention"""
+)
 def attention(args: Args, _: object) -> int:
     """Scaled dot-product attention.
 
-    Args:
-        args: Query ``[batch, heads, queries, features]``, key ``[batch, key heads, keys,
-            features]``, value ``[batch, key heads, keys, value features]``.
-
-    Example:
-        >>> import torch
-        >>> x = torch.ones(1, 4, 8, 16)
-        >>> attention((x, x, x), None) == 2 * (2 * 4 * 8 * 8 * 16)
-        True
+    The arguments are the query ``[batch, heads, queries, features]``, the key ``[batch, key heads,
+    keys, features]`` and the value ``[batch, key heads, keys, value features]``.
     """
     query, key, value = args[:3]
     scores = query.numel() // query.size(-1) * key.size(-2)
     return int(2 * scores * (query.size(-1) + value.size(-1)))
 
 
+@_of(
+    """_scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
+    _scaled_dot_product_fused_attention_overrideable_backward"""
+)
 def attention_backward(args: Args, out: object) -> int:
     """The gradients of query, key, value and scores; the first argument is the output gradient."""
     return 2 * attention(args[1:], out)
 
 
+@_of("higher_order::flex_attention_backward")
 def flex_attention_backward(args: Args, out: object) -> int:
     """Like `attention_backward`, but the first argument is the query."""
     return 2 * attention(args, out)
 
 
-def _packed(query: Tensor, key: Tensor, value: Tensor, ends: Args) -> int:
-    query_ends, key_ends = ends
+def _packed(tensors: Args, ends: Args) -> int:
+    """Attention over a padded batch or over packed sequences.
+
+    The tensors are query, key and value ``[batch, length, heads, features]`` or packed ``[total,
+    heads, features]``; the ends are the cumulative lengths of the packed queries and keys (starting
+    at 0), or None twice.
+    """
+    (query, key, value), (query_ends, key_ends) = tensors, ends
     if query_ends is None:
         pairs = query.size(0) * query.size(1) * key.size(1)
     else:
-        lengths = zip(_lengths(query_ends), _lengths(key_ends), strict=True)
-        pairs = sum(queries * keys for queries, keys in lengths)
-    return 2 * query.size(-2) * pairs * (query.size(-1) + value.size(-1))
+        lengths = zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True)
+        pairs = sum((b - a) * (d - c) for (a, b), (c, d) in lengths)
+    return int(2 * query.size(-2) * pairs * (query.size(-1) + value.size(-1)))
 
 
-def _lengths(ends: Tensor) -> list[int]:
-    return [end - start for start, end in pairwise(ends.tolist())]
-
-
+@_of("_flash_attention_forward")
 def flash_attention(args: Args, _: object) -> int:
-    """Attention over a padded batch or over packed sequences.
-
-    Args:
-        args: Query, key and value ``[batch, length, heads, features]`` or packed ``[total, heads,
-            features]``, then the cumulative lengths of the packed queries and keys (starting at 0),
-            or None twice.
-    """
-    query, key, value, *ends = args[:5]
-    return _packed(query, key, value, ends)
+    """Query, key, value, cumulative lengths."""
+    return _packed(args[:3], args[3:5])
 
 
-def flash_attention_backward(args: Args, _: object) -> int:
-    """Backward of `flash_attention`: gradient, query, key, value, output, log-sum-exp, ends."""
-    return 2 * _packed(args[1], args[2], args[3], args[6:8])
-
-
+@_of("_efficient_attention_forward")
 def efficient_attention(args: Args, _: object) -> int:
-    """Like `flash_attention`, with a bias before the cumulative lengths."""
-    return _packed(args[0], args[1], args[2], args[4:6])
+    """Query, key, value, bias, cumulative lengths."""
+    return _packed(args[:3], args[4:6])
 
 
-def efficient_attention_backward(args: Args, _: object) -> int:
-    """Backward of `efficient_attention`: gradient, query, key, value, bias, output, ends."""
-    return 2 * _packed(args[1], args[2], args[3], args[6:8])
+@_of("_flash_attention_backward _efficient_attention_backward")
+def packed_attention_backward(args: Args, _: object) -> int:
+    """Gradient, query, key, value, two more, cumulative lengths."""
+    return 2 * _packed(args[1:4], args[6:8])
 
 
 def _sequences(x: Tensor) -> list[int]:
@@ -209,19 +256,111 @@ def _sequences(x: Tensor) -> list[int]:
     return [x.size(1)] * x.size(0)
 
 
+@_of("_native_multi_head_attention")
 def multi_head_attention(args: Args, _: object) -> int:
     """Projections and attention in one operator, for inference.
 
-    Args:
-        args: Query, key and value ``[batch, length, width]`` or nested, then the width.
+    The arguments are query, key and value ``[batch, length, width]`` or nested, then the width.
     """
     query, key, _value, width = args[:4]
     lengths = zip(_sequences(query), _sequences(key), strict=True)
     return sum(4 * width * ((q + k) * width + q * k) for q, k in lengths)
 
 
+@_of("_transformer_encoder_layer_fwd")
 def transformer_encoder_layer(args: Args, out: object) -> int:
     """Self-attention and the two linear layers after it in one operator, for inference."""
     x, width, first, second = args[0], args[1], args[14], args[16]
     feed_forward = 2 * sum(_sequences(x)) * (first.numel() + second.numel())
     return int(multi_head_attention([x, x, x, width], out) + feed_forward)
+
+
+# Names in aten without a formula that do count; in other namespaces most operators do.
+_HEAVY = re.compile(
+    r"""_?(
+    linalg_(?!check_errors|_powsum|vecdot|cross|diagonal|vector_norm|matrix_norm)
+    | fft_(r2c|c2c|c2r) | cdist | pdist | euclidean_dist | compute_linear_combination
+    | cholesky | geqrf | ormqr | triangular_solve | spsolve
+    | trilinear | conv_tbc | slow_conv | (mps|mkldnn)_\w*(convolution|linear)
+    | lstm_mps | quantized_(lstm|gru) | fbgemm_linear | triton | \w*attention(?!_mask)
+    | (cslt_|semi_structured_|sparse_)+\w*(mm|matmul|linear) | hspmm | sspaddmm
+    )""",
+    re.VERBOSE,
+)
+# Communication, metadata and bookkeeping.
+_LIGHT_NAMESPACE = re.compile(r"prims?|_?c10d\w*|_dtensor|fsdp|symm_mem|profiler|inductor")
+
+
+class Kind(Enum):
+    """The kind of an operator without a formula."""
+
+    #: Its work does not count.
+    LIGHT = "light"
+    #: Its work counts or is unknown.
+    OPAQUE = "opaque"
+
+
+@cache
+def classify(operator: Any) -> Formula | Kind:
+    """Return the formula of an operator, or its kind if it has none.
+
+    The operator is an overload or a higher-order operator, as passed to a dispatch mode.
+    """
+    name = qualified_name(operator)
+    if formula := FORMULAS.get(name):
+        return formula
+    namespace, _, base = name.partition("::")
+    if namespace != "aten":
+        return Kind.LIGHT if _LIGHT_NAMESPACE.fullmatch(namespace) else Kind.OPAQUE
+    return Kind.OPAQUE if _HEAVY.match(base) else Kind.LIGHT
+
+
+def qualified_name(operator: Any) -> str:
+    """Return ``aten::addmm`` for ``aten.addmm_.default`` and ``aten.addmm.out``."""
+    name = str(operator.name())
+    if "::" not in name:
+        return f"higher_order::{name}"
+    return name.partition(".")[0].rstrip("_")
+
+
+#: The autocast keys of all devices.
+AUTOCAST = DispatchKeySet(DispatchKey.Undefined)
+for _name, _key in DispatchKey.__members__.items():
+    if _name.startswith("Autocast"):
+        AUTOCAST |= DispatchKeySet(_key)
+
+
+@cache
+def is_composite(operator: Any) -> bool:
+    """Whether an operator is composed of others on devices without a kernel for it."""
+    namespace = qualified_name(operator).partition("::")[0]
+    if namespace == "higher_order" or _LIGHT_NAMESPACE.fullmatch(namespace):
+        return False
+    # Operators without a tensor result return sizes and strides: for some subclasses these
+    # decompose into themselves. `_can_decompose` is not used: it includes decompositions in Python,
+    # which apply to tracing only, and it can abort the process outside aten.
+    returns = operator._schema.returns
+    tensors = any("Tensor" in str(one.type) for one in returns)
+    return tensors and _registered(operator.name(), "CompositeImplicitAutograd")
+
+
+def has_own_kernel(operator: Any, keys: DispatchKeySet) -> bool:
+    """Whether a composite operator has a kernel for these dispatch keys, instead of its parts."""
+    backends = keys & torch._C._after_ADInplaceOrView_keyset
+    return _has_kernel(operator.name(), backends) or (
+        keys.has(DispatchKey.AutogradNestedTensor)
+        and _registered(operator.name(), "CompositeImplicitAutogradNestedTensor")
+    )
+
+
+def is_autocast(operator: Any, keys: DispatchKeySet) -> bool:
+    """Whether autocast handles the operator itself, and not its parts."""
+    return _has_kernel(operator.name(), keys & AUTOCAST)
+
+
+def _registered(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def _has_kernel(name: str, keys: DispatchKeySet) -> bool:
+    return torch._C._dispatch_has_kernel_for_any_dispatch_key(name, keys)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_perf.flops.counter import Counts, FlopCounter
-from lightning_perf.flops.registry import FORMULAS
+from lightning_perf.flops.operators import FORMULAS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,11 +47,12 @@ def is_compiled(module: nn.Module) -> bool:
         False
     """
     parts = list(module.modules())
-    if any(wrapped(part) is not None or _is_called_compiled(part) for part in parts):
-        return True
-    classes = {base for kind in map(type, parts) for base in kind.__mro__}
-    values = _values([*map(vars, parts), *map(vars, classes)])
-    return any(is_compiled_function(value) for value in values)
+    for part in parts:
+        call = getattr(part, "_compiled_call_impl", None)
+        if wrapped(part) is not None or call is not None or getattr(part, "_compiler_ctx", None):
+            return True
+    places = [*parts, *{base for part in parts for base in type(part).__mro__}]
+    return any(is_compiled_function(value) for place in places for value in vars(place).values())
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
@@ -75,15 +76,6 @@ def original(function: Any) -> Any:
     return function
 
 
-def _is_called_compiled(module: nn.Module) -> bool:
-    call = getattr(module, "_compiled_call_impl", None)
-    return call is not None or bool(getattr(module, "_compiler_ctx", None))
-
-
-def _values(spaces: list[Mapping[str, object]]) -> Iterator[object]:
-    return (value for space in spaces for value in space.values())
-
-
 def is_compiled_function(value: object) -> bool:
     """Whether a value is a function or method compiled by ``torch.compile``."""
     # Read from the dictionary: an attribute lookup would run the code of proxies and mocks.
@@ -96,12 +88,7 @@ _SILENT = ("log", "log_dict", "print", "clip_gradients")
 
 
 class Sink:
-    """Accepts any call or access and does nothing: replaces loggers and schedulers.
-
-    Example:
-        >>> Sink().experiment.add_scalar("loss", 1.0)[0] is not None
-        True
-    """
+    """Accepts any call or access and does nothing: replaces loggers and schedulers."""
 
     def __getattr__(self, name: str) -> Sink:
         return self
@@ -114,13 +101,7 @@ class Sink:
 
 
 class IdleOptimizer:
-    """An optimizer of the shadow's parameters that never changes them.
-
-    Args:
-        original: The optimizer of the real module.
-        shadow: The shadow module.
-        copies: The copies of all objects by id of the original.
-    """
+    """An optimizer of the shadow's parameters that never changes them."""
 
     def __init__(self, original: Any, shadow: nn.Module, copies: Mapping[int, Any]) -> None:
         self._shadow: Any = shadow
@@ -160,12 +141,9 @@ class DetachedTrainer:
 
 
 def detach(shadow: nn.Module, module: nn.Module, copies: dict[int, Any]) -> None:
-    """Detach a shadow and its submodules from the trainer.
+    """Detach a shadow, a copy of the module, and its submodules from the trainer.
 
-    Args:
-        shadow: The copy.
-        module: The original.
-        copies: The copies of all objects by id of the original.
+    ``copies`` are the copies of all objects by id of the original.
     """
     original = vars(module).get("_trainer")
     trainer = None if original is None else DetachedTrainer(original)
@@ -183,7 +161,7 @@ def _stubs(module: Any, trainer: DetachedTrainer | None) -> dict[str, Any]:
     stubs["_trainer"], stubs["_fabric"] = trainer, None
     stubs["optimizers"] = lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers
     stubs["lr_schedulers"] = lambda: _idle(module.lr_schedulers())
-    stubs["manual_backward"] = _manual_backward
+    stubs["manual_backward"] = lambda loss, *args, **kwargs: loss.backward(*args, **kwargs)
     return stubs
 
 
@@ -193,17 +171,8 @@ def _idle(schedulers: object) -> Any:
     return None if schedulers is None else Sink()
 
 
-def _manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
 class ShadowError(RuntimeError):
-    """A module whose FLOPs depend on more than shapes.
-
-    Args:
-        module: Class name of the module.
-        problem: Why counting failed.
-    """
+    """A module, named by its class, whose FLOPs depend on more than shapes."""
 
     def __init__(self, module: str, problem: str) -> None:
         super().__init__(module, problem)

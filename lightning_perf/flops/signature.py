@@ -40,9 +40,6 @@ def signature(*args: object) -> Signature:
     values count by type only: batches that differ in a number have the same signature. Objects that
     cannot be inspected (iterators, objects without attributes) make the signature unique.
 
-    Args:
-        args: A batch, or the arguments of a step.
-
     Example:
         >>> import torch
         >>> signature(torch.ones(2, 3), 7) == signature(torch.zeros(2, 3), 8)

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag, rank_list, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
+from lightning_perf.profilers.processes import SUPPORTED, Children, Files
 from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording, first_window
 from lightning_perf.run.artifacts import new_writer
 from lightning_perf.run.callback import PerfCallback
@@ -118,20 +119,15 @@ class Profiler(PerfCallback):
         super().__init__()
         self.schedule = as_schedule(schedule, default=Cyclic())
         self.ranks = None if ranks is None else rank_list("ranks", ranks)
-        names = {
-            "output_path_prefix": output_path_prefix,
-            "folder": folder,
-            "filename": filename,
-            "remote_file_name": remote_file_name,
-        }
-        for field, name in names.items():
+        self.output_path_prefix = output_path_prefix
+        self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
+        for field in ("output_path_prefix", "folder", "filename", "remote_file_name"):
+            name = getattr(self, field)
             optional = name is None and field in ("output_path_prefix", "remote_file_name")
             if not (optional or isinstance(name, str | Path)):
                 raise ConfigError(field, name, "is not a string", '"profiles"')
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
         check_store(remote_file_name)
-        self.output_path_prefix = output_path_prefix
-        self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
         self.overwrite, self.compress = flag("overwrite", overwrite), flag("compress", compress)
         self.num_traces_to_keep = num_traces_to_keep
         self.batches_per_trace = whole("batches_per_trace", batches_per_trace, 1, "20")
@@ -196,8 +192,7 @@ class Profiler(PerfCallback):
     def prepare(self, context: RunContext) -> None:
         for name in self._of_a_run:
             self.__dict__.pop(name, None)
-        self._check_ranks(context)
-        self._check_names(context)
+        self._check(context)
         self.schedule.setup(context.schedule_context)
         if self.ranks is not None and context.ranks.global_rank not in self.ranks:
             return
@@ -317,12 +312,7 @@ class Profiler(PerfCallback):
                 other._end_batch(context)
 
     def _stop(self, context: RunContext, cut_short: bool = False) -> None:
-        """Close the open recording and save it.
-
-        Args:
-            context: The run.
-            cut_short: Whether the present batch failed: then a part of a batch is kept, too.
-        """
+        """Close the open recording and save it, also the part of a batch that was cut short."""
         running, self._open = self._open, None
         if running is None:
             return
@@ -393,14 +383,12 @@ class Profiler(PerfCallback):
 
     # -- checks and messages ----------------------------------------------------------------------
 
-    def _check_ranks(self, context: RunContext) -> None:
+    def _check(self, context: RunContext) -> None:
+        """Refuse absent ranks, and two profilers of a kind that would write to the same files."""
         world = context.ranks.world_size
         if self.ranks is not None and max(self.ranks) >= world:
             problem = f"names a rank beyond the {world} of this run"
             raise ConfigError("ranks", self.ranks, problem, "[0]")
-
-    def _check_names(self, context: RunContext) -> None:
-        """Refuse two profilers of a kind that would write to the same files."""
         for other in context.parts:
             if type(other) is type(self) and other is not self and _place(other) == _place(self):
                 name = type(self).__name__
@@ -425,6 +413,32 @@ another `filename` or `folder`"
                 f"The first one would have {first}; training ended after batch "
                 f"{ended.timestamp.batch}."
             )
+
+
+class RecordsChildren(Profiler):
+    """A profiler that can record child processes, too."""
+
+    _of_a_run = (*Profiler._of_a_run, "_children")
+    _children: Children | None = None
+
+    @staticmethod
+    def check_supported(field: str, wanted: bool) -> None:
+        """Refuse an option that records child processes where the system cannot."""
+        if wanted and not SUPPORTED:
+            raise ConfigError(field, wanted, "needs a system with POSIX signals", "False")
+
+    def shut_children(self) -> Files:
+        """Close the window of the child processes, if they are recorded."""
+        return self._children.shut() if self._children is not None else Files(Path(), ())
+
+    @override
+    def close(self, context: RunContext, reason: str) -> None:
+        super().close(context, reason)
+        if self._children is not None:
+            self._children.leave()
+            # After the writers of the children's files, some of which the last window added.
+            context.on_close(self._children.remove)
+            self._children = None
 
 
 def shared(arguments: Mapping[str, Any]) -> dict[str, Any]:

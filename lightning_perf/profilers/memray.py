@@ -15,15 +15,15 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag, needs
 from lightning_perf.errors import ConfigError, RecorderBusy
-from lightning_perf.profilers import processes
-from lightning_perf.profilers.base import Profiler, shared
-from lightning_perf.profilers.conflicts import OTHER_MEMRAY, refuse_python_profiler
+from lightning_perf.profilers.base import RecordsChildren, shared
+from lightning_perf.profilers.processes import Children, Files
 from lightning_perf.profilers.tools import (
+    REMOVE_ONE,
     blaming,
     check_options,
     given,
     no_collection,
-    require,
+    refuse_python_profiler,
     run_python,
 )
 from lightning_perf.profilers.windows import Recorded, Recording
@@ -83,7 +83,7 @@ def stop(tracker: Any) -> None:
 def record_child(
     options: Mapping[str, Any], path: Path, number: int
 ) -> Generator[None, None, None]:
-    """Record a child process: a ``processes.ChildRecord``."""
+    """Record a child process, as `ChildRecord` says."""
     if _recording is not None:
         # Forked in a window: memray has detached the tracker from the parent's file.
         stop(_recording)
@@ -93,7 +93,7 @@ def record_child(
     stop(tracker)
 
 
-class Memray(Profiler):
+class Memray(RecordsChildren):
     """Records every allocation of host memory in the windows of a schedule.
 
     The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
@@ -144,8 +144,6 @@ class Memray(Profiler):
 """
 
     units: Mapping[str, str] = {"memray/*total_allocations": "count", "memray/*memory": "bytes"}
-    _of_a_run = (*Profiler._of_a_run, "_children")
-    _children: processes.Children | None = None
 
     def __init__(
         self,
@@ -169,8 +167,7 @@ class Memray(Profiler):
         needs("Memray", "memray")
         check_options(Memray, kwargs, _OPTIONS, "memray")
         _check_format(kwargs.get("file_format"))
-        if follow_fork and not processes.SUPPORTED:
-            raise ConfigError("follow_fork", follow_fork, "needs POSIX signals", "False")
+        self.check_supported("follow_fork", follow_fork)
         self.flamegraph = flag("flamegraph", flamegraph)
         self.native_traces = flag("native_traces", native_traces)
         self.follow_fork, self.summary = flag("follow_fork", follow_fork), flag("summary", summary)
@@ -186,11 +183,9 @@ class Memray(Profiler):
 
     @override
     def prepare(self, context: RunContext) -> None:
-        require(self, "memray")
         super().prepare(context)
         if self.follow_fork and self._writer is not None:
-            record = partial(record_child, self._tracker_options())
-            self._children = processes.Children(record)
+            self._children = Children(partial(record_child, self._tracker_options()))
 
     @override
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
@@ -203,9 +198,8 @@ class Memray(Profiler):
             start(tracker)
         except RuntimeError as error:
             path.unlink(missing_ok=True)
-            if self._children is not None:
-                self._children.shut()
-            raise RecorderBusy("Memray", OTHER_MEMRAY, "remove one of the two") from error
+            self.shut_children()
+            raise RecorderBusy("Memray", "another memray tracker", REMOVE_ONE) from error
         yield None
         stop(tracker)
         return Recorded(further=self._further_of(path, context))
@@ -214,15 +208,6 @@ class Memray(Profiler):
     def after_batch(self, context: RunContext, batch: Any) -> None:
         context.deliver()
         super().after_batch(context, batch)
-
-    @override
-    def close(self, context: RunContext, reason: str) -> None:
-        super().close(context, reason)
-        if self._children is not None:
-            self._children.leave()
-            # After the writers of the children's files, some of which the last window added.
-            context.on_close(self._children.remove)
-            self._children = None
 
     def _tracker_options(self) -> dict[str, Any]:
         options = {"native_traces": self.native_traces, **given(self.options)}
@@ -239,12 +224,11 @@ class Memray(Profiler):
         if self.summary:
             log = partial(context.log_from_worker, step=context.step)
             further["summary"] = partial(_summarize, path, self._prefix(context), log)
-        if self._children is not None:
-            files = self._children.shut()
-            for place, number in enumerate(files.numbers[:_MOST_CHILDREN], 1):
-                name = f"child{place}"
-                self._add_writer(context, name, *self.beside(f".{name}.bin"))
-                further[name] = partial(_take, files, number)
+        files = self.shut_children()
+        for place, number in enumerate(files.numbers[:_MOST_CHILDREN], 1):
+            name = f"child{place}"
+            self._add_writer(context, name, *self.beside(f".{name}.bin"))
+            further[name] = partial(_take, files, number)
         return further
 
     def _prefix(self, context: RunContext) -> str:
@@ -262,7 +246,7 @@ def _check_format(value: Any) -> None:
         raise ConfigError("file_format", value, problem, '"aggregated_allocations"')
 
 
-def _take(files: processes.Files, number: int, target: Path) -> None:
+def _take(files: Files, number: int, target: Path) -> None:
     found = files.wait()
     if number not in found:
         raise OSError("the child process ended without leaving its file")

@@ -35,8 +35,7 @@ SUPPORTED = _SIGNAL is not None
 class Children:
     """Records the processes that are started from now on, numbered from 1.
 
-    Args:
-        record: Records in a child; must pickle if children are spawned.
+    ``record`` records in a child, and must pickle if children are spawned.
     """
 
     def __init__(self, record: ChildRecord) -> None:
@@ -50,8 +49,7 @@ class Children:
     def open(self, path: Path) -> None:
         """Open a window: children begin to record within hundredths of a second.
 
-        Args:
-            path: The parent's recording; the children's are in a folder beside it.
+        Their files are in a folder beside ``path``, the parent's recording.
 
         Raises:
             OSError: The folder cannot be created.

@@ -17,17 +17,15 @@ from lightning_perf.checks import flag
 from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.profilers.base import Profiler, shared
-from lightning_perf.profilers.conflicts import (
-    refuse_lightnings,
-    refuse_python_profiler,
-    refuse_torch_profiler,
-)
 from lightning_perf.profilers.tools import (
     check_options,
     check_whole,
     defaults,
     given,
     no_collection,
+    refuse_lightnings,
+    refuse_python_profiler,
+    refuse_torch_profiler,
     run_python,
 )
 from lightning_perf.profilers.windows import Recorded, Recording
@@ -100,13 +98,9 @@ def _unknown(value: Any) -> ConfigError:
 
 
 class TorchFiles:
-    """The files of one recording.
+    """The files of one recording, whose profiler has stopped.
 
-    Args:
-        profiler: After its stop.
-        path: The trace.
-        device: The device of the memory timeline.
-        on_error: Called if torch cannot export the memory timeline.
+    ``on_error`` is called if torch cannot export the memory timeline of the device.
     """
 
     def __init__(

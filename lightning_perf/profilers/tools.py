@@ -1,4 +1,4 @@
-"""The tools behind the profilers: options, installation, and programs that process their files."""
+"""The tools behind the profilers: options, conflicts, and programs that process their files."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from difflib import get_close_matches
-from importlib.util import find_spec
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerAction
 
 from lightning_perf.background.worker import wait_until
 from lightning_perf.checks import flag, whole
-from lightning_perf.errors import ConfigError, describe
+from lightning_perf.errors import ConfigError, RecorderBusy, describe
+from lightning_perf.run import compat
+from lightning_perf.run.flop_meter import STEPS
+
+if TYPE_CHECKING:
+    from lightning_perf.run.context import RunContext
 
 #: Bytes at the end of a JSON file that hold its last brace.
 _END = 16
@@ -80,18 +88,7 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def blaming(options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn errors of a tool about its options into a ``ConfigError``.
-
-    Raises:
-        ConfigError: The tool raised ``TypeError`` or ``ValueError``.
-
-    Example:
-        >>> with blaming({"min_duration": "x"}):
-        ...     raise TypeError("min_duration must be a float")
-        Traceback (most recent call last):
-        lightning_perf.errors.ConfigError: options={'min_duration': 'x'} was refused \
-(TypeError: min_duration must be a float).
-    """
+    """Turn a ``TypeError`` or ``ValueError`` of a tool about its options into a ``ConfigError``."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -101,20 +98,82 @@ def blaming(options: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError("options", dict(options), problem, None) from error
 
 
-def installed(module: str) -> bool:
-    """Whether a package is installed; does not import it."""
-    return find_spec(module) is not None
+#: The remedy for two tools that cannot record beside each other.
+REMOVE_ONE = "remove one of the two"
 
 
-def require(profiler: object, module: str) -> None:
-    """Refuse to start a run if a package is not installed.
+def refuse_torch_profiler(profiler: object, context: RunContext) -> None:
+    """Refuse to start torch.profiler beside another one: each would empty the other's trace.
 
     Raises:
-        ConfigError: With the command that installs it.
+        RecorderBusy: Another one records, or will record the next batch.
     """
-    if not installed(module):
-        problem = f"needs {module}, which is not installed: pip install {module}"
-        raise ConfigError("callbacks", type(profiler).__name__, problem, None)
+    refuse_lightnings(profiler, context)
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        raise RecorderBusy(type(profiler).__name__, "another torch.profiler", REMOVE_ONE)
+
+
+def refuse_lightnings(profiler: object, context: RunContext) -> None:
+    """Refuse to record the next batch beside Lightning's PyTorchProfiler.
+
+    Raises:
+        RecorderBusy: It records or warms up, or will start to in that batch.
+    """
+    name, theirs = compat.profiler_name(context.trainer), vars(context.trainer).get("profiler")
+    if name == "PyTorchProfiler" and _takes_next(theirs, context.stage):
+        raise RecorderBusy(type(profiler).__name__, f"Trainer(profiler={name}())")
+
+
+def refuse_python_profiler(profiler: object) -> None:
+    """Refuse to record while another tool has the hook for Python calls.
+
+    Raises:
+        RecorderBusy: cProfile or another VizTracer has it.
+    """
+    if python_profiler() is not None:
+        raise RecorderBusy(type(profiler).__name__, "another Python profiler", REMOVE_ONE)
+
+
+def python_profiler() -> object | None:
+    """The hook for Python calls on this thread, or None.
+
+    From Python 3.12 on, cProfile registers with ``sys.monitoring`` instead of ``sys.setprofile``.
+    """
+    hook: object = sys.getprofile()
+    if hook is None and sys.version_info >= (3, 12):
+        hook = sys.monitoring.get_tool(sys.monitoring.PROFILER_ID)
+    return hook
+
+
+def _takes_next(theirs: Any, stage: str) -> bool:
+    """Whether Lightning's profiler is active in the next batch, or becomes active at its end."""
+    try:
+        running, schedule = theirs.profiler, theirs._schedule
+        if running is None:
+            return False
+        if running.current_action != ProfilerAction.NONE:
+            return True
+        if schedule is None:
+            following = running.schedule(running.step_num + 1)
+        else:
+            following = _following(theirs, schedule, STEPS[stage])
+    except (AttributeError, AssertionError, NotImplementedError):
+        return True  # an unknown version of Lightning: assume that it is active
+    return bool(following != ProfilerAction.NONE)
+
+
+def _following(theirs: Any, schedule: Any, step: str) -> ProfilerAction:
+    """What Lightning's profiler does after the next batch, read from a copy of its schedule."""
+    ahead = copy(schedule)  # a call counts the batch
+    ahead.pre_step(step)
+    theirs._schedule = ahead
+    try:
+        # With fewer batches than its schedule needs, it records all of them.
+        overridden = theirs._should_override_schedule()
+    finally:
+        theirs._schedule = schedule
+    following: ProfilerAction = ahead(0)
+    return ProfilerAction.RECORD if overridden else following
 
 
 def check_whole(path: Path) -> None:
@@ -122,15 +181,6 @@ def check_whole(path: Path) -> None:
 
     Raises:
         OSError: The file does not end with ``}``, or does not exist.
-
-    Example:
-        >>> from tempfile import NamedTemporaryFile
-        >>> with NamedTemporaryFile() as file:
-        ...     _ = file.write(b'{"traceEvents": [')
-        ...     file.flush()
-        ...     check_whole(Path(file.name))
-        Traceback (most recent call last):
-        OSError: the file was cut short: is the disk full?
     """
     with path.open("rb") as file:
         file.seek(-min(_END, path.stat().st_size), os.SEEK_END)
@@ -144,10 +194,8 @@ def no_collection(timeout: float = 5.0) -> Iterator[None]:
 
     memray and torch (``with_stack``) walk the stacks of all threads, and torch hooks them. If a
     collection runs Python code meanwhile, on this thread or as another one enters a function, the
-    profiler reads frames and hooks that no longer exist: the process crashes.
-
-    Args:
-        timeout: Seconds to wait at most until a collection on another thread has ended.
+    profiler reads frames and hooks that no longer exist: the process crashes. So this waits for a
+    collection on another thread, at most for ``timeout`` seconds.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -175,11 +223,7 @@ def _nothing_collects() -> bool:
 def run_python(*arguments: str) -> str:
     """Run a Python program in a process of its own, so that training keeps the GIL.
 
-    Args:
-        *arguments: As after ``python`` on the command line.
-
-    Returns:
-        The standard output.
+    The arguments are those after ``python`` on the command line; returns the standard output.
 
     Raises:
         OSError: It failed, with the end of its error message.

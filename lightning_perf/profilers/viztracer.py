@@ -16,22 +16,18 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag, needs, whole
 from lightning_perf.errors import ConfigError
-from lightning_perf.profilers import processes
-from lightning_perf.profilers.base import Profiler, shared
-from lightning_perf.profilers.conflicts import (
-    python_profiler,
-    refuse_lightnings,
-    refuse_python_profiler,
-    refuse_torch_profiler,
-)
+from lightning_perf.profilers.base import RecordsChildren, shared
+from lightning_perf.profilers.processes import Children, Files
 from lightning_perf.profilers.tools import (
     blaming,
     check_options,
     check_whole,
     defaults,
     given,
-    installed,
-    require,
+    python_profiler,
+    refuse_lightnings,
+    refuse_python_profiler,
+    refuse_torch_profiler,
     run_python,
 )
 from lightning_perf.profilers.windows import Recorded, Recording
@@ -50,14 +46,9 @@ _recording: Any = None
 def ready_tracer(rank: int, entries: int, options: Mapping[str, Any], child: int = 0) -> Any:
     """A VizTracer that is ready to start.
 
-    All windows of a process share one tracer per buffer size: each new tracer takes a pthread key
-    and never frees it, and a process has only 1,024.
-
-    Args:
-        rank: Global rank.
-        entries: Size of its buffer, in calls.
-        options: Further arguments of VizTracer.
-        child: Number of this child process, or 0 in a rank's own process.
+    All windows of a process share one tracer per buffer size (``entries``): each new tracer takes a
+    pthread key and never frees it, and a process has only 1,024. ``child`` is the number of this
+    child process, or 0 in a rank's own process.
     """
     tracer = _tracer(os.getpid(), entries)
     name = f"rank {rank} {multiprocessing.current_process().name}" if child else f"rank {rank}"
@@ -132,22 +123,17 @@ def stop(tracer: Any, path: Path) -> None:
         tracer.save(str(raw), verbose=0)
     except ValueError as error:  # the file cannot be opened
         raise OSError(str(error)) from error
-    finally:
-        _free(tracer)
+    finally:  # free the data of the window; the tracer itself is reused
+        tracer.clear()
+        tracer.data, tracer.torch_profile = {}, None
+        tracer.log_gc = False  # removes its garbage collection callback
     raw.replace(path)
-
-
-def _free(tracer: Any) -> None:
-    """Free the data of the window; the tracer itself is reused."""
-    tracer.clear()
-    tracer.data, tracer.torch_profile = {}, None
-    tracer.log_gc = False  # removes its garbage collection callback
 
 
 def record_child(
     rank: int, entries: int, options: Mapping[str, Any], path: Path, number: int
 ) -> Generator[None, None, None]:
-    """Record a child process: a ``processes.ChildRecord``."""
+    """Record a child process, as `ChildRecord` says."""
     if python_profiler() is not None:
         return
     tracer = ready_tracer(rank, entries, options, number)
@@ -189,7 +175,7 @@ _OURS = {
 _REPORT = "lightning_perf.profilers.viztracer_report"
 
 
-class VizTracer(Profiler):
+class VizTracer(RecordsChildren):
     """Records the time of every Python call, for Perfetto or ``vizviewer``.
 
     The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
@@ -229,9 +215,6 @@ class VizTracer(Profiler):
   10002, ...
 """
 
-    _of_a_run = (*Profiler._of_a_run, "_children")
-    _children: processes.Children | None = None
-
     def __init__(
         self,
         schedule: Schedule | str | None = None,
@@ -251,14 +234,11 @@ class VizTracer(Profiler):
     ) -> None:
         super().__init__(**shared(locals()))
         needs("VizTracer", "viztracer")
-        check_options(
-            VizTracer, kwargs, _known() if installed("viztracer") else kwargs, "viztracer"
-        )
+        check_options(VizTracer, kwargs, _known(), "viztracer")
         if compress and kwargs.get("log_torch"):
             problem = "cannot hold the operators that log_torch records"
             raise ConfigError("compress", compress, problem, "False")
-        if patch and not processes.SUPPORTED:
-            raise ConfigError("patch", patch, "needs a system with POSIX signals", "False")
+        self.check_supported("patch", patch)
         self.tracer_entries = whole("tracer_entries", tracer_entries, 1, "500000")
         self.patch, self.html = flag("patch", patch), flag("html", html)
         self.options = kwargs
@@ -270,10 +250,12 @@ class VizTracer(Profiler):
 
     @override
     def prepare(self, context: RunContext) -> None:
-        require(self, "viztracer")
         super().prepare(context)
         if self.patch and self._writer is not None:
-            self._record_children(context)
+            options = {key: value for key, value in given(self.options).items() if _is_plain(value)}
+            options.pop("log_torch", None)
+            rank = context.ranks.global_rank
+            self._children = Children(partial(record_child, rank, self.tracer_entries, options))
 
     @property
     @override
@@ -299,7 +281,7 @@ class VizTracer(Profiler):
             start(tracer)
             yield tick
         finally:
-            children = self._children.shut() if self._children is not None else None
+            children = self.shut_children()
         stop(tracer, path)
         trace = _Trace(path, children)
         return Recorded(
@@ -307,26 +289,13 @@ class VizTracer(Profiler):
             dict.fromkeys(self.further_files, trace.draw),
         )
 
-    @override
-    def close(self, context: RunContext, reason: str) -> None:
-        super().close(context, reason)
-        if self._children is not None:
-            self._children.leave()
-            self._children = None
-
-    def _record_children(self, context: RunContext) -> None:
-        plain = {key: value for key, value in given(self.options).items() if _is_plain(value)}
-        plain.pop("log_torch", None)
-        record = partial(record_child, context.ranks.global_rank, self.tracer_entries, plain)
-        self._children = processes.Children(record)
-        context.on_close(self._children.remove)
-
 
 class _Trace:
     """Processes a trace on the worker thread."""
 
-    def __init__(self, path: Path, children: processes.Files | None) -> None:
+    def __init__(self, path: Path, children: Files) -> None:
         self._path, self._children = path, children
+        self._merged = False
 
     def finish(self, compress: bool) -> None:
         self._merge()
@@ -347,10 +316,10 @@ class _Trace:
 
     def _merge(self) -> None:
         """Add the traces of child processes, once."""
-        children, self._children = self._children, None
-        files = [str(path) for path in children.wait().values()] if children is not None else []
-        if files:
-            run_python("-m", _REPORT, "merge", str(self._path), *files)
+        if not self._merged:
+            self._merged = True
+            if files := [str(path) for path in self._children.wait().values()]:
+                run_python("-m", _REPORT, "merge", str(self._path), *files)
 
 
 def _known() -> dict[str, Any]:

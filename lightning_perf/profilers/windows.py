@@ -49,15 +49,9 @@ Recording = Generator[Tick | None, None, Recorded | None]
 
 
 class OpenRecording:
-    """A recording in progress; a process has one at a time.
+    """A recording in progress, started by its construction; a process has one at a time.
 
-    Args:
-        owner: The profiler.
-        recording: From its ``record``; started here.
-        path: The file.
-        stage: The stage of its batches.
-        window: The schedule's window.
-        warmup: Batches before the window begins.
+    ``warmup`` is the number of batches before the window begins.
 
     Raises:
         RecorderBusy: Another recording is in progress.
@@ -96,12 +90,7 @@ class OpenRecording:
             self.batches += 1
 
     def includes(self, window: Hashable | None, most: int) -> bool:
-        """Whether the next batch belongs to this recording.
-
-        Args:
-            window: The schedule's window for that batch.
-            most: The maximum number of batches in a file.
-        """
+        """Whether the next batch, which is in this window, belongs to this recording."""
         warming_up = self.warmup > 0 and window is None
         return warming_up or (self._window == window and self.batches < most)
 
@@ -136,14 +125,9 @@ _MUCH_LONGER = 1_000_000
 
 
 def first_window(schedule: Schedule, moment: Moment) -> str | None:
-    """When the first window would have begun, had training gone on.
+    """When the first window would have begun, had training gone on after ``moment``.
 
-    Args:
-        schedule: A schedule without any window before ``moment``.
-        moment: The end of training.
-
-    Returns:
-        A clause, or None if no window can be foreseen.
+    Returns a clause, or None if no window can be foreseen.
     """
     start = _next_window(schedule, moment)
     if start is not None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 #: The strategy's method that processes a batch, by stage.
-_STEPS = {
+STEPS = {
     "train": "training_step",
     "validate": "validation_step",
     "test": "test_step",
@@ -171,7 +171,7 @@ class FlopMeter:
 
     def _step(self, module: Any, batch: Any) -> Any:
         """Run the stage's step of a module in the precision plugin's context."""
-        step, context = getattr(module, _STEPS[self._stage]), _CONTEXTS[self._stage]
+        step, context = getattr(module, STEPS[self._stage]), _CONTEXTS[self._stage]
         arguments = len(inspect.signature(step).parameters)
         with getattr(self._trainer.precision_plugin, context)():
             return step(*(batch, 0, 0)[:arguments])
@@ -250,7 +250,7 @@ class _StepHooks:
 
     def watch(self, stage: str) -> None:
         """Patch the step method of a stage. Idempotent."""
-        self._steps.wrap(self._strategy, _STEPS[stage], partial(_Step, stage=stage, hooks=self))
+        self._steps.wrap(self._strategy, STEPS[stage], partial(_Step, stage=stage, hooks=self))
 
     def count(self, counter: FlopCounter) -> None:
         """Run the steps and backwards of the current batch under a counter."""

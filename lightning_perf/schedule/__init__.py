@@ -1,11 +1,17 @@
 """Schedules: which batches to record or report."""
 
-from lightning_perf.schedule.base import FOREVER, All, AnyOf, Context, Not, Schedule
-from lightning_perf.schedule.conditions import Elapsed, GlobalRank, HasTag, LocalRank, Stages
-from lightning_perf.schedule.cycles import Cyclic, Fixed
-from lightning_perf.schedule.intervals import Always, At, Every, Never
-from lightning_perf.schedule.parse import as_schedule
-from lightning_perf.schedule.triggers import OnSignal, OnSlowBatch, OnVerdict, Trigger
+from lightning_perf.schedule.base import (
+    FOREVER,
+    All,
+    AnyOf,
+    Context,
+    Not,
+    Schedule,
+    as_schedule,
+)
+from lightning_perf.schedule.conditions import GlobalRank, HasTag, LocalRank, Stages
+from lightning_perf.schedule.intervals import Always, At, Cyclic, Every, Fixed, Never
+from lightning_perf.schedule.triggers import Elapsed, OnSignal, OnSlowBatch, OnVerdict, Trigger
 
 __all__ = [
     "FOREVER",

@@ -1,16 +1,12 @@
-"""Schedules by rank, stage, wall-clock time and MLflow run tag."""
+"""Schedules by rank, stage and MLflow run tag."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from lightning_perf import checks
-from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.errors import ConfigError
-from lightning_perf.schedule.base import FOREVER, Composed, Context, Schedule
-from lightning_perf.schedule.intervals import Latch
-from lightning_perf.schedule.parse import as_schedule
+from lightning_perf.schedule.base import FOREVER, Composed, Context, Schedule, as_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -107,47 +103,6 @@ class Stages(_Constant):
 def _check_world(ranks: list[int], size: int, what: str) -> None:
     if any(rank >= size for rank in ranks):
         raise ConfigError("ranks", ranks, f"is out of range: there are {size} {what}", "0")
-
-
-class Elapsed(Schedule):
-    """True for the first batch, and again whenever the given wall-clock time has passed.
-
-    Args:
-        duration: The time since the last window, as ``600sec`` or ``1h30m``.
-
-    Raises:
-        ConfigError: If the duration is malformed, not positive or in another unit.
-
-    Example:
-        >>> Elapsed("1h30m")
-        Elapsed(duration='5400sec')
-    """
-
-    def __init__(self, duration: Time | str = "10m") -> None:
-        parsed = checks.times("duration", duration, "10m", units={TimeUnit.SECOND})
-        self.duration = str(parsed)
-        self._seconds = parsed.value
-        self._clock = time.monotonic
-        self._due: float | None = None
-        self._windows = 0
-        self._latch = Latch(Time(1, TimeUnit.BATCH))
-
-    def setup(self, context: Context) -> None:
-        """Restart with the clock of the run."""
-        self._clock, self._due = context.clock, None
-        self._latch.reset()
-
-    def observe(self, moment: Moment) -> None:
-        """Open a window if the time has passed."""
-        now = self._clock()
-        if self._due is None or now >= self._due:
-            self._due = now + self._seconds
-            self._windows += 1
-            self._latch.open(self._windows, moment)
-
-    def window(self, moment: Moment) -> Hashable | None:
-        """Return the number of the window."""
-        return self._latch.window(moment)
 
 
 class HasTag(Composed):

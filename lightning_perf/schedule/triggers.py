@@ -1,9 +1,10 @@
-"""Schedules that an event triggers: a slow batch, a verdict or a signal."""
+"""Schedules that an event triggers: time, a slow batch, a verdict or a signal."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
@@ -11,6 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf import checks
+from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.errors import ConfigError, warn
 from lightning_perf.schedule.base import Context, Schedule
 from lightning_perf.schedule.intervals import Latch
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from lightning_perf.core.progress import Moment
-    from lightning_perf.core.time import Time
 
 
 _HISTORY = 100
@@ -57,6 +58,47 @@ class Trigger(Schedule):
             self._windows += 1
             self._latch.open(self._windows, moment, delay=1)
         self._latch.observe(moment)
+
+    def window(self, moment: Moment) -> Hashable | None:
+        """Return the number of the window."""
+        return self._latch.window(moment)
+
+
+class Elapsed(Schedule):
+    """True for the first batch, and again whenever the given wall-clock time has passed.
+
+    Args:
+        duration: The time since the last window, as ``600sec`` or ``1h30m``.
+
+    Raises:
+        ConfigError: If the duration is malformed, not positive or in another unit.
+
+    Example:
+        >>> Elapsed("1h30m")
+        Elapsed(duration='5400sec')
+    """
+
+    def __init__(self, duration: Time | str = "10m") -> None:
+        parsed = checks.times("duration", duration, "10m", units={TimeUnit.SECOND})
+        self.duration = str(parsed)
+        self._seconds = parsed.value
+        self._clock = time.monotonic
+        self._due = -inf
+        self._windows = 0
+        self._latch = Latch(Time(1, TimeUnit.BATCH))
+
+    def setup(self, context: Context) -> None:
+        """Restart with the clock of the run."""
+        self._clock, self._due = context.clock, -inf
+        self._latch.reset()
+
+    def observe(self, moment: Moment) -> None:
+        """Open a window if the time has passed."""
+        now = self._clock()
+        if now >= self._due:
+            self._due = now + self._seconds
+            self._windows += 1
+            self._latch.open(self._windows, moment)
 
     def window(self, moment: Moment) -> Hashable | None:
         """Return the number of the window."""

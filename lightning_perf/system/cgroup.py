@@ -27,13 +27,11 @@ class Cgroup:
 
     def quota(self) -> tuple[float, Callable[[], float]] | None:
         """Return the smallest CPU quota in cores, and a function for the CPU seconds used of it."""
-        found: list[tuple[float, Callable[[], float]]] = []
-        for folder in self._folders("cpu"):
-            if cores := _quota(folder):
-                for file, read in _USED_CPU.items():
-                    if (folder / file).exists():
-                        found.append((cores, lambda folder=folder, read=read: read(folder)))  # type: ignore[misc]
-                        break
+        found = [
+            (cores, used)
+            for folder in self._folders("cpu")
+            if (cores := _quota(folder)) and (used := _used_cpu(folder))
+        ]
         return min(found, key=lambda each: each[0], default=None)
 
     def cpus(self) -> set[int]:
@@ -101,10 +99,13 @@ def _stat(file: Path, name: str) -> float:
     return 0.0
 
 
-_USED_CPU: dict[str, Callable[[Path], float]] = {
-    "cpuacct.usage": lambda folder: (_number(folder / "cpuacct.usage") or 0.0) / 1e9,  # v1
-    "cpu.stat": lambda folder: _stat(folder / "cpu.stat", "usage_usec") / 1e6,  # v2
-}
+def _used_cpu(folder: Path) -> Callable[[], float] | None:
+    """Return a function for the CPU seconds used, if there is a file with them."""
+    v1, v2 = folder / "cpuacct.usage", folder / "cpu.stat"
+    if v1.exists():
+        return lambda: (_number(v1) or 0.0) / 1e9
+    return (lambda: _stat(v2, "usage_usec") / 1e6) if v2.exists() else None
+
 
 #: File of the limit, file of the usage, and name of the droppable part: v2 and v1.
 _MEMORY = (

@@ -27,18 +27,16 @@ PER_GPU = 100
 
 # NVML's bits for the reasons of reduced clocks. Idling and clocks set by the user are not
 # throttling.
-_POWER = 0x04 | 0x80  # power cap, power brake of the supply
-_THERMAL = 0x20 | 0x40  # software, hardware
-_HARDWARE = 0x08  # clocks reduced by half or more
-_OTHER = 0x10  # synchronized with a slower GPU
+_REASONS = {
+    "gpu_throttled": 0xFC,  # any of the following, or synchronized with a slower GPU
+    "gpu_throttled_power": 0x04 | 0x80,  # power cap, power brake of the supply
+    "gpu_throttled_thermal": 0x20 | 0x40,  # software, hardware
+    "gpu_throttled_hardware": 0x08,  # clocks reduced by half or more
+}
 
 
 def gpu_name(index: int, instance: int | None = None) -> str:
-    """The key of a GPU, or of one MIG instance of it.
-
-    Args:
-        index: nvidia-smi's number of the GPU.
-        instance: nvidia-smi's number of the instance within.
+    """The key of a GPU, or of one MIG instance of it, by nvidia-smi's numbers.
 
     Example:
         >>> gpu_name(3), gpu_name(3, 0)
@@ -134,12 +132,7 @@ class Gpu:
 
     def _throttled(self, handle: Any) -> dict[str, float]:
         reasons = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-        kinds = {"power": _POWER, "thermal": _THERMAL, "hardware": _HARDWARE}
-        found = {
-            f"gpu_throttled_{kind}": 100 * bool(reasons & bits) for kind, bits in kinds.items()
-        }
-        any_of = _POWER | _THERMAL | _HARDWARE | _OTHER
-        return {"gpu_throttled": 100 * bool(reasons & any_of), **found}
+        return {name: 100 * bool(reasons & bits) for name, bits in _REASONS.items()}
 
 
 @contextmanager
@@ -153,15 +146,13 @@ def gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[list[
     with _nvml() as nvml:
         if nvml is None and ranks:
             warn("GPUs are not sampled: NVML is missing. Install the package nvidia-ml-py.")
-        yield (
-            [] if nvml is None else [Gpu(nvml, device) for device in _chosen(nvml, visible, ranks)]
-        )
+        yield [Gpu(nvml, device) for device in _chosen(nvml, visible, ranks)]
 
 
 def count_gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> int:
     """How many GPUs `gpus` opens for the same arguments."""
     with _nvml() as nvml:
-        return 0 if nvml is None else len(_chosen(nvml, visible, ranks))
+        return len(_chosen(nvml, visible, ranks))
 
 
 def nvidia_driver() -> str | None:
@@ -191,7 +182,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _chosen(nvml: Any, visible: Sequence[str] | None, ranks: int) -> list[_Device]:
-    devices = list(_devices(nvml))
+    devices = [] if nvml is None else list(_devices(nvml))
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     masked = None if mask is None else [name.strip() for name in mask.split(",")]
     # CUDA and NVML may number GPUs differently, so numbers in the mask are resolved by torch. UUIDs
@@ -219,7 +210,7 @@ def _devices(nvml: Any) -> Iterator[_Device]:
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = _string(nvml.nvmlDeviceGetUUID(handle))
+            uuid = nvml.nvmlDeviceGetUUID(handle)
         except nvml.NVMLError as error:
             warn(f"GPU {index} is not sampled ({describe(error)}).")
             continue
@@ -229,8 +220,8 @@ def _devices(nvml: Any) -> Iterator[_Device]:
         for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             with suppress(nvml.NVMLError):  # no instance with this index
                 instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-                own = _string(nvml.nvmlDeviceGetUUID(instance))
-                yield _Device(instance, gpu_name(index, number), index, (own, uuid))
+                uuids = (nvml.nvmlDeviceGetUUID(instance), uuid)
+                yield _Device(instance, gpu_name(index, number), index, uuids)
 
 
 def _has_mig(nvml: Any, handle: Any) -> bool:
@@ -239,7 +230,3 @@ def _has_mig(nvml: Any, handle: Any) -> bool:
     except nvml.NVMLError:  # not supported
         return False
     return bool(present)
-
-
-def _string(text: str | bytes) -> str:
-    return text.decode() if isinstance(text, bytes) else text

@@ -8,11 +8,58 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from lightning_perf.errors import warn
 from lightning_perf.system.cgroup import Cgroup
-from lightning_perf.system.sampler import Rates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set
+    from collections.abc import Callable, Iterator, Mapping, Set
+
+    from lightning_perf.system.sampler import Sensor
+
+    _Counters = Mapping[Any, Mapping[str, float]]
+
+
+def host_sensors(processes: Set[int]) -> Iterator[Sensor]:
+    """The sensors that are available on this machine, for these and all processes."""
+    makers: list[Callable[[], Sensor]] = [
+        Cpu, Memory, Swap, Network, Disks, lambda: Processes(processes),
+    ]  # fmt: skip
+    for make in makers:
+        try:
+            yield make()
+        except Exception as error:
+            warn(f"a sensor failed to start ({type(error).__name__}: {error}).")
+
+
+class Rates:
+    """Rates from counters that only grow, summed over the devices that have them.
+
+    A device counts from its second reading on. A counter that fell has wrapped or was reset:
+    what it stands for has no rate in that interval.
+
+    Example:
+        >>> rates = Rates()
+        >>> rates({"sda": {"iops": 30}}, now=0.0), rates({"sda": {"iops": 50}}, now=2.0)
+        ({}, {'iops': 10.0})
+    """
+
+    def __init__(self) -> None:
+        self._last: _Counters = {}
+        self._then = 0.0
+
+    def __call__(self, counters: _Counters, now: float) -> dict[str, float]:
+        """Return by name what was counted per second since the last reading."""
+        last, seconds = self._last, now - self._then
+        self._last, self._then = counters, now
+        common = [device for device in counters if device in last]
+        if not common or seconds <= 0:
+            return {}
+        rates = {}
+        for name in counters[common[0]]:
+            grown = [counters[device][name] - last[device][name] for device in common]
+            if min(grown) >= 0:
+                rates[name] = sum(grown) / seconds
+        return rates
 
 
 #: Maximum share of time spent on listing child processes, which reads all processes.
@@ -20,18 +67,14 @@ _SHARE = 0.01
 
 
 class Processes:
-    """Memory and CPU time of processes and their descendants.
-
-    Args:
-        roots: Ids of the processes. The set may grow later.
-    """
+    """Memory and CPU time of processes, whose set may grow, and their descendants."""
 
     name = "processes"
 
     def __init__(self, roots: Set[int]) -> None:
         self._roots = roots
         self._tree: dict[int, psutil.Process] = {}
-        self._rates = Rates[int]()
+        self._rates = Rates()
         self._peak = 0.0
         self._listed, self._until = 0, 0.0
 
@@ -90,14 +133,18 @@ class Cpu:
         cgroup = cgroup or Cgroup()
         self._quota = cgroup.quota()
         self._cpus = cgroup.cpus()
-        self._rates = Rates[str]()
+        self._rates = Rates()
         self._last: Times = {}
 
     def __call__(self, now: float, /) -> dict[str, float]:
         """Return percentages since the last call."""
         times = self._times()
         last, self._last = self._last or times, times
-        spent = {cpu: _difference(times[cpu], last[cpu]) for cpu in times if cpu in last}
+        spent = {
+            cpu: [now - then for now, then in zip(times[cpu], last[cpu], strict=True)]
+            for cpu in times
+            if cpu in last
+        }
         spent = {cpu: each for cpu, each in spent.items() if sum(each) > 0 and min(each) >= 0}
         total = sum(sum(each) for each in spent.values())
         if not total:
@@ -131,12 +178,6 @@ def _split(times: Any) -> tuple[float, float, float]:
     return sum(times) - guests - waited - idle, waited, idle
 
 
-def _difference(
-    now: tuple[float, float, float], then: tuple[float, float, float]
-) -> tuple[float, float, float]:
-    return now[0] - then[0], now[1] - then[1], now[2] - then[2]
-
-
 class Memory:
     """Free memory in bytes: of the machine or below the container's limit, whichever is smaller."""
 
@@ -167,7 +208,7 @@ class Network:
     name = "network"
 
     def __init__(self) -> None:
-        self._rates = Rates[str]()
+        self._rates = Rates()
 
     def __call__(self, now: float, /) -> dict[str, float]:
         """Return rates since the last call."""
@@ -187,7 +228,7 @@ class Disks:
     name = "disks"
 
     def __init__(self) -> None:
-        self._rates = Rates[str]()
+        self._rates = Rates()
 
     def __call__(self, now: float, /) -> dict[str, float]:
         """Return rates since the last call."""
@@ -206,9 +247,7 @@ class Disks:
 def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:
     """Whether a block device is a physical disk, and not a partition or a virtual device.
 
-    Args:
-        disk: Name of the device, such as ``sda`` or ``sda1``.
-        blocks: Linux's list of disks. On other systems psutil lists physical disks only.
+    ``blocks`` is Linux's list of disks. On other systems psutil lists physical disks only.
     """
     # A "!" stands for the slash of names such as cciss/c0d0.
     return not blocks.exists() or (blocks / disk.replace("/", "!") / "device").exists()

@@ -8,13 +8,13 @@ import weakref
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from lightning_perf.errors import describe, warn
 from lightning_perf.system.gpus import gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
     from contextlib import AbstractContextManager
 
     _Open = Callable[[set[int]], AbstractContextManager[Sequence["Sensor"]]]
@@ -29,8 +29,6 @@ HOST = (
     "process_rss", "process_cpu",
 )  # fmt: skip
 
-Device = TypeVar("Device")
-
 
 class Sensor(Protocol):
     """Something that can be sampled repeatedly."""
@@ -41,81 +39,8 @@ class Sensor(Protocol):
         ...
 
     def __call__(self, now: float, /) -> Mapping[str, float]:
-        """Return values by name: current values, and rates since the last call.
-
-        Args:
-            now: The current time in seconds.
-        """
+        """Return values by name: current values, and rates since the last call."""
         ...
-
-
-class Rates(Generic[Device]):
-    """Rates from counters that only grow, summed over the devices that have them.
-
-    A device counts from its second reading on. A counter that fell has wrapped or was reset:
-    what it stands for has no rate in that interval.
-
-    Example:
-        >>> rates = Rates()
-        >>> rates({"sda": {"iops": 30}}, now=0.0), rates({"sda": {"iops": 50}}, now=2.0)
-        ({}, {'iops': 10.0})
-    """
-
-    def __init__(self) -> None:
-        self._last: Mapping[Device, Mapping[str, float]] = {}
-        self._then = 0.0
-
-    def __call__(
-        self, counters: Mapping[Device, Mapping[str, float]], now: float
-    ) -> dict[str, float]:
-        """Take a reading.
-
-        Args:
-            counters: By device and name.
-            now: When they were read, in seconds.
-
-        Returns:
-            By name, what was counted a second since the last reading.
-        """
-        last, seconds = self._last, now - self._then
-        self._last, self._then = counters, now
-        common = [device for device in counters if device in last]
-        if not common or seconds <= 0:
-            return {}
-        rates = {}
-        for name in counters[common[0]]:
-            grown = [counters[device][name] - last[device][name] for device in common]
-            if min(grown) >= 0:
-                rates[name] = sum(grown) / seconds
-        return rates
-
-
-class TimeWeighted:
-    """Sums over time of what was sampled; safe between two threads.
-
-    Example:
-        >>> sums = TimeWeighted()
-        >>> sums.add({"load": 10.0}, seconds=3.0)
-        >>> sums.add({"load": 50.0}, seconds=1.0)
-        >>> sums.totals()
-        {'load': (80.0, 4.0)}
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._totals: dict[str, tuple[float, float]] = {}
-
-    def add(self, figures: Mapping[str, float], seconds: float) -> None:
-        """Add values that held for some seconds."""
-        with self._lock:
-            for name, value in figures.items():
-                total, time = self._totals.get(name, (0.0, 0.0))
-                self._totals[name] = total + value * seconds, time + seconds
-
-    def totals(self) -> dict[str, tuple[float, float]]:
-        """By name, the sum of value x seconds, and the seconds."""
-        with self._lock:
-            return dict(self._totals)
 
 
 #: Seconds that the end of a run waits for the thread.
@@ -128,31 +53,16 @@ Mailbox = SimpleQueue[Event | None]
 def node_sensors(
     processes: Set[int], visible: Sequence[str] | None = None, ranks: int = 0
 ) -> Iterator[list[Sensor]]:
-    """Open the sensors that are available on this node.
-
-    Args:
-        processes: Ids of this job's processes on this node.
-        visible: See `lightning_perf.system.gpus.gpus`.
-        ranks: See `lightning_perf.system.gpus.gpus`.
-    """
-    with gpus(visible, ranks) as devices:
-        yield [*_host_sensors(processes), *devices]
-
-
-def _host_sensors(processes: Set[int]) -> Iterator[Sensor]:
+    """Open the sensors of this node, this job's processes, and the GPUs as `gpus` selects them."""
+    host: Iterable[Sensor] = ()
     try:
-        from lightning_perf.system.host import Cpu, Disks, Memory, Network, Processes, Swap
+        from lightning_perf.system.host import host_sensors
+
+        host = host_sensors(processes)
     except ImportError:
         warn("CPU, memory, network and disks are not sampled. Install the package psutil.")
-        return
-    makers: list[Callable[[], Sensor]] = [
-        Cpu, Memory, Swap, Network, Disks, lambda: Processes(processes),
-    ]  # fmt: skip
-    for make in makers:
-        try:
-            yield make()
-        except Exception as error:
-            warn(f"a sensor failed to start ({type(error).__name__}: {error}).")
+    with gpus(visible, ranks) as devices:
+        yield [*host, *devices]
 
 
 class Sampler:
@@ -172,13 +82,11 @@ class Sampler:
         >>> sampler.unsubscribe("me")
     """
 
-    def __init__(
-        self,
-        open_sensors: _Open = node_sensors,
-    ) -> None:
+    def __init__(self, open_sensors: _Open = node_sensors) -> None:
         self._open_sensors = open_sensors
         self._intervals: dict[str, float] = {}
-        self._sums = TimeWeighted()
+        self._lock = Lock()  # of the sums, which both threads use
+        self._sums: dict[str, tuple[float, float]] = {}
         self._mailbox: Mailbox | None = None
         self._thread: Thread | None = None
         self._failed = False
@@ -188,12 +96,7 @@ class Sampler:
         self.latest: dict[str, float] = {}
 
     def subscribe(self, name: str, interval: float) -> None:
-        """Sample at least this often; the first subscriber starts the thread.
-
-        Args:
-            name: The subscriber's.
-            interval: Seconds between samples; the shortest of all subscribers' is used.
-        """
+        """Sample at least every ``interval`` seconds; the first subscriber starts the thread."""
         self._intervals = {**self._intervals, name: interval}
         if self._mailbox is None and not self._failed:
             mailbox: Mailbox = SimpleQueue()
@@ -225,17 +128,11 @@ class Sampler:
 
     def totals(self) -> dict[str, tuple[float, float]]:
         """By name, the sum of value x seconds since sampling began, and the seconds."""
-        return self._sums.totals()
+        with self._lock:
+            return dict(self._sums)
 
     def refresh(self, timeout: float) -> bool:
-        """Have a sample taken now.
-
-        Args:
-            timeout: Seconds to wait for it at most.
-
-        Returns:
-            Whether it came in time.
-        """
+        """Have a sample taken now, and return whether it came within ``timeout`` seconds."""
         if self._mailbox is None:
             return False
         done = Event()
@@ -248,14 +145,12 @@ class Sampler:
         return min(self._intervals.values(), default=1.0)
 
     def receive(self, figures: Mapping[str, float], seconds: float) -> None:
-        """Record what a sensor measured; called by the thread.
-
-        Args:
-            figures: By name.
-            seconds: How long they held.
-        """
+        """Record values that held for some seconds; called by the thread."""
         self.latest.update(figures)
-        self._sums.add(figures, seconds)
+        with self._lock:
+            for name, value in figures.items():
+                total, held = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = total + value * seconds, held + seconds
 
 
 def _run(

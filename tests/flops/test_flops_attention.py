@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_perf.flops.registry import FORMULAS
+from lightning_perf.flops.operators import FORMULAS
 
 B, HEADS, KV_HEADS, QUERIES, KEYS, WIDTH, VALUES = 2, 8, 2, 5, 7, 16, 24
 FORWARD = 2 * B * HEADS * QUERIES * KEYS * (WIDTH + VALUES)

@@ -226,18 +226,6 @@ def test_training_is_the_same_bit_for_bit():
     assert hooks == counted_hooks
 
 
-def test_second_derivatives():
-    """A gradient penalty, whose backward is differentiated, is counted and unchanged."""
-    layer, x = nn.Linear(8, 4, bias=False), torch.randn(6, 8, requires_grad=True)
-
-    def step():
-        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-        grad.sum().backward()
-
-    # Forward 1, its gradient 1; then the gradients of both: two products each.
-    assert total(step) == (2 + 4) * 2 * 6 * 8 * 4
-
-
 def test_uncounted_operators_are_named():
     """Transforms, decompositions, sparse products and custom operators are named."""
 

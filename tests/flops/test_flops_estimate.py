@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_perf.flops import peak_flops
-from lightning_perf.flops.peak import estimate_from_properties
+from lightning_perf.flops.peaks import estimate_from_properties
 
 
 @pytest.mark.parametrize(

@@ -109,15 +109,6 @@ def test_a_mixture_of_experts(top_k):
     assert count(lambda: model(IDS).backward()).model == {"float32": 3 * (forward + OUTPUT)}
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_language_model(reentrant):
-    """Checkpoints add the forward of the layers to the hardware FLOPs only."""
-    model = Language(Layer(), Layer(), reentrant=reentrant)
-    counts = count(lambda: model(IDS).backward())
-    assert counts.model_flops == 3 * (2 * layer_forward() + OUTPUT)
-    assert counts.hardware_flops == counts.model_flops + 2 * layer_forward()
-
-
 def test_a_frozen_backbone():
     """Layers below the first trainable one cost only their forward."""
     model = Language(Layer(), Layer(), Layer())
@@ -141,64 +132,6 @@ def test_a_converted_model(dtype):
     assert count(lambda: model(IDS).backward()).model == {str(dtype)[6:]: expected}
 
 
-def test_autocast():
-    """Under autocast all products, also in backward, are in bfloat16."""
-    model = Language(Layer())
-
-    def step():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(IDS)
-        loss.backward()
-
-    assert count(step).model == {"bfloat16": 3 * (layer_forward() + OUTPUT)}
-
-
-class Separable(nn.Module):
-    """Depthwise, grouped and pointwise convolutions, as in small vision models."""
-
-    def __init__(self):
-        super().__init__()
-        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
-        self.grouped = nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=4)
-        self.pointwise = nn.Conv2d(16, 12, 1)
-        self.norm = nn.BatchNorm2d(12)
-
-    def forward(self, x):
-        return self.norm(self.pointwise(self.grouped(self.depthwise(x)))).relu()
-
-
-def test_a_net_of_separable_convolutions():
-    """Every filter costs its own channels; the images have no gradient."""
-    depthwise, grouped, pointwise = 8 * 64 * 9, 16 * 16 * 2 * 9, 12 * 16 * 16
-    expected = 2 * 2 * (2 * depthwise + 3 * grouped + 3 * pointwise)
-    model, x = Separable(), torch.randn(2, 8, 8, 8)
-    assert count(lambda: model(x).sum().backward()).model == {"float32": expected}
-
-
-class Reader(nn.Module):
-    """Embedding, LSTM, GRU and a classifier of the last state."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, 8)
-        self.lstm, self.gru = nn.LSTM(8, 12, batch_first=True), nn.GRU(12, 10, batch_first=True)
-        self.output = nn.Linear(10, 5)
-
-    def forward(self, ids):
-        states, _ = self.gru(self.lstm(self.tokens(ids))[0])
-        return self.output(states[:, -1]).sum()
-
-
-def test_a_recurrent_reader():
-    """All gates of every step; the zero state of the GRU needs no gradient."""
-    model = Reader()
-    lstm, output = 2 * B * T * 4 * 12 * (8 + 12), 2 * B * 10 * 5
-    inputs, states = 2 * B * T * 3 * 10 * 12, 2 * B * T * 3 * 10 * 10
-    first_state = 2 * B * 3 * 10 * 10
-    expected = 3 * (lstm + inputs + states + output) - first_state
-    assert count(lambda: model(IDS).backward()).model_flops == expected
-
-
 def test_a_gradient_penalty():
     """Each product of the forward and the backward is differentiated."""
     first, second = nn.Linear(8, 16, bias=False), nn.Linear(16, 1, bias=False)
@@ -213,15 +146,3 @@ def test_a_gradient_penalty():
     # Forward; gradient of the data; and both gradients of each of these four products, of which
     # the one by the constant in front of the second layer is not needed.
     assert count(step).model_flops == 2 * (one + two) + 4 * one + 3 * two
-
-
-@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
-def test_inference(context):
-    """Without gradients a language model costs its forward, one third of training."""
-    model = Language(Layer(2), Layer(2)).eval()
-
-    def step():
-        with context():
-            model(IDS)
-
-    assert count(step).model_flops == 2 * layer_forward(2) + OUTPUT

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_perf.flops import operators as ops
-from lightning_perf.flops.registry import FORMULAS
+from lightning_perf.flops.operators import FORMULAS
 
 
 def meta(*shape, dtype=torch.float32):

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from lightning_perf.flops.operators import added_product, product
-from lightning_perf.flops.registry import FORMULAS, Kind, classify, is_composite
+from lightning_perf.flops.operators import (
+    FORMULAS,
+    Kind,
+    added_product,
+    classify,
+    is_composite,
+    product,
+)
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from helpers.small import Records, Small, ours, trainer
 
 from lightning_perf import ConfigError, PerfWarning, Profiler, Suite, VizTracer
 from lightning_perf.profilers.base import shared
-from lightning_perf.profilers.conflicts import python_profiler, refuse_python_profiler
+from lightning_perf.profilers.tools import python_profiler, refuse_python_profiler
 from lightning_perf.profilers.windows import Recorded, Recording
 
 if TYPE_CHECKING:

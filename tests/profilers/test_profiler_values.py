@@ -25,46 +25,26 @@ from lightning_perf import (
     VizTracer,
 )
 from lightning_perf.profilers import viztracer
-from lightning_perf.profilers.conflicts import python_profiler
+from lightning_perf.profilers.tools import python_profiler
 
 
 @pytest.mark.parametrize(
     ("profiler", "option", "value"),
     [
-        (VizTracer, "tracer_entries", 0),
-        (VizTracer, "tracer_entries", -1),
-        (VizTracer, "tracer_entries", 2.5),
         (VizTracer, "max_stack_depth", "x"),
         (VizTracer, "min_duration", "x"),
         (VizTracer, "log_gc", "no"),
-        (VizTracer, "patch", "no"),
-        (VizTracer, "html", "no"),
-        (VizTracer, "batches_per_trace", 1.5),
-        (VizTracer, "batches_per_trace", "20"),
-        (VizTracer, "batches_per_trace", 0),
         (Memray, "memory_interval_ms", "a"),
         (Memray, "memory_interval_ms", 0),
         (Memray, "file_format", "aggregated"),
         (Memray, "file_format", 1),
         (Memray, "trace_python_allocators", "no"),
-        (Memray, "compress", "no"),
-        (Memray, "overwrite", "no"),
-        (Memray, "flamegraph", "no"),
-        (Memray, "native_traces", "no"),
-        (Memray, "follow_fork", "no"),
-        (Memray, "summary", "no"),
         (PyTorch, "with_modules", "maybe"),
-        (PyTorch, "with_stack", "no"),
-        (PyTorch, "with_flops", "no"),
-        (PyTorch, "record_shapes", "no"),
-        (PyTorch, "profile_memory", "no"),
-        (PyTorch, "key_averages", "no"),
-        (MemorySnapshot, "max_entries", "a"),
-        (MemorySnapshot, "max_entries", 0),
-        (MemorySnapshot, "html", "no"),
     ],
 )
-def test_a_bad_value_is_refused_at_construction(profiler: Any, option: str, value: Any) -> None:
+def test_a_bad_option_of_a_tool_is_refused_at_construction(
+    profiler: Any, option: str, value: Any
+) -> None:
     """The error has the option, its value and a valid example."""
     with pytest.raises(ConfigError, match="Try ") as caught:
         profiler(**{option: value})
@@ -139,8 +119,8 @@ def test_every_flag_and_number_is_checked(kind: Any) -> None:
     assert {"overwrite", "compress", "num_traces_to_keep", "batches_per_trace"} <= set(defaults)
     for name, value in defaults.items():
         counts = isinstance(value, int) and not isinstance(value, bool)
-        for wrong in (True, "5", 1.5, -2) if counts else ("no", 1, 0):
-            with pytest.raises(ConfigError) as caught:
+        for wrong in (True, "x", 1.5, -2) if counts else ("no", 1, 0):
+            with pytest.raises(ConfigError, match="Try ") as caught:
                 kind(**{name: wrong})
             assert caught.value.field == name
 

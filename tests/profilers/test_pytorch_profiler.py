@@ -25,9 +25,7 @@ from lightning_perf import (
     ConfigError,
     Cyclic,
     Every,
-    Fixed,
     Moment,
-    Never,
     PerfWarning,
     PyTorch,
     Schedule,
@@ -45,11 +43,7 @@ def fit(folder: Path, profiler: PyTorch, **options: Any) -> dict[str, dict[str, 
     [
         (None, {"rank0.5": [1, 2, 3, 4]}),
         (Cyclic(warmup=2, active=2, repeat=2), {"rank0.4": [2, 3], "rank0.8": [6, 7]}),
-        (Fixed(warmup_steps=0, active_steps=2), {"rank0.2": [0, 1]}),
-        (Fixed(warmup_steps=14, active_steps=5), {"rank0.16": [14, 15]}),
-        ("every 6ba for 2ba", {"rank0.8": [6, 7], "rank0.14": [12, 13]}),
         (Every("20sp", lasting="1ba"), {"rank0.6": [5], "rank0.11": [10], "rank0.16": [15]}),
-        (Never(), {}),
     ],
     ids=str,
 )
@@ -75,26 +69,6 @@ def test_uncompressed_traces_keep_their_name(tmp_path: Path) -> None:
     (path,) = left_in(tmp_path / "records-version_0" / "torch_traces")
     assert path.name == "rank0.2.pt.trace.json"
     assert json.loads(path.read_text())["traceEvents"]
-
-
-def test_other_stages_have_subfolders(tmp_path: Path) -> None:
-    """Validation inside of fit, test and predict write to subfolders."""
-    profiler = PyTorch(schedule="first 2ba")
-    run = trainer(tmp_path, profiler, logger=Records(), limit_val_batches=4)
-    model = Small()
-    run.fit(model)
-    run.test(model, verbose=False)
-    run.predict(model)
-    found = traces(tmp_path / "records-version_0" / "torch_traces")
-    assert sorted(found) == [
-        f"{folder}rank0.2.pt.trace.json.gz" for folder in ("predict/", "", "test/", "validate/")
-    ]
-    assert {name: trace["stage"] for name, trace in found.items()} == {
-        "rank0.2.pt.trace.json.gz": "train",
-        "validate/rank0.2.pt.trace.json.gz": "validate",
-        "test/rank0.2.pt.trace.json.gz": "test",
-        "predict/rank0.2.pt.trace.json.gz": "predict",
-    }
 
 
 def test_saved_traces_lists_the_latest_by_rank(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from lightning_perf import (
     PyTorch,
     VizTracer,
 )
-from lightning_perf.profilers.conflicts import python_profiler
+from lightning_perf.profilers.tools import python_profiler
 
 
 def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -152,33 +152,6 @@ def test_an_unknown_option_gets_a_suggestion(option: str, expected: str) -> None
     with pytest.raises(ConfigError) as caught:
         VizTracer(**{option: True})
     assert expected in str(caught.value)
-
-
-def test_a_missing_package_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error has the command that installs it."""
-    monkeypatch.setattr("lightning_perf.profilers.tools.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs viztracer.*pip install viztracer"):
-        fit(tmp_path, VizTracer())
-
-
-def test_a_file_contains_only_batches_of_its_window(tmp_path: Path) -> None:
-    """Calls of other batches are not in the file."""
-
-    class Telling(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            getattr(self, f"batch_{'even' if batch_idx % 2 == 0 else 'odd'}")()
-            return super().training_step(batch, batch_idx)
-
-        def batch_even(self) -> None: ...
-
-        def batch_odd(self) -> None: ...
-
-    found = fit(tmp_path, VizTracer(schedule="every 4ba for 1ba"), model=Telling())
-    assert len(found) == 3
-    for events in found.values():
-        assert (calls(events, "batch_even"), calls(events, "batch_odd")) == (1, 0)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])

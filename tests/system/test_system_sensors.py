@@ -10,10 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_perf.system import gpu_key, gpu_number
+from lightning_perf.system import Sampler, gpu_key, gpu_number
 from lightning_perf.system.cgroup import Cgroup
-from lightning_perf.system.host import Cpu, Disks, Memory, Network, physical
-from lightning_perf.system.sampler import Rates, TimeWeighted
+from lightning_perf.system.host import Cpu, Disks, Memory, Network, Rates, physical
 
 Patch = pytest.MonkeyPatch
 GB = 10**9
@@ -24,7 +23,7 @@ GB = 10**9
 
 def test_rates_use_the_exact_elapsed_time() -> None:
     """Twice the time for the same difference gives half the rate."""
-    rates = Rates[str]()
+    rates = Rates()
     assert rates({"eth0": {"sent": 100}}, 10.0) == {}
     assert rates({"eth0": {"sent": 400}}, 11.5) == {"sent": 200}
     assert rates({"eth0": {"sent": 700}}, 14.5) == {"sent": 100}
@@ -32,7 +31,7 @@ def test_rates_use_the_exact_elapsed_time() -> None:
 
 def test_a_decreasing_counter_has_no_rate_in_that_interval() -> None:
     """After a wrap or reset, only that figure is skipped, once."""
-    rates = Rates[str]()
+    rates = Rates()
     rates({"sda": {"read": 4_000_000_000, "write": 0}}, 0.0)
     assert rates({"sda": {"read": 10, "write": 5}}, 1.0) == {"write": 5}
     assert rates({"sda": {"read": 40, "write": 5}}, 2.0) == {"read": 30, "write": 0}
@@ -40,7 +39,7 @@ def test_a_decreasing_counter_has_no_rate_in_that_interval() -> None:
 
 def test_devices_come_and_go_without_a_spike() -> None:
     """Neither the first value nor the disappearance of a device counts as traffic."""
-    rates = Rates[str]()
+    rates = Rates()
     rates({"eth0": {"sent": 10}}, 0.0)
     assert rates({"eth0": {"sent": 20}, "usb0": {"sent": 10**12}}, 1.0) == {"sent": 10}
     assert rates({"eth0": {"sent": 30}, "usb0": {"sent": 10**12 + 7}}, 2.0) == {"sent": 17}
@@ -50,11 +49,11 @@ def test_devices_come_and_go_without_a_spike() -> None:
 
 def test_totals_weigh_by_time() -> None:
     """A long interval counts for more than a short one; a first reading has held for no time."""
-    sums = TimeWeighted()
-    sums.add({"util": 100.0, "first": 1.0}, 0.0)
+    sums = Sampler()
+    sums.receive({"util": 100.0, "first": 1.0}, 0.0)
     assert sums.totals() == {"util": (0.0, 0.0), "first": (0.0, 0.0)}
-    sums.add({"util": 100.0}, 9.0)
-    sums.add({"util": 0.0, "late": 5.0}, 1.0)
+    sums.receive({"util": 100.0}, 9.0)
+    sums.receive({"util": 0.0, "late": 5.0}, 1.0)
     assert sums.totals() == {"util": (900.0, 10.0), "first": (0.0, 0.0), "late": (5.0, 1.0)}
 
 

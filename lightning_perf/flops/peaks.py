@@ -1,21 +1,136 @@
-"""Resolves the peak FLOP/s of a device: given, from the table, estimated or measured."""
+"""Peak FLOP/s of devices by dtype, without sparsity: given, from a table, estimated or measured.
+
+The table is ``device_peaks.json``. Peaks are those of the matrix units of one device as ``torch``
+sees it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import platform
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops.devices import COLUMNS, lookup, peak_flops
 from lightning_perf.flops.measure import BUDGET_SECONDS, measure_peak
 
+#: The column of the table for each dtype.
+COLUMNS = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8",
+    "float8_e4m3fnuz": "fp8",
+    "float8_e5m2": "fp8",
+    "float8_e5m2fnuz": "fp8",
+    "int8": "int8",
+    "uint8": "int8",
+    "float4_e2m1fn_x2": "fp4",
+}
+_MOBILE = re.compile(r"laptop|max-?q|mobile", re.IGNORECASE)
+# A MIG slice has the name of the whole device.
+_SLICE = re.compile(r"\bMIG\b")
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePeaks:
+    """Peak FLOP/s of one device model; None if unsupported or unknown."""
+
+    name: str
+    #: Regular expressions; the name of the device matches at least one.
+    patterns: tuple[str, ...]
+    fp64: float | None
+    #: Without the matrix units, if different.
+    fp64_vector: float | None
+    fp32: float | None
+    tf32: float | None
+    fp16: float | None
+    bf16: float | None
+    fp8: float | None
+    int8: float | None
+    fp4: float | None
+    #: Where the values come from.
+    source: str
+    #: Quality of the source: ``datasheet``, ``derived`` from units and clock, or ``secondary`` for
+    #: third-party sources; or which of these applies to which value.
+    confidence: str
+    note: str = ""
+
+    def matches(self, device_name: str) -> bool:
+        """Whether a device name is of this model. Laptop and desktop models differ."""
+        if _SLICE.search(device_name):
+            return False
+        if _MOBILE.search(device_name) and not _MOBILE.search(self.name):
+            return False
+        return any(re.search(pattern, device_name, re.IGNORECASE) for pattern in self.patterns)
+
+
+@cache
+def table() -> tuple[DevicePeaks, ...]:
+    """Return all known devices in the order of matching."""
+    text = resources.files(__package__).joinpath("device_peaks.json").read_text("utf-8")
+    known = {field.name for field in fields(DevicePeaks)} - {"patterns"}
+    return tuple(
+        DevicePeaks(
+            name=name,
+            patterns=tuple(row["patterns"]),
+            **{key: value for key, value in row.items() if key in known},
+        )
+        for name, row in json.loads(text).items()
+    )
+
+
+def lookup(device_name: str) -> DevicePeaks | None:
+    """Return the table entry of a device.
+
+    Args:
+        device_name: The result of ``torch.cuda.get_device_name``.
+
+    Returns:
+        The first match, or None if the device is not in the table.
+
+    Example:
+        >>> lookup("NVIDIA A100-SXM4-40GB").bf16 / 1e12
+        312.0
+    """
+    return next((peaks for peaks in table() if peaks.matches(device_name)), None)
+
+
+def peak_flops(device_name: str, dtype: str, tf32: bool = False) -> float | None:
+    """Return the peak of a device for matrix products of one dtype, in FLOP/s.
+
+    Args:
+        device_name: The result of ``torch.cuda.get_device_name``.
+        dtype: Operand dtype, such as ``"bfloat16"``.
+        tf32: Whether float32 products use TensorFloat-32 if the device supports it.
+
+    Returns:
+        The peak, or None if unknown.
+
+    Example:
+        >>> peak_flops("NVIDIA A100-SXM4-40GB", "float32", tf32=True) / 1e12
+        156.0
+    """
+    peaks = lookup(device_name)
+    column = COLUMNS.get(dtype)
+    if peaks is None or column is None:
+        return None
+    if column == "fp32" and tf32 and peaks.tf32 is not None:
+        return peaks.tf32
+    value: float | None = getattr(peaks, column)
+    return value
+
+
 # Dense FLOPs per clock and multiprocessor by compute capability, from NVIDIA's architecture white
-# papers. `_all_rates` derives the others from the 16-bit rate.
+# papers. `_all_rates` derives the other dtypes from the 16-bit rate.
 _RATES: dict[tuple[int, int], dict[str, int]] = {
     (6, 0): {"fp64": 64, "fp32": 128, "fp16": 256},
     (6, 1): {"fp64": 8, "fp32": 256, "int8": 1024},
@@ -43,16 +158,7 @@ def estimate_from_properties(
 ) -> float | None:
     """Estimate the dense peak of an NVIDIA device in FLOP/s: multiprocessors x clock x rate.
 
-    Args:
-        sm_count: Number of multiprocessors.
-        clock_hz: Maximum clock in hertz.
-        capability: Compute capability, such as ``(8, 0)``.
-        dtype: Operand dtype, such as ``"bfloat16"``.
-        tf32: Whether float32 products use TensorFloat-32 if the device supports it.
-        geforce: Whether it is a GeForce, whose tensor cores run at a reduced rate.
-
-    Returns:
-        The estimate, or None if the capability is unknown or does not support the dtype.
+    Returns None if the capability, such as ``(8, 0)``, is unknown or does not support the dtype.
 
     Example:
         >>> round(estimate_from_properties(108, 1.41e9, (8, 0), "bfloat16") / 1e12)
@@ -117,29 +223,21 @@ def resolve_peak(
     """Return the peak of a device: the given one, else from the table, else an estimate.
 
     A CPU is measured, and so is any device with ``given="measure"``. For float32 on CUDA the peak
-    is that of TensorFloat-32 if it is enabled.
-
-    Args:
-        device: The device.
-        dtype_name: Operand dtype, such as ``"bfloat16"``.
-        given: None, ``"measure"``, or FLOP/s of one device.
-
-    Returns:
-        The peak, or None if it is unknown.
-
-    Raises:
-        ConfigError: If ``given`` is not valid.
+    is that of TensorFloat-32 if it is enabled. None if the peak is unknown.
 
     Example:
         >>> resolve_peak(torch.device("cuda"), "bfloat16", given=312e12)
         Peak(value=312000000000000.0, source='given')
     """
-    check_peak(given)
     if given == "measure" or (given is None and device.type == "cpu"):
         return measured_peak(device, dtype_name)
     if given is not None:
         return Peak(float(given), "given")
-    return _from_table(device, dtype_name) or _estimated(device, dtype_name)
+    name = device_name(device)
+    value, peaks = peak_flops(name, dtype_name, tf32=tf32_is_on()), lookup(name)
+    if value is not None and peaks is not None:
+        return Peak(value, f"table: {peaks.name} ({peaks.confidence})")
+    return _estimated(device, dtype_name)
 
 
 def measured_peak(
@@ -165,15 +263,6 @@ def measured_peak(
         return None
     value = measure_peak(dtype, device, budget_seconds)
     return None if value is None else Peak(value, "measured")
-
-
-def _from_table(device: torch.device, dtype_name: str) -> Peak | None:
-    name = device_name(device)
-    value = peak_flops(name, dtype_name, tf32=tf32_is_on())
-    peaks = lookup(name)
-    if value is None or peaks is None:
-        return None
-    return Peak(value, f"table: {peaks.name} ({peaks.confidence})")
 
 
 def cuda_devices() -> tuple[str | None, list[str]]:
