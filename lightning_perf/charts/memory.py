@@ -58,27 +58,14 @@ class Timeline:
 def of_points(times: Sequence[int], sizes: Sequence[Sequence[int]]) -> Timeline:
     """A timeline of what ``export_memory_timeline`` of torch.profiler writes.
 
-    Args:
-        times: Microseconds, ascending.
-        sizes: Bytes by category, after a zero.
-
-    Example:
-        >>> parameters = [0, 512, 0, 0, 0, 0, 0, 0, 0]
-        >>> timeline = of_points([10, 20], [parameters, [0, 512, 0, 0, 0, 64, 0, 0, 0]])
-        >>> dict(zip(timeline.categories, timeline.sizes[timeline.peak]))["Activation"]
-        64
+    Its times are microseconds; its sizes are bytes by category, after a zero.
     """
     # Torch estimates what was allocated before the recording, so that a sum may be negative.
     return Timeline(times, [[max(size, 0) for size in row[1:]] for row in sizes], CATEGORIES)
 
 
 def of_events(events: Iterable[Event], device: str) -> Timeline:
-    """A timeline of the allocations in a trace, which have no category.
-
-    Args:
-        events: Of a trace that was recorded with ``profile_memory=True``.
-        device: A torch device, such as ``cpu`` or ``cuda:0``.
-    """
+    """A timeline of the allocations of a device, such as ``cuda:0``, in a trace: no categories."""
     kind, _, number = device.partition(":")
     points = sorted(
         (event["ts"], max(event["args"]["Total Allocated"], 0))
@@ -102,7 +89,7 @@ def memory_areas(timeline: Timeline) -> Areas:
     span = (timeline.times[-1] - start) / 1e6 or 1e-6
     most, sizes, width = sum(timeline.sizes[peak]), _windows(timeline), span / _WINDOWS
     scale, unit = time_unit(span)
-    at_peak = bytes_text(most), duration((timeline.times[peak] - start) / 1e6)
+    when = duration((timeline.times[peak] - start) / 1e6)
     return Areas(
         edges=[width * window for window in range(_WINDOWS + 1)],
         windows=[f"{width * window * scale:.3f} {unit}" for window in range(_WINDOWS)],
@@ -123,8 +110,8 @@ def memory_areas(timeline: Timeline) -> Areas:
         x_label=f"time in {unit}",
         y_label="",
         legend=("at the peak", "memory", "share"),
-        summary=f"Peak {at_peak[0]}, {at_peak[1]} after the first of {len(timeline.times):,} \
-changes.",
+        summary=f"Peak {bytes_text(most)}, {when} after the first of {len(timeline.times):,} "
+        "changes.",
     )
 
 

@@ -77,8 +77,10 @@ def segments(snapshot: Snapshot) -> str:
     total = sum(segment["total_size"] for segment in found)
     shown = f" Shown: the largest {_MOST_SEGMENTS}." if len(found) > _MOST_SEGMENTS else ""
     summary = f"{len(found)} segments of {bytes_text(total)}, {bytes_text(used)} in use.{shown}"
-    legend = "Blue: allocated. Yellow: waits for a stream. Grey: free. A bar is as long as its \
-segment, relative to the largest one."
+    legend = (
+        "Blue: allocated. Yellow: waits for a stream. Grey: free. A bar is as long as its segment, "
+        "relative to the largest one."
+    )
     rows = [_segment_row(segment, found[0]["total_size"]) for segment in found[:_MOST_SEGMENTS]]
     table = Table(("device, stream, address", "size", "in use", "blocks"), rows)
     return page("Segments of the allocator", [summary, legend, table])
@@ -87,11 +89,9 @@ segment, relative to the largest one."
 def timeline(
     events: Iterable[dict[str, Any]], in_use: Iterable[dict[str, Any]]
 ) -> tuple[Timeline, list[tuple[list[str], int]]]:
-    """Memory over time by source line, and the stacks at the peak.
+    """Memory of one device over time by source line, and the stacks at the peak.
 
-    Args:
-        events: Of the allocator, of one device, in order.
-        in_use: Blocks of the device that are allocated after the last event, with addresses.
+    ``in_use`` are the blocks that are allocated after the last event.
 
     Example:
         >>> frame = {"filename": "train.py", "line": 7, "name": "forward"}
@@ -103,16 +103,13 @@ def timeline(
     totals = list(accumulate((change.size for change in changes), initial=before))
     peak = max(range(len(totals)), key=totals.__getitem__)
     by_stack: Counter[tuple[str, ...]] = Counter()
-    for change in changes[:peak]:
-        by_stack[_stack(change.frames)] += change.size
     by_line: Counter[str] = Counter()
     for change in changes[:peak]:
+        by_stack[_stack(change.frames)] += change.size
         by_line[_line(change.frames)] += change.size
     by_line.pop(_BEFORE, None)
-    names = [name for name, size in by_line.most_common(_LINES) if size > 0] + [
-        _OTHER_LINES,
-        _BEFORE,
-    ]
+    largest = [name for name, size in by_line.most_common(_LINES) if size > 0]
+    names = [*largest, _OTHER_LINES, _BEFORE]
     place = {name: index for index, name in enumerate(names)}
     sizes = [0] * (len(names) - 1) + [before]
     rows, times = [tuple(sizes)], [changes[0].time if changes else 0]
@@ -147,12 +144,7 @@ def _changes(
 
 
 def _used(segment: dict[str, Any]) -> list[dict[str, Any]]:
-    """Blocks in use, with their addresses, which old versions of torch omit."""
-    starts = accumulate((block["size"] for block in segment["blocks"]), initial=segment["address"])
-    placed = (
-        {"address": start, **block} for start, block in zip(starts, segment["blocks"], strict=False)
-    )
-    return [block for block in placed if _in_use(block)]
+    return [block for block in segment["blocks"] if _in_use(block)]
 
 
 def _in_use(block: dict[str, Any]) -> int:
