@@ -228,9 +228,9 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
         "tid": 1,
         "ts": 1.5,
         "dur": 2.5,
-        "args": {"x": "y" * 200},
+        "args": {"x": "y" * 1200},
     }
-    text = json.dumps({"traceEvents": [event] * 40_000})
+    text = json.dumps({"traceEvents": [event] * 10_000})
     assert len(text) > 10e6
     (tmp_path / "in").mkdir()
     (tmp_path / "in/rank0.1.json").write_text(text)
@@ -241,7 +241,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     written = combine.write([trace], tmp_path / "all.json")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert written == 40_002
+    assert written == 10_002
     assert peak < 8e6
 
 
