@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json as json_format
-import sys
 from typing import TYPE_CHECKING
+
+from lightning_perf.cli import fail
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -36,7 +37,7 @@ def parser() -> ArgumentParser:
     return parser
 
 
-def run(dtype: str, device: str, json: bool = False) -> int:
+def run(dtype: str, device: str, json: bool) -> int:
     """Print the measured peak and the one in the table.
 
     Returns:
@@ -48,17 +49,13 @@ def run(dtype: str, device: str, json: bool = False) -> int:
 
     peak = measured_peak(device, dtype, _BUDGET_SECONDS)
     if peak is None:
-        print(  # noqa: T201
-            f"lightning-perf measure: {device} cannot multiply {dtype} matrices, or this machine "
-            "is too busy. Try --device cpu --dtype float32.",
-            file=sys.stderr,
-        )
-        return 1
+        why = f"{device} cannot multiply {dtype} matrices, or this machine is too busy"
+        return fail("measure", f"{why}. Try --device cpu --dtype float32", 1)
     name = device_name(device)
     listed, entry = peak_flops(name, dtype, tf32=tf32_is_on()), lookup(name)
     if json:
         found = {"device": name, "dtype": dtype, "measured": peak.value, "table": listed}
-        print(json_format.dumps(found))  # noqa: T201
+        print(json_format.dumps(found))
         return 0
     console = Console(highlight=False)
     console.print(f"{name}, {dtype}: {peak.value / 1e12:.4g} TFLOP/s (measured)", soft_wrap=True)

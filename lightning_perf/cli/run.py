@@ -29,7 +29,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--config",
         type=str,
-        default=None,
         help="A YAML file with the callbacks to use instead, such as configs/always_on.yaml.",
     )
     return parser

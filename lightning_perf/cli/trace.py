@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -39,7 +38,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--combine",
         type=str,
-        default=None,
         metavar="FOLDER|RUN",
         help="Merge the traces of this folder, or of a run's id or name in MLflow.",
     )
@@ -49,7 +47,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--window",
         type=str,
-        default=None,
         help="Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz.",
     )
     add_tracking_uri(parser)
@@ -94,7 +91,7 @@ def _summarize(path: Path, json: bool) -> None:
 
     summary = summarize(path)
     if json:
-        print(json_format.dumps(summary.as_dict(), indent=1))  # noqa: T201
+        print(json_format.dumps(summary.as_dict(), indent=1))
         return
     console = Console(markup=False, emoji=False, highlight=False)
     grid = Table(show_header=False)
@@ -116,14 +113,9 @@ def _folder(what: str, tracking_uri: str | None, scratch: Path) -> Path:
     if Path(what).is_dir():
         return Path(what)
     from lightning_perf.traces.combine import TRACE_NAME
-
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from lightning_perf.tracking.runs import download
 
-    def wanted(path: str) -> bool:
-        return TRACE_NAME.fullmatch(path.rpartition("/")[2]) is not None
-
-    download(what, tracking_uri, scratch, wanted)
+    download(what, tracking_uri, scratch, TRACE_NAME)
     return scratch
 
 

@@ -7,7 +7,7 @@ import platform
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from lightning_perf.cli import add_tracking_uri, fail
 from lightning_perf.cli.capture import descendants, own_process
@@ -43,7 +43,7 @@ def parser() -> ArgumentParser:
     return parser
 
 
-def run(run: str | None, tracking_uri: str | None, json: bool = False) -> int:
+def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     """Show the run until it ends.
 
     Returns:
@@ -77,27 +77,6 @@ class Seen(NamedTuple):
         from lightning_perf.tracking.summary import RUNNING
 
         return bool(self.summary["status"] == RUNNING)
-
-
-class Source(Protocol):
-    """Something to watch."""
-
-    @property
-    def interval(self) -> float:
-        """Seconds between looks."""
-        ...
-
-    def read(self) -> Seen | None:
-        """The latest summary; None before the first one.
-
-        Raises:
-            LookupError: It cannot be read.
-        """
-        ...
-
-    def alive(self) -> bool:
-        """Whether something may write another summary."""
-        ...
 
 
 class FolderSource:
@@ -164,12 +143,13 @@ class MlflowSource:
         return True
 
 
-def _source(run: str | None, tracking_uri: str | None) -> Source:
-    """What to watch.
+#: ``interval`` is the seconds between looks. ``read`` returns the latest summary, or None before
+#: the first one. ``alive`` is whether something may write another one.
+Source: TypeAlias = FolderSource | ProcessSource | MlflowSource
 
-    Raises:
-        LookupError: There is no such thing.
-    """
+
+def _source(run: str | None, tracking_uri: str | None) -> Source:
+    """What to watch."""
     from lightning_perf.tracking.runs import default_tracking_uri, latest_folder
     from lightning_perf.tracking.summary import FILE_NAME
 
@@ -250,7 +230,7 @@ def _print(source: Source, json: bool) -> int:
             last = seen
             now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
             line = f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
-            print(json_format.dumps(seen.summary) if json else line, flush=True)  # noqa: T201
+            print(json_format.dumps(seen.summary) if json else line, flush=True)
     return _code(seen)
 
 

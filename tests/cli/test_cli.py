@@ -14,7 +14,7 @@ import pytest
 import yaml
 from helpers.configuration import parse
 from helpers.faults import Nursery
-from helpers.small import Records, Small, trainer
+from helpers.small import Small, trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
@@ -263,25 +263,6 @@ def test_the_report_shows_the_time_by_category(
     assert shares == ["50.0", "20.0", "10.0", "9.0", "6.0"]
     assert re.search(r"backward +│ +50.0%  500 ms per batch", printed)
     assert "train_batch" not in printed
-
-
-def test_the_report_without_a_run(
-    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The message says what to try, and no database is created."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        main(["report"])
-    assert ended.value.code == 2
-    assert "--tracking-uri" in capsys.readouterr().err
-    assert not list(in_tmp.iterdir())
-
-
-def test_records_keeps_values_by_step() -> None:
-    """The logger of the tests keeps the values of each key with their steps."""
-    records = Records()
-    records.log_metrics({"a": 1.0}, step=3)
-    assert records.of("a") == [(3, 1.0)]
 
 
 EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"}}

@@ -135,25 +135,6 @@ def test_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[str]) -> Non
     assert line == "lightning-perf upload: there is no folder nowhere."
 
 
-def test_a_trace_that_training_could_not_upload_is_uploaded_later(
-    tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The command uploads it under the same name."""
-
-    def gone(*args: object) -> None:
-        raise ConnectionError("gone")
-
-    logger = MLFlowLogger("later", tracking_uri=mlflow_database, run_name="later")
-    run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger)
-    with monkeypatch.context() as patch:
-        patch.setattr(MlflowRun, "upload", gone)
-        with pytest.warns(PerfWarning, match="lightning-perf upload"):
-            run.fit(Small())
-    assert upload(str(tmp_path)) == 0
-    found = artifacts(mlflow_database, str(logger.run_id), "later/torch_traces")
-    assert found == ["later/torch_traces/rank0.1.pt.trace.json.gz"]
-
-
 def test_a_trace_is_listed_for_each_of_two_runs(
     tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
