@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import signal as signals
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser
 
 from lightning_perf.cli import fail
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
 
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Make a running training record its next batches. The training needs a "
         "profiler with the schedule OnSignal, such as PyTorch(schedule=OnSignal(lasting='5ba')), "

@@ -6,12 +6,13 @@ import json as json_format
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.cli import fail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
     from rich.table import Table
 
     from lightning_perf.flops import DevicePeaks
@@ -21,8 +22,6 @@ _COLUMNS = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8", "fp4")
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(description="Show the dense peaks of devices, by dtype.")
     parser.add_argument(
         "name",

@@ -9,13 +9,14 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.checks import install_command
 from lightning_perf.errors import ConfigError, describe, without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jsonargparse import ArgumentParser
 
 #: Packages, and what needs those that need not be there.
 _PACKAGES = {
@@ -45,8 +46,6 @@ class Finding(NamedTuple):
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Check versions, devices, permissions and the tracking server. Says which "
         "feature lacks which package."

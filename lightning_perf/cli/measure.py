@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json as json_format
-from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser
 
 from lightning_perf.cli import fail
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
 
 # Longer than in training, for a better estimate.
 _BUDGET_SECONDS = 1.0
@@ -16,8 +14,6 @@ _BUDGET_SECONDS = 1.0
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Measure the peak of a device of this machine with a matrix product."
     )

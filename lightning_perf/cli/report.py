@@ -6,13 +6,15 @@ import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.cli import add_tracking_uri, fail
 from lightning_perf.errors import without_credentials
+from lightning_perf.tracking.summary import SummaryError, panel, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
     from rich.console import Console
 
     from lightning_perf.tracking.runs import Run
@@ -25,8 +27,6 @@ _MOST_FILES = 5
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(description="Show how fast a run was, and the paths of its traces.")
     parser.add_argument(
         "run",
@@ -48,7 +48,6 @@ def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     from rich.console import Console
 
     from lightning_perf.tracking.runs import find_run
-    from lightning_perf.tracking.summary import SummaryError, text_of
 
     try:
         found = find_run(run, tracking_uri)
@@ -65,8 +64,6 @@ def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
 
 
 def _show(run: Run, console: Console) -> None:
-    from lightning_perf.tracking.summary import panel
-
     console.print(run.title, style="bold")
     console.print(panel(run.summary), soft_wrap=False)
     traces = _sorted(run, *_TRACE_FILES)

@@ -7,12 +7,13 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.cli import fail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
 
 #: As in a shell.
 _NOT_FOUND = 127
@@ -20,8 +21,6 @@ _NOT_FOUND = 127
 
 def parser() -> ArgumentParser:
     """The arguments of the command, without those after ``--``."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Run a training with the always-on callbacks in each Trainer of Lightning. "
         "Write the training's command after two dashes: lightning-perf run -- python train.py."

@@ -8,13 +8,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.cli import add_tracking_uri, fail
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
     from rich.console import Console
 
     from lightning_perf.traces.combine import Collective, Trace
@@ -25,8 +26,6 @@ _MOST_SHOWN = 5
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Summarize a trace of the PyTorch profiler, or merge those of all ranks of a "
         "window into one file for Perfetto."

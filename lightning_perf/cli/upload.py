@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.cli import fail
 from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
@@ -19,8 +21,6 @@ from lightning_perf.tracking.tracker import tracker_at
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from jsonargparse import ArgumentParser
-
     from lightning_perf.traces import Target
 
 _Key = tuple[str, str, frozenset[tuple[str, str]]]
@@ -28,8 +28,6 @@ _Key = tuple[str, str, frozenset[tuple[str, str]]]
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description=f"Upload the files listed in {FILE_NAME}, each to its MLflow run or store. "
         "The lists contain no passwords; those of stores are read from fsspec's settings."

@@ -9,13 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.cli import add_tracking_uri, fail
 from lightning_perf.cli.capture import descendants, own_process
+from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jsonargparse import ArgumentParser
     from rich.console import Console, RenderableType
 
     from lightning_perf.tracking.summary import Summary
@@ -26,8 +28,6 @@ _FILE_INTERVAL, _MLFLOW_INTERVAL = 1.0, 10.0
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Show a running training live. MFU, throughput, where the time goes, and the "
         "verdicts so far, until it ends. Where the output is not a terminal, one line per update."
@@ -74,8 +74,6 @@ class Seen(NamedTuple):
     @property
     def runs(self) -> bool:
         """Whether the run goes on, or was killed."""
-        from lightning_perf.tracking.summary import RUNNING
-
         return bool(self.summary["status"] == RUNNING)
 
 
@@ -90,8 +88,6 @@ class FolderSource:
 
     def read(self) -> Seen:
         """The file."""
-        from lightning_perf.tracking.summary import FILE_NAME, read_summary
-
         path = self._folder / FILE_NAME
         self._seen = Seen(read_summary(path), path.stat().st_mtime)
         return self._seen
@@ -151,7 +147,6 @@ Source: TypeAlias = FolderSource | ProcessSource | MlflowSource
 def _source(run: str | None, tracking_uri: str | None) -> Source:
     """What to watch."""
     from lightning_perf.tracking.runs import default_tracking_uri, latest_folder
-    from lightning_perf.tracking.summary import FILE_NAME
 
     path = Path(run or ".")
     if run is not None and run.isdecimal() and not path.exists():
@@ -176,8 +171,6 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
 
 def _folder_of(pid: int) -> Path | None:
     """The folder of the latest run of a process and those below it; None if none has reported."""
-    from lightning_perf.tracking.summary import FILE_NAME
-
     found: list[tuple[float, Path]] = []
     for each in [pid, *descendants(pid)]:
         with suppress(OSError):  # the process has ended
@@ -222,8 +215,6 @@ def _looks(source: Source) -> Iterator[Seen | None]:
 
 def _print(source: Source, json: bool) -> int:
     """One line per update."""
-    from lightning_perf.tracking.summary import progress
-
     seen = last = None
     for seen in _looks(source):
         if seen is not None and (last is None or seen.summary != last.summary):
@@ -248,8 +239,6 @@ def _show(source: Source, console: Console) -> int:
 def _view(seen: Seen | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
-
-    from lightning_perf.tracking.summary import panel
 
     if seen is None:
         return Text("waiting for the first report")

@@ -123,21 +123,17 @@ class LiveSummary:
                 v.as_dict() for part in context.parts for v in getattr(part, "verdicts", ())
             ]
             summary = RunSummary(context, RUNNING, windows, {"verdicts": verdicts})
-            first = self._folder is None
-            folder = self._folder = self._folder or self._claim(context)
-            with written_whole(folder / FILE_NAME, durable=False) as file:
-                file.write(json.dumps(summary.content, default=str).encode())
-            if first:
+            if self._folder is None:
+                options = TraceOptions(folder="{run_name}", filename=FILE_NAME, overwrite=True)
+                self._folder = artifacts.new_writer(context, options).spool("train").parent
                 # `watch PID` finds the folder since it is open to the end of the run.
                 with suppress(OSError):  # Windows does not open folders
-                    held = os.open(folder, os.O_RDONLY)
+                    held = os.open(self._folder, os.O_RDONLY)
                     context.on_close(weakref.finalize(self, os.close, held))
+            with written_whole(self._folder / FILE_NAME, durable=False) as file:
+                file.write(json.dumps(summary.content, default=str).encode())
             now = time.monotonic()
             self._due = now + max(REFRESH, (spent + now - began) / _MOST_TIME)
-
-    def _claim(self, context: RunContext) -> Path:
-        options = TraceOptions(folder="{run_name}", filename=FILE_NAME, overwrite=True)
-        return artifacts.new_writer(context, options).spool("train").parent
 
 
 class RunSummary:
