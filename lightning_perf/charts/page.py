@@ -47,12 +47,7 @@ PALETTE = tuple(
 
 
 def colour_of(name: str) -> str:
-    """The colour of a timing category, as ``#rrggbb``; a custom name always has the same one.
-
-    Example:
-        >>> colour_of("backward"), colour_of("my_phase") == colour_of("my_phase")
-        ('#0061bc', True)
-    """
+    """The colour of a timing category, as ``#rrggbb``; a custom name always has the same one."""
     return COLOURS.get(name) or _CUSTOM[crc32(name.encode()) % len(_CUSTOM)]
 
 

@@ -92,12 +92,6 @@ def timeline(
     """Memory of one device over time by source line, and the stacks at the peak.
 
     ``in_use`` are the blocks that are allocated after the last event.
-
-    Example:
-        >>> frame = {"filename": "train.py", "line": 7, "name": "forward"}
-        >>> alloc = {"action": "alloc", "addr": 1, "size": 512, "frames": [frame], "time_us": 3}
-        >>> timeline([alloc], [])[1]
-        [(['train.py:7 forward'], 512)]
     """
     changes, before = _changes(events, in_use)
     totals = list(accumulate((change.size for change in changes), initial=before))

@@ -55,15 +55,7 @@ def stacked_html(
     table: Sequence[TableRow] = (),
     first: int = 0,
 ) -> None:
-    """Write a page about where the time of a batch went, over the steps of a run from the first on.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "time.html"
-        >>> stacked_html(path, [(10, {"forward": 0.01})], table=[("MyCallback", 2.5, 100, 0.12)])
-        >>> "MyCallback" in path.read_text()
-        True
-    """
+    """Write a page about where the time of a batch went, over the steps from the first on."""
     parts: list[Part] = [stack(rows, first)]
     if table:
         parts += [Heading("Callbacks and loggers"), _costs(table)]

@@ -29,11 +29,7 @@ def parser() -> ArgumentParser:
 
 
 def run(pid: int, signal: str, children: bool) -> int:
-    """Signal the processes that handle the signal; it would end those that do not.
-
-    Returns:
-        The exit code: 1 if no process was signalled.
-    """
+    """Signal the processes that handle the signal, which ends others; code 1 if there is none."""
     number = getattr(signals, signal, None)
     if not isinstance(number, signals.Signals):
         return fail("capture", f"{signal} is not a signal. Try --signal SIGUSR2.", 1)
@@ -67,11 +63,7 @@ def handles(pid: int, number: int) -> bool | None:
 
 
 def own_process(pid: int) -> int:
-    """The id of a process of this user.
-
-    Raises:
-        LookupError: There is no such process, or it belongs to another user.
-    """
+    """The id of a process of this user; raises `LookupError` for others."""
     import psutil
 
     try:

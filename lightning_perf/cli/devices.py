@@ -33,11 +33,7 @@ def parser() -> ArgumentParser:
 
 
 def run(name: str | None, json: bool) -> int:
-    """Print the table.
-
-    Returns:
-        The exit code: 1 if no device has such a name.
-    """
+    """Print the table; the exit code is 1 if no device has such a name."""
     from rich.console import Console
 
     from lightning_perf.flops import table

@@ -55,11 +55,7 @@ def parser() -> ArgumentParser:
 
 
 def run(json: bool) -> int:
-    """Print the findings.
-
-    Returns:
-        The exit code: 1 if something is broken.
-    """
+    """Print the findings; the exit code is 1 if something is broken."""
     found = [*_packages(), *_hardware(), *_setup()]
     if json:
         print(json_format.dumps([each._asdict() for each in found], indent=1))

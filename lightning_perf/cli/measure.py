@@ -34,11 +34,7 @@ def parser() -> ArgumentParser:
 
 
 def run(dtype: str, device: str, json: bool) -> int:
-    """Print the measured peak and the one in the table.
-
-    Returns:
-        The exit code: 1 if it could not be measured.
-    """
+    """Print the measured peak and the one in the table; code 1 if it could not be measured."""
     from rich.console import Console
 
     from lightning_perf.flops import device_name, lookup, measured_peak, peak_flops, tf32_is_on

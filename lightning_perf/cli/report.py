@@ -40,11 +40,7 @@ def parser() -> ArgumentParser:
 
 
 def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
-    """Print the report.
-
-    Returns:
-        The exit code: 2 if the run cannot be read.
-    """
+    """Print the report; the exit code is 2 if the run cannot be read."""
     from rich.console import Console
 
     from lightning_perf.tracking.runs import find_run

@@ -36,12 +36,7 @@ def parser() -> ArgumentParser:
 def run(config: str | None, command: Sequence[str] = ()) -> int:
     """Replace this process by the command, which gets its signals and gives its exit code.
 
-    Args:
-        config: The file with callbacks.
-        command: What was written after two dashes.
-
-    Returns:
-        The exit code if the command cannot be run: 2, or 127 if it is not found.
+    If it cannot be run, the exit code is 2, or 127 if it is not found.
     """
     if not command:
         return fail("run", "there is no command. Try lightning-perf run -- python train.py.", 2)

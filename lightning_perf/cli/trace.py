@@ -60,11 +60,7 @@ def run(
     window: str | None,
     tracking_uri: str | None,
 ) -> int:
-    """Print the summary of a trace, or merge several and print who came last.
-
-    Returns:
-        The exit code: 2 if the traces cannot be read.
-    """
+    """Print the summary of a trace, or merge several; code 2 if they cannot be read."""
     from lightning_perf.traces.stream import TraceError
 
     try:

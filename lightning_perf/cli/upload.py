@@ -61,11 +61,7 @@ def run(
     json: bool = False,
     outside: bool = False,
 ) -> int:
-    """Upload the listed files; those that fail stay on the lists.
-
-    Returns:
-        The exit code: 1 if a file is left, 2 if the folder does not exist.
-    """
+    """Upload the listed files; code 1 if a file is left, 2 if the folder does not exist."""
     if not Path(folder).is_dir():
         return fail("upload", f"there is no folder {folder}")
     sender = _Sender(tracking_uri, forget_missing, outside)

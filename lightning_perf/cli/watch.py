@@ -44,11 +44,7 @@ def parser() -> ArgumentParser:
 
 
 def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
-    """Show the run until it ends.
-
-    Returns:
-        The exit code: 1 if the training was killed, 2 if there is no such run.
-    """
+    """Show the run until it ends; code 1 if it was killed, 2 if there is no such run."""
     from rich.console import Console
 
     console = Console(markup=False, emoji=False, highlight=False)

@@ -160,12 +160,7 @@ _MOST_NAMED = 10
 
 
 class UploadQueue:
-    """The placed traces of one writer, until they are uploaded and pruned; thread-safe.
-
-    Args:
-        run: What the writers of the run share.
-        prunes: Whether files are deleted some time after their upload.
-    """
+    """The placed traces of one writer, until they are uploaded and pruned; thread-safe."""
 
     def __init__(self, run: TraceRun, prunes: bool) -> None:
         self._run, self._prunes = run, prunes

@@ -50,10 +50,10 @@ class Run:
 
 
 def find_run(what: str | None, tracking_uri: str | None) -> Run:
-    """Find a run.
+    """A run by its folder, its file, its id or its name; by default the latest one.
 
     Args:
-        what: A folder or file, or a run's id or name; None for the latest run.
+        what: None for the latest run.
         tracking_uri: Where MLflow keeps it; by default `default_tracking_uri`, or a folder below
             the present one.
 

@@ -16,7 +16,6 @@ from helpers.configuration import parse
 from helpers.faults import Nursery
 from helpers.small import Small, trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 import lightning_perf.cli
@@ -167,23 +166,6 @@ def test_every_configuration_is_one_for_the_environment(
     kinds = [type(part).__name__ for part in suite.parts]
     assert kinds == [name for name in named if name in kinds]
     assert kinds
-
-
-def test_the_report_of_a_run(
-    tmp_path: Path, mlflow_database: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It shows throughput, MFU, the peak, and the paths of the traces."""
-    logger = MLFlowLogger("report", tracking_uri=mlflow_database, run_name="printed")
-    callbacks = [SpeedMonitor(window_size=4), Flops(peak_flops=2e12), PyTorch(schedule="first 1ba")]
-    trainer(tmp_path, *callbacks, logger=logger).fit(Small())
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(logger.run_id), "--tracking_uri", mlflow_database])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    for part in ("printed", "batches/s", "MFU", "whole run", "2 TFLOP/s", "(given)"):
-        assert part in printed
-    assert "status" not in printed
-    assert any(line.endswith("/rank0.1.pt.trace.json.gz") for line in printed.splitlines())
 
 
 @pytest.mark.parametrize("columns", ["20", "80", "300"])

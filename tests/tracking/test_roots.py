@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -13,7 +15,8 @@ from helpers.small import Small, left_in, ours, trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_perf import PerfWarning, PyTorch, Timings
-from lightning_perf.run import artifacts
+from lightning_perf.background.worker import Worker
+from lightning_perf.run import artifacts, destination
 from lightning_perf.traces import TraceRun, read_pending
 
 # A warning of Matplotlib, which `pytest.warns` re-emits.
@@ -98,10 +101,8 @@ def test_a_run_is_named_after_its_logger(
     tmp_path: Path, name: str, version: Any, folder: str
 ) -> None:
     """Without a name the version is used; without a version the name is generated."""
-
-    fit(tmp_path, logger=Named(tmp_path / "csv", name, version))
-    assert list(tmp_path.glob(f"{folder}/torch_traces/rank0.1.pt.trace.json.gz"))
-    assert not (tmp_path / "-").exists()
+    run: Any = SimpleNamespace(loggers=[Named(tmp_path, name, version)])
+    assert fnmatch(destination._destination(run, Worker("test")).run_name, folder)
 
 
 # Remote roots
