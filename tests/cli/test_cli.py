@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.command import call
 from helpers.configuration import parse
 from helpers.faults import Nursery
 from helpers.small import Small, trainer
@@ -186,9 +187,8 @@ def test_the_report_wraps_no_path(
         (tmp_path / name).touch()
         client.log_artifact(run.run_id, str(tmp_path / name), f"{'deep/' * 9}torch_traces")
     client.set_terminated(run.run_id, "FAILED")
-    with pytest.raises(SystemExit):
-        main(["report", run.run_id, "--tracking_uri", mlflow_database])
-    printed = capsys.readouterr().out.splitlines()
+    _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
+    printed = out.splitlines()
     assert printed[0] == f"[red]owl[/] :smile: ({run.run_id})"
     assert [line.rpartition("/")[2] for line in printed if "torch_traces" in line] == names[1:]
     assert any("status" in line and "failed" in line for line in printed)
@@ -211,9 +211,8 @@ def test_the_report_lists_traces_and_pages(
         for name in names:
             (tmp_path / name).touch()
             client.log_artifact(run.run_id, str(tmp_path / name), f"owl/{folder}")
-    with pytest.raises(SystemExit):
-        main(["report", run.run_id, "--tracking_uri", mlflow_database])
-    printed = capsys.readouterr().out.splitlines()
+    _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
+    printed = out.splitlines()
     traces = next(n for n, line in enumerate(printed) if line.startswith("Traces"))
     pages = next(n for n, line in enumerate(printed) if line.startswith("Pages"))
     assert [line.rpartition("/")[2] for line in printed[traces + 1 : pages]] == [
@@ -236,9 +235,8 @@ def test_the_report_shows_the_time_by_category(
     spent = {"forward": 0.2, "backward": 0.5, "logging": 0.1, "checkpoint": 0.09, "other": 0.06}
     for name, seconds in {**spent, "callbacks": 0.05, "train_batch": 9.0}.items():
         client.log_metric(run.run_id, f"timings/{name}", seconds)
-    with pytest.raises(SystemExit):
-        main(["report", run.run_id, "--tracking_uri", mlflow_database])
-    printed = capsys.readouterr().out
+    _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
+    printed = out
     shares = [
         line.split("%")[0].split()[-1] for line in printed.splitlines() if "per batch" in line
     ]

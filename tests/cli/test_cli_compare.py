@@ -10,12 +10,12 @@ from typing import Any
 import lightning as L
 import pytest
 from helpers.clocks import FakeClock, Planned
+from helpers.command import call
 from helpers.small import Small, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from torch import Tensor
 
 from lightning_perf import Flops, SpeedMonitor, Timings
-from lightning_perf.cli import main
 
 
 class Plots(L.Callback):
@@ -44,11 +44,8 @@ def leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def compare(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str], str]:
     """The exit code, the lines of the output without borders, and what stands on stderr."""
     capsys.readouterr()  # of the trainings: on a busy machine their end waits for files
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", *args])
-    out, err = capsys.readouterr()
-    lines = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
-    return int(ended.value.code or 0), lines, err
+    code, out, err = call(capsys, "compare", *args)
+    return code, [" ".join(line.replace("│", " ").split()) for line in out.splitlines()], err
 
 
 def test_the_slower_phase_and_culprit_are_named(
@@ -76,10 +73,9 @@ def test_json_and_several_baselines(leave: Any, capsys: pytest.CaptureFixture[st
     """A run within the spread of its baselines passes."""
     runs = [leave(f"run{plots}", plots) for plots in (0.2, 0.0, 0.1, 0.3)]
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", *runs, "--threshold", "5%", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert ended.value.code == 0
+    code, out, _ = call(capsys, "compare", *runs, "--threshold", "5%", "--json")
+    found = json.loads(out)
+    assert code == 0
     assert (found["slower"], found["threshold"]) == (False, 0.05)
     (step,) = (each for each in found["changes"] if each["kind"] == "step")
     assert step["before"] == pytest.approx(1 + (0 + 0.1 + 0.3) / 3)

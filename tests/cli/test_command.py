@@ -10,22 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.command import call
 from helpers.servers import free_port
 
 from lightning_perf import __version__
-from lightning_perf.cli import main
 
 COMMANDS = [
     "capture", "compare", "devices", "doctor", "measure", "report", "run", "trace", "upload",
     "watch",
 ]  # fmt: skip
-
-
-def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(list(args))
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

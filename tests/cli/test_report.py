@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from helpers.clocks import Planned
+from helpers.command import call
 from helpers.servers import free_port
 from helpers.small import trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import Timings
-from lightning_perf.cli import main
 from lightning_perf.timing.totals import History
 
 
@@ -25,11 +25,9 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
 def report(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str], str]:
     """The exit code, the table's lines without borders, and what stands on stderr."""
-    with pytest.raises(SystemExit) as ended:
-        main(["report", *args])
-    out, err = capsys.readouterr()
+    code, out, err = call(capsys, "report", *args)
     lines = [line.strip("│ ") for line in out.splitlines() if line.startswith("│")]
-    return int(ended.value.code or 0), [" ".join(line.split()) for line in lines], err
+    return code, [" ".join(line.split()) for line in lines], err
 
 
 def test_shares_are_of_the_whole_run(

@@ -11,6 +11,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from helpers.command import exit_code
 from helpers.small import Small, left_in, ours, trainer
 from lightning.pytorch.loggers import CSVLogger
 
@@ -141,8 +142,6 @@ def test_files_that_a_remote_root_refuses_stay(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are listed, and `lightning-perf upload` sends them to the same place."""
-    from lightning_perf.cli import main
-
     memory = type(fsspec.filesystem("memory"))
     put = memory.put_file
     monkeypatch.setattr(artifacts, "TraceRun", partial(TraceRun, backoff=(0.0,)))
@@ -158,9 +157,7 @@ def test_files_that_a_remote_root_refuses_stay(
     listed = read_pending(root)
     assert {Path(entry.path).is_file() for entry in listed} == {True}
     monkeypatch.setattr(memory, "put_file", put)
-    with pytest.raises(SystemExit) as ended:
-        main(["upload", str(root)])
-    assert ended.value.code == 0
+    assert exit_code("upload", str(root)) == 0
     names = [name.split("/", 1)[1] for name in stored("roots/c")]
     assert {"torch_traces/rank0.1.pt.trace.json.gz", "timings/table.md"} <= set(names)
 
