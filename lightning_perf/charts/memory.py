@@ -265,7 +265,12 @@ def _changes(
 
 
 def _used(segment: dict[str, Any]) -> list[dict[str, Any]]:
-    return [block for block in segment["blocks"] if _in_use(block)]
+    """Blocks in use, with their addresses, which old versions of torch omit."""
+    starts = accumulate((block["size"] for block in segment["blocks"]), initial=segment["address"])
+    placed = (
+        {"address": start, **block} for start, block in zip(starts, segment["blocks"], strict=False)
+    )
+    return [block for block in placed if _in_use(block)]
 
 
 def _in_use(block: dict[str, Any]) -> int:

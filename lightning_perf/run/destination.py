@@ -59,9 +59,9 @@ class Reporting:
         if trainer.world_size > 1:
             destination = trainer.strategy.broadcast(destination, src=0)
         assert destination is not None  # rank 0 has set it
-        self.runs, self.run_name, self.identity = destination
-        self._runs_as_targets = [run.target for run in self.runs]
-        mlflow = [run for run in self.runs if isinstance(run, MlflowRun)]
+        runs, self.run_name, self.identity = destination
+        self._runs_as_targets = [run.target for run in runs]
+        mlflow = [run for run in runs if isinstance(run, MlflowRun)]
         self.tags = TagReader(next(iter(mlflow), None), worker)
         self._own = [MlflowMetrics(run, worker) for run in mlflow]
         self._mlflow = self._own if first else []
