@@ -14,7 +14,7 @@ from fsspec.registry import _registry, known_implementations
 from helpers.command import exit_code
 from helpers.recordings import CONTENT, after, files, record
 from helpers.small import Small, trainer
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import PyTorch, VizTracer
@@ -235,13 +235,3 @@ def test_an_entry_of_an_unknown_store_stays_listed(
     fsspec.register_implementation("unsteady", unsteady)
     (line,) = (tmp_path / "pending_uploads.jsonl").read_text().splitlines()
     assert "fsspec does not know" in json.loads(line)["error"]
-
-
-def test_runs_of_one_name_have_different_folders_in_a_store(tmp_path: Path) -> None:
-    """Two runs with the same name and version write to two folders."""
-    url = "memory://meet/{run_name}/{batch}.json"
-    for logs in ("a", "b"):
-        logger = CSVLogger(tmp_path / logs)
-        profiler = PyTorch(schedule="first 1ba", remote_file_name=url)
-        trainer(tmp_path / logs, profiler, logger=logger).fit(Small())
-    assert len([name for name in memory("meet") if name.endswith(".json.gz")]) == 2
