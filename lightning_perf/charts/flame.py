@@ -25,15 +25,7 @@ class Frame:
 
 
 def fold(stacks: Iterable[tuple[list[str], int]]) -> Frame:
-    """Merge stacks into one tree; the value of the root is their sum.
-
-    Args:
-        stacks: Function names from the outermost to the innermost, and the value of the stack.
-
-    Example:
-        >>> fold([(["main", "load"], 3), (["main"], 1)]).calls["main"].value
-        4
-    """
+    """Merge stacks (function names from the outermost on, and a value) into one tree."""
     root = Frame()
     for names, value in stacks:
         node = root

@@ -37,13 +37,6 @@ def heatmap_html(
         steps: The last step of each window.
         lateness: For each window one value per rank: seconds per batch above the median rank.
         title: The headline.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "ranks.html"
-        >>> heatmap_html(path, [9, 19], [np.array([0.0, 0.02]), np.array([0.0, 0.03])])
-        >>> "rank 1" in path.read_text()
-        True
     """
     table = np.stack(lateness, axis=1).clip(min=0.0)
     ranks, _ = table.shape

@@ -1,25 +1,43 @@
-"""Memory over time, as a stacked chart.
+"""Memory over time as a stacked chart, and snapshots of the CUDA allocator.
 
-As a program it writes the page of what torch exports (``[times, sizes by category]``) or of a
-trace::
+Pages are made by a program, since reading large files holds the GIL::
 
-    python -m lightning_perf.charts.memory POINTS PAGE DEVICE
+    python -m lightning_perf.charts.memory timeline|history|segments SOURCE PAGE [DEVICE]
+
+The source of a timeline is what torch exports (``[times, sizes by category]``), or a trace; that of
+the others is a snapshot.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_perf.charts.page import COLOURS, OTHER, PALETTE, Areas, Layer, page, ticks
+from lightning_perf.charts.flame import FlameGraph, fold
+from lightning_perf.charts.page import (
+    COLOURS,
+    OTHER,
+    PALETTE,
+    Areas,
+    Bar,
+    Heading,
+    Layer,
+    Part,
+    Table,
+    page,
+    ticks,
+)
 from lightning_perf.units import bytes_text, bytes_unit, duration, time_unit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from lightning_perf.traces.reading import Event
 
 #: Torch's categories, in the order of its columns.
@@ -58,27 +76,14 @@ class Timeline:
 def of_points(times: Sequence[int], sizes: Sequence[Sequence[int]]) -> Timeline:
     """A timeline of what ``export_memory_timeline`` of torch.profiler writes.
 
-    Args:
-        times: Microseconds, ascending.
-        sizes: Bytes by category, after a zero.
-
-    Example:
-        >>> parameters = [0, 512, 0, 0, 0, 0, 0, 0, 0]
-        >>> timeline = of_points([10, 20], [parameters, [0, 512, 0, 0, 0, 64, 0, 0, 0]])
-        >>> dict(zip(timeline.categories, timeline.sizes[timeline.peak]))["Activation"]
-        64
+    Its times are microseconds; its sizes are bytes by category, after a zero.
     """
     # Torch estimates what was allocated before the recording, so that a sum may be negative.
     return Timeline(times, [[max(size, 0) for size in row[1:]] for row in sizes], CATEGORIES)
 
 
 def of_events(events: Iterable[Event], device: str) -> Timeline:
-    """A timeline of the allocations in a trace, which have no category.
-
-    Args:
-        events: Of a trace that was recorded with ``profile_memory=True``.
-        device: A torch device, such as ``cpu`` or ``cuda:0``.
-    """
+    """A timeline of the allocations of a device, such as ``cuda:0``, in a trace: no categories."""
     kind, _, number = device.partition(":")
     points = sorted(
         (event["ts"], max(event["args"]["Total Allocated"], 0))
@@ -102,7 +107,7 @@ def memory_areas(timeline: Timeline) -> Areas:
     span = (timeline.times[-1] - start) / 1e6 or 1e-6
     most, sizes, width = sum(timeline.sizes[peak]), _windows(timeline), span / _WINDOWS
     scale, unit = time_unit(span)
-    at_peak = bytes_text(most), duration((timeline.times[peak] - start) / 1e6)
+    when = duration((timeline.times[peak] - start) / 1e6)
     return Areas(
         edges=[width * window for window in range(_WINDOWS + 1)],
         windows=[f"{width * window * scale:.3f} {unit}" for window in range(_WINDOWS)],
@@ -123,8 +128,8 @@ def memory_areas(timeline: Timeline) -> Areas:
         x_label=f"time in {unit}",
         y_label="",
         legend=("at the peak", "memory", "share"),
-        summary=f"Peak {at_peak[0]}, {at_peak[1]} after the first of {len(timeline.times):,} \
-changes.",
+        summary=f"Peak {bytes_text(most)}, {when} after the first of {len(timeline.times):,} "
+        "changes.",
     )
 
 
@@ -141,15 +146,179 @@ def _windows(timeline: Timeline) -> list[Sequence[int]]:
     return windows + [before] * (_WINDOWS - len(windows))
 
 
+# -- snapshots of the CUDA allocator ---------------------------------------------------------------
+
+Snapshot = dict[str, Any]
+Frames = Sequence[dict[str, Any]]
+
+#: Source lines with a layer of their own; the others share one.
+_LINES = 6
+_OTHER_LINES, _BEFORE = "other lines", "allocated before the recording"
+_IN_USE = ("active_allocated", "active_pending_free", "active_awaiting_free")
+_BLOCKS = dict.fromkeys(_IN_USE, COLOURS["to_device"]) | {"active_allocated": COLOURS["backward"]}
+#: Frames of these are not the user's code.
+_LIBRARIES = ("/torch/", "/lightning/", "/pytorch_lightning/", "/lightning_fabric/")
+#: Only the largest segments are drawn.
+_MOST_SEGMENTS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """An allocation, or a free with a negative size, and the stack of the allocation."""
+
+    time: int
+    size: int
+    frames: Frames | None
+
+
+def history(snapshot: Snapshot) -> str:
+    """A page about memory over time by source line, and the stacks at the peak."""
+    parts = [
+        part
+        for number, events in enumerate(snapshot["device_traces"])
+        if events
+        for part in _device_history(number, events, snapshot["segments"])
+    ]
+    return page("Memory history", parts or ["No history was recorded: no window was open."])
+
+
+def _device_history(
+    number: int, events: list[dict[str, Any]], segments: list[Any]
+) -> Iterator[Part]:
+    blocks = [b for each in segments if each.get("device", 0) == number for b in _used(each)]
+    memory, stacks = of_history(events, blocks)
+    yield Heading(f"Device {number}")
+    for event in events:
+        if event["action"] == "oom":
+            free = bytes_text(event.get("device_free", 0))
+            size = bytes_text(event["size"])
+            yield f"An allocation of {size} failed; the device had {free} free."
+    yield memory_areas(memory)
+    yield FlameGraph(fold(stacks), "Allocated at the peak", bytes_text)
+
+
+def segments(snapshot: Snapshot) -> str:
+    """A page about the blocks in each segment that the allocator took from the device."""
+    found = sorted(snapshot["segments"], key=lambda each: -each["total_size"])
+    used = sum(_in_use(block) for segment in found for block in segment["blocks"])
+    total = sum(segment["total_size"] for segment in found)
+    shown = f" Shown: the largest {_MOST_SEGMENTS}." if len(found) > _MOST_SEGMENTS else ""
+    summary = f"{len(found)} segments of {bytes_text(total)}, {bytes_text(used)} in use.{shown}"
+    legend = (
+        "Blue: allocated. Yellow: waits for a stream. Grey: free. A bar is as long as its segment, "
+        "relative to the largest one."
+    )
+    rows = [_segment_row(segment, found[0]["total_size"]) for segment in found[:_MOST_SEGMENTS]]
+    table = Table(("device, stream, address", "size", "in use", "blocks"), rows)
+    return page("Segments of the allocator", [summary, legend, table])
+
+
+def of_history(
+    events: Iterable[dict[str, Any]], in_use: Iterable[dict[str, Any]]
+) -> tuple[Timeline, list[tuple[list[str], int]]]:
+    """Memory of one device over time by source line, and the stacks at the peak.
+
+    ``in_use`` are the blocks that are allocated after the last event.
+    """
+    changes, before = _changes(events, in_use)
+    totals = list(accumulate((change.size for change in changes), initial=before))
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    by_stack: Counter[tuple[str, ...]] = Counter()
+    by_line: Counter[str] = Counter()
+    for change in changes[:peak]:
+        by_stack[_stack(change.frames)] += change.size
+        by_line[_line(change.frames)] += change.size
+    by_line.pop(_BEFORE, None)
+    largest = [name for name, size in by_line.most_common(_LINES) if size > 0]
+    names = [*largest, _OTHER_LINES, _BEFORE]
+    place = {name: index for index, name in enumerate(names)}
+    sizes = [0] * (len(names) - 1) + [before]
+    rows, times = [tuple(sizes)], [changes[0].time if changes else 0]
+    for change in changes:
+        sizes[place.get(_line(change.frames), len(names) - 2)] += change.size
+        rows.append(tuple(sizes))
+        times.append(change.time)
+    stacks = [(list(stack), size) for stack, size in by_stack.items() if stack and size > 0]
+    kept = before + by_stack[()]
+    if kept > 0:
+        stacks.append(([_BEFORE], kept))
+    return Timeline(times, rows, names), stacks
+
+
+def _changes(
+    events: Iterable[dict[str, Any]], in_use: Iterable[dict[str, Any]]
+) -> tuple[list[_Change], int]:
+    """Allocations and frees, and the bytes that were allocated before the first of them."""
+    live: dict[int, Frames] = {}
+    changes, before = [], 0
+    for number, event in enumerate(events):
+        action, time = event["action"], event.get("time_us", number)
+        if action == "alloc":
+            live[event["addr"]] = event["frames"]
+            changes.append(_Change(time, event["size"], event["frames"]))
+        elif action == "free_completed":
+            frames = live.pop(event["addr"], None)
+            before += event["size"] if frames is None else 0
+            changes.append(_Change(time, -event["size"], frames))
+    before += sum(block["size"] for block in in_use if block["address"] not in live)
+    return changes, before
+
+
+def _used(segment: dict[str, Any]) -> list[dict[str, Any]]:
+    """Blocks in use, with their addresses, which old versions of torch omit."""
+    starts = accumulate((block["size"] for block in segment["blocks"]), initial=segment["address"])
+    placed = (
+        {"address": start, **block} for start, block in zip(starts, segment["blocks"], strict=False)
+    )
+    return [block for block in placed if _in_use(block)]
+
+
+def _in_use(block: dict[str, Any]) -> int:
+    return int(block["size"]) if block["state"] in _IN_USE else 0
+
+
+def _segment_row(segment: dict[str, Any], largest: int) -> tuple[str, str, str, Bar]:
+    parts = []
+    for block in segment["blocks"]:
+        stack = " < ".join(reversed(_stack(block.get("frames")))) or "no stack was recorded"
+        title = f"{bytes_text(block['size'])}, {block['state']}: {stack}"
+        parts.append((block["size"] / largest, _BLOCKS.get(block["state"], COLOURS[OTHER]), title))
+    used = sum(map(_in_use, segment["blocks"])) / (segment["total_size"] or 1)
+    name = f"{segment.get('device', 0)}, {segment['stream']}, {segment['address']:#x}"
+    return name, bytes_text(segment["total_size"]), f"{used:.0%}", Bar(parts)
+
+
+def _stack(frames: Frames | None) -> tuple[str, ...]:
+    """Calls from the outermost to the innermost."""
+    return tuple(map(_call, reversed(frames or ())))
+
+
+def _line(frames: Frames | None) -> str:
+    """The innermost source line outside of libraries."""
+    if not frames:
+        return _BEFORE if frames is None else _OTHER_LINES
+    own = (f for f in frames if not any(part in f["filename"] for part in _LIBRARIES))
+    return _call(next(own, frames[0]))
+
+
+def _call(frame: dict[str, Any]) -> str:
+    return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+
+
 def main() -> None:
-    """Write the page of a file of points, or of a trace."""
-    points, target, device = sys.argv[1:]
-    content = json.loads(Path(points).read_text(encoding="utf-8"))
-    if isinstance(content, dict):
-        timeline = of_events(content["traceEvents"], device)
+    """Write one page."""
+    kind, source, target, *device = sys.argv[1:]
+    content = Path(source).read_bytes()
+    if kind != "timeline":
+        os.nice(10)  # training comes first
+        snapshot = pickle.loads(content)  # noqa: S301  our own file of just now
+        text = {"history": history, "segments": segments}[kind](snapshot)
     else:
-        timeline = of_points(*content)
-    Path(target).write_text(memory_page(timeline, device), encoding="utf-8")
+        read = json.loads(content)
+        is_trace = isinstance(read, dict)
+        timeline = of_events(read["traceEvents"], *device) if is_trace else of_points(*read)
+        text = memory_page(timeline, *device)
+    Path(target).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

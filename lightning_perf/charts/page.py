@@ -47,12 +47,7 @@ PALETTE = tuple(
 
 
 def colour_of(name: str) -> str:
-    """The colour of a timing category, as ``#rrggbb``; a custom name always has the same one.
-
-    Example:
-        >>> colour_of("backward"), colour_of("my_phase") == colour_of("my_phase")
-        ('#0061bc', True)
-    """
+    """The colour of a timing category, as ``#rrggbb``; a custom name always has the same one."""
     return COLOURS.get(name) or _CUSTOM[crc32(name.encode()) % len(_CUSTOM)]
 
 
@@ -195,28 +190,14 @@ Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap"
 
 
 def page(title: str, parts: Iterable[Part]) -> str:
-    """A whole page.
-
-    Args:
-        title: The headline.
-        parts: From top to bottom; a string is a paragraph.
-
-    Example:
-        >>> "1 &lt; 2" in page("Title", ["1 < 2"])
-        True
-    """
+    """A page with a headline and, from top to bottom, its parts; a string is a paragraph."""
     named = [(type(part).__name__, part) for part in parts]
-    script = _script()
+    script = files(__package__).joinpath("page.js").read_text(encoding="utf-8") + SCRIPT
     # The page's policy allows this script alone: no text on the page can run as code.
     digest = b64encode(sha256(script.encode()).digest()).decode()
     return _template().render(
         title=title, parts=named, flame_style=STYLE, script=script, script_hash=f"sha256-{digest}"
     )
-
-
-@cache
-def _script() -> str:
-    return files(__package__).joinpath("page.js").read_text(encoding="utf-8") + SCRIPT
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,19 @@ if TYPE_CHECKING:
 
     from jsonargparse import ArgumentParser
 
+#: Modules of this package, imported when the command runs since their dependencies may be missing.
+_COMMANDS = (
+    "capture",
+    "compare",
+    "devices",
+    "doctor",
+    "measure",
+    "report",
+    "run",
+    "trace",
+    "upload",
+    "watch",
+)
 #: The names to install of packages that are imported under another name.
 _INSTALLS = {
     "jsonargparse": '"jsonargparse[signatures]"',
@@ -29,44 +42,14 @@ def add_tracking_uri(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tracking-uri",
         type=str,
-        default=None,
         help="The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
     )
 
 
 def fail(command: str, why: object, code: int = 2) -> int:
     """Print to stderr why a command failed; returns its exit code."""
-    print(f"lightning-perf {command}: {str(why).rstrip('.')}.", file=sys.stderr)  # noqa: T201
+    print(f"lightning-perf {command}: {str(why).rstrip('.')}.", file=sys.stderr)
     return code
-
-
-def _commands() -> dict[str, ModuleType]:
-    # Imported here, since their dependencies may be missing.
-    from lightning_perf.cli import (
-        capture,
-        compare,
-        devices,
-        doctor,
-        measure,
-        report,
-        run,
-        trace,
-        upload,
-        watch,
-    )
-
-    return {
-        "capture": capture,
-        "compare": compare,
-        "devices": devices,
-        "doctor": doctor,
-        "measure": measure,
-        "report": report,
-        "run": run,
-        "trace": trace,
-        "upload": upload,
-        "watch": watch,
-    }
 
 
 def main(args: list[str] | None = None) -> None:
@@ -87,7 +70,7 @@ def main(args: list[str] | None = None) -> None:
         package = (error.name or "").partition(".")[0]
         if package == "lightning_perf":
             raise
-        print(f"lightning-perf: {_remedy(error, package)}", file=sys.stderr)  # noqa: T201
+        print(f"lightning-perf: {_remedy(error, package)}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -104,14 +87,17 @@ def _remedy(error: ImportError, package: str) -> str:
     return f"a package cannot be imported ({error}). Try pip install --upgrade lightning_perf."
 
 
+def _commands() -> dict[str, ModuleType]:
+    return {name: import_module(f"lightning_perf.cli.{name}") for name in _COMMANDS}
+
+
 def _run(args: Sequence[str]) -> int:
     from jsonargparse import ArgumentParser, set_parsing_settings
 
     from lightning_perf import __version__
 
     if find_spec("shtab"):
-        with suppress(TypeError):  # an older jsonargparse
-            set_parsing_settings(add_print_completion_argument=True)
+        set_parsing_settings(add_print_completion_argument=True)
     parser = ArgumentParser(
         prog="lightning-perf",
         description="Training speed, as a share of what the hardware can do.",
@@ -119,7 +105,8 @@ def _run(args: Sequence[str]) -> int:
         epilog="Exit codes: 0 success; 1 the command could not do it; 2 wrong arguments, a missing "
         "package, or a run that cannot be read; 130 Ctrl-C.",
     )
-    subcommands, commands = parser.add_subcommands(), _commands()
+    subcommands = parser.add_subcommands()
+    commands = _commands()
     for name, command in commands.items():
         arguments = command.parser()
         summary = arguments.description.partition(". ")[0].rstrip(".")

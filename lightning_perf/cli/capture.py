@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
+import signal as signals
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser
 
 from lightning_perf.cli import fail
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
-_STATUS = Path("/proc/{pid}/status")
 
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Make a running training record its next batches. The training needs a "
         "profiler with the schedule OnSignal, such as PyTorch(schedule=OnSignal(lasting='5ba')), "
@@ -35,13 +29,9 @@ def parser() -> ArgumentParser:
 
 
 def run(pid: int, signal: str, children: bool) -> int:
-    """Signal the processes that handle the signal; it would end those that do not.
-
-    Returns:
-        The exit code: 1 if no process was signalled.
-    """
-    number = _number(signal)
-    if number is None:
+    """Signal the processes that handle the signal, which ends others; code 1 if there is none."""
+    number = getattr(signals, signal, None)
+    if not isinstance(number, signals.Signals):
         return fail("capture", f"{signal} is not a signal. Try --signal SIGUSR2.", 1)
     try:
         own_process(pid)
@@ -56,7 +46,7 @@ def run(pid: int, signal: str, children: bool) -> int:
             except OSError:  # a child that ended meanwhile
                 continue
             signalled += 1
-            print(f"signalled process {each} to record")  # noqa: T201
+            print(f"signalled process {each} to record")
         elif each == pid and not children:
             return fail("capture", _why_not(pid, signal, handled), 1)
     return 0 if signalled else fail("capture", _why_not(pid, signal, False), 1)
@@ -65,7 +55,7 @@ def run(pid: int, signal: str, children: bool) -> int:
 def handles(pid: int, number: int) -> bool | None:
     """Whether a process handles the signal of this number; None if that cannot be read."""
     try:
-        status = Path(str(_STATUS).format(pid=pid)).read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return None
     caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
@@ -73,11 +63,7 @@ def handles(pid: int, number: int) -> bool | None:
 
 
 def own_process(pid: int) -> int:
-    """The id of a process of this user.
-
-    Raises:
-        LookupError: There is no such process, or it belongs to another user.
-    """
+    """The id of a process of this user; raises `LookupError` for others."""
     import psutil
 
     try:
@@ -90,11 +76,6 @@ def own_process(pid: int) -> int:
     if not own:
         raise LookupError(f"process {pid} belongs to another user")
     return pid
-
-
-def _number(name: str) -> int | None:
-    found = getattr(signal, name, None)
-    return int(found) if isinstance(found, signal.Signals) else None
 
 
 def descendants(pid: int) -> list[int]:

@@ -89,7 +89,7 @@ def run(
             "changes": [each.as_dict() for each in found.changes],
             "notes": notes,
         }
-        print(json_format.dumps(content, indent=1))  # noqa: T201
+        print(json_format.dumps(content, indent=1))
     else:
         _show(run, baselines, found, notes)
     if limit is not None and slower is None:

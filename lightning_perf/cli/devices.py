@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json as json_format
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser
+
+from lightning_perf.cli import fail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
     from rich.table import Table
 
     from lightning_perf.flops import DevicePeaks
 
 _COLUMNS = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8", "fp4")
-_DATASHEET = "datasheet"
 
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(description="Show the dense peaks of devices, by dtype.")
     parser.add_argument(
         "name",
@@ -33,26 +32,21 @@ def parser() -> ArgumentParser:
     return parser
 
 
-def run(name: str | None, json: bool = False) -> int:
-    """Print the table.
-
-    Returns:
-        The exit code: 1 if no device has such a name.
-    """
+def run(name: str | None, json: bool) -> int:
+    """Print the table; the exit code is 1 if no device has such a name."""
     from rich.console import Console
 
     from lightning_perf.flops import table
 
     rows = table() if name is None else _named(name)
     if not rows:
-        print(  # noqa: T201
-            f"lightning-perf devices: no device matches {name}. Try lightning-perf devices, or "
-            "Flops(peak_flops=...) with its peak in FLOP/s.",
-            file=sys.stderr,
+        why = (
+            f"no device matches {name}. Try lightning-perf devices, or Flops(peak_flops=...) with "
+            "its peak in FLOP/s"
         )
-        return 1
+        return fail("devices", why, 1)
     if json:
-        print(json_format.dumps([asdict(row) for row in rows], indent=1))  # noqa: T201
+        print(json_format.dumps([asdict(row) for row in rows], indent=1))
         return 0
     console = Console()
     console.print(_table(rows))
@@ -75,7 +69,7 @@ def _named(name: str) -> list[DevicePeaks]:
 
 
 def _is_weak(row: DevicePeaks) -> bool:
-    return row.confidence != _DATASHEET
+    return row.confidence != "datasheet"
 
 
 def _table(rows: Sequence[DevicePeaks]) -> Table:

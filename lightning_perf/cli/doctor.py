@@ -9,17 +9,18 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.checks import install_command
 from lightning_perf.errors import ConfigError, describe, without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jsonargparse import ArgumentParser
 
-_REQUIRED = ("lightning_perf", "torch", "lightning")
-#: Packages that need not be there, and what needs them.
-_OPTIONAL = {
+#: Packages, and what needs those that need not be there.
+_PACKAGES = {
+    **dict.fromkeys(("lightning_perf", "torch", "lightning")),
     "pytorch-lightning": "Trainers of the package pytorch_lightning",
     "mlflow": "metrics, files and reports in MLflow",
     "matplotlib": "timings.png",
@@ -45,8 +46,6 @@ class Finding(NamedTuple):
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Check versions, devices, permissions and the tracking server. Says which "
         "feature lacks which package."
@@ -56,14 +55,10 @@ def parser() -> ArgumentParser:
 
 
 def run(json: bool) -> int:
-    """Print the findings.
-
-    Returns:
-        The exit code: 1 if something is broken.
-    """
+    """Print the findings; the exit code is 1 if something is broken."""
     found = [*_packages(), *_hardware(), *_setup()]
     if json:
-        print(json_format.dumps([each._asdict() for each in found], indent=1))  # noqa: T201
+        print(json_format.dumps([each._asdict() for each in found], indent=1))
     else:
         _show(found)
     return 1 if any(each.state == "error" for each in found) else 0
@@ -84,17 +79,13 @@ def _show(found: list[Finding]) -> None:
 
 def _packages() -> Iterator[Finding]:
     yield Finding("packages", "python", platform.python_version())
-    for name in _REQUIRED:
+    for name, feature in _PACKAGES.items():
         try:
             yield Finding("packages", name, version(name))
         except PackageNotFoundError:
-            yield Finding("packages", name, f"not installed: {install_command(name)}", "error")
-    for name, feature in _OPTIONAL.items():
-        try:
-            yield Finding("packages", name, version(name))
-        except PackageNotFoundError:
-            value = f"not installed, for {feature}: {install_command(name)}"
-            yield Finding("packages", name, value, "missing")
+            purpose = f", for {feature}" if feature else ""
+            value = f"not installed{purpose}: {install_command(name)}"
+            yield Finding("packages", name, value, "missing" if feature else "error")
 
 
 def _hardware() -> Iterator[Finding]:
@@ -121,19 +112,16 @@ def _hardware() -> Iterator[Finding]:
 
 
 def _setup() -> Iterator[Finding]:
-    yield _writable(Path.cwd())
+    folder = Path.cwd()
+    usable = os.access(folder, os.W_OK)
+    text = f"{folder} is {'' if usable else 'not '}writable"
+    yield Finding("set-up", "working directory", text, "ok" if usable else "error")
     for group in _GROUPS:
         here = any(each.name == "lightning_perf" for each in entry_points(group=group))
         value = "installed" if here else "not installed: LIGHTNING_PERF has no effect"
         yield Finding("set-up", group, value, "ok" if here else "error")
     yield _variable(os.environ.get("LIGHTNING_PERF", ""))
     yield _tracking()
-
-
-def _writable(folder: Path) -> Finding:
-    usable = os.access(folder, os.W_OK)
-    text = f"{folder} is {'' if usable else 'not '}writable"
-    return Finding("set-up", "working directory", text, "ok" if usable else "error")
 
 
 def _variable(value: str) -> Finding:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json as json_format
-import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser
+
+from lightning_perf.cli import fail
 
 # Longer than in training, for a better estimate.
 _BUDGET_SECONDS = 1.0
@@ -15,8 +14,6 @@ _BUDGET_SECONDS = 1.0
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Measure the peak of a device of this machine with a matrix product."
     )
@@ -36,29 +33,21 @@ def parser() -> ArgumentParser:
     return parser
 
 
-def run(dtype: str, device: str, json: bool = False) -> int:
-    """Print the measured peak and the one in the table.
-
-    Returns:
-        The exit code: 1 if it could not be measured.
-    """
+def run(dtype: str, device: str, json: bool) -> int:
+    """Print the measured peak and the one in the table; code 1 if it could not be measured."""
     from rich.console import Console
 
     from lightning_perf.flops import device_name, lookup, measured_peak, peak_flops, tf32_is_on
 
     peak = measured_peak(device, dtype, _BUDGET_SECONDS)
     if peak is None:
-        print(  # noqa: T201
-            f"lightning-perf measure: {device} cannot multiply {dtype} matrices, or this machine "
-            "is too busy. Try --device cpu --dtype float32.",
-            file=sys.stderr,
-        )
-        return 1
+        why = f"{device} cannot multiply {dtype} matrices, or this machine is too busy"
+        return fail("measure", f"{why}. Try --device cpu --dtype float32", 1)
     name = device_name(device)
     listed, entry = peak_flops(name, dtype, tf32=tf32_is_on()), lookup(name)
     if json:
         found = {"device": name, "dtype": dtype, "measured": peak.value, "table": listed}
-        print(json_format.dumps(found))  # noqa: T201
+        print(json_format.dumps(found))
         return 0
     console = Console(highlight=False)
     console.print(f"{name}, {dtype}: {peak.value / 1e12:.4g} TFLOP/s (measured)", soft_wrap=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.cli import add_tracking_uri, fail
 from lightning_perf.errors import without_credentials
+from lightning_perf.tracking.summary import SummaryError, panel, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
     from rich.console import Console
 
     from lightning_perf.tracking.runs import Run
@@ -26,8 +27,6 @@ _MOST_FILES = 5
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(description="Show how fast a run was, and the paths of its traces.")
     parser.add_argument(
         "run",
@@ -41,17 +40,11 @@ def parser() -> ArgumentParser:
 
 
 def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
-    """Print the report.
-
-    Returns:
-        The exit code: 2 if the run cannot be read.
-    """
+    """Print the report; the exit code is 2 if the run cannot be read."""
     from rich.console import Console
 
     from lightning_perf.tracking.runs import find_run
-    from lightning_perf.tracking.summary import SummaryError
 
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     try:
         found = find_run(run, tracking_uri)
     except LookupError as error:
@@ -59,22 +52,14 @@ def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
         why = str(error).rstrip(".")
         return fail("report", f"{why}.{remedy}")
     if json:
-        _print_json(found)
+        print(text_of({**found.summary, "files": found.files}))
     else:
         # Paths are meant to be copied, so lines are not wrapped. Names may look like markup.
         _show(found, Console(soft_wrap=True, markup=False, emoji=False, highlight=False))
     return 0
 
 
-def _print_json(run: Run) -> None:
-    from lightning_perf.tracking.summary import text_of
-
-    print(text_of({**run.summary, "files": run.files}))  # noqa: T201
-
-
 def _show(run: Run, console: Console) -> None:
-    from lightning_perf.tracking.summary import panel
-
     console.print(run.title, style="bold")
     console.print(panel(run.summary), soft_wrap=False)
     traces = _sorted(run, *_TRACE_FILES)
@@ -87,11 +72,14 @@ def _show(run: Run, console: Console) -> None:
     pages = sorted(_sorted(run, ".html"), key=lambda path: path.endswith("/timings.html"))
     where = "" if run.tracking_uri is None else " or among MLflow's artifacts"
     _list(console, f"Pages: open in a browser{where}:", pages)
-    if run.tracking_uri is not None:
+    if (uri := run.tracking_uri) is not None:
         console.print(
             "To see the run and its charts, start MLflow and open the address that it prints:"
         )
-        console.print(f"  {_ui_command(run.tracking_uri)}", style="bold")
+        command = f"mlflow ui --backend-store-uri {uri}"
+        if uri.startswith(("http://", "https://")):
+            command = f"python -m webbrowser {without_credentials(uri)}"
+        console.print(f"  {command}", style="bold")
 
 
 def _list(console: Console, headline: str, paths: Sequence[str]) -> None:
@@ -102,12 +90,6 @@ def _list(console: Console, headline: str, paths: Sequence[str]) -> None:
         console.print(f"  {path}")
     if len(paths) > _MOST_FILES:
         console.print(f"  and {len(paths) - _MOST_FILES:,} more")
-
-
-def _ui_command(uri: str) -> str:
-    if uri.startswith(("http://", "https://")):
-        return f"python -m webbrowser {without_credentials(uri)}"
-    return f"mlflow ui --backend-store-uri {uri}"
 
 
 def _sorted(run: Run, *endings: str) -> list[str]:

@@ -7,12 +7,13 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.cli import fail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
 
 #: As in a shell.
 _NOT_FOUND = 127
@@ -20,8 +21,6 @@ _NOT_FOUND = 127
 
 def parser() -> ArgumentParser:
     """The arguments of the command, without those after ``--``."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Run a training with the always-on callbacks in each Trainer of Lightning. "
         "Write the training's command after two dashes: lightning-perf run -- python train.py."
@@ -29,7 +28,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--config",
         type=str,
-        default=None,
         help="A YAML file with the callbacks to use instead, such as configs/always_on.yaml.",
     )
     return parser
@@ -38,12 +36,7 @@ def parser() -> ArgumentParser:
 def run(config: str | None, command: Sequence[str] = ()) -> int:
     """Replace this process by the command, which gets its signals and gives its exit code.
 
-    Args:
-        config: The file with callbacks.
-        command: What was written after two dashes.
-
-    Returns:
-        The exit code if the command cannot be run: 2, or 127 if it is not found.
+    If it cannot be run, the exit code is 2, or 127 if it is not found.
     """
     if not command:
         return fail("run", "there is no command. Try lightning-perf run -- python train.py.", 2)

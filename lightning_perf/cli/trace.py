@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser
 
 from lightning_perf.cli import add_tracking_uri, fail
 from lightning_perf.units import duration
@@ -15,7 +16,6 @@ from lightning_perf.units import duration
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
     from rich.console import Console
 
     from lightning_perf.traces.combine import Collective, Trace
@@ -26,8 +26,6 @@ _MOST_SHOWN = 5
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Summarize a trace of the PyTorch profiler, or merge those of all ranks of a "
         "window into one file for Perfetto."
@@ -39,7 +37,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--combine",
         type=str,
-        default=None,
         metavar="FOLDER|RUN",
         help="Merge the traces of this folder, or of a run's id or name in MLflow.",
     )
@@ -49,7 +46,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--window",
         type=str,
-        default=None,
         help="Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz.",
     )
     add_tracking_uri(parser)
@@ -64,11 +60,7 @@ def run(
     window: str | None,
     tracking_uri: str | None,
 ) -> int:
-    """Print the summary of a trace, or merge several and print who came last.
-
-    Returns:
-        The exit code: 2 if the traces cannot be read.
-    """
+    """Print the summary of a trace, or merge several; code 2 if they cannot be read."""
     from lightning_perf.traces.stream import TraceError
 
     try:
@@ -94,7 +86,7 @@ def _summarize(path: Path, json: bool) -> None:
 
     summary = summarize(path)
     if json:
-        print(json_format.dumps(summary.as_dict(), indent=1))  # noqa: T201
+        print(json_format.dumps(summary.as_dict(), indent=1))
         return
     console = Console(markup=False, emoji=False, highlight=False)
     grid = Table(show_header=False)
@@ -116,14 +108,9 @@ def _folder(what: str, tracking_uri: str | None, scratch: Path) -> Path:
     if Path(what).is_dir():
         return Path(what)
     from lightning_perf.traces.combine import TRACE_NAME
-
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from lightning_perf.tracking.runs import download
 
-    def wanted(path: str) -> bool:
-        return TRACE_NAME.fullmatch(path.rpartition("/")[2]) is not None
-
-    download(what, tracking_uri, scratch, wanted)
+    download(what, tracking_uri, scratch, TRACE_NAME)
     return scratch
 
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jsonargparse import ArgumentParser
+
 from lightning_perf.cli import fail
 from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
@@ -19,8 +21,6 @@ from lightning_perf.tracking.tracker import tracker_at
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from jsonargparse import ArgumentParser
-
     from lightning_perf.traces import Target
 
 _Key = tuple[str, str, frozenset[tuple[str, str]]]
@@ -28,8 +28,6 @@ _Key = tuple[str, str, frozenset[tuple[str, str]]]
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description=f"Upload the files listed in {FILE_NAME}, each to its MLflow run or store. "
         "The lists contain no passwords; those of stores are read from fsspec's settings."
@@ -40,7 +38,6 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--tracking-uri",
         type=str,
-        default=None,
         help="The tracking address to use instead of the listed one, for example with a password. "
         "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too.",
     )
@@ -64,23 +61,19 @@ def run(
     json: bool = False,
     outside: bool = False,
 ) -> int:
-    """Upload the listed files; those that fail stay on the lists.
-
-    Returns:
-        The exit code: 1 if a file is left, 2 if the folder does not exist.
-    """
+    """Upload the listed files; code 1 if a file is left, 2 if the folder does not exist."""
     if not Path(folder).is_dir():
         return fail("upload", f"there is no folder {folder}")
     sender = _Sender(tracking_uri, forget_missing, outside)
     for place in _places(folder):
         _send_all(place, sender)
     for entry in sender.left:
-        print(f"{entry.path}: {entry.error}", file=sys.stderr)  # noqa: T201
+        print(f"{entry.path}: {entry.error}", file=sys.stderr)
     if json:
         left = [{"path": entry.path, "error": entry.error} for entry in sender.left]
-        print(json_format.dumps({"uploaded": sender.done, "left": left}))  # noqa: T201
+        print(json_format.dumps({"uploaded": sender.done, "left": left}))
     else:
-        print(f"{sender.done} uploaded, {len(sender.left)} left")  # noqa: T201
+        print(f"{sender.done} uploaded, {len(sender.left)} left")
     return 1 if sender.left else 0
 
 
@@ -127,46 +120,37 @@ class _Sender:
         """Try once; returns what stays on the list in the folder ``place``."""
         try:
             path = Path(entry.path).resolve()
-            missing = not path.is_file()
-        except (OSError, RuntimeError, ValueError) as unusable:  # such as a null byte
-            return self._keep(entry, describe(unusable))
-        if missing:
-            return self._missing(entry)
-        if not (self._outside or path.is_relative_to(place.resolve())):
-            return self._keep(entry, "the file is outside of its list's folder; try --outside")
-        error = self._error(entry)
-        if error is None:
+            if not path.is_file():
+                if self._forget_missing:
+                    gone = "the file is missing and was removed from the list"
+                    print(f"{entry.path}: {gone}", file=sys.stderr)
+                    return None
+                error = "the file is missing; --forget-missing removes it from the list"
+            elif not (self._outside or path.is_relative_to(place.resolve())):
+                error = "the file is outside of its list's folder; try --outside"
+            else:
+                error = self._upload(entry)
+        except Exception as failure:  # of the target, or a path with a null byte
+            error = describe(failure)
+        if not error:
             self.done += 1
             return None
-        return self._keep(entry, error)
-
-    def _missing(self, entry: PendingUpload) -> PendingUpload | None:
-        if not self._forget_missing:
-            return self._keep(
-                entry, "the file is missing; --forget-missing removes it from the list"
-            )
-        print(f"{entry.path}: the file is missing and was removed from the list", file=sys.stderr)  # noqa: T201
-        return None
-
-    def _keep(self, entry: PendingUpload, error: str) -> PendingUpload:
         kept = replace(entry, error=error)
         self.left.append(kept)
         return kept
 
-    def _error(self, entry: PendingUpload) -> str | None:
+    def _upload(self, entry: PendingUpload) -> str:
+        """Upload a file; returns why its target takes none, or an empty text."""
         address = entry.target | (self._override if "tracking_uri" in entry.target else {})
         key = frozenset(address.items())
-        try:
-            remote_format(entry.remote.replace("{", "{{").replace("}", "}}"))
-            if key not in self._targets:
-                self._targets[key] = _target(address)
-            target = self._targets[key]
-            if isinstance(target, str):
-                return target
-            target.send(Path(entry.path), entry.remote)
-        except Exception as error:
-            return describe(error)
-        return None
+        remote_format(entry.remote.replace("{", "{{").replace("}", "}}"))
+        if key not in self._targets:
+            self._targets[key] = _target(address)
+        target = self._targets[key]
+        if isinstance(target, str):
+            return target
+        target.send(Path(entry.path), entry.remote)
+        return ""
 
 
 def _target(address: Mapping[str, str]) -> Target | str:

@@ -7,15 +7,17 @@ import platform
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from jsonargparse import ArgumentParser
 
 from lightning_perf.cli import add_tracking_uri, fail
 from lightning_perf.cli.capture import descendants, own_process
+from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jsonargparse import ArgumentParser
     from rich.console import Console, RenderableType
 
     from lightning_perf.tracking.summary import Summary
@@ -26,8 +28,6 @@ _FILE_INTERVAL, _MLFLOW_INTERVAL = 1.0, 10.0
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         description="Show a running training live. MFU, throughput, where the time goes, and the "
         "verdicts so far, until it ends. Where the output is not a terminal, one line per update."
@@ -43,12 +43,8 @@ def parser() -> ArgumentParser:
     return parser
 
 
-def run(run: str | None, tracking_uri: str | None, json: bool = False) -> int:
-    """Show the run until it ends.
-
-    Returns:
-        The exit code: 1 if the training was killed, 2 if there is no such run.
-    """
+def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
+    """Show the run until it ends; code 1 if it was killed, 2 if there is no such run."""
     from rich.console import Console
 
     console = Console(markup=False, emoji=False, highlight=False)
@@ -74,30 +70,7 @@ class Seen(NamedTuple):
     @property
     def runs(self) -> bool:
         """Whether the run goes on, or was killed."""
-        from lightning_perf.tracking.summary import RUNNING
-
         return bool(self.summary["status"] == RUNNING)
-
-
-class Source(Protocol):
-    """Something to watch."""
-
-    @property
-    def interval(self) -> float:
-        """Seconds between looks."""
-        ...
-
-    def read(self) -> Seen | None:
-        """The latest summary; None before the first one.
-
-        Raises:
-            LookupError: It cannot be read.
-        """
-        ...
-
-    def alive(self) -> bool:
-        """Whether something may write another summary."""
-        ...
 
 
 class FolderSource:
@@ -111,8 +84,6 @@ class FolderSource:
 
     def read(self) -> Seen:
         """The file."""
-        from lightning_perf.tracking.summary import FILE_NAME, read_summary
-
         path = self._folder / FILE_NAME
         self._seen = Seen(read_summary(path), path.stat().st_mtime)
         return self._seen
@@ -164,14 +135,14 @@ class MlflowSource:
         return True
 
 
-def _source(run: str | None, tracking_uri: str | None) -> Source:
-    """What to watch.
+#: ``interval`` is the seconds between looks. ``read`` returns the latest summary, or None before
+#: the first one. ``alive`` is whether something may write another one.
+Source: TypeAlias = FolderSource | ProcessSource | MlflowSource
 
-    Raises:
-        LookupError: There is no such thing.
-    """
+
+def _source(run: str | None, tracking_uri: str | None) -> Source:
+    """What to watch."""
     from lightning_perf.tracking.runs import default_tracking_uri, latest_folder
-    from lightning_perf.tracking.summary import FILE_NAME
 
     path = Path(run or ".")
     if run is not None and run.isdecimal() and not path.exists():
@@ -196,8 +167,6 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
 
 def _folder_of(pid: int) -> Path | None:
     """The folder of the latest run of a process and those below it; None if none has reported."""
-    from lightning_perf.tracking.summary import FILE_NAME
-
     found: list[tuple[float, Path]] = []
     for each in [pid, *descendants(pid)]:
         with suppress(OSError):  # the process has ended
@@ -242,15 +211,13 @@ def _looks(source: Source) -> Iterator[Seen | None]:
 
 def _print(source: Source, json: bool) -> int:
     """One line per update."""
-    from lightning_perf.tracking.summary import progress
-
     seen = last = None
     for seen in _looks(source):
         if seen is not None and (last is None or seen.summary != last.summary):
             last = seen
             now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
             line = f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
-            print(json_format.dumps(seen.summary) if json else line, flush=True)  # noqa: T201
+            print(json_format.dumps(seen.summary) if json else line, flush=True)
     return _code(seen)
 
 
@@ -268,8 +235,6 @@ def _show(source: Source, console: Console) -> int:
 def _view(seen: Seen | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
-
-    from lightning_perf.tracking.summary import panel
 
     if seen is None:
         return Text("waiting for the first report")

@@ -21,7 +21,7 @@ from lightning_perf.run.artifacts import new_writer
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.trainer_info import resumes
 from lightning_perf.schedule import Cyclic, Schedule, as_schedule
-from lightning_perf.traces import check_names
+from lightning_perf.traces import TraceOptions, check_names
 from lightning_perf.tracking.stores import check_store
 
 if TYPE_CHECKING:
@@ -356,18 +356,17 @@ class Profiler(PerfCallback):
     def _new_writer(
         self, context: RunContext, filename: str, remote: str | None, compress: bool, explains: bool
     ) -> TraceWriter:
-        return new_writer(
-            context,
-            self.output_path_prefix,
-            self.folder,
-            filename,
-            remote,
-            compress,
+        options = TraceOptions(
+            folder=self.folder,
+            filename=filename,
+            remote_file_name=remote,
+            compress=compress,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
             readme=self.how_to_open if explains else None,
             optional=filename.endswith(_OPTIONAL),
         )
+        return new_writer(context, options, self.output_path_prefix)
 
     def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
         """Hand a recording, and the files that are made of it, to their writers."""

@@ -204,7 +204,7 @@ def _warn_once() -> None:
 
 
 def _plot(kind: str, source: Path, page: Path) -> None:
-    run_python("-m", "lightning_perf.charts.snapshot", kind, str(source), str(page))
+    run_python("-m", "lightning_perf.charts.memory", kind, str(source), str(page))
 
 
 def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Path) -> None:

@@ -128,8 +128,8 @@ class TorchFiles:
         points = target.with_name(f"{target.name}.points")
         try:
             source = self._points(points)
-            page = "lightning_perf.charts.memory"
-            run_python("-m", page, str(source), str(target), self._device)
+            files = str(source), str(target)
+            run_python("-m", "lightning_perf.charts.memory", "timeline", *files, self._device)
         finally:
             points.unlink(missing_ok=True)
 

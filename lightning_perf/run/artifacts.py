@@ -15,42 +15,12 @@ if TYPE_CHECKING:
 
 
 def new_writer(
-    context: RunContext,
-    prefix: str | None,
-    folder: str,
-    filename: str,
-    remote: str | None,
-    compress: bool = False,
-    *,
-    overwrite: bool = False,
-    num_traces_to_keep: int = -1,
-    readme: str | None = None,
-    optional: bool = False,
+    context: RunContext, options: TraceOptions, prefix: str | None = None
 ) -> TraceWriter:
     """A trace writer that is closed at the end of the run.
 
-    Args:
-        context: The run.
-        prefix: What `folder` is below; by default the trainer's ``default_root_dir``.
-        folder: This and all others: as in `TraceOptions`.
-        filename: The file names.
-        remote: The names at the upload targets.
-        compress: Whether to compress.
-        overwrite: Whether to replace files.
-        num_traces_to_keep: How many files stay.
-        readme: The content of the README.
-        optional: Whether files may be left out at the end of the run.
+    Its folder is below ``prefix``, by default the trainer's ``default_root_dir``.
     """
-    options = TraceOptions(
-        folder=folder,
-        filename=filename,
-        remote_file_name=remote,
-        compress=compress,
-        overwrite=overwrite,
-        num_traces_to_keep=num_traces_to_keep,
-        readme=readme,
-        optional=optional,
-    )
     root = context.reporting.root(prefix)
     run = TraceRun(
         worker=context.worker,
@@ -62,7 +32,7 @@ def new_writer(
         mirror=root.mirror,
         digest=context.warnings_digest,
     )
-    writer = TraceWriter(options, run, context.targets(remote))
+    writer = TraceWriter(options, run, context.targets(options.remote_file_name))
     # After the worker has stopped, the writer places the files that a slow server delayed.
     context.on_close(writer.close)
     return writer
@@ -89,7 +59,12 @@ def leave(
         OSError: If the folder cannot be written to.
     """
     for filename, write in files.items():
-        remote = f"{folder}/{filename}"
-        writer = new_writer(context, None, folder, filename, remote, overwrite=overwrite)
+        options = TraceOptions(
+            folder=folder,
+            filename=filename,
+            remote_file_name=f"{folder}/{filename}",
+            overwrite=overwrite,
+        )
+        writer = new_writer(context, options)
         spooled = writer.spool(stage)
         writer.write(spooled, context.progress.timestamp(stage), stage, partial(write, spooled))

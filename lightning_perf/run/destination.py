@@ -7,13 +7,12 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.background.worker import waiting
 from lightning_perf.errors import describe, warn
-from lightning_perf.tracking.metrics import MlflowMetrics, OtherLoggers, finite
-from lightning_perf.tracking.mlflow import MlflowRun, TagReader, is_mlflow
+from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, TagReader, is_mlflow
 from lightning_perf.tracking.stores import Root, root_of, store_target, trial_root
 from lightning_perf.tracking.tracker import Tracker, trackers_of
 
@@ -41,8 +40,7 @@ class Timeouts:
 TIMEOUTS = Timeouts()
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
+class Destination(NamedTuple):
     """What rank 0 broadcasts to all ranks."""
 
     runs: tuple[Tracker, ...]
@@ -61,15 +59,14 @@ class Reporting:
         if trainer.world_size > 1:
             destination = trainer.strategy.broadcast(destination, src=0)
         assert destination is not None  # rank 0 has set it
-        self.runs, self.run_name = destination.runs, destination.run_name
-        self.identity = destination.identity
-        self._runs_as_targets = [run.target for run in self.runs]
-        mlflow = [run for run in self.runs if isinstance(run, MlflowRun)]
+        runs, self.run_name, self.identity = destination
+        self._runs_as_targets = [run.target for run in runs]
+        mlflow = [run for run in runs if isinstance(run, MlflowRun)]
         self.tags = TagReader(next(iter(mlflow), None), worker)
         self._own = [MlflowMetrics(run, worker) for run in mlflow]
         self._mlflow = self._own if first else []
-        others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
-        self._others = OtherLoggers(others)
+        self._others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
+        self._warned: set[int] = set()
         self._later: deque[tuple[dict[str, float], int]] = deque()
         #: Codes of the verdicts that the diagnosis has reached, in order.
         self.reached: list[str] = []
@@ -96,19 +93,19 @@ class Reporting:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics to all loggers, without NaN and infinity."""
-        metrics = finite(metrics)
+        metrics = _finite(metrics)
         if not metrics:
             return
         for target in self._mlflow:
             target.log(metrics, step)
-        self._others.log(metrics, step)
+        self._log_to_others(metrics, step)
 
     def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:
         """Log one rank's metrics from the worker thread, to MLflow on every rank.
 
         Other loggers are not thread-safe: they get rank 0's metrics at the next `deliver`.
         """
-        metrics = finite(metrics)
+        metrics = _finite(metrics)
         for target in self._own:
             target.log(metrics, step)
         self._later.append((metrics, step))
@@ -116,7 +113,18 @@ class Reporting:
     def deliver(self) -> None:
         """Log the metrics of `log_from_worker` to other loggers, on the calling thread."""
         while self._later:
-            self._others.log(*self._later.popleft())
+            self._log_to_others(*self._later.popleft())
+
+    def _log_to_others(self, metrics: dict[str, float], step: int) -> None:
+        """Log to loggers other than MLflow's; one that fails is called again the next time."""
+        for logger in self._others:
+            try:
+                logger.log_metrics(dict(metrics), step=step)
+            except Exception as error:
+                if id(logger) not in self._warned:
+                    self._warned.add(id(logger))
+                    name = type(logger).__name__
+                    warn(f"{name} did not accept metrics ({describe(error)}). Training continues.")
 
     def log_params(self, params: Mapping[str, object]) -> None:
         """Log params to MLflow."""
@@ -180,22 +188,24 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
     return Destination(runs, generated, generated)
 
 
-@cache
-def _names() -> dict[str, str]:
-    """Names of runs by id, so that each is requested once, even if that fails."""
-    return {}
+#: Names of MLflow runs by id: each is requested once per process, even if that fails.
+_NAMES: dict[str, str] = {}
 
 
 def _mlflow_name(run: MlflowRun, worker: Worker) -> str:
-    names = _names()
-    if run.run_id not in names:
+    if run.run_id not in _NAMES:
         try:
-            names[run.run_id] = worker.call(run.name, TIMEOUTS.run_name)
+            _NAMES[run.run_id] = worker.call(run.name, TIMEOUTS.run_name)
         except Exception as error:
-            names[run.run_id] = run.run_id
+            _NAMES[run.run_id] = run.run_id
             why = describe(error)
             warn(f"MLflow did not return the name of run {run.run_id} ({why}); its id is used.")
-    return names[run.run_id]
+    return _NAMES[run.run_id]
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics without NaN and infinity, as floats."""
+    return {key: float(value) for key, value in metrics.items() if isfinite(value)}
 
 
 def _version(version: Any) -> str:

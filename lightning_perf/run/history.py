@@ -58,15 +58,7 @@ class StageHistory:
         return batch - self._points[-1].batch >= (1 if at_end else self._every)
 
     def add(self, step: int, batch: int, columns: Sequence[str], rows: Rows, costs: Totals) -> None:
-        """Keep a report.
-
-        Args:
-            step: The step at which it is logged.
-            batch: Batches of the stage so far.
-            columns: Names of the columns.
-            rows: Totals of each rank.
-            costs: Named costs so far.
-        """
+        """Keep a report: its step, the batches so far, totals of each rank, and named costs."""
         means = rows[0] if len(rows) == 1 else np.mean(rows, axis=0).tolist()
         totals = {
             name: value * (len(rows) if name in _SUMMED else 1)

@@ -23,6 +23,7 @@ from lightning_perf.errors import describe, warn
 from lightning_perf.run import artifacts
 from lightning_perf.run.trainer_info import setup_of
 from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.traces import TraceOptions
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     RUNNING,
@@ -66,20 +67,15 @@ _EARLIER: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
 def end_summary(
     context: RunContext, callbacks: Sequence[PerfCallback], reason: str
 ) -> RunSummary | None:
-    """Write the summary of a run at its end; None if there is nothing to say, or not on rank 0.
-
-    Args:
-        context: The run, whose windows are all there.
-        callbacks: All callbacks of the run.
-        reason: Why it ended.
-    """
+    """Write the summary of a run at its end; None if there is nothing to say, or not on rank 0."""
     if context.ranks.global_rank != 0 or reason not in _STATUS:
         return None
     try:
         sections: dict[str, Any] = {}
         for callback in callbacks:
             sections |= callback.call(callback.summary_sections) or {}
-        sections |= overhead(sections.get("culprits", ()), callbacks)
+        if culprits := sections.get("culprits"):
+            sections["overhead"] = _overhead(culprits, callbacks)
         summary = RunSummary(context, _STATUS[reason], _windows(context), sections, callbacks)
         _EARLIER[context.trainer] = summary.content
         recorded = summary.folder.exists() or any(
@@ -100,10 +96,7 @@ def _windows(context: RunContext) -> _Windows:
 
 
 class LiveSummary:
-    """Keeps `summary.json` up to date while a run goes on, on rank 0.
-
-    ``lightning-perf watch`` shows it, and a run that is killed leaves it.
-    """
+    """Keeps `summary.json` up to date on rank 0, for ``lightning-perf watch`` and after a kill."""
 
     def __init__(self) -> None:
         self._due = time.monotonic() + REFRESH
@@ -130,23 +123,17 @@ class LiveSummary:
                 v.as_dict() for part in context.parts for v in getattr(part, "verdicts", ())
             ]
             summary = RunSummary(context, RUNNING, windows, {"verdicts": verdicts})
-            first = self._folder is None
-            folder = self._folder = self._folder or self._claim(context)
-            with written_whole(folder / FILE_NAME, durable=False) as file:
+            if self._folder is None:
+                options = TraceOptions(folder="{run_name}", filename=FILE_NAME, overwrite=True)
+                self._folder = artifacts.new_writer(context, options).spool("train").parent
+                # `watch PID` finds the folder since it is open to the end of the run.
+                with suppress(OSError):  # Windows does not open folders
+                    held = os.open(self._folder, os.O_RDONLY)
+                    context.on_close(weakref.finalize(self, os.close, held))
+            with written_whole(self._folder / FILE_NAME, durable=False) as file:
                 file.write(json.dumps(summary.content, default=str).encode())
-            if first:
-                self._hold(context, folder)
             now = time.monotonic()
             self._due = now + max(REFRESH, (spent + now - began) / _MOST_TIME)
-
-    def _claim(self, context: RunContext) -> Path:
-        writer = artifacts.new_writer(context, None, "{run_name}", FILE_NAME, None, overwrite=True)
-        return writer.spool("train").parent
-
-    def _hold(self, context: RunContext, folder: Path) -> None:
-        """Keep the folder open to the end of the run: ``watch PID`` finds it by that."""
-        with suppress(OSError):  # Windows does not open folders
-            context.on_close(weakref.finalize(self, os.close, os.open(folder, os.O_RDONLY)))
 
 
 class RunSummary:
@@ -157,7 +144,7 @@ class RunSummary:
         status: Whether the run goes on, or how it ended.
         windows: Of each stage.
         sections: What callbacks add.
-        callbacks: All callbacks of the run, at its end.
+        callbacks: All callbacks, at the end of the run.
     """
 
     def __init__(
@@ -172,7 +159,7 @@ class RunSummary:
         self._root = context.reporting.root(None)
         self.folder = self._root.path / context.run_name
         trainer = context.trainer
-        stages = {stage: stage_windows(each) for stage, each in windows.items()}
+        stages = {stage: _stage_windows(each) for stage, each in windows.items()}
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         content: dict[str, Any] = {
             "version": VERSION,
@@ -265,31 +252,27 @@ class RunSummary:
         return True
 
 
-def stage_windows(windows: Sequence[tuple[int, Window]]) -> dict[str, Any]:
+def _stage_windows(windows: Sequence[tuple[int, Window]]) -> dict[str, Any]:
     """The figures of a stage's windows: the whole run, and the last window if it is shorter."""
     names = ("whole_run", "last_window")
-    found = {name: figures(*each) for name, each in zip(names, windows, strict=False)}
+    found = {name: _figures(*each) for name, each in zip(names, windows, strict=False)}
     return found if windows and windows[0][1].batches else {}
 
 
-def figures(first: int, window: Window) -> dict[str, Any]:
-    """The figures of one window, of all ranks; without those that nothing measured.
-
-    Args:
-        first: The step of its first batch.
-        window: Its columns.
-    """
+def _figures(first: int, window: Window) -> dict[str, Any]:
+    """The figures of one window from its first step on; without those that nothing measured."""
     found: dict[str, Any] = {"first": first, "last": window.step, "batches": window.batches}
-    columns = window.columns
+    columns, rates = window.columns, dict[str, float]()
     if "progress/seconds" in columns:
         found["seconds"] = window.mean("progress/seconds")
     if "batch/seconds" in columns and window.total("batch/seconds") > 0:
-        rates = {name.rpartition("/")[2]: rate for name, rate in throughput(window).items()
-                 if not name.startswith("throughput/device/") or name.endswith("/mfu")}  # fmt: skip
+        rates = {
+            name.rpartition("/")[2]: rate
+            for name, rate in throughput(window).items()
+            if not name.startswith("throughput/device/") or name.endswith("/mfu")
+        }
         if "flops_per_sec" in rates:
             rates["flops_per_sec_per_device"] = rates["flops_per_sec"] / window.world_size
-    else:
-        rates = {}
     if "flops/batch" in columns and window.least("flops/known_batches"):
         known = utilization(window)
         found["flops_per_batch"] = known["batch_flops"]
@@ -310,18 +293,10 @@ def _finite(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def overhead(
+def _overhead(
     culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[PerfCallback]
-) -> dict[str, Any]:
-    """What our own callbacks cost; empty if that was not measured.
-
-    Args:
-        culprits: The table of costs.
-        callbacks: Ours.
-    """
-    if not culprits:
-        return {}
+) -> dict[str, float]:
+    """What our own callbacks cost, of a table of all costs."""
     kinds = {type(each).__name__ for each in callbacks}
     ours = [row for row in culprits if row["name"].partition(".")[0] in kinds]
-    totals = {key: sum(row[key] for row in ours) for key in ("seconds", "share")}
-    return {"overhead": totals}
+    return {key: sum(row[key] for row in ours) for key in ("seconds", "share")}

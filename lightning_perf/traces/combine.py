@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -94,15 +94,9 @@ class Collective(NamedTuple):
 
 
 def find_window(folder: Path, window: str | None = None) -> list[Trace]:
-    """The traces of one window, by rank.
+    """The traces of one window below a folder, by rank.
 
-    Args:
-        folder: Holds them, at any depth.
-        window: Which one if there are several: a part of the files' path after the rank, such as
-            ``"12"`` for ``rank0.12.pt.trace.json.gz``.
-
-    Raises:
-        CombineError: There is none, several, or two of one rank.
+    If there are several, ``window`` names one: ``"12"`` for ``rank0.12.pt.trace.json.gz``.
     """
     windows: dict[tuple[Path, str], list[Trace]] = defaultdict(list)
     for path in sorted(folder.rglob("rank*.json*")):
@@ -128,14 +122,38 @@ def find_window(folder: Path, window: str | None = None) -> list[Trace]:
 
 
 def scan(trace: Trace) -> None:
-    """Read the head, the collectives and the steps of a trace.
-
-    Raises:
-        OSError: The file cannot be read.
-        CombineError: It is damaged, or not a trace.
-    """
+    """Read the head, the collectives and the steps of a trace."""
+    collectives: dict[str, list[Marker]] = defaultdict(list)
+    steps: dict[str, list[Marker]] = defaultdict(list)
     with _damage_named(trace.path):
-        _scan(trace)
+        for event in trace.events():
+            name = event.get("name")
+            if event.get("ph") != "X" or not isinstance(name, str) or "dur" not in event:
+                continue
+            start = float(event["ts"])
+            marker = Marker(start, start + float(event["dur"]))
+            if _COLLECTIVE.fullmatch(name):
+                collectives[_shared_name(name, event)].append(marker)
+            elif _STEP.fullmatch(name):
+                steps[name].append(marker)
+        trace.head["world_size"] = int(trace.head.get("world_size", 0))
+        trace.base = float(trace.head.get("baseTimeNanoseconds", 0)) / 1e3
+    # NCCL's annotations on the host end when the kernel is launched: the kernels tell more.
+    timed_there = any(name.startswith(_DEVICE) for name in collectives)
+    trace.collectives = {
+        name: sorted(found)
+        for name, found in collectives.items()
+        if name.startswith(_DEVICE) or not timed_there
+    }
+    trace.steps = {name: sorted(found) for name, found in steps.items()}
+
+
+def _shared_name(name: str, event: Event) -> str:
+    """The name of a collective with its process group, and whether it was timed on the device."""
+    arguments = event.get("args", {})
+    group = arguments.get("Process Group Ranks") or arguments.get("Process Group Name", "")
+    on_device = _DEVICE if event.get("cat") in _KERNELS else ""
+    return f"{on_device}{name} {group}".strip()
 
 
 @contextmanager
@@ -149,40 +167,8 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise CombineError(f"{path} is damaged ({describe(error)})") from error
 
 
-def _scan(trace: Trace) -> None:
-    collectives: dict[str, list[Marker]] = defaultdict(list)
-    steps: dict[str, list[Marker]] = defaultdict(list)
-    for event in trace.events():
-        name = event.get("name")
-        if event.get("ph") != "X" or not isinstance(name, str) or "dur" not in event:
-            continue
-        start = float(event["ts"])
-        marker = Marker(start, start + float(event["dur"]))
-        if _COLLECTIVE.fullmatch(name):
-            arguments = event.get("args", {})
-            group = arguments.get("Process Group Ranks") or arguments.get("Process Group Name", "")
-            on_device = _DEVICE if event.get("cat") in _KERNELS else ""
-            collectives[f"{on_device}{name} {group}".strip()].append(marker)
-        elif _STEP.fullmatch(name):
-            steps[name].append(marker)
-    trace.head["world_size"] = int(trace.head.get("world_size", 0))
-    trace.base = float(trace.head.get("baseTimeNanoseconds", 0)) / 1e3
-    # NCCL's annotations on the host end when the kernel is launched: the kernels tell more.
-    timed_there = any(name.startswith(_DEVICE) for name in collectives)
-    trace.collectives = {
-        name: sorted(found)
-        for name, found in collectives.items()
-        if name.startswith(_DEVICE) or not timed_there
-    }
-    trace.steps = {name: sorted(found) for name, found in steps.items()}
-
-
 def check(traces: Sequence[Trace]) -> None:
-    """Make sure that the traces are of one window of one run.
-
-    Raises:
-        CombineError: They are not; the message names two files that differ.
-    """
+    """Raise `CombineError` if the traces are not of one window of one run."""
     first = traces[0]
     for trace in traces[1:]:
         for key in _SHARED:
@@ -206,7 +192,7 @@ def align(traces: Sequence[Trace]) -> None:
     first.error = 0.0
     for trace in traces[1:]:
         trace.shift = trace.base - first.base
-    shared = _shared_collectives(traces)
+    shared = [markers for _, _, markers in _matched(traces)]
     offsets = _offsets(traces, shared)
     halves = [_offsets(traces, shared[part::2]) for part in (0, 1)]
     for rank, trace in enumerate(traces[1:], start=1):
@@ -235,14 +221,18 @@ def align(traces: Sequence[Trace]) -> None:
             trace.error = spread
 
 
-def _shared_collectives(traces: Sequence[Trace]) -> list[dict[int, Marker]]:
-    """Each collective that several ranks took part in, by the index of the trace, in order."""
-    found = []
-    for name in {name for trace in traces for name in trace.collectives}:
+def _matched(traces: Sequence[Trace]) -> Iterator[tuple[str, int, dict[int, Marker]]]:
+    """Match collectives by name and order.
+
+    Yields the name, the number, and the markers by the index of the trace, of each collective that
+    several ranks took part in.
+    """
+    for name in sorted({name for trace in traces for name in trace.collectives}):
         ranks = [rank for rank, trace in enumerate(traces) if name in trace.collectives]
-        each = (traces[rank].collectives[name] for rank in ranks)
-        found += [dict(zip(ranks, markers, strict=True)) for markers in zip(*each, strict=False)]
-    return [markers for markers in found if len(markers) > 1]
+        if len(ranks) > 1:
+            each = (traces[rank].collectives[name] for rank in ranks)
+            for number, markers in enumerate(zip(*each, strict=False)):
+                yield name, number, dict(zip(ranks, markers, strict=True))
 
 
 def _offsets(traces: Sequence[Trace], shared: Sequence[Mapping[int, Marker]]) -> dict[int, float]:
@@ -278,40 +268,28 @@ def _distances(
 
 
 def collectives(traces: Sequence[Trace]) -> list[Collective]:
-    """Match the collectives of all ranks by name and order, the longest waiting first."""
+    """The collectives of all ranks, the longest waiting first."""
     found = []
-    for name in sorted({name for trace in traces for name in trace.collectives}):
-        ranks = [trace for trace in traces if name in trace.collectives]
-        for number in range(min(len(trace.collectives[name]) for trace in ranks)):
-            starts = {t.rank: t.collectives[name][number].start + t.shift for t in ranks}
-            last = max(starts, key=starts.__getitem__)
-            waited = {rank: starts[last] - start for rank, start in starts.items()}
-            if len(starts) > 1:
-                found.append(Collective(name, number, last, waited))
+    for name, number, markers in _matched(traces):
+        starts = {traces[i].rank: each.start + traces[i].shift for i, each in markers.items()}
+        last = max(starts, key=starts.__getitem__)
+        waited = {rank: starts[last] - start for rank, start in starts.items()}
+        found.append(Collective(name, number, last, waited))
     return sorted(found, key=lambda each: -max(each.waited.values()))
 
 
 def write(
     traces: Iterable[Trace], target: Path, copied: Callable[[], object] = lambda: None
 ) -> int:
-    """Write one file with a process per rank, in bounded memory.
+    """Write one file with a process per rank, in bounded memory; return the number of events.
 
-    Args:
-        traces: Aligned.
-        target: The file; gzipped if its name ends in ``.gz``.
-        copied: Called after each trace.
-
-    Returns:
-        The number of events.
-
-    Raises:
-        OSError: A file cannot be read or written.
-        TraceError: A file is not a trace, or cut short.
+    It is gzipped if its name ends in ``.gz``. ``copied`` is called after each trace.
     """
     count = 0
-    with written_whole(target) as raw:
-        packed = gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) if target.suffix == ".gz" else None
-        file: Any = packed or raw
+    with written_whole(target) as raw, ExitStack() as opened:
+        file: Any = raw
+        if target.suffix == ".gz":
+            file = opened.enter_context(gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0))
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         for trace in traces:
             with _damage_named(trace.path):
@@ -321,8 +299,6 @@ def write(
                     count += 1
             copied()
         file.write(b"\n]}\n")
-        if packed is not None:
-            packed.close()
     return count
 
 
@@ -333,33 +309,22 @@ def _renamed(trace: Trace) -> Iterator[Event]:
     for event in trace.events():
         if "pid" not in event:
             continue
-        old = event["pid"]
-        pid = processes.setdefault(old, trace.rank * _PROCESSES + len(processes) + 1)
-        main = pid == trace.rank * _PROCESSES + 1
-        if event.get("name") in ("process_name", "process_labels", "process_sort_index"):
-            if event["name"] == "process_labels":
-                yield event | {"pid": pid, **_shifted(event, trace.shift)}
+        old, first = event["pid"], trace.rank * _PROCESSES + 1
+        pid = event["pid"] = processes.setdefault(old, first + len(processes))
+        if event.get("name") in ("process_name", "process_sort_index"):
             continue
         if pid not in named:
             named.add(pid)
-            name = f"rank {trace.rank}" if main else f"rank {trace.rank}: {old}"
-            yield _about(pid, "process_name", {"name": name})
-            yield _about(pid, "process_sort_index", {"sort_index": pid})
-        event |= {"pid": pid, **_shifted(event, trace.shift)}
+            name = f"rank {trace.rank}" if pid == first else f"rank {trace.rank}: {old}"
+            about = {"ph": "M", "pid": pid, "tid": 0}
+            yield about | {"name": "process_name", "args": {"name": name}}
+            yield about | {"name": "process_sort_index", "args": {"sort_index": pid}}
+        if "ts" in event:
+            event["ts"] = round(event["ts"] + trace.shift, 3)
         for key in ("id", "bind_id"):
             if key in event:
-                event[key] = _distinct(trace.rank, event[key])
+                number = event[key]
+                # Perfetto takes only numbers for flows.
+                whole = isinstance(number, int)
+                event[key] = (trace.rank << 32) + number if whole else f"{trace.rank}.{number}"
         yield event
-
-
-def _distinct(rank: int, number: object) -> object:
-    """An id that no other rank has; Perfetto takes only numbers for flows."""
-    return (rank << 32) + number if isinstance(number, int) else f"{rank}.{number}"
-
-
-def _about(pid: int, name: str, arguments: Mapping[str, object]) -> Event:
-    return {"ph": "M", "pid": pid, "tid": 0, "name": name, "args": dict(arguments)}
-
-
-def _shifted(event: Event, shift: float) -> Event:
-    return {"ts": round(event["ts"] + shift, 3)} if "ts" in event else {}

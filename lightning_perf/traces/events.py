@@ -82,13 +82,7 @@ class Events:
 def read(path: Path, most: int) -> Events:
     """Read a trace of torch.profiler; of one that is cut short, the events that are there.
 
-    Args:
-        path: The file, gzipped or not.
-        most: Events of the host, and of the devices, that are kept at most.
-
-    Raises:
-        TraceError: The file is not a trace of torch.profiler.
-        OSError: It cannot be read.
+    At most ``most`` events of the host, and of the devices, are kept.
     """
     reader, head, notes = _Reader(most), dict[str, Any](), list[str]()
     try:
@@ -112,12 +106,6 @@ def read(path: Path, most: int) -> Events:
 
 
 class _Reader:
-    """Collects events.
-
-    Args:
-        most: Events of the host, and of the devices, that are kept at most.
-    """
-
     def __init__(self, most: int) -> None:
         self._most, self.count = most, 0
         self.host, self.device = ([array(code) for code in "qqiiq"] for _ in range(2))

@@ -6,13 +6,13 @@ import os
 import re
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from errno import ENOTDIR
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from lightning_perf.errors import ConfigError, WarningDigest
+from lightning_perf.errors import ConfigError
 from lightning_perf.traces.names import (
     IN_EPOCH,
     TOTALS,
@@ -26,14 +26,12 @@ from lightning_perf.traces.names import (
     split_url,
     time_values,
 )
-from lightning_perf.traces.uploads import BACKOFF
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from lightning_perf.background.worker import Worker
     from lightning_perf.core.progress import Ranks, Timestamp
-    from lightning_perf.traces.uploads import Mirror
+    from lightning_perf.traces.uploads import TraceRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +68,7 @@ class TraceOptions:
 def check_names(
     folder: str, filename: str, remote_file_name: str | None, num_traces_to_keep: int = -1
 ) -> None:
-    """Validate options of `TraceOptions`, for callbacks, which exist before their writers.
-
-    Raises:
-        ConfigError: If a format string or `num_traces_to_keep` is invalid.
-    """
+    """Validate options of `TraceOptions`, for callbacks, which exist before their writers."""
     folder_format(folder)
     file_format(filename)
     if remote_file_name is not None:
@@ -84,51 +78,16 @@ def check_names(
         raise ConfigError("num_traces_to_keep", num_traces_to_keep, problem, "5")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRun:
-    """What all trace writers of a run share."""
-
-    #: Runs uploads.
-    worker: Worker
-    #: Compresses and places files, so that slow uploads do not delay them; may be `worker`.
-    file_worker: Worker
-    #: What relative folders are below.
-    root: Path
-    ranks: Ranks
-    #: May hold any characters.
-    run_name: str
-    #: Distinguishes runs of one name, and is the same on all ranks: see `RunFolder`. With None the
-    #: folder is used as it is.
-    identity: str | None = None
-    #: The store that mirrors `root`: files are sent there under their names below `root`, and stay
-    #: on this machine only until they are uploaded.
-    mirror: Mirror | None = None
-    #: Collects the warnings of all writers; whoever made it summarizes them.
-    digest: WarningDigest = field(default_factory=WarningDigest)
-    #: Seconds to wait before each further upload attempt.
-    backoff: Sequence[float] = BACKOFF
-    #: The most traces and names that a writer remembers: some megabytes.
-    most_remembered: int = 4096
-
-
 def conflicts(
     pattern: NameFormat, values: Mapping[str, Value], folder: Path, now: Timestamp
 ) -> Path | None:
-    """Find a file of this pattern that is later than `now`.
+    """The first file, by name, of this pattern in a folder that is later than `now`, or None.
 
     A file is later if a total in its name is greater, or if a count within the epoch is greater
     and the epoch is the same. Both are compared as formatted in the name. A file of exactly this
     time is not a conflict: a checkpoint and a trace often fall on one batch, and a resume must
     work. A name without time variables conflicts if the file exists. Hidden files are ignored.
-
-    Args:
-        pattern: The format of the file names.
-        values: The values of all variables except time.
-        folder: Where to look; it need not exist.
-        now: The time to compare with.
-
-    Returns:
-        The first such file by name, or None.
+    ``values`` are those of all variables except time.
     """
     present = pattern.read(pattern.render({**values, **time_values(now)}), values) or {}
     for path in sorted(folder.glob("/".join(["*"] * (pattern.depth + 1)))):
@@ -164,25 +123,9 @@ class RunFolder:
         root: What a relative `folder` is below.
         folder: Format string of the folder. Without ``{run_name}`` it belongs to the user: it is
             neither marked nor renamed.
-        ranks: The ranks of this process.
-        run_name: The run's name, of any characters.
         identity: Distinguishes the run from all others, and is the same on all its ranks; with
             None the folder is used as it is.
         patience: Seconds to wait for another rank that has created a marker and not yet written it.
-
-    Raises:
-        ConfigError: If the format string is invalid.
-
-    Example:
-        >>> import tempfile
-        >>> from lightning_perf.core.progress import Ranks
-        >>> with tempfile.TemporaryDirectory() as root:
-        ...     for identity in ("one run", "another run", "one run"):
-        ...         folder = RunFolder(Path(root), "{run_name}/traces", Ranks(), "owl-7", identity)
-        ...         folder.claim().relative_to(root).as_posix()
-        'owl-7/traces'
-        'owl-7-9a9b184c/traces'
-        'owl-7/traces'
     """
 
     def __init__(
@@ -218,11 +161,7 @@ class RunFolder:
         return self._names[self._folders.index(self.folder)]
 
     def claim(self) -> Path:
-        """Mark the folder as the run's and return it; later calls return the same folder.
-
-        Raises:
-            OSError: If the marked folder cannot be created or marked.
-        """
+        """Mark the folder as the run's and return it; later calls return the same folder."""
         if self._claimed is None:
             self._claimed = self._choose(self._mark)
         return self._claimed
@@ -276,12 +215,7 @@ def distinct_name(run_name: str, identity: str) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents if they do not exist.
-
-    Raises:
-        OSError: If it cannot be created; never `FileExistsError`, which means traces of another
-            run elsewhere.
-    """
+    """Create a folder; never raises `FileExistsError`, which means traces of another run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -328,7 +262,7 @@ class Layout:
         return conflicts(self._file, values, _within(self._folder.folder, stage), now)
 
     def spool(self, stage: str) -> Path:
-        """A new hidden path for a recorder to write to, as `TraceWriter.spool`."""
+        """As `TraceWriter.spool`."""
         folder = _within(self._folder.claim(), stage)
         make_folder(folder)
         # Random, so that nobody who may write to the folder can put a link in its place.
@@ -341,12 +275,8 @@ class Layout:
         """The local path and the remote name of a new trace; each path is given once.
 
         A name that is taken gets a number, unless files may be overwritten. After
-        `most_remembered` other names, a name whose file was deleted may be given again.
-
-        Args:
-            timestamp: When the recording ended.
-            stage: The recorded stage.
-            raw: Whether the file could not be compressed, so that its names have no ``.gz``.
+        `most_remembered` other names, a name whose file was deleted may be given again. A `raw`
+        file could not be compressed: its names have no ``.gz``.
         """
         values = {**self._values, **time_values(timestamp), "stage": stage}
         folder, name = _within(self._folder.folder, stage), self._file.render(values)

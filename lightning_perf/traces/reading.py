@@ -20,12 +20,7 @@ Event = dict[str, Any]
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a trace in Chrome's format, gzipped or not.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is not a Chrome trace.
-    """
+    """The events of a trace in Chrome's format, gzipped or not."""
     content = path.read_bytes()
     trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
@@ -96,13 +91,8 @@ def key_averages(events: Sequence[Event]) -> list[Row]:
     """Sum the calls of each name, as ``torch.profiler.profile.key_averages()`` does.
 
     Calls are nested by thread and time. Annotations that torch repeats on the device's timeline
-    are skipped: their kernels are counted.
-
-    Args:
-        events: The events of a trace by torch.profiler.
-
-    Returns:
-        Rows sorted by self device time, then self CPU time, largest first; Python frames last.
+    are skipped: their kernels are counted. Rows are sorted by self device time, then self CPU
+    time, the largest first; Python frames come last.
 
     Example:
         >>> call = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
@@ -126,11 +116,7 @@ def key_averages(events: Sequence[Event]) -> list[Row]:
     for calls in _by_thread(timed, launched):
         _nest(calls)
         _add(rows, _without_repeats(calls), memory)
-    return sorted(rows.values(), key=_cost, reverse=True)
-
-
-def _cost(row: Row) -> tuple[bool, int, int]:
-    return not row.python, row.self_device, row.self_cpu
+    return sorted(rows.values(), key=lambda row: (row.python, -row.self_device, -row.self_cpu))
 
 
 def _by_thread(events: list[Event], launched: dict[object, int]) -> Iterable[list[_Call]]:
@@ -217,11 +203,7 @@ _WIDTH = 60
 
 
 def table(rows: Sequence[Row], limit: int = 100) -> str:
-    """Rows as a text table, without empty columns.
-
-    Args:
-        rows: The rows, in their order.
-        limit: The most rows to show.
+    """The first rows as a text table, without empty columns.
 
     Example:
         >>> print(table([Row("aten::addmm", calls=2, self_cpu=3_500_000, cpu=4_000_000)]))

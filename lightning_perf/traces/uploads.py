@@ -1,4 +1,4 @@
-"""The upload queue: targets, retries, and the list of pending uploads."""
+"""The upload queue of a run: targets, retries, and the list of pending uploads."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.background.files import written_whole
-from lightning_perf.errors import describe, warn
+from lightning_perf.errors import WarningDigest, describe, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from lightning_perf.background.worker import Worker
-    from lightning_perf.core.progress import Timestamp
-    from lightning_perf.errors import WarningDigest
+    from lightning_perf.core.progress import Ranks, Timestamp
 
 
 class NotHere(OSError):
@@ -49,6 +48,33 @@ class Mirror:
     replacing: Target
     #: The folder, below the host or bucket.
     folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRun:
+    """What all trace writers of a run share."""
+
+    #: Runs uploads.
+    worker: Worker
+    #: Compresses and places files, so that slow uploads do not delay them; may be `worker`.
+    file_worker: Worker
+    #: What relative folders are below.
+    root: Path
+    ranks: Ranks
+    #: May hold any characters.
+    run_name: str
+    #: Distinguishes runs of one name, and is the same on all ranks. With None the folder is used as
+    #: it is.
+    identity: str | None = None
+    #: The store that mirrors `root`: files are sent there under their names below `root`, and stay
+    #: on this machine only until they are uploaded.
+    mirror: Mirror | None = None
+    #: Collects the warnings of all writers; whoever made it summarizes them.
+    digest: WarningDigest = field(default_factory=WarningDigest)
+    #: Seconds to wait before each further upload attempt.
+    backoff: Sequence[float] = (1.0, 2.0, 4.0)
+    #: The most traces and names that a writer remembers: some megabytes.
+    most_remembered: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +113,7 @@ class PendingUpload:
 
 
 def append_pending(root: Path, entry: PendingUpload) -> None:
-    """Append an entry to the list in `root`; safe with several processes.
-
-    Raises:
-        OSError: If the list cannot be written.
-    """
+    """Append an entry to the list in `root`; safe with several processes."""
     root.mkdir(parents=True, exist_ok=True)
     # Not through a link: it may point anywhere.
     how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
@@ -100,11 +122,7 @@ def append_pending(root: Path, entry: PendingUpload) -> None:
 
 
 def read_pending(root: Path) -> list[PendingUpload]:
-    """The entries of the list in `root`, oldest first; warns about damaged lines and skips them.
-
-    Raises:
-        OSError: If the list exists but cannot be read.
-    """
+    """The entries of the list in `root`, oldest first; warns about damaged lines and skips them."""
     path = root / FILE_NAME
     entries = []
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
@@ -123,11 +141,7 @@ def _entry(fields: dict[str, Any]) -> PendingUpload:
 
 
 def rewrite_pending(root: Path, entries: Iterable[PendingUpload]) -> None:
-    """Replace the list in `root`; an empty list removes the file.
-
-    Raises:
-        OSError: If the list cannot be written; the old one stays.
-    """
+    """Replace the list in `root`; an empty list removes the file."""
     path = root / FILE_NAME
     lines = [_line(entry) for entry in entries]
     if not lines:
@@ -141,35 +155,15 @@ def _line(entry: PendingUpload) -> bytes:
     return json.dumps(asdict(entry)).encode() + b"\n"
 
 
-#: Default delays before the second, third and fourth attempt, in seconds.
-BACKOFF = (1.0, 2.0, 4.0)
 #: The most files that one warning names; the list has all.
 _MOST_NAMED = 10
 
 
 class UploadQueue:
-    """The placed traces of one writer, until they are uploaded and pruned; thread-safe.
+    """The placed traces of one writer, until they are uploaded and pruned; thread-safe."""
 
-    Args:
-        worker: Runs the retries.
-        digest: Collects the warnings.
-        root: The folder of the list of pending uploads.
-        run_name: The run's name, for the list.
-        keep: How many of the latest files `expire` leaves; with -1 no file is tracked.
-        backoff: Seconds to wait before each further attempt.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        digest: WarningDigest,
-        root: Path,
-        run_name: str,
-        keep: int,
-        backoff: Sequence[float],
-    ) -> None:
-        self._worker, self._digest, self._root = worker, digest, root
-        self._run_name, self._keep, self._backoff = run_name, keep, tuple(backoff)
+    def __init__(self, run: TraceRun, prunes: bool) -> None:
+        self._run, self._prunes = run, prunes
         self._lock = threading.Lock()
         # Both oldest first. Traces are identified by their raw file: paths may be reused.
         self._unsent: dict[Path, Trace] = {}
@@ -184,7 +178,7 @@ class UploadQueue:
     def add(self, trace: Trace) -> None:
         """Add a trace whose file is in its place."""
         with self._lock:
-            if self._keep >= 0:
+            if self._prunes:
                 self._prunable.pop(trace.path, None)
                 self._prunable[trace.path] = None
             if trace.sends:
@@ -193,12 +187,8 @@ class UploadQueue:
     def send(self, trace: Trace, retry: Callable[[Trace], object]) -> bool:
         """Try once to upload a trace to all targets that do not have it.
 
-        Args:
-            trace: The trace.
-            retry: Called on the worker with the trace for the next attempt, if this one fails.
-
-        Returns:
-            Whether all targets have it, and it was not listed in the meantime: a listed file stays.
+        If that fails, `retry` is called later, on the worker. Returns whether all targets have it,
+        and it was not listed in the meantime: a listed file stays.
         """
         left, why, final = [], "", False
         for target, remote in trace.sends:
@@ -213,9 +203,9 @@ class UploadQueue:
                 return self._unsent.pop(trace.spooled, None) is not None or not trace.sends
             if trace.spooled in self._unsent:
                 self._unsent[trace.spooled] = failed
-        delays = () if final else self._backoff[trace.failures :]
+        delays = () if final else self._run.backoff[trace.failures :]
         label = f"uploading {trace.path.name}"
-        if not delays or not self._worker.submit(partial(retry, failed), label, delays[0]):
+        if not delays or not self._run.worker.submit(partial(retry, failed), label, delays[0]):
             self.park([failed], why)
         return False
 
@@ -230,18 +220,20 @@ class UploadQueue:
                 self._prunable.pop(trace.path, None)
         if not parked:
             return
-        listed = advice = f"`lightning-perf upload` sends what {self._root / FILE_NAME} lists"
+        root = self._run.root
+        listed = advice = f"`lightning-perf upload` sends what {root / FILE_NAME} lists"
         for trace in parked:
             path = str(trace.path.absolute())
             try:
                 for target, remote in trace.sends:
-                    entry = PendingUpload(path, remote, self._run_name, why, dict(target.address))
-                    append_pending(self._root, entry)
+                    address = dict(target.address)
+                    entry = PendingUpload(path, remote, self._run.run_name, why, address)
+                    append_pending(root, entry)
             except OSError as error:
                 advice = f"the list of pending uploads could not be written ({describe(error)})"
         names = ", ".join(str(trace.path) for trace in parked[:_MOST_NAMED])
         more = f" and {len(parked) - _MOST_NAMED} more" if len(parked) > _MOST_NAMED else ""
-        self._digest.once(
+        self._run.digest.once(
             f"files were not uploaded; {listed}",
             f"not uploaded ({why}): {names}{more}; {advice}.",
             len(parked),

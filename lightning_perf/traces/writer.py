@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.background.files import compress, place, written_whole
 from lightning_perf.errors import describe, warn
-from lightning_perf.traces.folder import Layout, TraceOptions, TraceRun
-from lightning_perf.traces.uploads import Sends, Target, Trace, UploadQueue
+from lightning_perf.traces.folder import Layout, TraceOptions
+from lightning_perf.traces.uploads import Sends, Target, Trace, TraceRun, UploadQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,12 +32,7 @@ class TraceWriter:
     """Writes the traces of one recorder on one rank.
 
     A failure in the pipeline never reaches the training thread: it becomes a warning, and what was
-    recorded stays on the disk.
-
-    Args:
-        options: How the files are named and kept.
-        run: What the writers of the run share.
-        targets: Where files are uploaded to, each of them to all.
+    recorded stays on the disk. Each file is uploaded to all targets.
     """
 
     def __init__(
@@ -45,14 +40,7 @@ class TraceWriter:
     ) -> None:
         self._options, self._run, self._targets = options, run, tuple(targets)
         self._layout = Layout(options, run)
-        self._uploads = UploadQueue(
-            run.worker,
-            run.digest,
-            run.root,
-            run.run_name,
-            options.num_traces_to_keep,
-            run.backoff,
-        )
+        self._uploads = UploadQueue(run, prunes=options.num_traces_to_keep >= 0)
         # By raw file. Single operations of a dictionary are atomic.
         self._queued: dict[Path, Trace] = {}
         self._saved: dict[Path, Timestamp] = {}
@@ -83,10 +71,8 @@ class TraceWriter:
     def check(self, now: Mapping[str, Timestamp], resumes: bool = False) -> None:
         """Refuse a folder with traces later than `now`, unless they may be overwritten.
 
-        Args:
-            now: The present timestamp of each stage that may be recorded.
-            resumes: Whether the run continues an earlier one. Its checkpoint may be older than its
-                traces, so that later traces are only a warning.
+        The checkpoint from which a run `resumes` may be older than its traces, so that later traces
+        are then only a warning.
 
         Raises:
             FileExistsError: If there is a later trace and the run does not resume.
@@ -110,14 +96,7 @@ class TraceWriter:
     def spool(self, stage: str) -> Path:
         """A new hidden path in the folder of the traces, for a recorder to write to.
 
-        Args:
-            stage: The stage to record.
-
-        Returns:
-            A path without a file, with the suffix of `filename` but without ``.gz``.
-
-        Raises:
-            OSError: If the folder cannot be created.
+        It has the suffix of `filename`, but no ``.gz``.
         """
         return self._layout.spool(stage)
 

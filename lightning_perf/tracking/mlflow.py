@@ -1,33 +1,36 @@
-"""MLflow: one run with its client, artifacts and tags."""
+"""MLflow: one run with its artifacts, metrics, params and tags."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import tempfile
 import time
 import urllib.request
+from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from lightning_perf.errors import describe, without_credentials
+from lightning_perf.errors import describe, warn, without_credentials
 from lightning_perf.tracking.summary import is_ours
 from lightning_perf.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from mlflow import MlflowClient
 
     from lightning_perf.background.worker import Worker
 
-
+_CONNECT_SECONDS = 3.0
 #: The tag that MLflow shows as the description of a run.
 _DESCRIPTION = "mlflow.note.content"
 
@@ -100,10 +103,10 @@ class MlflowRun(Tracker):
 
     @override
     def upload(self, path: Path, remote: str) -> None:
-        self.client()
+        client = self.client()
         folder, _, name = remote.rpartition("/")
         if path.name == name:
-            self._artifacts.log(str(path), folder or None)
+            client.log_artifact(self.run_id, str(path), folder or None)
             return
         # MLflow names an artifact after the local file.
         with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
@@ -112,7 +115,7 @@ class MlflowRun(Tracker):
                 os.link(path, renamed)
             except OSError:
                 shutil.copyfile(path, renamed)
-            self._artifacts.log(str(renamed), folder or None)
+            client.log_artifact(self.run_id, str(renamed), folder or None)
 
     @cached_property
     def _client(self) -> MlflowClient:
@@ -120,53 +123,14 @@ class MlflowRun(Tracker):
 
         return MlflowClient(self.tracking_uri)
 
-    @cached_property
-    def _artifacts(self) -> Artifacts:
-        return artifacts_of(self._client, self.run_id)
-
 
 def is_mlflow(logger: Any) -> bool:
     """Whether a logger is Lightning's MLFlowLogger, of either of Lightning's two packages."""
     return any(kind.__name__ == "MLFlowLogger" for kind in type(logger).__mro__)
 
 
-class Artifacts(NamedTuple):
-    """Operations on the artifacts of one run."""
-
-    #: Uploads a local path to an artifact folder, or None for the root.
-    log: Callable[[str, str | None], object]
-    #: Lists an artifact folder, or None for the root.
-    list: Callable[[str | None], Any]
-    #: Downloads an artifact into a local folder; returns the local path.
-    download: Callable[[str, str], str]
-
-
-def artifacts_of(client: MlflowClient, run_id: str) -> Artifacts:
-    """The artifacts of a run.
-
-    Before MLflow 3.7, a client sends those behind a server to the process's default tracking
-    address instead of its own.
-    """
-    uri = str(client.get_run(run_id).info.artifact_uri)
-    if uri.startswith("mlflow-artifacts:"):
-        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-        behind = get_artifact_repository(uri, client.tracking_uri)
-        return Artifacts(behind.log_artifact, behind.list_artifacts, behind.download_artifacts)
-    return Artifacts(
-        partial(client.log_artifact, run_id),
-        partial(client.list_artifacts, run_id),
-        partial(client.download_artifacts, run_id),
-    )
-
-
 def tracking_problem(tracking_uri: str, remedy: str = "") -> str | None:
-    """Why MLflow cannot be read at an address, found within seconds; None if nothing is known.
-
-    Args:
-        tracking_uri: The tracking server or database.
-        remedy: What to do about a database that does not exist; it follows the message.
-    """
+    """Why MLflow cannot be read at an address, found within seconds; None if nothing is known."""
     database = tracking_uri.removeprefix("sqlite:///")
     if database != tracking_uri and not Path(database).exists():  # MLflow would create it
         return f"there is no {database} in {Path.cwd()}{remedy}"
@@ -177,15 +141,10 @@ def tracking_problem(tracking_uri: str, remedy: str = "") -> str | None:
     return None
 
 
-def check_reachable(tracking_uri: str, timeout: float = 3.0) -> None:
-    """Detect an unreachable server in seconds; MLflow's own retries take four minutes.
+def check_reachable(tracking_uri: str) -> None:
+    """Raise `OSError` in seconds if a server does not accept connections.
 
-    Args:
-        tracking_uri: Only ``http(s)`` without a proxy is checked.
-        timeout: Seconds to wait for a connection.
-
-    Raises:
-        OSError: The server does not accept connections.
+    MLflow's own retries take four minutes. Addresses behind a proxy are not checked.
     """
     parts = urlsplit(tracking_uri)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -194,7 +153,134 @@ def check_reachable(tracking_uri: str, timeout: float = 3.0) -> None:
     if proxied and not urllib.request.proxy_bypass(parts.hostname):
         return
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    socket.create_connection((parts.hostname, port), timeout=timeout).close()
+    socket.create_connection((parts.hostname, port), timeout=_CONNECT_SECONDS).close()
+
+
+#: MLflow's limits: metrics of one call, and characters of a param.
+_BATCH, _LONGEST_PARAM = 1000, 6000
+#: The number of waiting metrics that are sent without a pause.
+_URGENT = 2 * _BATCH
+_MOST_WAITING = 20_000
+_FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
+#: Seconds between calls, and the pause as a multiple of the last call's duration: a call holds the
+#: GIL for about 20 ms, which is longer than a step of small models.
+_PAUSE, _PAUSE_FACTOR, _LONGEST_PAUSE = 1.0, 20.0, 10.0
+_REFUSED = re.compile(r"[^A-Za-z0-9_\-. /:]+")
+
+
+def clean_key(key: str) -> str:
+    """A valid key: MLflow rejects all metrics of a call if one key is invalid."""
+    return re.sub(r"/{2,}", "/", _REFUSED.sub("_", key)).strip("/")[:250]
+
+
+class MlflowMetrics:
+    """Sends metrics to one MLflow run from the worker thread, many in one call.
+
+    While the server is unreachable, metrics wait in a bounded buffer and are retried with
+    exponential backoff, and once more at the end of the run.
+    """
+
+    def __init__(self, run: MlflowRun, worker: Worker) -> None:
+        self._run, self._worker = run, worker
+        # Key, value, milliseconds since the epoch, and step: the arguments of MLflow's Metric.
+        self._waiting: deque[tuple[str, float, int, int]] = deque()
+        self._retry = 0.0
+        # The earliest time of the next call, on time.monotonic.
+        self._due = 0.0
+        self._lost = 0
+        self._queued = self._urgent_queued = False
+        self._warned: set[str] = set()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Queue metrics without waiting."""
+        now = int(time.time() * 1000)  # noqa: TID251 (MLflow's time axis)
+        prefix = self._run.prefix
+        for key, value in metrics.items():
+            if len(self._waiting) >= _MOST_WAITING:
+                self._lost += 1
+            else:
+                self._waiting.append((clean_key(prefix + key), value, now, step))
+        self._enqueue()
+        if len(self._waiting) >= _URGENT and not self._retry and not self._urgent_queued:
+            self._urgent_queued = self._worker.submit(self._send, "metrics to MLflow")
+
+    def log_params(self, params: Mapping[str, object]) -> None:
+        """Queue params; a param that the run already has keeps its value."""
+        texts = {clean_key(key): str(value)[:_LONGEST_PARAM] for key, value in params.items()}
+        self._worker.submit(lambda: self._send_params(texts), "params to MLflow")
+
+    def describe(self, text: str) -> None:
+        """Queue the description of the run."""
+        self._worker.submit(lambda: self._send_description(text), "description to MLflow")
+
+    def flush(self) -> None:
+        """Send the waiting metrics now."""
+        self._worker.submit(self._send, "metrics to MLflow")
+
+    def warn_lost(self) -> None:
+        """Warn about metrics that were not sent. Call it after the worker has stopped."""
+        lost = len(self._waiting) + self._lost
+        if lost:
+            address = without_credentials(self._run.tracking_uri)
+            warn(f"{lost} metrics did not reach MLflow at {address} (run {self._run.run_id}).")
+
+    def _enqueue(self) -> None:
+        if self._queued:
+            return
+        self._queued = True  # before submitting the job, which resets it
+        delay = max(self._retry, self._due - time.monotonic())
+        if not self._worker.submit(self._send, "metrics to MLflow", delay=delay):
+            self._queued = False
+
+    def _send(self) -> None:
+        self._queued = self._urgent_queued = False
+        # Metrics logged in the meantime wait for the next job.
+        for _ in range(0, len(self._waiting), _BATCH):
+            began = time.monotonic()
+            self._due = began + _PAUSE
+            batch = list(islice(self._waiting, _BATCH))
+            try:
+                from mlflow.entities import Metric
+
+                metrics = [Metric(*entry) for entry in batch]
+                self._run.client().log_batch(self._run.run_id, metrics=metrics)
+            except Exception as error:
+                self._retry = min(max(2 * self._retry, _FIRST_RETRY), _LAST_RETRY)
+                self._warn(f"metrics wait for the server ({describe(error)})")
+                self._enqueue()
+                return
+            now = time.monotonic()
+            self._retry = 0.0
+            self._due = now + min(max(_PAUSE, _PAUSE_FACTOR * (now - began)), _LONGEST_PAUSE)
+            for _ in batch:
+                self._waiting.popleft()
+        if self._waiting:
+            self._enqueue()
+
+    def _send_params(self, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        try:
+            client = self._run.client()
+            # MLflow refuses the whole call if a param would change.
+            there = client.get_run(self._run.run_id).data.params
+            new = [Param(key, value) for key, value in params.items() if key not in there]
+            client.log_batch(self._run.run_id, params=new)
+        except Exception as error:
+            self._warn(f"params were not logged ({describe(error)})")
+
+    def _send_description(self, text: str) -> None:
+        try:
+            self._run.describe(text)
+        except Exception as error:
+            self._warn(f"the description was not written ({describe(error)})")
+
+    def _warn(self, what: str) -> None:
+        kind = what.split()[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            address = without_credentials(self._run.tracking_uri)
+            warn(f"MLflow at {address}: {what}. Training continues.")
 
 
 #: Seconds between two requests for tags, however often they are read.
@@ -202,12 +288,7 @@ INTERVAL = 5.0
 
 
 class TagReader:
-    """Fetches the tags of a run on the worker thread, and only while they are read.
-
-    Args:
-        run: None for no run, which has no tags.
-        worker: Runs the requests.
-    """
+    """Fetches the tags of a run, if there is one, on the worker thread while they are read."""
 
     def __init__(self, run: MlflowRun | None, worker: Worker) -> None:
         self._run, self._worker = run, worker

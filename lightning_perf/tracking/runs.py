@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe
 from lightning_perf.timing.totals import CATEGORIES, windows_of
-from lightning_perf.tracking.mlflow import artifacts_of, tracking_problem
+from lightning_perf.tracking.mlflow import tracking_problem
 from lightning_perf.tracking.summary import FILE_NAME, VERSION, read_summary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    import re
+    from collections.abc import Iterator, Sequence
 
     from mlflow import MlflowClient
 
-    from lightning_perf.tracking.mlflow import Artifacts
     from lightning_perf.tracking.summary import Summary
 
 #: Folders below the present one that are searched for runs.
@@ -50,10 +50,10 @@ class Run:
 
 
 def find_run(what: str | None, tracking_uri: str | None) -> Run:
-    """Find a run.
+    """A run by its folder, its file, its id or its name; by default the latest one.
 
     Args:
-        what: A folder or file, or a run's id or name; None for the latest run.
+        what: None for the latest run.
         tracking_uri: Where MLflow keeps it; by default `default_tracking_uri`, or a folder below
             the present one.
 
@@ -81,12 +81,7 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
 
 
 def latest_folder(root: Path, name: str | None = None) -> Path | None:
-    """The folder below another one with the latest summary.
-
-    Args:
-        root: Where to look.
-        name: The name of the folder; None for any.
-    """
+    """The folder below another one with the latest summary; of this name, if one is given."""
     found: list[tuple[float, Path]] = []
     for place, below, files in os.walk(root):
         folder = Path(place)
@@ -135,22 +130,12 @@ def read_run(what: str | None, tracking_uri: str, newer_than: Path | None = None
     Raises:
         LookupError: The run does not exist, or MLflow cannot be read.
     """
-    # Before the address is checked: where the package is missing, no address helps.
-    from mlflow import MlflowClient
-
-    _check_address(tracking_uri)
-    try:
-        client = MlflowClient(tracking_uri)
+    with _connected(tracking_uri) as client:
         run = _find(client, what)
         if newer_than is not None and _is_older(run, newer_than):
             return None
-        files = artifacts_of(client, run.info.run_id)
-        paths = tuple(sorted(_paths(files)))
-        summary = _summary(files, paths) or _from_metrics(client, run)
-    except LookupError:
-        raise
-    except Exception as error:  # MLflow, databases and networks raise many kinds
-        raise LookupError(describe(error)) from error
+        paths = tuple(sorted(_paths(client, run.info.run_id)))
+        summary = _summary(client, run.info.run_id, paths) or _from_metrics(client, run)
     root = (run.info.artifact_uri or "").removeprefix("file://").rstrip("/")
     return Run(
         f"{run.info.run_name or run.info.run_id} ({run.info.run_id})",
@@ -160,29 +145,30 @@ def read_run(what: str | None, tracking_uri: str, newer_than: Path | None = None
     )
 
 
-def download(
-    what: str, tracking_uri: str | None, folder: Path, wanted: Callable[[str], bool]
-) -> None:
-    """Download files of a run.
-
-    Args:
-        what: The id or name of the run in MLflow.
-        tracking_uri: Where MLflow keeps it; by default `default_tracking_uri`.
-        folder: Where to, below their paths in MLflow.
-        wanted: Which paths.
+def download(what: str, tracking_uri: str | None, folder: Path, names: re.Pattern[str]) -> None:
+    """Download the files of a run with such names into a folder, below their paths in MLflow.
 
     Raises:
         LookupError: The run does not exist, or MLflow cannot be read.
     """
+    with _connected(tracking_uri or default_tracking_uri()) as client:
+        run_id = _find(client, what).info.run_id
+        for path in _paths(client, run_id):
+            if names.fullmatch(path.rpartition("/")[2]):
+                client.download_artifacts(run_id, path, str(folder))
+
+
+@contextmanager
+def _connected(tracking_uri: str) -> Iterator[MlflowClient]:
+    """A client; what goes wrong with it is raised as `LookupError`."""
+    # Before the address is checked: where the package is missing, no address helps.
     from mlflow import MlflowClient
 
-    address = tracking_uri or default_tracking_uri()
-    _check_address(address)
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    if problem := tracking_problem(tracking_uri):
+        raise LookupError(problem)
     try:
-        client = MlflowClient(address)
-        files = artifacts_of(client, _find(client, what).info.run_id)
-        for path in filter(wanted, _paths(files)):
-            files.download(path, str(folder))
+        yield MlflowClient(tracking_uri)
     except LookupError:
         raise
     except Exception as error:  # MLflow, databases and networks raise many kinds
@@ -196,17 +182,8 @@ def _is_older(run: Any, folder: Path) -> bool:
     return later and folder.name != run.info.run_name
 
 
-def _check_address(tracking_uri: str) -> None:
-    if problem := tracking_problem(tracking_uri):
-        raise LookupError(problem)
-
-
 def _find(client: MlflowClient, what: str | None) -> Any:
-    """The latest run, or the one with this id or name.
-
-    Raises:
-        LookupError: There is none.
-    """
+    """The latest run, or the one with this id or name."""
     from mlflow.exceptions import MlflowException
 
     with suppress(MlflowException):
@@ -226,21 +203,21 @@ def _find(client: MlflowClient, what: str | None) -> Any:
     return found[0]
 
 
-def _paths(files: Artifacts, folder: str | None = None) -> Iterator[str]:
-    for entry in files.list(folder):
+def _paths(client: MlflowClient, run_id: str, folder: str | None = None) -> Iterator[str]:
+    for entry in client.list_artifacts(run_id, folder):
         if entry.is_dir:
-            yield from _paths(files, entry.path)
+            yield from _paths(client, run_id, entry.path)
         else:
             yield entry.path
 
 
-def _summary(files: Artifacts, paths: Sequence[str]) -> Summary | None:
+def _summary(client: MlflowClient, run_id: str, paths: Sequence[str]) -> Summary | None:
     """The summary among a run's artifacts; None if there is none."""
     found = [path for path in paths if path.rpartition("/")[2] == FILE_NAME]
     if not found:
         return None
     with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-        return read_summary(Path(files.download(found[-1], scratch)))
+        return read_summary(Path(client.download_artifacts(run_id, found[-1], scratch)))
 
 
 def _from_metrics(client: MlflowClient, run: Any) -> Summary:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,14 +28,9 @@ _CONTAINERS = ("abfs", "abfss")
 
 
 def check_store(remote_file_name: str | None, field: str = "remote_file_name") -> None:
-    """Refuse the URL of a store that cannot be used on this machine, without connecting.
+    """Refuse the URL of a store that fsspec cannot use on this machine, without connecting.
 
-    Args:
-        remote_file_name: A URL; other names and None pass.
-        field: The name of the setting, for messages.
-
-    Raises:
-        ConfigError: If fsspec does not know the protocol, or its package is not installed.
+    Names that are no URL, and None, pass. ``field`` is the name of the setting, for messages.
     """
     import fsspec
     from fsspec.registry import known_implementations
@@ -56,12 +52,9 @@ def check_store(remote_file_name: str | None, field: str = "remote_file_name") -
 
 
 def store_target(url: str) -> Target | None:
-    """The store of a URL as an upload target; None if this is not a URL.
+    """The store of a URL, which may hold credentials, as an upload target; None for no URL.
 
     A file replaces one of the same name, atomically if the store supports that.
-
-    Args:
-        url: Only the protocol and the host or bucket are used; it may contain credentials.
     """
     if not split_url(url)[0]:
         return None
@@ -72,8 +65,11 @@ def store_target(url: str) -> Target | None:
 def store_mirror(url: str) -> Mirror:
     """The folder of a URL as the mirror of a local folder."""
     store = _Store(url)
-    replacing, adding = Target(store.send, store.address), Target(store.add, store.address)
-    return Mirror(adding, replacing, split_url(url)[2].rstrip("/"))
+    return Mirror(
+        adding=Target(partial(store.send, adds=True), store.address),
+        replacing=Target(store.send, store.address),
+        folder=split_url(url)[2].rstrip("/"),
+    )
 
 
 class _Store:
@@ -87,15 +83,8 @@ class _Store:
         self._system: AbstractFileSystem | None = None
         self._root = ""
 
-    def send(self, path: Path, remote: str) -> None:
-        """Upload a file and replace one of the same name."""
-        self._put(path, remote, adds=False)
-
-    def add(self, path: Path, remote: str) -> None:
-        """Upload a file with the first number whose name is free."""
-        self._put(path, remote, adds=True)
-
-    def _put(self, path: Path, remote: str, adds: bool) -> None:
+    def send(self, path: Path, remote: str, adds: bool = False) -> None:
+        """Upload a file: replace one of the same name, or add the first number that is free."""
         from fsspec.implementations.local import LocalFileSystem
 
         try:

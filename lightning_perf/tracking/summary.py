@@ -69,7 +69,7 @@ def text_of(summary: Summary) -> str:
 
 
 def read_summary(path: Path) -> Summary:
-    """Read and check a summary.
+    """Read a summary.
 
     Raises:
         SummaryError: The file is missing, cut short, not a summary, or of a newer version.
@@ -162,7 +162,7 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
 def _times(windows: Sequence[Mapping[str, Any]]) -> Iterator[_Row]:
     """Categories by their share of time in the first window, the largest first."""
     spent = [window.get("timings") or {} for window in windows]
-    if not spent or not spent[0]:
+    if not spent:
         return
     wholes = [sum(times.values()) for times in spent]
     batches = [window["batches"] or 1 for window in windows]
@@ -170,13 +170,11 @@ def _times(windows: Sequence[Mapping[str, Any]]) -> Iterator[_Row]:
     for name in order:
         if spent[0][name] > 0:
             cells = zip(spent, wholes, batches, strict=True)
-            yield name, *(_share(times.get(name, 0.0), all_, n) for times, all_, n in cells)
+            yield name, *(_share(times.get(name, 0.0), whole, n) for times, whole, n in cells)
 
 
 def _share(seconds: float, whole: float, batches: float) -> str:
-    if not whole > 0:
-        return ""
-    return f"{seconds / whole:6.1%}  {duration(seconds / batches)} per batch"
+    return f"{seconds / whole:6.1%}  {duration(seconds / batches)} per batch" if whole > 0 else ""
 
 
 def panel(summary: Summary) -> RenderableType:
@@ -225,15 +223,15 @@ def progress(summary: Summary) -> str:
     """The last window in one line: its step, rates, the largest categories, and verdicts."""
     _, windows = main_stage(summary)
     name = "last_window" if windows.get("last_window") else "whole_run"
-    window = windows.get(name) or {}
+    if not (window := windows.get(name)):
+        return "no report yet"
     times = window.get("timings") or {}
     whole = sum(times.values())
     order = sorted(times, key=lambda each: -times[each])[:_MOST_COSTS]
     shares = [f"{each} {times[each] / whole:.0%}" for each in order if times[each] > 0]
     verdicts = [f"{each.code} ({each.severity})" for each in _verdicts(summary)]
     parts = (headline(summary, name), ", ".join(shares), ", ".join(verdicts))
-    text = "; ".join(part for part in parts if part)
-    return f"step {window['last']}: {text}" if window else "no report yet"
+    return f"step {window['last']}: {'; '.join(part for part in parts if part)}"
 
 
 def description(summary: Summary) -> str:

@@ -91,5 +91,6 @@ def test_a_page_is_made_of_points_or_of_a_trace(tmp_path: Path) -> None:
     for name, content in (("trace", {"traceEvents": [trace]}), ("points", [[1], [row]])):
         (tmp_path / name).write_text(json.dumps(content))
         command = [sys.executable, "-P", "-m", "lightning_perf.charts.memory"]
-        subprocess.run([*command, tmp_path / name, tmp_path / f"{name}.html", "cpu"], check=True)
+        files = [tmp_path / name, tmp_path / f"{name}.html"]
+        subprocess.run([*command, "timeline", *files, "cpu"], check=True)
         assert "Peak 7 B" in (tmp_path / f"{name}.html").read_text()

@@ -6,20 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import TESTS
 from helpers.clocks import FakeClock
+from helpers.command import exit_code, until
 from helpers.small import Records, Small, trainer
 from helpers.torch_traces import steps, traces
 from torch import Tensor
 
 from lightning_perf import OnSlowBatch, PyTorch
-from lightning_perf.cli import main
 
 SCRIPT = """
 import sys, time
@@ -39,16 +37,6 @@ run.fit(Slow())
 """
 
 
-def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """Wait until a condition is true and return its value."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise TimeoutError
-
-
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[int]:
     """The process id of a training that handles SIGUSR2."""
@@ -60,16 +48,10 @@ def training(tmp_path: Path) -> Iterator[int]:
     process.wait()
 
 
-def capture(*args: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["capture", *args])
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.slow
 def test_a_running_training_records_on_demand(tmp_path: Path, training: int) -> None:
     """The command and the plain signal each give one trace of the scheduled length."""
-    assert capture(str(training)) == 0
+    assert exit_code("capture", str(training)) == 0
     (first,) = until(lambda: traces(tmp_path)).values()
     assert len(steps(first)) == 3
     os.kill(training, signal.SIGUSR2)
@@ -84,7 +66,7 @@ def test_a_process_without_a_handler_is_not_signalled(
     """The signal would end the process; the message says how to add a handler."""
     process = subprocess.Popen(["sleep", "30"])
     try:
-        assert capture(str(process.pid), *children) == 1
+        assert exit_code("capture", str(process.pid), *children) == 1
         assert process.poll() is None
     finally:
         process.kill()
@@ -103,7 +85,7 @@ def test_an_unknown_process_or_signal_is_one_line(
     args: list[str], printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both give exit code 1 and a message."""
-    assert capture(*args) == 1
+    assert exit_code("capture", *args) == 1
     assert printed in capsys.readouterr().err
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.command import call
 from helpers.configuration import parse
 from helpers.faults import Nursery
-from helpers.small import Records, Small, trainer
+from helpers.small import Small, trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 import lightning_perf.cli
@@ -169,23 +169,6 @@ def test_every_configuration_is_one_for_the_environment(
     assert kinds
 
 
-def test_the_report_of_a_run(
-    tmp_path: Path, mlflow_database: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It shows throughput, MFU, the peak, and the paths of the traces."""
-    logger = MLFlowLogger("report", tracking_uri=mlflow_database, run_name="printed")
-    callbacks = [SpeedMonitor(window_size=4), Flops(peak_flops=2e12), PyTorch(schedule="first 1ba")]
-    trainer(tmp_path, *callbacks, logger=logger).fit(Small())
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(logger.run_id), "--tracking_uri", mlflow_database])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    for part in ("printed", "batches/s", "MFU", "whole run", "2 TFLOP/s", "(given)"):
-        assert part in printed
-    assert "status" not in printed
-    assert any(line.endswith("/rank0.1.pt.trace.json.gz") for line in printed.splitlines())
-
-
 @pytest.mark.parametrize("columns", ["20", "80", "300"])
 def test_the_report_wraps_no_path(
     mlflow_database: str,
@@ -204,9 +187,8 @@ def test_the_report_wraps_no_path(
         (tmp_path / name).touch()
         client.log_artifact(run.run_id, str(tmp_path / name), f"{'deep/' * 9}torch_traces")
     client.set_terminated(run.run_id, "FAILED")
-    with pytest.raises(SystemExit):
-        main(["report", run.run_id, "--tracking_uri", mlflow_database])
-    printed = capsys.readouterr().out.splitlines()
+    _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
+    printed = out.splitlines()
     assert printed[0] == f"[red]owl[/] :smile: ({run.run_id})"
     assert [line.rpartition("/")[2] for line in printed if "torch_traces" in line] == names[1:]
     assert any("status" in line and "failed" in line for line in printed)
@@ -229,9 +211,8 @@ def test_the_report_lists_traces_and_pages(
         for name in names:
             (tmp_path / name).touch()
             client.log_artifact(run.run_id, str(tmp_path / name), f"owl/{folder}")
-    with pytest.raises(SystemExit):
-        main(["report", run.run_id, "--tracking_uri", mlflow_database])
-    printed = capsys.readouterr().out.splitlines()
+    _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
+    printed = out.splitlines()
     traces = next(n for n, line in enumerate(printed) if line.startswith("Traces"))
     pages = next(n for n, line in enumerate(printed) if line.startswith("Pages"))
     assert [line.rpartition("/")[2] for line in printed[traces + 1 : pages]] == [
@@ -254,34 +235,14 @@ def test_the_report_shows_the_time_by_category(
     spent = {"forward": 0.2, "backward": 0.5, "logging": 0.1, "checkpoint": 0.09, "other": 0.06}
     for name, seconds in {**spent, "callbacks": 0.05, "train_batch": 9.0}.items():
         client.log_metric(run.run_id, f"timings/{name}", seconds)
-    with pytest.raises(SystemExit):
-        main(["report", run.run_id, "--tracking_uri", mlflow_database])
-    printed = capsys.readouterr().out
+    _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
+    printed = out
     shares = [
         line.split("%")[0].split()[-1] for line in printed.splitlines() if "per batch" in line
     ]
     assert shares == ["50.0", "20.0", "10.0", "9.0", "6.0"]
     assert re.search(r"backward +│ +50.0%  500 ms per batch", printed)
     assert "train_batch" not in printed
-
-
-def test_the_report_without_a_run(
-    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The message says what to try, and no database is created."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        main(["report"])
-    assert ended.value.code == 2
-    assert "--tracking-uri" in capsys.readouterr().err
-    assert not list(in_tmp.iterdir())
-
-
-def test_records_keeps_values_by_step() -> None:
-    """The logger of the tests keeps the values of each key with their steps."""
-    records = Records()
-    records.log_metrics({"a": 1.0}, step=3)
-    assert records.of("a") == [(3, 1.0)]
 
 
 EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"}}

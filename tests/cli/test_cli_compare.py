@@ -9,35 +9,23 @@ from typing import Any
 
 import lightning as L
 import pytest
+from helpers.clocks import FakeClock, Planned
+from helpers.command import call
 from helpers.small import Small, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_perf import Flops, SpeedMonitor, Timings
-from lightning_perf.cli import main
-from lightning_perf.timing import clock
-
-
-class Planned(Small):
-    """Batches of one second by the clock of `Timings`."""
-
-    now: list[float]
-
-    @override
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.now[0] += 1.0
-        return super().training_step(batch, batch_idx)
 
 
 class Plots(L.Callback):
-    """Takes some seconds per batch of the same clock."""
+    """Takes some seconds per batch of a clock."""
 
-    def __init__(self, now: list[float], seconds: float) -> None:
-        self.now, self.seconds = now, seconds
+    def __init__(self, clock: FakeClock, seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.now[0] += self.seconds
+        self.clock.sleep(self.seconds)
 
 
 @pytest.fixture
@@ -45,10 +33,8 @@ def leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Trains for 64 batches with a callback that takes some seconds per batch."""
 
     def train(name: str, plots: float = 0.0, **options: Any) -> str:
-        model = Planned(batch_size=1)
-        model.now = now = [0.0]
-        monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
-        callbacks = [Timings(), Plots(now, plots)] if plots else [Timings()]
+        model = Planned(monkeypatch, batch_size=1)
+        callbacks = [Timings(), Plots(model.clock, plots)] if plots else [Timings()]
         trainer(tmp_path / name, *callbacks, **({"log_every_n_steps": 8} | options)).fit(model)
         return str(tmp_path / name)
 
@@ -58,11 +44,8 @@ def leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def compare(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str], str]:
     """The exit code, the lines of the output without borders, and what stands on stderr."""
     capsys.readouterr()  # of the trainings: on a busy machine their end waits for files
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", *args])
-    out, err = capsys.readouterr()
-    lines = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
-    return int(ended.value.code or 0), lines, err
+    code, out, err = call(capsys, "compare", *args)
+    return code, [" ".join(line.replace("│", " ").split()) for line in out.splitlines()], err
 
 
 def test_the_slower_phase_and_culprit_are_named(
@@ -90,10 +73,9 @@ def test_json_and_several_baselines(leave: Any, capsys: pytest.CaptureFixture[st
     """A run within the spread of its baselines passes."""
     runs = [leave(f"run{plots}", plots) for plots in (0.2, 0.0, 0.1, 0.3)]
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["compare", *runs, "--threshold", "5%", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert ended.value.code == 0
+    code, out, _ = call(capsys, "compare", *runs, "--threshold", "5%", "--json")
+    found = json.loads(out)
+    assert code == 0
     assert (found["slower"], found["threshold"]) == (False, 0.05)
     (step,) = (each for each in found["changes"] if each["kind"] == "step")
     assert step["before"] == pytest.approx(1 + (0 + 0.1 + 0.3) / 3)

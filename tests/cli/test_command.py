@@ -10,22 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.command import call
 from helpers.servers import free_port
 
 from lightning_perf import __version__
-from lightning_perf.cli import main
 
 COMMANDS = [
     "capture", "compare", "devices", "doctor", "measure", "report", "run", "trace", "upload",
     "watch",
 ]  # fmt: skip
-
-
-def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(list(args))
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +89,7 @@ def test_the_doctor_names_what_is_wrong(
     """A missing package with its pip command, a wrong variable, and a server that is gone."""
     from lightning_perf.cli import doctor
 
-    monkeypatch.setattr(doctor, "_OPTIONAL", {"no-such-package": "nothing", "mlflow": "reports"})
+    monkeypatch.setattr(doctor, "_PACKAGES", {"no-such-package": "nothing", "mlflow": "reports"})
     monkeypatch.setenv("LIGHTNING_PERF", "none.yaml")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{free_port()}")
     code, found = findings(capsys)

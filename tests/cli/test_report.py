@@ -6,53 +6,28 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
+from helpers.clocks import Planned
+from helpers.command import call
 from helpers.servers import free_port
-from helpers.small import Small, trainer
+from helpers.small import trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
-from torch import Tensor
-from typing_extensions import override
 
 from lightning_perf import Timings
-from lightning_perf.cli import main
-from lightning_perf.timing import clock
 from lightning_perf.timing.totals import History
 
 
-class Planned(Small):
-    """Batches of one second, validation batches of four: nothing else takes time."""
-
-    now: list[float]
-
-    @override
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.now[0] += 1.0
-        return super().training_step(batch, batch_idx)
-
-    @override
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.now[0] += 4.0
-
-
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> L.Trainer:
-    model = Planned()
-    model.now = now = [0.0]
-    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     settings = {"log_every_n_steps": 4, "limit_val_batches": 1, "val_check_interval": 8}
-    run = trainer(tmp_path, Timings(), **{**settings, **options})
-    run.fit(model)
-    return run
+    trainer(tmp_path, Timings(), **{**settings, **options}).fit(Planned(monkeypatch))
 
 
 def report(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str], str]:
     """The exit code, the table's lines without borders, and what stands on stderr."""
-    with pytest.raises(SystemExit) as ended:
-        main(["report", *args])
-    out, err = capsys.readouterr()
+    code, out, err = call(capsys, "report", *args)
     lines = [line.strip("│ ") for line in out.splitlines() if line.startswith("│")]
-    return int(ended.value.code or 0), [" ".join(line.split()) for line in lines], err
+    return code, [" ".join(line.split()) for line in lines], err
 
 
 def test_shares_are_of_the_whole_run(
@@ -132,6 +107,7 @@ def test_an_unreadable_address_is_one_line(
     code, lines, said = report(capsys, *args)
     assert (code, lines) == (2, [])
     assert said.startswith("lightning-perf report: ")
+    assert "--tracking-uri" in said
     assert said.count("\n") == 1
     assert list(in_tmp.iterdir()) == []
 

@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+from helpers.command import call, until
 from helpers.small import Small, trainer
 from helpers.users import process_of_another_user
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
@@ -27,13 +27,6 @@ from lightning_perf.run import summary as run_summary
 from lightning_perf.tracking.summary import read_summary
 
 BOUND = 60.0
-
-
-def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["watch", *args])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
 
 
 def a_summary(**changes: Any) -> dict[str, Any]:
@@ -67,16 +60,6 @@ LINE = (
     "owl {}: step 9: MFU 25% \u00b7 10.00 batches/s; forward 60%, backward 30%, other 10%; "
     "input-bound (warning)\n"
 )
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Wait until a condition is true and return its value."""
-    end = time.monotonic() + BOUND
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.01)
-    raise TimeoutError
 
 
 class Looks(L.Callback):
@@ -151,7 +134,7 @@ def test_a_finished_run_is_one_line(
         "folder": [str(folder)], "file": [str(folder / "summary.json")], "above": ["runs"],
         "name": ["owl"], "latest": [],
     }[how]  # fmt: skip
-    code, out, err = call(capsys, *args)
+    code, out, err = call(capsys, "watch", *args)
     assert (code, out[9:], err) == (0, LINE.format("finished"), "")
 
 
@@ -168,7 +151,7 @@ def test_updates_are_lines_of_text_or_json(
                 left(folder, status=status)
 
         monkeypatch.setattr(watch.time, "sleep", wait)
-        code, out, _ = call(capsys, str(folder), *(["--json"] if json_lines else []))
+        code, out, _ = call(capsys, "watch", str(folder), *(["--json"] if json_lines else []))
         lines = out.splitlines(keepends=True)
         assert code == 0
         if json_lines:
@@ -182,7 +165,7 @@ def test_a_killed_training_is_code_1(tmp_path: Path, capsys: pytest.CaptureFixtu
     gone = subprocess.Popen(["true"])
     gone.wait()
     left(tmp_path / "owl", process={"host": platform.node(), "pid": gone.pid})
-    code, out, err = call(capsys, str(tmp_path / "owl"))
+    code, out, err = call(capsys, "watch", str(tmp_path / "owl"))
     assert (code, out[9:]) == (1, LINE.format("running"))
     assert (
         err == "lightning-perf watch: the training ended without ending its run: it was killed.\n"
@@ -193,7 +176,7 @@ def test_a_process_without_a_run_is_waited_for(capsys: pytest.CaptureFixture[str
     """It may report later; when it ends, that is an error."""
     process = subprocess.Popen(["sleep", "0.3"])
     reaper = subprocess.Popen.wait
-    code, out, err = call(capsys, str(process.pid))
+    code, out, err = call(capsys, "watch", str(process.pid))
     reaper(process)
     assert (code, out) == (1, "")
     assert "before its first report" in err
@@ -216,7 +199,7 @@ def test_what_cannot_be_watched_is_one_line(
 ) -> None:  # fmt: skip
     """Exit code 2, and the reason."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    code, out, err = call(capsys, *args)
+    code, out, err = call(capsys, "watch", *args)
     assert (code, out) == (2, "")
     assert err.startswith("lightning-perf watch: ")
     assert why in err
@@ -258,7 +241,7 @@ def test_a_run_in_mlflow(
     monitor = SpeedMonitor(window_size=2)
     trainer(tmp_path, monitor, Flops(peak_flops=1e12), logger=logger).fit(Small())
     for run in ("watched-run", str(logger.run_id)):
-        code, out, _ = call(capsys, run, "--tracking-uri", mlflow_database)
+        code, out, _ = call(capsys, "watch", run, "--tracking-uri", mlflow_database)
         assert code == 0
         assert "watched-run finished: step 15: MFU " in out
 

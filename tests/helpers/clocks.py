@@ -1,12 +1,16 @@
-"""A clock that only tests advance."""
+"""A clock that only tests advance, and a model whose batches take known times by it."""
 
 from __future__ import annotations
 
 from time import perf_counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import Tensor
+from typing_extensions import override
 
+from helpers.small import Small
 from lightning_perf.run import stages
 from lightning_perf.timing import clock, pauses
 
@@ -36,3 +40,21 @@ class JumpingClock(FakeClock):
 
     def __call__(self) -> float:
         return perf_counter() + self.now
+
+
+class Planned(Small):
+    """Batches of one second and validation batches of four, by the clock of `Timings`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, **options: Any) -> None:
+        super().__init__(**options)
+        self.clock = FakeClock()
+        patch.setattr(clock, "perf_counter", self.clock)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.clock.sleep(1.0)
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.clock.sleep(4.0)

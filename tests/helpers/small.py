@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_perf import PerfWarning
+from lightning_perf.run.callback import PerfCallback
 
 WIDTH, HIDDEN, SAMPLES = 8, 16, 64
 #: Options of a trainer with two processes. Both are forked: what a callback or logger keeps in
@@ -103,6 +105,25 @@ class Records(Logger):
     def keys(self) -> set[str]:
         """The names of all metrics."""
         return {key for _, row in self.rows for key in row}
+
+
+class Dump(PerfCallback):
+    """Leaves what callbacks reported on rank 0, and its counts of training, in a file."""
+
+    def __init__(self, path: Path, watched: list[Any]) -> None:
+        super().__init__()
+        self.path, self.watched = path, watched
+
+    def close(self, context: Any, reason: str) -> None:
+        if context.ranks.global_rank == 0:
+            found = {key: value for each in self.watched for key, value in each.metrics.items()}
+            now = context.progress.timestamp("train")
+            self.path.write_text(json.dumps(found | {"batch": now.batch, "sample": now.sample}))
+
+
+def samples_per_batch(found: dict[str, float]) -> float:
+    """What `SpeedMonitor` counted, of all ranks."""
+    return found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
 
 
 def ours(caught: Any) -> list[str]:

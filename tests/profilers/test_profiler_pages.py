@@ -14,7 +14,7 @@ from helpers.small import Records, Small, trainer
 from torch.cuda import _memory_viz
 
 from lightning_perf import Memray, Profiler, PyTorch, VizTracer
-from lightning_perf.charts.snapshot import history, segments, timeline
+from lightning_perf.charts.memory import history, of_history, segments
 
 MIB = 1 << 20
 MEMORY = {"with_stack": True, "record_shapes": True, "memory_filename": "rank{rank}.html"}
@@ -93,7 +93,7 @@ def test_pages_about_a_snapshot_load_nothing(tmp_path: Path, kind: str) -> None:
     """The program writes complete pages, and escapes names."""
     source, target = tmp_path / "s.pickle", tmp_path / "page.html"
     source.write_bytes(pickle.dumps(SNAPSHOT))
-    program = [sys.executable, "-m", "lightning_perf.charts.snapshot"]
+    program = [sys.executable, "-m", "lightning_perf.charts.memory"]
     subprocess.run([*program, kind, source, target], check=True)
     page = target.read_text()
     assert page.rstrip().endswith("</html>")
@@ -104,7 +104,7 @@ def test_pages_about_a_snapshot_load_nothing(tmp_path: Path, kind: str) -> None:
 def test_a_history_shows_memory_by_line_at_the_peak() -> None:
     """Blocks from before the recording count, and lines of libraries are skipped."""
     blocks = [b for b in SNAPSHOT["segments"][0]["blocks"] if b["state"] != "inactive"]
-    line, stacks = timeline(SNAPSHOT["device_traces"][0], blocks)
+    line, stacks = of_history(SNAPSHOT["device_traces"][0], blocks)
     assert [sum(sizes) // MIB for sizes in line.sizes] == [2, 4, 7, 4, 3]
     at_peak = dict(zip(line.categories, line.sizes[line.peak], strict=True))
     assert at_peak == {

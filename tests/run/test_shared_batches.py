@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, launch, trainer
+from helpers.small import (
+    FLOPS_PER_SAMPLE,
+    RANKS,
+    Dump,
+    Small,
+    launch,
+    samples_per_batch,
+    trainer,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -19,7 +26,6 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_perf import ConfigError, SpeedMonitor, Suite
 from lightning_perf.run import compat
-from lightning_perf.run.callback import PerfCallback
 
 PEAK = 1e9
 
@@ -43,19 +49,6 @@ class Declared(Meshed):
     """Says what a batch costs, on whatever ranks."""
 
     flops_per_batch = 9000.0
-
-
-class Dump(PerfCallback):
-    """Leaves what rank 0 reported."""
-
-    def __init__(self, path: Path, watched: list[Any]) -> None:
-        super().__init__()
-        self.path, self.watched = path, watched
-
-    def close(self, context: Any, reason: str) -> None:
-        if context.ranks.global_rank == 0:
-            found = {key: value for each in self.watched for key, value in each.metrics.items()}
-            self.path.write_text(json.dumps(found | {"limits": context.limits.samples_per_epoch}))
 
 
 MESHES = ((4, 1), (2, 2), (1, 4))
@@ -92,8 +85,7 @@ def meshes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(folder: Path, model: str, data_parallel: int, ranks: int) -> None:
     """Figures equal their definitions."""
     found = json.loads((folder / f"{model}.{data_parallel}.json").read_text())
-    samples = found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
-    assert samples == pytest.approx(data_parallel * 4)
+    assert samples_per_batch(found) == pytest.approx(data_parallel * 4)
     flops = Declared.flops_per_batch if model == "Declared" else 4 * FLOPS_PER_SAMPLE
     assert found["batch_flops"] == data_parallel * flops
     assert found["total_flops"] == ranks * PEAK
@@ -131,8 +123,7 @@ def test_a_suite_says_how_many_ranks_share_a_batch(tmp_path: Path) -> None:
     dump = Dump(tmp_path / "found.json", [monitor])
     trainer(tmp_path, suite, dump, **options).fit(Small())
     found = json.loads((tmp_path / "found.json").read_text())
-    samples = found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
-    assert samples == pytest.approx(4)
+    assert samples_per_batch(found) == pytest.approx(4)
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused(tmp_path: Path) -> None:

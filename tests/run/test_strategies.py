@@ -12,27 +12,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.servers import free_port
-from helpers.small import FLOPS_PER_SAMPLE, Small, trainer
+from helpers.small import FLOPS_PER_SAMPLE, Dump, Small, samples_per_batch, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings
-from lightning_perf.run.callback import PerfCallback
 
 pytestmark = pytest.mark.slow
-
-
-class Dump(PerfCallback):
-    """Leaves what rank 0 reported."""
-
-    def __init__(self, path: Path, watched: list[Any]) -> None:
-        super().__init__()
-        self.path, self.watched = path, watched
-
-    def close(self, context: Any, reason: str) -> None:
-        if context.ranks.global_rank == 0:
-            found = {key: value for each in self.watched for key, value in each.metrics.items()}
-            now = context.progress.timestamp("train")
-            self.path.write_text(json.dumps(found | {"batch": now.batch, "sample": now.sample}))
 
 
 def watched() -> list[Any]:
@@ -81,8 +66,7 @@ def start(folder: Path, options: dict[str, Any], **environment: str) -> subproce
 def check(folder: Path, ranks: int, nodes: int = 1) -> None:
     """What was reported is of all ranks."""
     found = json.loads((folder / "found.json").read_text())
-    samples = found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
-    assert samples == pytest.approx(ranks * 4)
+    assert samples_per_batch(found) == pytest.approx(ranks * 4)
     assert found["total_flops"] == ranks * 1e9
     if ranks > 1:
         assert found["timings/forward/max"] >= found["timings/forward/min"] > 0
@@ -164,5 +148,4 @@ def test_a_run_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
         found = json.loads((tmp_path / f"{ranks}.json").read_text())
         assert found["batch"] == done
         assert found["sample"] == done * 4
-        samples = found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
-        assert samples == pytest.approx(ranks * 4)
+        assert samples_per_batch(found) == pytest.approx(ranks * 4)

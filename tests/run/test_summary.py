@@ -8,13 +8,13 @@ from typing import Any
 
 import lightning as L
 import pytest
+from helpers.command import call
 from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
 from torch import Tensor
 
 from lightning_perf import Diagnosis, Flops, PyTorch, SpeedMonitor, Suite, Timings
-from lightning_perf.cli import main
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.summary import SummaryError, read_summary
 
@@ -178,13 +178,6 @@ def test_a_description_of_the_user_stays(tmp_path: Path, mlflow_database: str) -
 # -- reading --------------------------------------------------------------------------------------
 
 
-def report(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["report", *args])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
-
-
 @pytest.fixture
 def trained(in_tmp: Path) -> Path:
     """The folder of a finished run below the working directory."""
@@ -193,31 +186,26 @@ def trained(in_tmp: Path) -> Path:
     return in_tmp / "logs" / "mine-version_0"
 
 
-@pytest.mark.parametrize("what", ["latest", "folder", "file", "name", "above"])
 def test_a_run_without_mlflow_is_reported(
-    what: str, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its folder, its file, its name, a folder above it, or as the latest."""
+    """As the latest, by its folder, its file, its name, or a folder above it; also as JSON."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    argument = {
-        "latest": [], "folder": [str(trained)], "file": [str(trained / "summary.json")],
-        "name": [trained.name], "above": [str(trained.parent)],
-    }[what]  # fmt: skip
-    code, out, err = report(capsys, *argument)
-    assert (code, err) == (0, "")
-    assert out.startswith("mine-version_0\n")
-    assert "MFU" in out
-    assert str(trained / "timings" / "timings.html") in out
-    assert "mlflow" not in out.lower()
-
-
-def test_a_report_as_json(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The content of the file, and the paths of all files."""
-    code, out, _ = report(capsys, str(trained), "--json")
+    file = trained / "summary.json"
+    for what in ([], [str(trained)], [str(file)], [trained.name], [str(trained.parent)]):
+        code, out, err = call(capsys, "report", *what)
+        assert (code, err) == (0, "")
+        assert out.startswith("mine-version_0\n")
+        for part in ("MFU", "batches/s", "1 TFLOP/s per device (given)"):
+            assert part in out
+        assert "status" not in out
+        assert str(trained / "timings" / "timings.html") in out
+        assert "mlflow" not in out.lower()
+    code, out, _ = call(capsys, "report", str(trained), "--json")
     found = json.loads(out)
     assert code == 0
-    assert found["stages"] == read_summary(trained / "summary.json")["stages"]
-    assert str(trained / "summary.json") in found["files"]
+    assert found["stages"] == read_summary(file)["stages"]
+    assert str(file) in found["files"]
 
 
 DAMAGED = {
@@ -242,7 +230,7 @@ def test_a_damaged_summary_is_one_line(
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(SummaryError, match=why):
         read_summary(path)
-    code, out, err = report(capsys, str(path))
+    code, out, err = call(capsys, "report", str(path))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert str(path) in err
 
@@ -266,7 +254,7 @@ def test_verdicts_are_in_the_file_and_its_views(
     found = summary_of(tmp_path)
     code = found["verdicts"][0]["code"]
     assert code in capsys.readouterr().out
-    assert code in report(capsys, str(tmp_path))[1]
+    assert code in call(capsys, "report", str(tmp_path))[1]
     trainer(tmp_path / "short", Diagnosis(), limit_train_batches=5).fit(Small())
     assert summary_of(tmp_path / "short")["abstained"]
 

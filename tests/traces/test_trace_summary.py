@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.command import call
 from helpers.cuda_trace import GEMM, LINE, cuda_trace, on_host, step
 from helpers.small import Small, trainer
 
 from lightning_perf import PyTorch
-from lightning_perf.cli import _run as run_command
 from lightning_perf.traces.stream import TraceError
 from lightning_perf.traces.summary import Synchronization, TraceSummary, summarize
 
@@ -146,20 +146,13 @@ def test_real_stacks_lead_to_the_users_line(
     assert Path(__file__).name in found.line
 
 
-def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    """The exit code, and what is printed."""
-    code = run_command(["trace", *args])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def test_the_command_shows_and_prints_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shares with their names, tables, and the same numbers as JSON."""
     monkeypatch.setenv("COLUMNS", "200")
     path = written(tmp_path, cuda_trace(), "trace.json.gz")
-    code, out, _ = call(capsys, str(path))
+    code, out, _ = call(capsys, "trace", str(path))
     lines = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert code == 0
     for line in (
@@ -169,7 +162,7 @@ def test_the_command_shows_and_prints_json(
         "aten::addmm 2 140 µs 600 µs", f"aten::item {LINE} 2 340 µs",
     ):  # fmt: skip
         assert line in lines
-    code, out, _ = call(capsys, str(path), "--json")
+    code, out, _ = call(capsys, "trace", str(path), "--json")
     assert json.loads(out)["device"]["busy"] == pytest.approx(1.2e-3)
 
 
@@ -185,7 +178,7 @@ def test_a_trace_that_is_cut_short_is_summarized_as_far_as_it_goes(
     assert 20 < found.steps < 90
     assert found.device is not None
     assert found.device.busy / found.seconds == pytest.approx(0.6, abs=0.05)
-    code, out, _ = call(capsys, str(path))
+    code, out, _ = call(capsys, "trace", str(path))
     assert code == 0
     assert f"Note: the file is cut short or damaged after {found.events:,} events." in out
 
@@ -209,7 +202,7 @@ def test_other_files_are_refused_in_one_line(
     path.write_bytes(content)
     with pytest.raises(TraceError, match=why):
         summarize(path)
-    code, out, err = call(capsys, str(path))
+    code, out, err = call(capsys, "trace", str(path))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"lightning-perf trace: {path} ")
 
@@ -217,7 +210,7 @@ def test_other_files_are_refused_in_one_line(
 @pytest.mark.parametrize("args", [[], ["x.json", "--combine", "y"], ["none.json"]])
 def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
     """Neither a file nor a folder, both, or a file that is not there."""
-    code, _, err = call(capsys, *args)
+    code, _, err = call(capsys, "trace", *args)
     assert (code, err.count("\n")) == (2, 1)
 
 

@@ -144,13 +144,6 @@ def test_later_traces_are_refused(make_writer, worker):
     make_writer().check({"validate": Timestamp(batch=5)})
 
 
-def test_a_resume_into_the_same_folder_works(make_writer, worker):
-    """Traces up to and including the present batch do not conflict."""
-    record(make_writer(), batch=6)
-    assert worker.drain(PATIENCE)
-    make_writer().check({"train": Timestamp(batch=6)})
-
-
 def test_a_resume_from_an_older_checkpoint_keeps_later_traces(make_writer, worker):
     """One warning names the first later file, and no file is replaced."""
     first = after(worker, record(make_writer(), batch=6, content=b"first"))
@@ -265,15 +258,6 @@ def test_an_upload_that_cannot_be_listed_is_a_warning(make_writer, worker, tmp_p
         PerfWarning, match=r"rank0\.5\.json; the list of pending uploads could not .*Error"
     ):
         after(worker, record(make_writer(targets=[Target(Server(99))], backoff=())))
-
-
-def test_closing_the_worker_retries_now(make_writer, worker):
-    """Closing the worker ends the backoff delay."""
-    server = Server(failures=1)
-    record(make_writer(targets=[Target(server)], backoff=(3600.0,)))
-    assert worker.call(lambda: server.attempts, PATIENCE) == 1
-    assert worker.close(PATIENCE)
-    assert list(server.files) == ["run/traces/rank0.5.json"]
 
 
 def test_traces_behind_a_hanging_upload_are_placed(make_writer, worker, tmp_path):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import tempfile
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
+from helpers.command import exit_code
 from helpers.small import Small, left_in, ours, trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_perf import PerfWarning, PyTorch, Timings
-from lightning_perf.run import artifacts
+from lightning_perf.background.worker import Worker
+from lightning_perf.run import artifacts, destination
 from lightning_perf.traces import TraceRun, read_pending
 
 # A warning of Matplotlib, which `pytest.warns` re-emits.
@@ -53,6 +57,11 @@ def fit(root: Any, *more: Any, **options: Any) -> PyTorch:
     options = {"log_every_n_steps": 4, "limit_train_batches": 4, **options}
     trainer(root, profiler, Timings(), *more, **options).fit(Small())
     return profiler
+
+
+def destination_of(logger: Any) -> destination.Destination:
+    trainer: Any = SimpleNamespace(loggers=[logger])
+    return destination._destination(trainer, Worker("test"))
 
 
 def stored(under: str) -> list[str]:
@@ -98,10 +107,13 @@ def test_a_run_is_named_after_its_logger(
     tmp_path: Path, name: str, version: Any, folder: str
 ) -> None:
     """Without a name the version is used; without a version the name is generated."""
+    assert fnmatch(destination_of(Named(tmp_path, name, version)).run_name, folder)
 
-    fit(tmp_path, logger=Named(tmp_path / "csv", name, version))
-    assert list(tmp_path.glob(f"{folder}/torch_traces/rank0.1.pt.trace.json.gz"))
-    assert not (tmp_path / "-").exists()
+
+def test_runs_of_one_name_in_two_folders_are_distinguished(tmp_path: Path) -> None:
+    """In a store, which holds the runs of all machines."""
+    found = {destination_of(Named(tmp_path / logs, "exp", 0)).identity for logs in "ab"}
+    assert len(found) == 2
 
 
 # Remote roots
@@ -140,8 +152,6 @@ def test_files_that_a_remote_root_refuses_stay(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are listed, and `lightning-perf upload` sends them to the same place."""
-    from lightning_perf.cli import main
-
     memory = type(fsspec.filesystem("memory"))
     put = memory.put_file
     monkeypatch.setattr(artifacts, "TraceRun", partial(TraceRun, backoff=(0.0,)))
@@ -157,9 +167,7 @@ def test_files_that_a_remote_root_refuses_stay(
     listed = read_pending(root)
     assert {Path(entry.path).is_file() for entry in listed} == {True}
     monkeypatch.setattr(memory, "put_file", put)
-    with pytest.raises(SystemExit) as ended:
-        main(["upload", str(root)])
-    assert ended.value.code == 0
+    assert exit_code("upload", str(root)) == 0
     names = [name.split("/", 1)[1] for name in stored("roots/c")]
     assert {"torch_traces/rank0.1.pt.trace.json.gz", "timings/table.md"} <= set(names)
 

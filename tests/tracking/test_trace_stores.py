@@ -11,13 +11,13 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
+from helpers.command import exit_code
 from helpers.recordings import CONTENT, after, files, record
 from helpers.small import Small, trainer
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import PyTorch, VizTracer
-from lightning_perf.cli import main
 from lightning_perf.errors import ConfigError, PerfWarning
 from lightning_perf.traces import read_pending
 from lightning_perf.traces.folder import distinct_name
@@ -63,12 +63,6 @@ def unsteady() -> Iterator[type[Unsteady]]:
     Unsteady.connections = []
     yield Unsteady
     _registry.pop("unsteady")
-
-
-def upload(folder: Path) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["upload", str(folder)])
-    return int(ended.value.code or 0)
 
 
 def memory(under: str) -> list[str]:
@@ -145,10 +139,10 @@ def test_a_failed_upload_to_a_store_is_listed_without_credentials(
     (entry,) = read_pending(tmp_path)
     assert (entry.remote, entry.target) == ("traces/5.json", {"store": "unsteady://host"})
     unsteady.failures = 1
-    assert upload(tmp_path) == 1
+    assert exit_code("upload", str(tmp_path)) == 1
     (entry,) = read_pending(tmp_path)
     assert entry.error == "ConnectionError: unsteady://host/x is gone"
-    assert upload(tmp_path) == 0
+    assert exit_code("upload", str(tmp_path)) == 0
     assert read_pending(tmp_path) == []
     assert list(unsteady.store) == ["/host/traces/5.json"]
     assert unsteady.connections[-1] == {}
@@ -237,17 +231,7 @@ def test_an_entry_of_an_unknown_store_stays_listed(
     with pytest.warns(PerfWarning, match="not uploaded"):
         after(worker, record(writer))
     _registry.pop("unsteady")
-    assert upload(tmp_path) == 1
+    assert exit_code("upload", str(tmp_path)) == 1
     fsspec.register_implementation("unsteady", unsteady)
     (line,) = (tmp_path / "pending_uploads.jsonl").read_text().splitlines()
     assert "fsspec does not know" in json.loads(line)["error"]
-
-
-def test_runs_of_one_name_have_different_folders_in_a_store(tmp_path: Path) -> None:
-    """Two runs with the same name and version write to two folders."""
-    url = "memory://meet/{run_name}/{batch}.json"
-    for logs in ("a", "b"):
-        logger = CSVLogger(tmp_path / logs)
-        profiler = PyTorch(schedule="first 1ba", remote_file_name=url)
-        trainer(tmp_path / logs, profiler, logger=logger).fit(Small())
-    assert len([name for name in memory("meet") if name.endswith(".json.gz")]) == 2

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.command import exit_code
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import PerfWarning, PyTorch, Tracker
-from lightning_perf.cli import main
 from lightning_perf.traces.uploads import NotHere, read_pending
 from lightning_perf.tracking.tracker import _kinds
 
@@ -82,8 +82,7 @@ def test_a_tracker_of_another_package_takes_files(
     assert "the shelf is gone" in said
     assert "no_such_module" in said
     (tmp_path / "shelf").mkdir()
-    with pytest.raises(SystemExit, match="0"):
-        main(["upload", str(tmp_path / "run")])
+    assert exit_code("upload", str(tmp_path / "run")) == 0
     assert "2 uploaded, 0 left" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "shelf").iterdir()}
     files = (TRACE, "summary.json")

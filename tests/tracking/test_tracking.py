@@ -17,8 +17,7 @@ from mlflow import MlflowClient
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor
 from lightning_perf.background.worker import Worker
-from lightning_perf.tracking import metrics
-from lightning_perf.tracking.mlflow import MlflowRun
+from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, clean_key
 
 
 def watched(folder: Path, logger: Any, **options: Any) -> Any:
@@ -35,15 +34,11 @@ def watched(folder: Path, logger: Any, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["mlflow_server", "mlflow_database"])
-def test_a_run_is_read_back_from_mlflow(
-    tmp_path: Path, address: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_run_is_read_back_from_mlflow(tmp_path: Path, mlflow_server: str) -> None:
     """MLflow has metrics with their steps, params, and the trace as an artifact."""
-    uri = request.getfixturevalue(address)
-    logger = MLFlowLogger("perf", run_name="a run/with a slash", tracking_uri=uri)
+    logger = MLFlowLogger("perf", run_name="a run/with a slash", tracking_uri=mlflow_server)
     watched(tmp_path, logger)
-    client = MlflowClient(uri)
+    client = MlflowClient(mlflow_server)
     run = client.get_run(logger.run_id)
     assert {"mfu", "batch_flops", "throughput/device/mfu", "time/total"} <= set(run.data.metrics)
     assert [m.step for m in client.get_metric_history(logger.run_id, "mfu")] == [4, 9, 14]
@@ -96,7 +91,7 @@ def test_failed_metrics_are_sent_again(
     experiment = client.create_experiment(f"retry-{time.time_ns()}")
     run = MlflowRun(mlflow_database, client.create_run(experiment).info.run_id)
     worker = Worker("test")
-    sink = metrics.MlflowMetrics(run, worker)
+    sink = MlflowMetrics(run, worker)
     failures, send = 2, MlflowClient.log_batch
 
     def log_batch(*args: Any, **kwargs: Any) -> None:
@@ -155,7 +150,7 @@ def test_reports_share_calls(
 )
 def test_keys_are_valid_in_mlflow(key: str, clean: str) -> None:
     """Invalid characters are replaced: one invalid key would reject the whole call."""
-    assert metrics.clean_key(key) == clean
+    assert clean_key(key) == clean
 
 
 def test_an_artifact_has_its_remote_name(tmp_path: Path, mlflow_database: str) -> None:

@@ -8,6 +8,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from helpers.command import exit_code
 from helpers.recordings import PATIENCE, record
 from helpers.servers import free_port
 from helpers.small import Small, trainer
@@ -15,7 +16,6 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import PyTorch
-from lightning_perf.cli import main
 from lightning_perf.errors import PerfWarning
 from lightning_perf.traces import PendingUpload, Target, read_pending, rewrite_pending
 from lightning_perf.tracking.mlflow import MlflowRun
@@ -26,12 +26,6 @@ def run_id(mlflow_database: str) -> str:
     """A run for the uploads."""
     client = MlflowClient(mlflow_database)
     return str(client.create_run(client.create_experiment("uploads")).info.run_id)
-
-
-def upload(*args: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["upload", *args])
-    return int(ended.value.code or 0)
 
 
 def artifacts(address: str, run_id: str, folder: str) -> list[str]:
@@ -55,7 +49,7 @@ def test_listed_files_are_uploaded_to_their_runs(
     below.mkdir(parents=True)
     rewrite_pending(tmp_path, [listed(tmp_path, "sent/a.json", mlflow_database, run_id)])
     rewrite_pending(below, [listed(below, "sent/b.json", mlflow_database, run_id)])
-    assert upload(str(tmp_path)) == 0
+    assert exit_code("upload", str(tmp_path)) == 0
     assert artifacts(mlflow_database, run_id, "sent") == ["sent/a.json", "sent/b.json"]
     assert not list(tmp_path.rglob("pending_uploads.jsonl"))
     assert "2 uploaded, 0 left" in capsys.readouterr().out
@@ -73,7 +67,7 @@ def test_failed_uploads_stay_listed(
         listed(tmp_path, "dead/c.json", mlflow_database, "nosuchrun"),
     ]
     rewrite_pending(tmp_path, entries)
-    assert upload(str(tmp_path)) == 1
+    assert exit_code("upload", str(tmp_path)) == 1
     first, last = read_pending(tmp_path)
     assert (first.remote, last.remote) == ("dead/a.json", "dead/c.json")
     assert "does not respond" in first.error
@@ -90,7 +84,7 @@ def test_tracking_uri_replaces_the_listed_address(
     """Uploads go to the address of --tracking_uri instead of the listed one."""
     dead = f"http://127.0.0.1:{free_port()}"
     rewrite_pending(tmp_path, [listed(tmp_path, "moved/a.json", dead, run_id)])
-    assert upload(str(tmp_path), "--tracking_uri", mlflow_database) == 0
+    assert exit_code("upload", str(tmp_path), "--tracking_uri", mlflow_database) == 0
     assert artifacts(mlflow_database, run_id, "moved") == ["moved/a.json"]
 
 
@@ -101,10 +95,10 @@ def test_missing_files_are_removed_on_request_only(
     entry = listed(tmp_path, "gone/a.json", mlflow_database, run_id)
     Path(entry.path).unlink()
     rewrite_pending(tmp_path, [entry])
-    assert upload(str(tmp_path)) == 1
+    assert exit_code("upload", str(tmp_path)) == 1
     assert "--forget-missing" in capsys.readouterr().err
     assert [kept.path for kept in read_pending(tmp_path)] == [entry.path]
-    assert upload(str(tmp_path), "--forget-missing") == 0
+    assert exit_code("upload", str(tmp_path), "--forget-missing") == 0
     assert "a.json: the file is missing and was removed from the list" in capsys.readouterr().err
     assert read_pending(tmp_path) == []
 
@@ -114,7 +108,7 @@ def test_no_database_is_created(
 ) -> None:
     """A relative address is relative to the current folder, which is the default."""
     rewrite_pending(in_tmp, [listed(in_tmp, "a.json", "sqlite:///mlflow.db", run_id)])
-    assert upload() == 1
+    assert exit_code("upload") == 1
     assert "there is no mlflow.db" in capsys.readouterr().err
     assert not (in_tmp / "mlflow.db").exists()
 
@@ -123,35 +117,16 @@ def test_an_entry_without_a_run_is_kept(tmp_path: Path) -> None:
     """It cannot be uploaded, but stays on the list."""
     (tmp_path / "a.json").touch()
     rewrite_pending(tmp_path, [PendingUpload(str(tmp_path / "a.json"), "a.json", "run", "why")])
-    assert upload(str(tmp_path)) == 1
+    assert exit_code("upload", str(tmp_path)) == 1
     (kept,) = read_pending(tmp_path)
     assert "names no run" in kept.error
 
 
 def test_a_missing_folder_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     """A mistyped folder gives exit code 2 and one line, not a report of success."""
-    assert upload("nowhere") == 2
+    assert exit_code("upload", "nowhere") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "lightning-perf upload: there is no folder nowhere."
-
-
-def test_a_trace_that_training_could_not_upload_is_uploaded_later(
-    tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The command uploads it under the same name."""
-
-    def gone(*args: object) -> None:
-        raise ConnectionError("gone")
-
-    logger = MLFlowLogger("later", tracking_uri=mlflow_database, run_name="later")
-    run = trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger)
-    with monkeypatch.context() as patch:
-        patch.setattr(MlflowRun, "upload", gone)
-        with pytest.warns(PerfWarning, match="lightning-perf upload"):
-            run.fit(Small())
-    assert upload(str(tmp_path)) == 0
-    found = artifacts(mlflow_database, str(logger.run_id), "later/torch_traces")
-    assert found == ["later/torch_traces/rank0.1.pt.trace.json.gz"]
 
 
 def test_a_trace_is_listed_for_each_of_two_runs(
@@ -171,7 +146,7 @@ def test_a_trace_is_listed_for_each_of_two_runs(
     ids = [str(logger.run_id) for logger in loggers]
     traces = [entry for entry in read_pending(tmp_path) if "torch_traces" in entry.remote]
     assert [entry.target["run_id"] for entry in traces] == ids
-    assert upload(str(tmp_path)) == 0
+    assert exit_code("upload", str(tmp_path)) == 0
     for run_id in ids:
         (found,) = artifacts(mlflow_database, run_id, "a/torch_traces")
         assert found == "a/torch_traces/rank0.1.pt.trace.json.gz"
@@ -187,7 +162,7 @@ def test_lists_of_earlier_versions_are_read(
     line = {"path": entry.path, "remote": "old/a.json", "run_name": "run", "error": "no route"}
     text = json.dumps(line | {"target": target}) + "\n"
     (tmp_path / "pending_uploads.jsonl").write_text(text * 2)
-    assert upload(str(tmp_path)) == 0
+    assert exit_code("upload", str(tmp_path)) == 0
     assert artifacts(mlflow_database, run_id, "old") == ["old/a.json"]
 
 
@@ -212,6 +187,6 @@ def test_an_upload_that_ends_late_is_repeated_without_harm(
     assert worker.drain(PATIENCE)
     assert artifacts(mlflow_database, run_id, "late") == ["late/5.json"]
     assert written.exists()
-    assert upload(str(tmp_path)) == 0
+    assert exit_code("upload", str(tmp_path)) == 0
     assert artifacts(mlflow_database, run_id, "late") == ["late/5.json"]
     assert read_pending(tmp_path) == []
