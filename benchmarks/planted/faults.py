@@ -391,24 +391,18 @@ def cheap_checkpoints(run: Run) -> None:
 
 @trap(steps=160)
 def longer_batches(run: Run) -> None:
-    """From the middle on, batches hold twice as much and take longer."""
-    seen = [0]
-    build = run.module.loss
-
-    def loss(batch: Any) -> Any:
-        seen[0] += 1
-        return build(batch) if seen[0] <= 80 else (build(batch) + build(batch)) / 2
+    """In the second epoch batches hold twice as much, so the model takes longer."""
 
     class Growing(Sampler[list[int]]):
+        size = 0
+
         def __iter__(self) -> Iterator[list[int]]:
-            for _ in range(80):
-                size = run.module.batch_size * (1 if seen[0] < 80 else 2)
-                yield list(range(size))
+            self.size += run.module.batch_size
+            return iter([list(range(self.size))] * 80)
 
         def __len__(self) -> int:
             return 80
 
-    run.module.loss = loss  # type: ignore[method-assign]
     run.module.train_dataloader = lambda: torch.utils.data.DataLoader(  # type: ignore[method-assign]
         run.module.data, batch_sampler=Growing()
     )

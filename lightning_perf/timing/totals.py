@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -126,6 +127,38 @@ class Totals:
                 found[action.name] = Cost(seconds + cost.seconds, calls + cost.calls)
         rows = [Share(name, *cost, cost.seconds / wall) for name, cost in found.items()]
         return sorted(rows, key=lambda row: row.seconds, reverse=True)
+
+
+class BlockMinimum:
+    """The sum of a series in which each value counts as the least of its block.
+
+    What is added to some values only, such as waiting for a rank that is late, does not count.
+
+    Args:
+        block: Values in a block.
+
+    Example:
+        >>> waits = BlockMinimum(block=3)
+        >>> for seconds in (1.0, 9.0, 2.0, 4.0):
+        ...     waits.add(seconds)
+        >>> waits.total
+        7.0
+    """
+
+    def __init__(self, block: int = 16) -> None:
+        self._block = block
+        self._whole, self._least, self._count = 0.0, inf, 0
+
+    @property
+    def total(self) -> float:
+        """The sum so far; it falls if a block's next value is less than those before."""
+        return self._whole + (self._count * self._least if self._count else 0.0)
+
+    def add(self, value: float) -> None:
+        """Add the next value."""
+        self._least, self._count = min(value, self._least), self._count + 1
+        if self._count == self._block:
+            self._whole, self._least, self._count = self.total, inf, 0
 
 
 def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) -> dict[Action, Cost]:

@@ -214,11 +214,31 @@ def test_communication_is_what_all_ranks_wait_for() -> None:
     assert found.share == pytest.approx(3 / 14.2, rel=0.01)
 
 
-def test_one_late_rank_is_no_communication() -> None:
-    """The late rank itself does not wait, and equal ranks have neither verdict."""
-    assert "communication-bound" not in {each.code for each in diagnose(late(5.0)).verdicts}
-    codes = {each.code for each in diagnose(signals_of_ranks({}, {})).verdicts}
-    assert not codes & {"communication-bound", "straggler"}
+LATE = signals_of_ranks({"forward": {2: 5.0}}, dict.fromkeys((0, 1, 3), 5.0))
+ALL = dict.fromkeys(range(4), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("signals", "severity"),
+    [
+        (signals_of_ranks({}, {}), None),
+        # The late rank itself does not wait.
+        (LATE, None),
+        # Ranks take turns: each waits as long as the others, but not in each batch.
+        (signals_of_ranks({}, ALL, exchange=dict.fromkeys(range(4), 0.1)), None),
+        # Other programs have the CPUs on which gradients are exchanged.
+        (signals_of_ranks({}, ALL, cpu_util_simple=100.0, process_cpu=20.0), "info"),
+        (signals_of_ranks({}, ALL, cpu_util_simple=100.0, process_cpu=195.0), "critical"),
+        (signals_of_ranks({}, ALL, cpu_util_simple=50.0, process_cpu=20.0), "critical"),
+    ],
+)
+def test_communication_is_not_blamed_for_waiting_that_has_another_cause(
+    signals: Signals, severity: str | None
+) -> None:
+    """Late ranks, ranks that take turns, and a machine that others use."""
+    signals = replace(signals, setup=Setup(world_size=4, cpus=2))
+    found = {each.code: each.severity for each in diagnose(signals).verdicts}
+    assert found.get("communication-bound") == severity
 
 
 def test_without_waits_nothing_is_said_about_ranks() -> None:

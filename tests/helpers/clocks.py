@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_perf.run import stages
+from lightning_perf.run import stages, waits
 from lightning_perf.timing import clock, pauses
 
 
@@ -28,6 +28,7 @@ class FakeClock:
         """Time spans, batches and garbage collections by this clock."""
         patch.setattr(clock, "perf_counter", self)
         patch.setattr(pauses, "perf_counter", self)
+        patch.setattr(waits, "perf_counter", self)
         patch.setattr(stages, "time", SimpleNamespace(perf_counter=self))
 
 

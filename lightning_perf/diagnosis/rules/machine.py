@@ -100,7 +100,7 @@ class HostMemoryGrowth:
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The trend of the resident memory."""
-        free = signals.latest("system/free_memory")
+        free = signals.average("system/free_memory", latest=True)
         yield from growth(self.code, signals, "memory/rss", free=free)
 
 
@@ -112,7 +112,10 @@ class DeviceMemoryGrowth:
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The trend of the allocated memory."""
         if signals.setup.device == "cuda":
-            found = [signals.latest(*columns) for columns in signals.gpus("gpu_free_memory")]
+            found = [
+                signals.average(*columns, latest=True)
+                for columns in signals.gpus("gpu_free_memory")
+            ]
             known = [each for each in found if each is not None and isfinite(each)]
             free = min(known, default=None)
             yield from growth(self.code, signals, "memory/current_allocated_mem", 1e9, free)
