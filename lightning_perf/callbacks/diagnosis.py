@@ -27,6 +27,7 @@ from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.run import artifacts
 from lightning_perf.run.batches import TIMED
 from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
@@ -168,7 +169,10 @@ class Diagnosis(WindowCallback):
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
         context = self._context
-        if window.stage != "train" or context is None or context.ranks.global_rank != 0:
+        if window.stage != "train" or context is None:
+            return None
+        sample_ranks(context.sampler, window)
+        if window.rank != 0:
             return None
         self._record.add(window, self._costs(context))
         if not window.at_end and not self._analysing and self._wanted(window, context):

@@ -31,7 +31,7 @@ from lightning_perf.timing.clock import (
     UntrackedSpan,
 )
 from lightning_perf.timing.cuda_events import DeviceSegmentTimer, clocked
-from lightning_perf.timing.totals import CATEGORIES, BlockMinimum, Totals
+from lightning_perf.timing.totals import CATEGORIES, Floor, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -85,9 +85,9 @@ class SpanRecorder:
         #: Our spans by their keys, made on first use.
         self.cache = SpanCache(self._span)
         #: Seconds of waiting for gradients where no rank is late: they are being exchanged.
-        self.exchange = BlockMinimum()
+        self.exchange = Floor()
         if self.device is not None:
-            self.device.least[GRADIENTS] = self.exchange
+            self.device.floors[GRADIENTS] = self.exchange
         self._patches, self._backward = PatchSet(), PatchSet()
         # Whether the device waits for other ranks' gradients.
         self._waiting = False
@@ -271,7 +271,7 @@ class Spans:
     @property
     def exchange(self) -> float:
         """Seconds of waiting for gradients that no late rank explains."""
-        return self._recorder.exchange.total if self._recorder is not None else 0.0
+        return self._recorder.exchange.total() if self._recorder is not None else 0.0
 
     @property
     def running(self) -> Action | None:

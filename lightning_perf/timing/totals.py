@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -129,36 +128,42 @@ class Totals:
         return sorted(rows, key=lambda row: row.seconds, reverse=True)
 
 
-class BlockMinimum:
-    """The sum of a series in which each value counts as the least of its block.
+class Floor:
+    """The sum of a series in which each value counts as a low one of its block: the 20 % quantile.
 
     What is added to some values only, such as waiting for a rank that is late, does not count.
 
-    Args:
-        block: Values in a block.
-
     Example:
-        >>> waits = BlockMinimum(block=3)
-        >>> for seconds in (1.0, 9.0, 2.0, 4.0):
+        >>> waits = Floor()
+        >>> for seconds in (1.0, 9.0) * 8:
         ...     waits.add(seconds)
-        >>> waits.total
-        7.0
+        >>> waits.total()
+        16.0
     """
 
-    def __init__(self, block: int = 16) -> None:
-        self._block = block
-        self._whole, self._least, self._count = 0.0, inf, 0
+    #: Values of a block at most, and at least if its sum is needed.
+    _MOST, _LEAST = 16, 8
 
-    @property
-    def total(self) -> float:
-        """The sum so far; it falls if a block's next value is less than those before."""
-        return self._whole + (self._count * self._least if self._count else 0.0)
+    def __init__(self) -> None:
+        self._whole = 0.0
+        self._block: list[float] = []
 
     def add(self, value: float) -> None:
         """Add the next value."""
-        self._least, self._count = min(value, self._least), self._count + 1
-        if self._count == self._block:
-            self._whole, self._least, self._count = self.total, inf, 0
+        self._block.append(value)
+        if len(self._block) == self._MOST:
+            self._end_block()
+
+    def total(self) -> float:
+        """The sum so far, without values that are too few for a block."""
+        if len(self._block) >= self._LEAST:
+            self._end_block()
+        return self._whole
+
+    def _end_block(self) -> None:
+        values = sorted(self._block)
+        self._whole += len(values) * values[len(values) // 5]
+        self._block.clear()
 
 
 def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) -> dict[Action, Cost]:

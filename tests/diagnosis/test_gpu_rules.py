@@ -196,6 +196,19 @@ def test_a_straggler_is_as_severe_as_the_others_wait(seconds: float, severity: s
     assert found == ([] if severity is None else [severity])
 
 
+@pytest.mark.parametrize(("own", "severity"), [(20.0, "info"), (195.0, "critical")])
+def test_a_rank_that_other_programs_make_late_once_is_no_straggler(
+    own: float, severity: str
+) -> None:
+    """Unless it is late in most windows, it is listed as far as the CPUs are this training's."""
+    use = {"cpu_util_simple": 100.0, "process_cpu": own}
+    usual = signals_of_ranks({}, {}, **use).windows
+    once = signals_of_ranks({"forward": {2: 40.0}}, dict.fromkeys((0, 1, 3), 40.0), **use).windows
+    signals = Signals([*usual[:5], once[0]], setup=Setup(world_size=4, cpus=2))
+    found = {each.code: each.severity for each in diagnose(signals).verdicts}
+    assert found["straggler"] == severity
+
+
 @pytest.mark.parametrize("category", ["dataloader_next", "to_device", "forward"])
 def test_what_one_rank_spends_alone_is_blamed_on_it(category: str) -> None:
     """Input and transfer that are slow on one rank have no other verdict than the straggler's."""

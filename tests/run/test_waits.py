@@ -35,6 +35,12 @@ def test_the_end_of_the_own_gradients_is_announced_before_what_is_queued_later()
     assert events == ["gradient", "ready", "wait", "True waited"]
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+    # Without a wait, as for gradients that are accumulated, none is reported.
+    events.clear()
+    GradientsReady(lambda loss: loss.backward(retain_graph=True), lambda: False, events.append)(
+        loss
+    )
+    assert events == ["gradient", "wait"]
     # The hook is gone from the loss.
     events.clear()
     loss.backward()

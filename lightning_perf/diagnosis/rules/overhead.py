@@ -57,7 +57,11 @@ class CallbackBound:
             yield from judge(self.code, self.threshold, signals, impact)
 
     def _advice(
-        self, signals: Signals, name: str, each: float, share: float  # noqa: ARG002
+        self,
+        signals: Signals,
+        name: str,
+        each: float,
+        share: float,  # noqa: ARG002
     ) -> tuple[str, dict[str, float]]:
         """What to do about calls of so many seconds, and further evidence."""
         owner = name.partition(".")[0]

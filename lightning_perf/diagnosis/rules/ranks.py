@@ -28,6 +28,11 @@ def _windows(signals: Signals) -> Sequence[Window]:
     return signals.windows
 
 
+def _on_cpus(signals: Signals) -> float:
+    """The part of the CPUs that is left to ranks that compute and communicate on them."""
+    return signals.cpus_left if signals.setup.device == "cpu" else 1.0
+
+
 class StragglerRule:
     """One rank, or one node, makes the others wait."""
 
@@ -49,9 +54,11 @@ class StragglerRule:
             f"{found.phase}{' on its GPU' if found.on_gpu else ''}. Compare its machine, its share "
             "of the data and its callbacks with those of the others."
         )
+        # Other programs that use the CPUs make any rank late now and then.
+        certain = found.share * (1.0 if found.chronic else _on_cpus(signals))
         severity = "info"
-        if found.share >= self.threshold:
-            severity = "critical" if found.share >= 2 * self.threshold else "warning"
+        if certain >= self.threshold:
+            severity = "critical" if certain >= 2 * self.threshold else "warning"
         yield Verdict(
             self.code, severity, found.share, culprit=who, rank=found.rank, phase=found.phase,
             evidence=evidence, advice=advice,
@@ -74,6 +81,6 @@ class CommunicationBound:
             "batches, bf16 gradients (a DDP communication hook) or a faster network."
         )
         impact = Impact(
-            seconds, phase="backward", advice=advice, on_host=False, certain=signals.cpus_left
+            seconds, phase="backward", advice=advice, on_host=False, certain=_on_cpus(signals)
         )
         yield from judge(self.code, self.threshold, signals, impact)
