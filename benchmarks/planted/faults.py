@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -453,16 +454,22 @@ def rank_with_slow_callback(run: Run) -> None:
 
 @fault("communication-bound", among=RANK_FAULTS)
 def slow_network(run: Run) -> None:
-    def arrived(future: Any) -> Any:
-        run.sleep(run.extra)
-        return future.value()[0]
+    def exchange(bucket: Any) -> Any:
+        """Arrive late, on a thread: a rank whose gradients are the last ones waits, too."""
+        sent, arrived = allreduce_hook(None, bucket), torch.futures.Future[torch.Tensor]()
+
+        def work() -> None:
+            gradients = sent.wait()
+            run.sleep(run.extra)
+            arrived.set_result(gradients)
+
+        threading.Thread(target=work).start()
+        return arrived
 
     class Hooked(DDPStrategy):
         def configure_ddp(self) -> None:
             super().configure_ddp()  # which registers hooks on GPUs alone
-            self.model.register_comm_hook(
-                None, lambda _, bucket: allreduce_hook(None, bucket).then(arrived)
-            )
+            self.model.register_comm_hook(None, lambda _, bucket: exchange(bucket))
 
     run.options["strategy"] = Hooked(start_method="fork")
 

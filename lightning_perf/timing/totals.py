@@ -145,8 +145,7 @@ class Floor:
     _MOST, _LEAST = 16, 8
 
     def __init__(self) -> None:
-        self._whole = 0.0
-        self._block: list[float] = []
+        self._whole, self._block = 0.0, list[float]()
 
     def add(self, value: float) -> None:
         """Add the next value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,32 +46,23 @@ class CallbackBound:
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """One verdict per class."""
         for group, slowest in by_class(signals, signals.rows(*self.categories)):
-            seconds, (spent, times) = signals.total(group).seconds, signals.actions[slowest]
+            spent, times = signals.actions[slowest]
             calls = max(float(times.sum()), 1.0)
             each = float(spent.sum()) / calls
-            advice, evidence = self._advice(signals, slowest.name, each, signals.share(seconds))
+            owner = slowest.name.partition(".")[0]
+            advice = (
+                f"{slowest.name} takes {duration(each)} per call. Call its work less often, or "
+                "move it off the training thread."
+            )
+            if owner in _BARS:
+                advice = f"{owner} takes {duration(each)} per update: raise its refresh_rate."
+            evidence = {"calls": calls, "seconds_per_call": each}
+            events = calls if calls < 0.5 * signals.batches else None
             impact = Impact(
-                seconds, calls if calls < 0.5 * signals.batches else None, slowest.name,
-                slowest.category, advice=advice,
-                evidence={"calls": calls, "seconds_per_call": each, **evidence},
+                signals.total(group).seconds, events, slowest.name, slowest.category,
+                evidence=evidence, advice=advice,
             )  # fmt: skip
             yield from judge(self.code, self.threshold, signals, impact)
-
-    def _advice(
-        self,
-        signals: Signals,
-        name: str,
-        each: float,
-        share: float,  # noqa: ARG002
-    ) -> tuple[str, dict[str, float]]:
-        """What to do about calls of so many seconds, and further evidence."""
-        owner = name.partition(".")[0]
-        if owner in _BARS:
-            return f"{owner} takes {duration(each)} per update: raise its refresh_rate.", {}
-        return (
-            f"{name} takes {duration(each)} per call. Call its work less often, or move it off the "
-            "training thread."
-        ), {}
 
 
 class LoggerBound(CallbackBound):
@@ -79,17 +71,19 @@ class LoggerBound(CallbackBound):
     code, categories = "logger-bound", ("logging",)
 
     @override
-    def _advice(
-        self, signals: Signals, name: str, each: float, share: float
-    ) -> tuple[str, dict[str, float]]:
+    def __call__(self, signals: Signals) -> Iterable[Verdict]:
+        """One verdict per logger."""
         every, step = signals.setup.log_every_n_steps, signals.step_seconds
-        rarer = every * max(round(share / self.threshold * 4), 2)
-        faster = step * (1 - share * (1 - every / rarer))
-        text = (
-            f"{name} takes {duration(each)} per call. Trainer(log_every_n_steps={rarer}) instead "
-            f"of {every} gives {duration(faster)} per step instead of {duration(step)}."
-        )
-        return text, {"log_every_n_steps": float(every), "advised_step_seconds": faster}
+        for found in super().__call__(signals):
+            rarer = every * max(round(found.share / self.threshold * 4), 2)
+            faster = step * (1 - found.share * (1 - every / rarer))
+            each = duration(float(found.evidence["seconds_per_call"]))
+            advice = (
+                f"{found.culprit} takes {each} per call. Trainer(log_every_n_steps={rarer}) "
+                f"instead of {every} gives {duration(faster)} per step instead of {duration(step)}."
+            )
+            more = {"log_every_n_steps": float(every), "advised_step_seconds": faster}
+            yield replace(found, advice=advice, evidence={**found.evidence, **more})
 
 
 class CheckpointBound:

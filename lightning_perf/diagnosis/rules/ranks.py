@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Signals
 
 
+#: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
+_TIME_SLICE = 4e-3
+
+
 def _windows(signals: Signals) -> Sequence[Window]:
     """Windows of several ranks, with their waits; none of a single rank."""
     if not signals.windows or signals.windows[0].world_size == 1:
@@ -28,9 +32,9 @@ def _windows(signals: Signals) -> Sequence[Window]:
     return signals.windows
 
 
-def _on_cpus(signals: Signals) -> float:
-    """The part of the CPUs that is left to ranks that compute and communicate on them."""
-    return signals.cpus_left if signals.setup.device == "cpu" else 1.0
+def _taken(signals: Signals) -> float:
+    """The part of the CPUs that other programs take from ranks that compute on them."""
+    return 1 - signals.cpus_left if signals.setup.device == "cpu" else 0.0
 
 
 class StragglerRule:
@@ -55,7 +59,7 @@ class StragglerRule:
             "of the data and its callbacks with those of the others."
         )
         # Other programs that use the CPUs make any rank late now and then.
-        certain = found.share * (1.0 if found.chronic else _on_cpus(signals))
+        certain = found.share * (1 if found.chronic else 1 - _taken(signals))
         severity = "info"
         if certain >= self.threshold:
             severity = "critical" if certain >= 2 * self.threshold else "warning"
@@ -80,7 +84,9 @@ class CommunicationBound:
             "Gradients are exchanged more slowly than computed: accumulate_grad_batches, larger "
             "batches, bf16 gradients (a DDP communication hook) or a faster network."
         )
+        scheduling = _taken(signals) * _TIME_SLICE / max(signals.per_batch(seconds), 1e-12)
         impact = Impact(
-            seconds, phase="backward", advice=advice, on_host=False, certain=_on_cpus(signals)
-        )
+            seconds, phase="backward", advice=advice, on_host=False,
+            certain=max(1 - scheduling, 0.0),
+        )  # fmt: skip
         yield from judge(self.code, self.threshold, signals, impact)
