@@ -252,14 +252,10 @@ class Signals:
             sum((self.actions[row].calls for row in rows), zero),
         )
 
-    def rows(self, *categories: str, stage: str | None = None) -> list[Action]:
-        """Named actions of some categories, outside of validation by default."""
-        apart = (GC, COMPILE, QUEUE, "validate") if stage is None else ()
-        return [
-            row
-            for row in self.actions
-            if row.category in categories and row.stage not in apart and stage in (None, row.stage)
-        ]
+    def rows(self, *categories: str) -> list[Action]:
+        """Named actions of some categories, outside of validation."""
+        apart = (GC, COMPILE, QUEUE, "validate")
+        return [r for r in self.actions if r.category in categories and r.stage not in apart]
 
     @cached_property
     def waiting(self) -> Numbers:

@@ -107,12 +107,7 @@ def gigabytes(number: float) -> float:
 
 
 def sample_ranks(sampler: Sampler | None, window: Window) -> None:
-    """Count the processes of all ranks on this node as this training's.
-
-    Args:
-        sampler: The node's, on the rank that samples.
-        window: With the columns ``memory/*``.
-    """
+    """Count the processes of all ranks on this node as this training's, by ``memory/*``."""
     if sampler is not None:
         nodes = window["memory/node_rank"]
         here = window["memory/pid"][nodes == nodes[window.rank]]
