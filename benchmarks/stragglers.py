@@ -122,7 +122,9 @@ def ratios(pairs: int, usual: bool) -> list[tuple[float, float]]:
         for which in (0, 1) if number % 2 else (1, 0):
             model = Late(set(), "forward", 0.0, number) if usual else Tiny()
             with tempfile.TemporaryDirectory() as folder:
-                seconds[which] = step(Path(folder), [always_on(show_summary=False)] if which else [], model)
+                seconds[which] = step(
+                    Path(folder), [always_on(show_summary=False)] if which else [], model
+                )
         found.append((seconds[0], seconds[1] / seconds[0]))
     return found
 

@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "lightning_perf"
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"callbacks", "profilers"},
+    {"callbacks"},
+    {"profilers"},
     {"run"},
     {"tracking"},
     {"diagnosis"},

@@ -2,6 +2,10 @@
 
 Run it from the repository: ``PYTHONPATH=benchmarks python -m planted --part held_out``.
 ``--record FILE`` keeps what was measured, and ``--replay FILE`` diagnoses it again.
+
+``--peer VENV/bin/traceml`` trains once per case under TraceML instead (``pip install traceml-ai
+lightning scipy``, in an environment of its own), on one rank. Its verdicts are mapped to our codes
+twice: strictly, to the code of the same meaning, and generously, to all codes that it may mean.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import os
 import pickle
 import platform
 import statistics
+import subprocess
 import tempfile
 import time
 import warnings
@@ -34,6 +39,7 @@ from planted.workloads import HELD_OUT, WORKLOADS
 from lightning_perf import Diagnosis
 from lightning_perf.diagnosis.findings import diagnose
 
+ROOT = Path(__file__).parents[2]
 #: Thresholds may be tuned on the first; the second was looked at once all was written.
 PARTS: dict[str, dict[str, Any]] = {
     "tune": {"magnitudes": (0.35, 1.0), "seeds": (0,), "workloads": WORKLOADS},
@@ -42,6 +48,21 @@ PARTS: dict[str, dict[str, Any]] = {
     "ranks": {"magnitudes": (0.35, 1.0), "seeds": (0,), "workloads": WORKLOADS, "ranks": 2},
     "held_out_ranks": {"magnitudes": (0.6,), "seeds": (303,), "workloads": WORKLOADS, "ranks": 2},
 }
+#: The code of the same meaning as a verdict of TraceML, and the codes that it may mean.
+_GROWTH = ("host-memory-growth", "device-memory-growth")
+STRICT: dict[str, tuple[str, ...]] = {
+    "INPUT_BOUND": ("input-bound",), "H2D_BOUND": ("transfer-bound",),
+    "CREEP_EARLY": _GROWTH, "CREEP_CONFIRMED": _GROWTH,
+}  # fmt: skip
+IN_STEPS = ("warmup", "recompile", "gc-pauses", "periodic-stall", "slowdown")
+GENEROUS = STRICT | {
+    "INPUT_BOUND": ("input-bound", "transfer-bound", "epoch-restart", "periodic-stall"),
+    "COMPUTE_BOUND": IN_STEPS,
+    "RESIDUAL_HEAVY": (
+        "callback-bound", "logger-bound", "checkpoint-bound", "validation-bound", "transfer-bound",
+        "epoch-restart", *IN_STEPS,
+    ),
+}  # fmt: skip
 #: Verdicts on the machine, which other programs share while this runs.
 ENVIRONMENT = {"cpu-saturated"}
 QUIET: dict[str, Any] = {
@@ -88,8 +109,9 @@ def train(
     seed: int,
     magnitude: float,
     step: float,
-    active: bool,
-    ranks: int,
+    active: bool = True,
+    ranks: int = 1,
+    diagnosed: bool = True,
 ) -> tuple[float, Any]:
     """One training, with the faults or without them: its seconds, and its signals."""
     with tempfile.TemporaryDirectory() as folder:
@@ -103,8 +125,10 @@ def train(
             torch.set_num_threads(1)  # a fork cannot take over the threads of its parent
             options |= {"devices": ranks, "strategy": "ddp_fork"}
         wall = Wall()
-        callbacks = [wall, *run.callbacks, Recorded(wall)]
+        callbacks = [wall, *run.callbacks, *([Recorded(wall)] if diagnosed else [])]
         L.Trainer(**options | run.options, callbacks=callbacks).fit(module)
+        if not diagnosed:
+            return wall.seconds, None
         found: tuple[float, Any] = pickle.loads(Path(folder, "found.pickle").read_bytes())
     return found
 
@@ -156,8 +180,42 @@ def verdicts(signals: Any) -> list[Any]:
     return [verdict.as_dict() for verdict in diagnose(signals).verdicts]
 
 
+def issues(command: str, *setting: Any) -> list[tuple[str, str]]:
+    """Kind and severity of what TraceML says about the times and the memory of one training."""
+    faults, workload, *numbers = setting
+    given = json.dumps([[f.name for f in faults], workload.__name__.lower(), *numbers])
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [command, "run", __file__, "--run-name", "run", "--logs-dir", folder,
+             "--args", "--train", given],
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"},
+            cwd=folder, capture_output=True, check=False, timeout=300,
+        )  # fmt: skip
+        (path,) = Path(folder).rglob("final_summary.json")
+        summary = json.loads(path.read_text())
+    sections = (summary[name] for name in ("step_time", "step_memory"))
+    return [(each["kind"], each["severity"]) for one in sections for each in one["issues"]]
+
+
+def mapped(result: dict[str, Any], codes: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Verdicts of TraceML in our codes; those without one keep their name."""
+    found = []
+    for kind, severity in result["issues"]:
+        meant = [code for code in result["codes"] if code in codes.get(kind, ())]
+        for code in meant or ([] if severity == "info" else [kind]):
+            named = "critical" if severity == "crit" else "warning"
+            found.append({"code": code, "severity": named, "share": 0.0, "culprit": None})
+    return found
+
+
 def case(
-    kind: str, faults: list[Fault], name: str, seed: int, magnitude: float, ranks: int
+    kind: str,
+    faults: list[Fault],
+    name: str,
+    seed: int,
+    magnitude: float,
+    ranks: int,
+    peer: str | None = None,
 ) -> dict[str, Any]:
     """Train with and without the faults, and say what came of it."""
     workload = (WORKLOADS | HELD_OUT)[name]
@@ -168,9 +226,12 @@ def case(
         "culprits": {f.codes[0]: f.culprit for f in faults if f.culprit},
     }  # fmt: skip
     setting = faults, workload, seed, magnitude, step
-    planted = in_child(train, *setting, True, ranks)
+    what = (train, *setting, True, ranks) if peer is None else (issues, peer, *setting)
+    planted = in_child(*what)
     if planted is None:
         return {**found, "failed": True}
+    if peer is not None:
+        return {**found, "seconds": 1.0, "issues": planted}
     found |= {"seconds": planted[0], "verdicts": verdicts(planted[1]), "signals": planted[1]}
     if kind == "fault":
         clean = in_child(train, *setting, False, ranks)
@@ -256,14 +317,23 @@ def main() -> None:
     parser.add_argument("--score", type=Path, nargs="*", help="Only score files of --out.")
     parser.add_argument("--out", type=Path, help="Write all results as JSON lines.")
     parser.add_argument("--record", type=Path, help="Keep what was measured.")
+    parser.add_argument("--peer", help="TraceML's command.")
+    parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--replay", type=Path, nargs="*", help="Diagnose files of --record again.")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     results = []
+    if given.train:
+        names, name, *numbers = json.loads(given.train)
+        known = {fault.name: fault for fault in [*FAULTS, *TRAPS]}
+        train(
+            [known[each] for each in names], (WORKLOADS | HELD_OUT)[name], *numbers, diagnosed=False
+        )
+        return
     if given.score:
         lines = [line for path in given.score for line in path.read_text().splitlines()]
-        show(given.part, [json.loads(line) for line in lines])
+        compare(given.part, [json.loads(line) for line in lines])
         return
     if given.replay:
         results = [result for path in given.replay for result in recorded(path)]
@@ -273,7 +343,8 @@ def main() -> None:
         show(given.part, results)
         return
     gc.freeze()  # what was imported is no garbage of the runs
-    for result in all_cases(cases(given.part, given.only), given.jobs):
+    todo = [(*each, given.peer) for each in cases(given.part, given.only)]
+    for result in all_cases(todo, given.jobs):
         results.append(result)
         if given.record:
             with given.record.open("ab") as record:
@@ -285,8 +356,10 @@ def main() -> None:
         if result.get("failed"):
             print("failed:", result)
             continue
-        print(line(result), flush=True)
-    show(given.part, results)
+        if given.peer:
+            result["verdicts"] = mapped(result, GENEROUS)
+        print(line(result), *result.get("issues", ()), flush=True)
+    compare(given.part, results)
 
 
 def recorded(path: Path) -> Iterator[dict[str, Any]]:
@@ -306,6 +379,16 @@ def line(result: dict[str, Any]) -> str:
         f"{'+'.join(result['faults']):32} {result['workload']:11} {result['magnitude']:4} wanted "
         f"{','.join(result['codes']) or 'nothing':18} actual {actual:.2f}x  {'  '.join(found)}"
     )
+
+
+def compare(part: str, results: list[dict[str, Any]]) -> None:
+    """Print the table of a part, two for a peer."""
+    if not any("issues" in result for result in results):
+        show(part, results)
+        return
+    for way, codes in (("strictly", STRICT), ("generously", GENEROUS)):
+        translated = [each | {"verdicts": mapped(each, codes)} for each in results]
+        show(f"{part}, TraceML {way}", translated)
 
 
 def show(part: str, results: list[dict[str, Any]]) -> None:

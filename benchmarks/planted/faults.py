@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -391,24 +392,18 @@ def cheap_checkpoints(run: Run) -> None:
 
 @trap(steps=160)
 def longer_batches(run: Run) -> None:
-    """From the middle on, batches hold twice as much and take longer."""
-    seen = [0]
-    build = run.module.loss
-
-    def loss(batch: Any) -> Any:
-        seen[0] += 1
-        return build(batch) if seen[0] <= 80 else (build(batch) + build(batch)) / 2
+    """In the second epoch batches hold twice as much, so the model takes longer."""
 
     class Growing(Sampler[list[int]]):
+        size = 0
+
         def __iter__(self) -> Iterator[list[int]]:
-            for _ in range(80):
-                size = run.module.batch_size * (1 if seen[0] < 80 else 2)
-                yield list(range(size))
+            self.size += run.module.batch_size
+            return iter([list(range(self.size))] * 80)
 
         def __len__(self) -> int:
             return 80
 
-    run.module.loss = loss  # type: ignore[method-assign]
     run.module.train_dataloader = lambda: torch.utils.data.DataLoader(  # type: ignore[method-assign]
         run.module.data, batch_sampler=Growing()
     )
@@ -459,16 +454,22 @@ def rank_with_slow_callback(run: Run) -> None:
 
 @fault("communication-bound", among=RANK_FAULTS)
 def slow_network(run: Run) -> None:
-    def arrived(future: Any) -> Any:
-        run.sleep(run.extra)
-        return future.value()[0]
+    def exchange(bucket: Any) -> Any:
+        """Arrive late, on a thread: a rank whose gradients are the last ones waits, too."""
+        sent, arrived = allreduce_hook(None, bucket), torch.futures.Future[torch.Tensor]()
+
+        def work() -> None:
+            gradients = sent.wait()
+            run.sleep(run.extra)
+            arrived.set_result(gradients)
+
+        threading.Thread(target=work).start()
+        return arrived
 
     class Hooked(DDPStrategy):
         def configure_ddp(self) -> None:
             super().configure_ddp()  # which registers hooks on GPUs alone
-            self.model.register_comm_hook(
-                None, lambda _, bucket: allreduce_hook(None, bucket).then(arrived)
-            )
+            self.model.register_comm_hook(None, lambda _, bucket: exchange(bucket))
 
     run.options["strategy"] = Hooked(start_method="fork")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -23,12 +23,14 @@ from lightning_perf.diagnosis.rules import RULES, Rule
 from lightning_perf.diagnosis.signals import Setup
 from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.run import artifacts
 from lightning_perf.run.batches import TIMED
 from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
-from lightning_perf.schedule import Schedule, as_schedule
+from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
 from lightning_perf.timing.pauses import GcTimer, run_queue
 from lightning_perf.timing.totals import Totals
 from lightning_perf.traces import check_names
@@ -65,8 +67,8 @@ class Diagnosis(WindowCallback):
         schedule: When to look while training runs. The end is always diagnosed.
         rules: Rules to apply; by default those of the package.
         terminal: Whether to print the summary of the run at its end, verdicts first.
-        capture: A `PyTorch` profiler, whose schedule says which steps it records. The report
-            summarizes the last trace of training.
+        capture: Whether the first critical verdict starts a trace of five steps, which the report
+            summarizes. A `PyTorch` profiler records the steps that its schedule selects instead.
 
     Raises:
         ConfigError: If an argument is not valid.
@@ -89,7 +91,7 @@ class Diagnosis(WindowCallback):
         schedule: Schedule | str | None = "every 200ba",
         rules: Sequence[Rule] | None = None,
         terminal: bool = True,
-        capture: PerfCallback | None = None,
+        capture: PyTorch | bool | None = None,
     ) -> None:
         super().__init__()
         check_names(folder, "diagnosis.json", f"{folder}/diagnosis.json")
@@ -101,10 +103,13 @@ class Diagnosis(WindowCallback):
                 problem = "is not a rule: rules are callable and have a code"
                 raise ConfigError("rules", rule, problem, "[*lightning_perf.diagnosis.RULES]")
         self.terminal = self.show_summary = flag("terminal", terminal)
-        if capture is not None and not hasattr(capture, "trace_summary"):
-            problem = "is not a PyTorch profiler"
-            raise ConfigError("capture", capture, problem, "PyTorch(schedule='at 100ba for 4ba')")
-        self.capture = capture
+        if isinstance(capture, bool):
+            options: dict[str, Any] = {"with_stack": True, "profile_memory": False}
+            capture = PyTorch(OnVerdict("critical"), **options) if capture else None
+        if not isinstance(capture, PyTorch | None):
+            problem = "is neither a bool nor a PyTorch profiler"
+            raise ConfigError("capture", capture, problem, "True")
+        self._capture = capture
         #: The verdicts so far, the most costly first.
         self.verdicts: list[Verdict] = []
         self._reset()
@@ -123,24 +128,14 @@ class Diagnosis(WindowCallback):
     @property
     @override
     def parts(self) -> list[PerfCallback]:
-        return [self] if self.capture is None else [self, self.capture]
-
-    @override
-    def settings(self) -> dict[str, object]:
-        own = super().settings()
-        if self.capture is not None:
-            del own[f"{type(self).__name__}/capture"]
-            own |= self.capture.settings()
-        return own
+        # A trace is written before the report about it.
+        return [self] if self._capture is None else [self._capture, self]
 
     # -- the run ------------------------------------------------------------------------------
 
     @override
     def prepare(self, context: RunContext) -> None:
         self._reset()
-        if self.capture is not None:
-            self.capture._hosted = True
-            self.capture.attach(context)
         several = context.ranks.world_size > 1
         self.columns = (*type(self).columns, *(("waits/*",) if several else ()))
         super().prepare(context)
@@ -156,8 +151,6 @@ class Diagnosis(WindowCallback):
     @override
     def on_start(self, context: RunContext) -> None:
         super().on_start(context)
-        if self.capture is not None:
-            self.capture.call(self.capture.on_start, context, reraise=not context.nested)
         if context.stage == "train" and self._origin is None:
             self._origin = _costs(context)
             self._setup = survey(context)
@@ -176,7 +169,10 @@ class Diagnosis(WindowCallback):
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
         context = self._context
-        if window.stage != "train" or context is None or context.ranks.global_rank != 0:
+        if window.stage != "train" or context is None:
+            return None
+        sample_ranks(context.sampler, window)
+        if window.rank != 0:
             return None
         self._record.add(window, self._costs(context))
         if not window.at_end and not self._analysing and self._wanted(window, context):
@@ -225,7 +221,8 @@ class Diagnosis(WindowCallback):
         self._diagnosed = signals.batches
         self._findings, self.verdicts = findings, list(findings.verdicts)
         reached = context.reporting.reached
-        reached += [each.code for each in self.verdicts if each.code not in reached]
+        found = [name for each in self.verdicts for name in (each.code, each.severity)]
+        reached += [name for name in dict.fromkeys(found) if name not in reached]
         shares: dict[str, float] = {}
         for verdict in filter(lambda each: each.share, self.verdicts):
             key = f"diagnosis/{verdict.code}"
@@ -236,23 +233,8 @@ class Diagnosis(WindowCallback):
     # -- the end ------------------------------------------------------------------------------
 
     @override
-    def on_end(self, context: RunContext) -> None:
-        if self.capture is not None:
-            self.capture.call(self.capture.on_end, context)
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        if self.capture is not None:
-            self.capture.detach()
-
-    @override
     def close(self, context: RunContext, reason: str) -> None:
         super().close(context, reason)
-        if self.capture is not None:
-            # Its trace is written before the report, by the same thread.
-            self.capture.call(self.capture.close, context, reason)
-            self.capture._disabled = reason == "failure"
         if self.schedule is not None:
             self.schedule.close()
         if self._gc is not None:
@@ -287,13 +269,12 @@ class Diagnosis(WindowCallback):
 
     def _captured(self) -> TraceSummary | str | None:
         """What was captured, or why nothing was; None if nothing was wanted."""
-        if self.capture is None:
+        if self._capture is None:
             return None
         try:
-            found: TraceSummary = self.capture.trace_summary()
+            return self._capture.trace_summary()
         except Exception as error:
             return str(error) if isinstance(error, LookupError | TraceError) else describe(error)
-        return found
 
     @override
     def summary_sections(self) -> Mapping[str, object]:

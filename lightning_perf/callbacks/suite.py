@@ -96,49 +96,9 @@ class Suite(PerfCallback):
             self._skipped_hooks.append(hook)
 
     @override
-    def settle_key(self) -> None:
-        super().settle_key()
-        for part in self.callbacks:
-            part.settle_key()
-
-    @override
-    def settings(self) -> dict[str, object]:
-        return {key: value for part in self.callbacks for key, value in part.settings().items()}
-
-    @override
-    def detach(self) -> None:
-        super().detach()
-        for part in self.callbacks:
-            part.detach()
-
-    @override
-    def disable(self, method: str, error: Exception) -> None:
-        super().disable(method, error)
-        for part in self.parts:
-            part._disabled = True
-
-    @override
     def prepare(self, context: RunContext) -> None:
         if self.data_parallel_size is not None:
             context.share_batches(self.data_parallel_size)
-        for part in self.callbacks:
-            part._hosted = True
-            part.attach(context)
-
-    @override
-    def on_start(self, context: RunContext) -> None:
-        for part in self.callbacks:
-            part.call(part.on_start, context, reraise=not context.nested)
-
-    @override
-    def on_end(self, context: RunContext) -> None:
-        for part in self.callbacks:
-            part.call(part.on_end, context)
-
-    @override
-    def close(self, context: RunContext, reason: str) -> None:
-        for part in self.callbacks:
-            part.call(part.close, context, reason)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each part by its key."""

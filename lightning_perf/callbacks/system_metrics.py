@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.errors import ConfigError
-from lightning_perf.run.hardware import HOST_MEMORY
+from lightning_perf.run.hardware import HOST_MEMORY, sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.system import GPU, HOST, PER_GPU, gpu_key
 
@@ -121,10 +121,8 @@ class SystemMetrics(WindowCallback):
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float]:
-        nodes = window["memory/node_rank"]
-        if self._context is not None and self._context.sampler is not None:
-            here = window["memory/pid"][nodes == nodes[window.rank]]
-            self._context.sampler.processes.update(here.astype(int).tolist())
+        if self._context is not None:
+            sample_ranks(self._context.sampler, window)
         if window.rank != 0:
             return {}
         # The end of a stage right after a report has the same memory at the same step.

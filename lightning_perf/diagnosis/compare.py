@@ -228,7 +228,10 @@ def _change(key: tuple[str, str], own: _Figures, others: Sequence[_Figures]) -> 
     after, *before = (_of(each, key) for each in (own, *others))
     low = high = None
     if min(len(each.parts) for each in (after, *before)) >= _FEWEST_WINDOWS:
-        draws, *each = (_draws(ratio, seed) for seed, ratio in enumerate((after, *before)))
+        draws, *each = (
+            resampled_ratios(*ratio, _RESAMPLES, seed)
+            for seed, ratio in enumerate((after, *before))
+        )
         chosen = np.random.default_rng(len(before)).integers(len(before), size=_RESAMPLES)
         draws = draws - np.stack(each)[chosen, np.arange(_RESAMPLES)]
         low, high = map(float, np.quantile(draws, _INTERVAL))
@@ -238,10 +241,6 @@ def _change(key: tuple[str, str], own: _Figures, others: Sequence[_Figures]) -> 
 def _of(figures: _Figures, key: tuple[str, str]) -> _Ratio:
     nothing = figures[_STEP]
     return figures.get(key, nothing._replace(parts=np.zeros_like(nothing.parts)))
-
-
-def _draws(ratio: _Ratio, seed: int) -> Numbers:
-    return resampled_ratios(*ratio, _RESAMPLES, seed)
 
 
 def _batch_sizes_differ(own: _Figures, others: Sequence[_Figures]) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_perf.charts.page import Areas, Heading, Part, Table, page
 from lightning_perf.charts.stacked import stack
 from lightning_perf.diagnosis.report import evidence_text, headline, overhead
+from lightning_perf.timing.pauses import QUEUE
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.summary import facts, tables
 from lightning_perf.units import bytes_text, duration
@@ -87,7 +88,7 @@ def _actions(signals: Signals) -> Table:
     costs = [
         (float(each.seconds.sum()), row, int(each.calls.sum()))
         for row, each in signals.actions.items()
-        if row.stage
+        if row.stage not in ("", QUEUE)  # waiting for a CPU is part of the others
     ]
     rows = [
         (f"{row.stage} / {row.category} / {row.name}", duration(spent), f"{calls:,}",

@@ -33,6 +33,8 @@ COMPUTE = ("forward", "backward", "optimizer_step")
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
 #: The column of batches that were timed on the device.
 _DEVICE_BATCHES = "timings/device/batches"
+#: Percent of the CPUs in use above which threads wait for one.
+_FULL = 90.0
 #: Actions that occur in fewer than this share of batches are rare: not in each of them.
 _RARE = 0.9
 #: Windows that are left when the first one is dropped, as warm-up.
@@ -51,7 +53,6 @@ class Loader:
     batch_size: int | None = None
     pin_memory: bool = False
     persistent_workers: bool = False
-    prefetch_factor: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,7 @@ class Setup:
     precision: str = "32-true"
     compiled: bool = False
     log_every_n_steps: int = 50
-    accumulate_grad_batches: int = 1
     batches_per_epoch: int | None = None
-    max_epochs: int | None = None
     #: The batch of its epoch that the run began with.
     first_batch_in_epoch: int = 0
     loader: Loader | None = None
@@ -155,17 +154,19 @@ class Signals:
             return None
         return np.array([window.total(name) for window in self.windows])
 
-    def average(self, name: str, weight: str | None = None) -> float | None:
+    def average(self, name: str, weight: str | None = None, latest: bool = False) -> float | None:
         """The mean over time of a sensor; None if it was not sampled.
 
         Args:
             name: Its column.
             weight: The column of its seconds, by default ``NAME/seconds``.
+            latest: Of the last window in which it was sampled.
         """
         values, seconds = self.column(name), self.column(weight or f"{name}/seconds")
         if values is None or seconds is None or not seconds.sum() > 0:
             return None
-        return float(values.sum() / seconds.sum())
+        windows = np.flatnonzero(seconds > 0)[-1:] if latest else slice(None)
+        return float(values[windows].sum() / seconds[windows].sum())
 
     @cached_property
     def foreign(self) -> float | None:
@@ -175,13 +176,14 @@ class Signals:
             return None
         return max(use - own / max(self.setup.cpus, 1), 0.0)
 
-    def latest(self, name: str, weight: str | None = None) -> float | None:
-        """The same in the last window in which it was sampled."""
-        values, seconds = self.column(name), self.column(weight or f"{name}/seconds")
-        if values is None or seconds is None or not seconds.sum() > 0:
-            return None
-        last = np.flatnonzero(seconds > 0)[-1]
-        return float(values[last] / seconds[last])
+    @property
+    def cpus_left(self) -> float:
+        """The part of the CPUs that other programs leave; 1 if nobody waits for one.
+
+        How long threads and processes other than the training thread wait is not measured.
+        """
+        busy = self.average("system/cpu_util_simple") or 0.0
+        return 1 - min((self.foreign or 0.0) / 100, 1.0) if busy >= _FULL else 1.0
 
     def gpus(self, name: str) -> list[tuple[str, str]]:
         """The columns of a GPU sensor, one per GPU of a node, with those of its seconds."""
@@ -250,14 +252,10 @@ class Signals:
             sum((self.actions[row].calls for row in rows), zero),
         )
 
-    def rows(self, *categories: str, stage: str | None = None) -> list[Action]:
-        """Named actions of some categories, outside of validation by default."""
-        apart = (GC, COMPILE, QUEUE, "validate") if stage is None else ()
-        return [
-            row
-            for row in self.actions
-            if row.category in categories and row.stage not in apart and stage in (None, row.stage)
-        ]
+    def rows(self, *categories: str) -> list[Action]:
+        """Named actions of some categories, outside of validation."""
+        apart = (GC, COMPILE, QUEUE, "validate")
+        return [r for r in self.actions if r.category in categories and r.stage not in apart]
 
     @cached_property
     def waiting(self) -> Numbers:

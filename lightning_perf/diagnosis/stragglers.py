@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
@@ -110,17 +110,12 @@ class Work:
         return found if node is None else found | {True: node}
 
     def __add__(self, other: Work) -> Work:
-        device = None
-        if self.device is not None and other.device is not None:
-            device = self.device + other.device
-        return Work(
-            self.own + other.own,
-            device,
-            self.waits + other.waits,
-            other.nodes,
-            self.wall + other.wall,
-            self.batches + other.batches,
-        )
+        one, two = self.device, other.device
+        return replace(
+            self, own=self.own + other.own, waits=self.waits + other.waits,
+            device=None if one is None or two is None else one + two,
+            wall=self.wall + other.wall, batches=self.batches + other.batches,
+        )  # fmt: skip
 
 
 class _Late(NamedTuple):

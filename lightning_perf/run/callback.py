@@ -130,7 +130,7 @@ class PerfCallback(Callback):
         self._context: RunContext | None = None
         self._progress: Progress | None = None
         self._disabled = False
-        #: Whether a Suite hosts this callback and receives Lightning's hooks in its place.
+        #: Whether another callback hosts this one and receives Lightning's hooks in its place.
         self._hosted = False
         self._settled = False
         # Parts that override `before_batch` and `after_batch`.
@@ -155,7 +155,7 @@ class PerfCallback(Callback):
 
     @property
     def parts(self) -> list[PerfCallback]:
-        """This callback, or those that it hosts."""
+        """This callback and those that it hosts, in the order in which they run."""
         return [self]
 
     # -- lifecycle: override what you need ----------------------------------------------------
@@ -211,13 +211,12 @@ class PerfCallback(Callback):
             return None
 
     def disable(self, method: str, error: Exception) -> None:
-        """Take no further part in this run.
+        """Take no further part in this run, nor do those that this callback hosts.
 
         Args:
             method: The name of the method that failed.
             error: What it raised.
         """
-        self._disabled = True
         theirs = isinstance(error, OSError | ConfigError)
         theirs = theirs or not type(self).__module__.startswith("lightning_perf.")
         ours = "" if theirs else " Please report this."
@@ -229,9 +228,11 @@ class PerfCallback(Callback):
                 f"{type(self).__name__} is off for the rest of this run: {written} failed "
                 f"({type(error).__name__}: {error}). Training continues.{ours}"
             )
-        with suppress(Exception):
-            if self._context is not None and method != "close":
-                self.close(self._context, "failure")
+        for each in (self, *self.parts):
+            each._disabled = True
+            with suppress(Exception):
+                if self._context is not None and method != "close":
+                    each.close(self._context, "failure")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Join the trainer's run context."""
@@ -246,32 +247,36 @@ class PerfCallback(Callback):
                     "give each Trainer its own callback."
                 )
             self.leave("teardown")
-        self.settle_key()
+        self._settle_keys()
         context = RunContext.join(trainer, pl_module, self)
-        self.attach(context)
+        self._attach(context)
         self._skip_hooks(*_UNUSED)
-        context.describe(self.settings())
+        context.describe({key: v for part in self.parts for key, v in part.settings().items()})
 
-    def settle_key(self) -> None:
-        """Use the key of this kind of callback, under which checkpoints keep its state."""
-        self._settled = True
-        vars(self).pop("state_key", None)
+    def _settle_keys(self) -> None:
+        """Use the keys of these kinds of callbacks, under which checkpoints keep their state."""
+        for each in (self, *self.parts):
+            each._settled = True
+            vars(each).pop("state_key", None)
 
-    def attach(self, context: RunContext) -> None:
+    def _attach(self, context: RunContext) -> None:
         """Prepare for a run; errors that the user can fix are raised."""
-        self._context, self._progress, self._disabled = context, context.progress, False
-        self.call(self.prepare, context, reraise=True)
+        for each in dict.fromkeys((self, *self.parts)):
+            each._context, each._progress, each._disabled = context, context.progress, False
+            each._hosted = each is not self
+            each.call(each.prepare, context, reraise=True)
 
     def overrides(self, method: str) -> bool:
         """Whether this class overrides ``before_batch`` or ``after_batch``."""
         return getattr(type(self), method) is not getattr(PerfCallback, method)
 
-    def detach(self) -> None:
+    def _detach(self) -> None:
         """Detach from the run, and from the module that Lightning attached for logging."""
-        self._context, self._hosted = None, False
-        for name in (*self._skipped_hooks, *_ATTACHED):
-            vars(self).pop(name, None)
-        self._skipped_hooks.clear()
+        for each in (self, *self.parts):
+            each._context, each._hosted = None, False
+            for name in (*each._skipped_hooks, *_ATTACHED):
+                vars(each).pop(name, None)
+            each._skipped_hooks.clear()
 
     def _skip_hooks(self, *hooks: str) -> None:
         """Disable unused Lightning hooks on this instance: Lightning skips what is not callable.
@@ -335,10 +340,11 @@ class PerfCallback(Callback):
         if self._hosted:
             return
         if context is None:
-            self.detach()  # set-up did not get here, but Lightning has attached its methods
+            self._detach()  # set-up did not get here, but Lightning has attached its methods
             return
-        self.call(self.close, context, reason)
-        self.detach()
+        for part in self.parts:
+            part.call(part.close, context, reason)
+        self._detach()
         try:
             context.leave(self, reason)
         except Exception as error:
@@ -358,13 +364,15 @@ class PerfCallback(Callback):
         if not (self._after_batch_parts or leads or last):
             self._skip_hooks(f"on_{word}_batch_end")
         # Before training starts an error may still stop it; validation inside of fit comes later.
-        self.call(self.on_start, context, reraise=not context.nested)
+        for part in self.parts:
+            part.call(part.on_start, context, reraise=not context.nested)
 
     def _end(self, stage: str) -> None:
         context = self._context
         if context is None or context.stage != stage or self._hosted:
             return
-        self.call(self.on_end, context)
+        for part in self.parts:
+            part.call(part.on_end, context)
         if context.members[-1] is self:
             self._run_shared(context.report, True)
             self._run_shared(context.exit)

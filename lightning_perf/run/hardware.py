@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.core.progress import Ranks
+    from lightning_perf.core.window import Window
 
 #: Keys of torch.cuda.memory_stats_as_nested_dict by Composer's names.
 _MEMORY = {
@@ -103,6 +104,14 @@ def gigabytes(number: float) -> float:
         12.346
     """
     return float(f"{number / 1e9:.5g}")
+
+
+def sample_ranks(sampler: Sampler | None, window: Window) -> None:
+    """Count the processes of all ranks on this node as this training's, by ``memory/*``."""
+    if sampler is not None:
+        nodes = window["memory/node_rank"]
+        here = window["memory/pid"][nodes == nodes[window.rank]]
+        sampler.processes.update(here.astype(int).tolist())
 
 
 class NodeSignal:

@@ -31,7 +31,7 @@ from lightning_perf.timing.clock import (
     UntrackedSpan,
 )
 from lightning_perf.timing.cuda_events import DeviceSegmentTimer, clocked
-from lightning_perf.timing.totals import CATEGORIES, Totals
+from lightning_perf.timing.totals import CATEGORIES, Floor, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +85,10 @@ class SpanRecorder:
         #: Our spans by their keys, made on first use.
         self.cache = SpanCache(self._span)
         self._first_fetch: Span | None = None
+        #: Seconds of waiting for gradients where no rank is late: they are being exchanged.
+        self.exchange = Floor()
+        if self.device is not None:
+            self.device.floors[GRADIENTS] = self.exchange
         self._patches, self._backward = PatchSet(), PatchSet()
         # Whether the device waits for other ranks' gradients.
         self._waiting = False
@@ -180,13 +184,16 @@ class SpanRecorder:
             self._first_fetch = SpanWithCallbacks(self._clock, what, _FETCH, left=fetched)
         self.cache[_FETCH] = self._first_fetch
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
         """From now on, backward waits for the other ranks' gradients."""
+        if not getattr(self._trainer.strategy.model, "require_backward_grad_sync", True):
+            return False  # they are accumulated
         if get_ident() == self._clock.thread:
             self._clock.run("backward", GRADIENTS)
         if self.device is not None:
             self.device.mark("backward")
             self._waiting = True
+        return self.device is None
 
     def _end_backward(self) -> None:
         assert self.device is not None  # the caller's condition
@@ -207,7 +214,8 @@ class SpanRecorder:
         if trainer.world_size > 1:
             self._time(strategy, "reduce", "reduce_metrics", f"{type(strategy).__name__}.reduce")
             self._time(strategy.model, "_sync_buffers", "forward", BUFFERS)
-            self._backward.wrap(strategy, "backward", partial(GradientsReady, ready=self._wait))
+            waits = partial(GradientsReady, ready=self._wait, waited=self.exchange.add)
+            self._backward.wrap(strategy, "backward", waits)
         if not module.automatic_optimization:
             self._time(strategy, "backward", "backward", "backward")
         # In compiled code our clock would break the graph.
@@ -265,6 +273,11 @@ class Spans:
     def totals(self) -> Totals:
         """Exclusive times since timings were first required."""
         return self._recorder.totals if self._recorder is not None else Totals({})
+
+    @property
+    def exchange(self) -> float:
+        """Seconds of waiting for gradients that no late rank explains."""
+        return self._recorder.exchange.total() if self._recorder is not None else 0.0
 
     @property
     def running(self) -> Action | None:

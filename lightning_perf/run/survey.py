@@ -38,9 +38,7 @@ def survey(context: RunContext) -> Setup:
         precision=compat.precision(trainer),
         compiled=is_compiled(context.module),
         log_every_n_steps=compat.log_every_n_steps(trainer),
-        accumulate_grad_batches=limits.batches_per_step,
         batches_per_epoch=limits.batches_per_epoch,
-        max_epochs=limits.max_epochs,
         first_batch_in_epoch=context.timestamp.batch_in_epoch,
         loader=_loader(compat.train_dataloader(trainer)),
         ours=frozenset(
@@ -74,7 +72,6 @@ def _loader(loader: Any) -> Loader | None:
         batch_size=_batch_size(loader),
         pin_memory=bool(getattr(loader, "pin_memory", False)),
         persistent_workers=bool(getattr(loader, "persistent_workers", False)),
-        prefetch_factor=getattr(loader, "prefetch_factor", None),
     )
 
 

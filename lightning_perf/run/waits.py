@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import Variable
@@ -39,12 +40,20 @@ class GradientsReady(MethodPatch):
 
     Args:
         original: The strategy's ``backward``, which takes the loss first.
-        ready: What to call. On a GPU it runs on autograd's thread. It must not raise.
+        ready: What to call; it returns whether this thread waits now. On a GPU it runs on
+            autograd's thread.
+        waited: Receives the seconds of waiting.
     """
 
-    def __init__(self, original: Callable[..., Any], ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        ready: Callable[[], bool],
+        waited: Callable[[float], None],
+    ) -> None:
         super().__init__(original)
-        self._ready = ready
+        self._ready, self._waited = ready, waited
+        self._began: float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backward."""
@@ -56,10 +65,18 @@ class GradientsReady(MethodPatch):
         finally:
             if hook is not None:
                 hook.remove()
+            began, self._began = self._began, None
+            if began is not None:
+                self._waited(perf_counter() - began)
 
     def _queue(self, _gradient: object) -> None:
         with suppress(Exception):  # private: no waits are measured without it
-            Variable._execution_engine.queue_callback(self._ready)
+            Variable._execution_engine.queue_callback(self._computed)
+
+    def _computed(self) -> None:
+        with suppress(Exception):  # in C++, an error would end the backward
+            if self._ready():
+                self._began = perf_counter()
 
 
 class WaitSignal:
@@ -76,14 +93,15 @@ class WaitSignal:
         self._spans, self._node = spans, node_rank
         self._device = tuple(_DEVICE.values()) if spans.clocked else ()
         device = tuple(_DEVICE) if spans.clocked else ()
-        self.columns = ("waits/node_rank", *_HOST, *device)
+        self.columns = ("waits/node_rank", "waits/exchange", *_HOST, *device)
 
     def totals(self, stage: str) -> Sequence[float]:
         """Seconds of a stage, without stages within it."""
         totals = self._spans.totals
         host = [_seconds(totals.costs, stage, *action) for action in _HOST.values()]
         device = [_seconds(totals.device, stage, name, "device") for name in self._device]
-        return [self._node, *host, *device]
+        exchange = self._spans.exchange if stage == "train" else 0.0
+        return [self._node, exchange, *host, *device]
 
 
 def _seconds(costs: Mapping[Action, Cost], stage: str, category: str, name: str) -> float:

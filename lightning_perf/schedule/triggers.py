@@ -191,10 +191,10 @@ class OnVerdict(Trigger):
     """True after the diagnosis reaches one of some verdicts, such as ``"periodic-stall"``.
 
     It needs `Diagnosis` on the same Trainer. Verdicts are reached on rank 0, so it is never true on
-    other ranks. Each code opens one window per run.
+    other ranks. Each code or severity opens one window per run.
 
     Args:
-        codes: Codes of verdicts, of one's own rules too.
+        codes: Codes of verdicts, of one's own rules too, or severities, such as ``"critical"``.
         lasting: The length of a window, in any unit except ``dur``.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 
 from lightning_perf.background.worker import wait_until
 from lightning_perf.errors import describe, warn
-from lightning_perf.timing.totals import Action, Cost
+from lightning_perf.timing.totals import Action, Cost, Floor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,6 +141,8 @@ class DeviceSegmentTimer:
         self._stage = ""
         self._batch = 0
         self._costs: dict[Action, Cost] = {}
+        #: Of some categories, what each batch takes at least.
+        self.floors: dict[str, Floor] = {}
 
     @property
     def costs(self) -> dict[Action, Cost]:
@@ -163,6 +165,8 @@ class DeviceSegmentTimer:
         for (_, ended), spent in self._events.read(self._due):
             seconds, calls = self._costs.get(ended, Cost(0.0, 0))
             self._costs[ended] = Cost(seconds + spent, calls + 1)
+            if ended.category in self.floors:
+                self.floors[ended.category].add(spent)
 
     def _due(self, tag: tuple[int, Action]) -> bool:
         return tag[0] + _LAG < self._batch

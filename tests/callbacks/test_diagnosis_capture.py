@@ -39,25 +39,39 @@ def test_the_captured_steps_are_in_the_report(tmp_path: Path, hosted: bool) -> N
     assert json.loads(summary.read_text())["traces"] == [name]
 
 
-def test_a_verdict_starts_the_capture(tmp_path: Path) -> None:
-    """As for any profiler: the schedule decides."""
+class Mine:
+    """A critical verdict from batch 60 on, and a warning before it."""
 
-    class Mine:
-        code = "mine"
+    code = "mine"
 
-        def __call__(self, signals: Signals) -> list[Verdict]:
-            return [Verdict("mine", "critical", 0.5)]
+    def __call__(self, signals: Signals) -> list[Verdict]:
+        return [Verdict("mine", "critical" if signals.batches >= 60 else "warning", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("capture", "first", "count"),
+    [
+        (PyTorch(schedule=OnVerdict("mine", lasting="2ba")), 40, 2),
+        # One trace of five steps, whatever verdicts follow.
+        (True, 60, 5),
+    ],
+)
+def test_a_verdict_starts_the_capture(tmp_path: Path, capture: Any, first: int, count: int) -> None:
+    """By the schedule of a profiler; by default, the first critical one."""
 
     class Waits(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 45:
+            if self.global_step % 20 == 5:
                 diagnosis._context.file_worker.drain(60.0)  # type: ignore[union-attr]
             return super().training_step(batch, batch_idx)
 
-    capture = PyTorch(schedule=OnVerdict("mine", lasting="2ba"))
     diagnosis = Diagnosis(rules=[Mine()], schedule="every 20ba", capture=capture, terminal=False)
-    trainer(tmp_path, diagnosis, log_every_n_steps=10).fit(Waits(batch_size=1))
-    assert captured(tmp_path)[0]["steps"] == 2
+    run = trainer(tmp_path, diagnosis, log_every_n_steps=10, max_epochs=2)
+    run.fit(Waits(batch_size=1))
+    ((_, trace),) = traces(tmp_path).items()
+    assert steps(trace)[0] > first
+    assert len(steps(trace)) == count
+    assert captured(tmp_path)[0]["steps"] == count
 
 
 def test_training_is_summarized_and_not_validation(tmp_path: Path) -> None:
@@ -139,16 +153,16 @@ def test_a_capture_can_be_configured_and_copied(tmp_path: Path) -> None:
         "    capture: {class_path: lightning_perf.PyTorch, init_args: {schedule: at 5ba for 3ba}}\n"
     )
     (suite,) = from_environment(str(tmp_path / "perf.yaml"))
-    assert [type(part) for part in suite.parts] == [Diagnosis, PyTorch]
+    assert [type(part) for part in suite.parts] == [PyTorch, Diagnosis]
     copied = pickle.loads(pickle.dumps(suite))
-    settings = copied.settings()
-    assert settings["PyTorch/batches_per_trace"] == 20
-    assert "Diagnosis/capture" not in settings
+    settings = [part.settings() for part in copied.parts]
+    assert settings[0]["PyTorch/batches_per_trace"] == 20
+    assert "Diagnosis/capture" not in settings[1]
     trainer(tmp_path, copied).fit(Small())
     assert captured(tmp_path)[0]["steps"] == 3
 
 
-@pytest.mark.parametrize("capture", [True, "PyTorch", VizTracer(), Diagnosis()])
+@pytest.mark.parametrize("capture", [1, "PyTorch", VizTracer(), Diagnosis()])
 def test_other_captures_are_refused(capture: Any) -> None:
     """Only traces of PyTorch can be summarized."""
     with pytest.raises(ConfigError, match="capture"):

@@ -12,6 +12,7 @@ from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of
 
 from lightning_perf.diagnosis import CODES, RULES, Verdict
 from lightning_perf.diagnosis.findings import diagnose
+from lightning_perf.diagnosis.page import report_page
 from lightning_perf.diagnosis.signals import RUNNING, WAITING, Loader, Setup, Signals
 from lightning_perf.timing.totals import Action
 
@@ -256,6 +257,14 @@ def test_what_resembles_a_cause_is_not_blamed(code: str) -> None:
         serious = {each.code for each in verdicts if each.severity != "info"}
         assert serious <= {"cpu-saturated"} - {code}
         assert code != "compute-bound" or [each.code for each in verdicts] == ["healthy"]
+
+
+def test_the_page_lists_what_takes_time_and_not_what_waits_within_it() -> None:
+    """Seconds in the run queue are part of the actions; they are evidence of a verdict."""
+    signals = PLANTED["cpu-saturated"][0]
+    found = report_page(signals, diagnose(signals))
+    assert "cpu-saturated" in found
+    assert "run queue" not in found
 
 
 def test_each_rule_has_its_cases() -> None:

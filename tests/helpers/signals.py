@@ -69,7 +69,11 @@ def signals_of(
 
 
 def signals_of_ranks(
-    own: Mapping[str, Mapping[int, float]], gradients: Mapping[int, float], ranks: int = 4
+    own: Mapping[str, Mapping[int, float]],
+    gradients: Mapping[int, float],
+    ranks: int = 4,
+    exchange: Mapping[int, float] | None = None,
+    **sensors: float,
 ) -> Signals:
     """Six windows of ten batches, in which each rank spends 1 s in each of eleven categories.
 
@@ -77,15 +81,23 @@ def signals_of_ranks(
         own: By category and rank, more seconds.
         gradients: By rank, seconds of waiting for gradients, which are part of backward.
         ranks: How many.
+        exchange: The part of this that is in each batch; by default all of it.
+        **sensors: The mean of each sensor of the node.
     """
     columns = {f"timings/{name}": [1.0] * ranks for name in CATEGORIES}
     columns["timings/reduce_metrics"] = columns["timings/validation"] = [0.0] * ranks
-    names = ("waits/start", "waits/forward", "waits/backward", "waits/node_rank")
+    waits = ("start", "forward", "backward", "exchange", "node_rank")
+    names = [f"waits/{name}" for name in waits]
     columns |= {name: [0.0] * ranks for name in names}
     columns["progress/batches"] = [10.0] * ranks
     for name, more in [*own.items(), ("backward", gradients)]:
         for rank, seconds in more.items():
             columns[f"timings/{name}"][rank] += seconds
     for rank, seconds in gradients.items():
-        columns["waits/backward"][rank] = seconds
+        columns["waits/backward"][rank] = columns["waits/exchange"][rank] = seconds
+    for rank, seconds in (exchange or {}).items():
+        columns["waits/exchange"][rank] = seconds
+    for name, value in sensors.items():
+        rest = [0.0] * (ranks - 1)
+        columns |= {f"system/{name}": [value, *rest], f"system/{name}/seconds": [1.0, *rest]}
     return Signals(windows=[window_of(columns, first=Timestamp(), last=Timestamp(batch=10))] * 6)

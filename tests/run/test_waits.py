@@ -26,13 +26,21 @@ def test_the_end_of_the_own_gradients_is_announced_before_what_is_queued_later()
 
     weight.register_post_accumulate_grad_hook(last_gradient)
     backward = GradientsReady(
-        lambda loss: loss.backward(retain_graph=True), lambda: events.append("ready")
+        lambda loss: loss.backward(retain_graph=True),
+        ready=lambda: not events.append("ready"),  # type: ignore[func-returns-value]
+        waited=lambda seconds: events.append(f"{seconds >= 0} waited"),
     )
     loss = (weight * 2).sum()
     backward(loss)
-    assert events == ["gradient", "ready", "wait"]
+    assert events == ["gradient", "ready", "wait", "True waited"]
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+    # Without a wait, as for gradients that are accumulated, none is reported.
+    events.clear()
+    GradientsReady(lambda loss: loss.backward(retain_graph=True), lambda: False, events.append)(
+        loss
+    )
+    assert events == ["gradient", "wait"]
     # The hook is gone from the loss.
     events.clear()
     loss.backward()
@@ -42,12 +50,13 @@ def test_the_end_of_the_own_gradients_is_announced_before_what_is_queued_later()
 def test_what_is_no_loss_reaches_the_original() -> None:
     """Without a gradient or a tensor there is nothing to announce, and the error is torch's own."""
     seen: list[Any] = []
-    backward = GradientsReady(seen.append, lambda: seen.append("ready"))
+    backward = GradientsReady(seen.append, lambda: True, seen.append)
     for given in (torch.ones(1), "loss", None):
         backward(given)
     assert len(seen) == 3
     with pytest.raises(RuntimeError, match="does not require grad"):
-        GradientsReady(lambda loss: loss.backward(), list)(torch.ones(1))
+        GradientsReady(lambda loss: loss.backward(), lambda: True, seen.append)(torch.ones(1))
+    assert len(seen) == 3
 
 
 def spans(clocked: bool) -> Any:
@@ -66,7 +75,8 @@ def spans(clocked: bool) -> Any:
             "backward": 16.0, GRADIENTS: 32.0, "other": 64.0, START: 128.0, "forward": 256.0,
         }.items()
     }  # fmt: skip
-    return SimpleNamespace(clocked=clocked, totals=Totals(host, 0.0, device if clocked else {}))
+    totals = Totals(host, 0.0, device if clocked else {})
+    return SimpleNamespace(clocked=clocked, totals=totals, exchange=3.5)
 
 
 def test_waits_are_columns_of_their_own_and_part_of_their_categories() -> None:
@@ -76,7 +86,8 @@ def test_waits_are_columns_of_their_own_and_part_of_their_categories() -> None:
         signal = WaitSignal(recorded, node_rank=3)
         found = dict(zip(signal.columns, signal.totals("train"), strict=True))
         expected = {
-            "waits/node_rank": 3, "waits/start": 1.0, "waits/forward": 2.0, "waits/backward": 4.0,
+            "waits/node_rank": 3, "waits/exchange": 3.5,
+            "waits/start": 1.0, "waits/forward": 2.0, "waits/backward": 4.0,
         }  # fmt: skip
         if clocked:
             expected |= {"waits/device/start": 128.0, "waits/device/backward": 32.0}

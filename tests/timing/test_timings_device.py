@@ -13,7 +13,7 @@ from helpers.small import Records, Small, TwoOptimizers, trainer
 from lightning_perf import Timings
 from lightning_perf.timing import cuda_events
 from lightning_perf.timing.cuda_events import DeviceSegmentTimer, Events
-from lightning_perf.timing.totals import Action, Cost
+from lightning_perf.timing.totals import Action, Cost, Floor
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -38,9 +38,10 @@ def cost(category: str, calls: int) -> tuple[Action, Cost]:
 
 
 def test_segments_are_read_two_batches_later() -> None:
-    """Each event ends a segment; the first event ends none."""
+    """Each event ends a segment; the first event ends none. Floors are kept on request."""
     device = Device()
     clock = device.clock()
+    clock.floors["backward"] = Floor()
     clock.begin("train")
     for _ in range(3):
         batch(device, clock)
@@ -52,6 +53,7 @@ def test_segments_are_read_two_batches_later() -> None:
     expected = dict([cost(name, 9) for name in SECONDS])
     expected |= dict([cost("dataloader_next", 8)])
     assert clock.costs == expected
+    assert clock.floors["backward"].total() == 9 * SECONDS["backward"]
 
 
 def test_a_slow_device_is_not_waited_for_and_events_are_reused() -> None:

@@ -93,7 +93,8 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
         severity = "info"
     else:
         return
-    evidence = {"seconds_per_batch": each, "lower_bound_share": certain, **impact.evidence}
+    bound = min(certain, share)
+    evidence = {"seconds_per_batch": each, "lower_bound_share": bound, **impact.evidence}
     yield Verdict(
         code, severity, min(share, 1.0), culprit=impact.culprit, rank=impact.rank,
         phase=impact.phase, evidence=evidence, advice=impact.advice,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_perf.diagnosis.rules.base import Impact, judge
-from lightning_perf.diagnosis.signals import FETCH, Loader, Setup, Signals
+from lightning_perf.diagnosis.signals import FETCH, Setup, Signals
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 #: Percent of the CPUs in use above which loading is taken to be work, and not waiting for disks.
 _BUSY = 60.0
-#: Percent of the CPUs in use above which workers wait for them.
-_FULL = 90.0
 #: Workers per CPU where loading does not need CPUs.
 _WORKERS_PER_CPU = 4
 #: What a worker costs per batch: passing it to the main process.
@@ -47,35 +45,18 @@ class InputBound:
             value = signals.average(f"system/{name}")
             if value is not None:
                 evidence[key] = value
+        workers = 0
         if signals.setup.loader is not None:
-            evidence["num_workers"] = signals.setup.loader.num_workers
+            evidence["num_workers"] = workers = signals.setup.loader.num_workers
         evidence["usable_cpus"] = signals.setup.cpus
         advice, step = faster_loader(signals, evidence["wait_seconds"])
         if step is not None:
             evidence["advised_step_seconds"] = step
         impact = Impact(
-            waits, culprit=FETCH, phase="dataloader_next", evidence=evidence,
-            certain=_workers_share(signals),
+            waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
+            certain=signals.cpus_left if workers else 1.0,
         )  # fmt: skip
-        for verdict in judge(self.code, self.threshold, signals, impact):
-            yield _with_advice(verdict, advice)
-
-
-def _workers_share(signals: Signals) -> float:
-    """The part of the CPUs that is left to the DataLoader's workers, 1 if they need not wait.
-
-    How long they wait for a CPU is not measured.
-    """
-    loader, busy = signals.setup.loader, signals.average("system/cpu_util_simple")
-    if loader is None or not loader.num_workers or busy is None or busy < _FULL:
-        return 1.0
-    return 1 - min((signals.foreign or 0.0) / 100, 1.0)
-
-
-def _with_advice(verdict: Verdict, advice: str) -> Verdict:
-    from dataclasses import replace
-
-    return replace(verdict, advice=advice)
+        yield from judge(self.code, self.threshold, signals, impact)
 
 
 def faster_loader(signals: Signals, wait: float | str) -> tuple[str, float | None]:
@@ -196,6 +177,3 @@ class EpochRestart:
             advice=advice, whole_run=True,
         )  # fmt: skip
         yield from judge(self.code, self.threshold, signals, impact)
-
-
-__all__ = ["EpochRestart", "InputBound", "Loader", "TransferBound"]

@@ -100,7 +100,7 @@ class HostMemoryGrowth:
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The trend of the resident memory."""
-        free = signals.latest("system/free_memory")
+        free = signals.average("system/free_memory", latest=True)
         yield from growth(self.code, signals, "memory/rss", free=free)
 
 
@@ -112,7 +112,10 @@ class DeviceMemoryGrowth:
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The trend of the allocated memory."""
         if signals.setup.device == "cuda":
-            found = [signals.latest(*columns) for columns in signals.gpus("gpu_free_memory")]
+            found = [
+                signals.average(*columns, latest=True)
+                for columns in signals.gpus("gpu_free_memory")
+            ]
             known = [each for each in found if each is not None and isfinite(each)]
             free = min(known, default=None)
             yield from growth(self.code, signals, "memory/current_allocated_mem", 1e9, free)
@@ -205,44 +208,34 @@ def _launching(signals: Signals) -> tuple[bool, Numbers]:
 class LowGpuUtilization:
     """The GPU idles while the host computes, and nothing else explains it."""
 
-    code, threshold, idle = "low-gpu-utilization", 0.10, 0.5
+    code, threshold, idle, launches = "low-gpu-utilization", 0.10, 0.5, False
+    advice = (
+        "The GPU has work {busy:.0%} of the time: use a larger batch size, and a trace (PyTorch()) "
+        "to see what the host does meanwhile."
+    )
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """NVML's utilization, less what the host spends on input, callbacks and the like."""
         if signals.setup.device != "cuda":
             return
         idle, (launching, seconds) = gpu_idle(signals), _launching(signals)
-        if idle <= self.idle or launching:
+        if idle <= self.idle or launching != self.launches:
             return
-        advice = (
-            f"The GPU has work {1 - idle:.0%} of the time: use a larger batch size, and a trace "
-            "(PyTorch()) to see what the host does meanwhile."
-        )
+        compiler = "" if signals.setup.compiled else "torch.compile, "
+        advice = self.advice.format(busy=1 - idle, compiler=compiler)
         evidence = {"gpu_percent": 100 * (1 - idle)}
         impact = Impact(seconds, phase="forward", evidence=evidence, advice=advice)
         yield from judge(self.code, self.threshold, signals, impact)
 
 
-class LaunchBound:
-    """The host launches kernels more slowly than the GPU runs them."""
+class LaunchBound(LowGpuUtilization):
+    """The host launches kernels in forward and backward more slowly than the GPU runs them."""
 
-    code, threshold, idle = "launch-bound", 0.10, 0.3
-
-    def __call__(self, signals: Signals) -> Iterable[Verdict]:
-        """The host is busy in forward and backward while the GPU has nothing to do."""
-        if signals.setup.device != "cuda":
-            return
-        idle, (launching, seconds) = gpu_idle(signals), _launching(signals)
-        if idle <= self.idle or not launching:
-            return
-        tips = [] if signals.setup.compiled else ["torch.compile"]
-        advice = (
-            f"Kernels are too small for the GPU, which has work {1 - idle:.0%} of the time: use "
-            f"{', '.join([*tips, 'CUDA graphs'])} or a larger batch size."
-        )
-        evidence = {"gpu_percent": 100 * (1 - idle)}
-        impact = Impact(seconds, phase="forward", evidence=evidence, advice=advice)
-        yield from judge(self.code, self.threshold, signals, impact)
+    code, idle, launches = "launch-bound", 0.3, True
+    advice = (
+        "Kernels are too small for the GPU, which has work {busy:.0%} of the time: use "
+        "{compiler}CUDA graphs or a larger batch size."
+    )
 
 
 class SyncBound:

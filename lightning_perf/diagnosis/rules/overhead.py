@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from lightning_perf.diagnosis.rules.base import Impact, judge
+from lightning_perf.diagnosis.signals import COMPILE, GC
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -38,13 +41,14 @@ class CallbackBound:
     """Hooks of a callback, or of the module, take long."""
 
     code, threshold = "callback-bound", 0.05
+    categories: tuple[str, ...] = ("callbacks", "other")
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """One verdict per class."""
-        for group, slowest in by_class(signals, signals.rows("callbacks", "other")):
-            seconds, _ = signals.total(group)
-            calls = max(signals.actions[slowest].calls.sum(), 1.0)
-            each = float(signals.actions[slowest].seconds.sum() / calls)
+        for group, slowest in by_class(signals, signals.rows(*self.categories)):
+            spent, times = signals.actions[slowest]
+            calls = max(float(times.sum()), 1.0)
+            each = float(spent.sum()) / calls
             owner = slowest.name.partition(".")[0]
             advice = (
                 f"{slowest.name} takes {duration(each)} per call. Call its work less often, or "
@@ -52,45 +56,34 @@ class CallbackBound:
             )
             if owner in _BARS:
                 advice = f"{owner} takes {duration(each)} per update: raise its refresh_rate."
-            evidence = {"calls": float(calls), "seconds_per_call": each}
-            events = float(calls) if calls < 0.5 * signals.batches else None
+            evidence = {"calls": calls, "seconds_per_call": each}
+            events = calls if calls < 0.5 * signals.batches else None
             impact = Impact(
-                seconds, events, slowest.name, slowest.category, evidence=evidence, advice=advice
-            )
+                signals.total(group).seconds, events, slowest.name, slowest.category,
+                evidence=evidence, advice=advice,
+            )  # fmt: skip
             yield from judge(self.code, self.threshold, signals, impact)
 
 
-class LoggerBound:
+class LoggerBound(CallbackBound):
     """Writing metrics takes long."""
 
-    code, threshold = "logger-bound", 0.05
+    code, categories = "logger-bound", ("logging",)
 
+    @override
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """One verdict per logger."""
-        for group, slowest in by_class(signals, signals.rows("logging")):
-            seconds, _ = signals.total(group)
-            calls = max(signals.actions[slowest].calls.sum(), 1.0)
-            each = float(signals.actions[slowest].seconds.sum() / calls)
-            every, step = signals.setup.log_every_n_steps, signals.step_seconds
-            share = signals.share(seconds)
-            advice = f"{slowest.name} takes {duration(each)} per call."
-            rarer = every * max(round(share / self.threshold * 4), 2)
-            faster = step * (1 - share * (1 - every / rarer))
-            advice += (
-                f" Trainer(log_every_n_steps={rarer}) instead of {every} gives "
-                f"{duration(faster)} per step instead of {duration(step)}."
+        every, step = signals.setup.log_every_n_steps, signals.step_seconds
+        for found in super().__call__(signals):
+            rarer = every * max(round(found.share / self.threshold * 4), 2)
+            faster = step * (1 - found.share * (1 - every / rarer))
+            each = duration(float(found.evidence["seconds_per_call"]))
+            advice = (
+                f"{found.culprit} takes {each} per call. Trainer(log_every_n_steps={rarer}) "
+                f"instead of {every} gives {duration(faster)} per step instead of {duration(step)}."
             )
-            evidence = {
-                "calls": float(calls),
-                "seconds_per_call": each,
-                "log_every_n_steps": float(every),
-                "advised_step_seconds": faster,
-            }
-            events = float(calls) if calls < 0.5 * signals.batches else None
-            impact = Impact(
-                seconds, events, slowest.name, "logging", evidence=evidence, advice=advice
-            )
-            yield from judge(self.code, self.threshold, signals, impact)
+            more = {"log_every_n_steps": float(every), "advised_step_seconds": faster}
+            yield replace(found, advice=advice, evidence={**found.evidence, **more})
 
 
 class CheckpointBound:
@@ -100,8 +93,8 @@ class CheckpointBound:
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """All of the category; the culprit is the hook that writes most."""
-        rows = [row for row in signals.actions if row.category == "checkpoint" and row.stage != ""]
-        rows = [row for row in rows if row.stage not in ("gc", "compile")]
+        apart = ("", GC, COMPILE)
+        rows = [r for r in signals.actions if r.category == "checkpoint" and r.stage not in apart]
         writes = [row for row in rows if row.name.startswith("checkpoint writing")]
         seconds = signals.category("checkpoint")
         if not writes:

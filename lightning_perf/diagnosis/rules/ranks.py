@@ -8,24 +8,33 @@ import numpy as np
 
 from lightning_perf.diagnosis.rules.base import LEAST, Impact, judge
 from lightning_perf.diagnosis.signals import Unknown
-from lightning_perf.diagnosis.stragglers import straggler_of, work_of
+from lightning_perf.diagnosis.stragglers import find_straggler
 from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from lightning_perf.core.window import Window
     from lightning_perf.diagnosis.signals import Signals
-    from lightning_perf.diagnosis.stragglers import Work
 
 
-def _works(signals: Signals) -> list[Work]:
-    """What each rank did in each window; nothing for a single rank."""
+#: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
+_TIME_SLICE = 4e-3
+
+
+def _windows(signals: Signals) -> Sequence[Window]:
+    """Windows of several ranks, with their waits; none of a single rank."""
     if not signals.windows or signals.windows[0].world_size == 1:
-        return []
-    if "waits/node_rank" not in signals.windows[0].columns:
+        return ()
+    if "waits/exchange" not in signals.windows[0].columns:
         raise Unknown("how long ranks wait for each other is not measured")
-    return [work_of(window) for window in signals.windows]
+    return signals.windows
+
+
+def _taken(signals: Signals) -> float:
+    """The part of the CPUs that other programs take from ranks that compute on them."""
+    return 1 - signals.cpus_left if signals.setup.device == "cpu" else 0.0
 
 
 class StragglerRule:
@@ -35,7 +44,7 @@ class StragglerRule:
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
         """The rank that is late in most windows."""
-        found = straggler_of(_works(signals)[signals.start :])
+        found = find_straggler(_windows(signals)[signals.start :])
         if found is None or found.seconds < LEAST or found.share < self.threshold / 2:
             return
         who = f"node {found.node}" if found.rank is None else f"rank {found.rank}"
@@ -49,9 +58,11 @@ class StragglerRule:
             f"{found.phase}{' on its GPU' if found.on_gpu else ''}. Compare its machine, its share "
             "of the data and its callbacks with those of the others."
         )
+        # Other programs that use the CPUs make any rank late now and then.
+        certain = found.share * (1 if found.chronic else 1 - _taken(signals))
         severity = "info"
-        if found.share >= self.threshold:
-            severity = "critical" if found.share >= 2 * self.threshold else "warning"
+        if certain >= self.threshold:
+            severity = "critical" if certain >= 2 * self.threshold else "warning"
         yield Verdict(
             self.code, severity, found.share, culprit=who, rank=found.rank, phase=found.phase,
             evidence=evidence, advice=advice,
@@ -59,19 +70,23 @@ class StragglerRule:
 
 
 class CommunicationBound:
-    """All ranks wait, and none of them for another one."""
+    """All ranks wait in each batch, and none of them for another one."""
 
     code, threshold = "communication-bound", 0.10
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
-        """The waiting of the rank that waits least: nobody is late for it."""
-        works = _works(signals)
-        if not works:
+        """The least wait for gradients, of the batches and of the ranks: nobody is late for it."""
+        windows = _windows(signals)
+        if not windows:
             return
-        seconds = np.array([float(work.waits.min()) for work in works])
+        seconds = np.array([window.least("waits/exchange") for window in windows])
         advice = (
             "Gradients are exchanged more slowly than computed: accumulate_grad_batches, larger "
             "batches, bf16 gradients (a DDP communication hook) or a faster network."
         )
-        impact = Impact(seconds, phase="backward", advice=advice, on_host=False)
+        scheduling = _taken(signals) * _TIME_SLICE / max(signals.per_batch(seconds), 1e-12)
+        impact = Impact(
+            seconds, phase="backward", advice=advice, on_host=False,
+            certain=max(1 - scheduling, 0.0),
+        )  # fmt: skip
         yield from judge(self.code, self.threshold, signals, impact)
