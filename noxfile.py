@@ -133,6 +133,19 @@ def chaos(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def instructions(session: nox.Session) -> None:
+    """Count the instructions that we add to a batch; fail if they grew by more than 3 %."""
+    _check(session, "instructions")
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Measure our overhead beside every peer's on an idle machine (``-- --turns 60``)."""
+    _check(session, "overhead")
+    session.run("python", "benchmarks/profilers.py", env=TEST_ENV)
+
+
+@nox.session(default=False)
 def soak(session: nox.Session) -> None:
     """Train long with everything on (``-- --steps 1000000``): nothing may grow."""
     _check(session, "soak")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,9 @@ class SummaryError(LookupError):
     """A summary that cannot be read; the message says why, in one line."""
 
 
+@cache
 def installed_version(package: str) -> str:
-    """The version of an installed package, or ``"unknown"``."""
+    """The version of an installed package, or ``"unknown"``; cached, since it takes 4 ms to read."""
     try:
         return version(package)
     except PackageNotFoundError:  # run from its sources, which nobody installed

@@ -254,7 +254,7 @@ def preload() -> None:
     torch.set_num_threads(1)
     for name in lp.__all__:
         getattr(lp, name)
-    for name in ("jinja2", "matplotlib.backends.backend_agg", "memray", "psutil"):
+    for name in ("matplotlib.backends.backend_agg", "memray", "psutil"):
         import_module(name)
     # A collection in a child would copy all pages of what it inherits: a sixth of its time.
     gc.freeze()
