@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 # Pins torch to a build that pip takes without several GB of CUDA.
 CONSTRAINTS = ("-c", "tests/constraints.txt")
+LOCK = "tests/lock.txt"
 # Compiling all of torch takes a minute; of most modules, nothing is needed.
 QUICKLY = ("--no-compile",)
 UPGRADE = ("--upgrade", "--upgrade-strategy", "eager")
@@ -64,8 +65,8 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests against the built wheel (with coverage: ``-- -n 2 --cov``)."""
-    _run_tests(session)
+    """Run the tests against the built wheel, with locked versions (coverage: ``-- -n 2 --cov``)."""
+    _run_tests(session, "-c", LOCK)
 
 
 @nox.session
@@ -92,6 +93,13 @@ def docs(session: nox.Session) -> None:
 
 
 # Before a release.
+
+
+@nox.session(default=False)
+def audit(session: nox.Session) -> None:
+    """Look for known vulnerabilities in the locked versions; needs PyPI's own index."""
+    session.install("pip-audit")
+    session.run("pip-audit", "--no-deps", "--requirement", LOCK)
 
 
 @nox.session(python=PYTHONS[0], default=False)

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from lightning_perf import ConfigError, PerfWarning, always_on
 from lightning_perf.callbacks.always_on import from_environment
-from lightning_perf.cli import upload
+from lightning_perf.cli import upload, watch
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.schedule import as_schedule
 from lightning_perf.traces import combine
@@ -107,6 +107,35 @@ def test_a_damaged_summary_is_refused_or_shown(
         return
     Console(file=io.StringIO()).print(panel(run.summary))
     assert isinstance(description(run.summary), str)
+
+
+class Enough(Exception):
+    """Another look is due."""
+
+
+def no_more(seconds: float) -> None:
+    raise Enough
+
+
+@fuzzed
+@given(mutations(), st.integers() | st.just(2**70))
+def test_a_damaged_live_summary_is_watched_or_refused(
+    tmp_path: Path, run_folder: Path, mutate: Callable[[Any], Any], pid: int
+) -> None:
+    """Each view shows one look at it, or the command says in one line why it cannot."""
+    content = json.loads((run_folder / "summary.json").read_text())
+    content |= {"status": "running", "process": content["process"] | {"pid": pid}}
+    (tmp_path / "summary.json").write_text(json.dumps(mutate(content)))
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch.time, "sleep", no_more)
+        for view in (
+            lambda: watch.run(str(tmp_path), None),
+            lambda: watch.run(str(tmp_path), None, json=True),
+            lambda: watch._show(watch.FolderSource(tmp_path), terminal),
+        ):
+            with suppress(Enough, SummaryError):
+                assert view() in (0, 1, 2)
 
 
 @pytest.mark.parametrize("name", ["run", "status"])
