@@ -50,7 +50,7 @@ class SummaryError(LookupError):
 
 @cache
 def installed_version(package: str) -> str:
-    """The version of an installed package, or ``"unknown"``; cached, since it takes 4 ms to read."""
+    """The version of an installed package, or ``"unknown"``; cached, as reading it takes 4 ms."""
     try:
         return version(package)
     except PackageNotFoundError:  # run from its sources, which nobody installed
@@ -100,6 +100,8 @@ def _problem(content: object) -> str:
     for name in ("run", "status"):
         if not isinstance(content.get(name), str):
             return f"is damaged (it has no {name})"
+    if not isinstance(content.get("process", {}), dict):
+        return "is damaged (its process is no mapping)"
     try:
         description(content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,12 @@ def test_an_error_while_counting_stops_no_training(
 ) -> None:
     """Whatever is wrong in our own code, the operator counts as unknown."""
     plain = train(tmp_path / "plain", Small)
+    original, fails = getattr(counter, part), cycle([False, True])
 
-    def broken(*_: Any) -> None:
-        raise RuntimeError("planted")
+    def broken(*args: Any) -> Any:
+        if next(fails):
+            raise RuntimeError("planted")
+        return original(*args)
 
     monkeypatch.setattr(counter, part, broken)
     flops = Flops(peak_flops=1e9)
