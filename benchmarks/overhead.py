@@ -176,6 +176,7 @@ class Training(threading.Thread):
 
     def run(self) -> None:
         """Train."""
+        self.folder.mkdir()
         store = f"sqlite:///{self.folder}/mlflow.db"
         tracked = self.row.endswith(MLFLOW)
         model = Tiny()
@@ -220,7 +221,10 @@ def measured(names: list[str], turns: int) -> list[dict[str, Any]]:
     """What each row adds to the first one, in microseconds per step."""
     _remember_threads()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        trainings = [Training(name, turns + WARM, Path(folder)) for name in names]
+        trainings = [
+            Training(name, turns + WARM, Path(folder, str(number)))
+            for number, name in enumerate(names)
+        ]
         began = time.perf_counter()
         for each in trainings:
             each.start()
