@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 # Pins torch to a build that pip takes without several GB of CUDA.
 CONSTRAINTS = ("-c", "tests/constraints.txt")
+LOCK = "tests/lock.txt"
 # Compiling all of torch takes a minute; of most modules, nothing is needed.
 QUICKLY = ("--no-compile",)
 UPGRADE = ("--upgrade", "--upgrade-strategy", "eager")
@@ -64,8 +65,8 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests against the built wheel (with coverage: ``-- -n 2 --cov``)."""
-    _run_tests(session)
+    """Run the tests against the built wheel, with locked versions (coverage: ``-- -n 2 --cov``)."""
+    _run_tests(session, "-c", LOCK)
 
 
 @nox.session
@@ -92,6 +93,13 @@ def docs(session: nox.Session) -> None:
 
 
 # Before a release.
+
+
+@nox.session(default=False)
+def audit(session: nox.Session) -> None:
+    """Look for known vulnerabilities in the locked versions; needs PyPI's own index."""
+    session.install("pip-audit")
+    session.run("pip-audit", "--no-deps", "--requirement", LOCK)
 
 
 @nox.session(python=PYTHONS[0], default=False)
@@ -130,6 +138,19 @@ def unchanged(session: nox.Session) -> None:
 def chaos(session: nox.Session) -> None:
     """Train with random faults (``-- --runs 200 --seed 0``) and compare with the run without us."""
     _check(session, "chaos")
+
+
+@nox.session(default=False)
+def instructions(session: nox.Session) -> None:
+    """Count the instructions that we add to a batch; fail if they grew by more than 3 %."""
+    _check(session, "instructions")
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Measure our overhead beside every peer's on an idle machine (``-- --turns 60``)."""
+    _check(session, "overhead")
+    session.run("python", "benchmarks/profilers.py", env=TEST_ENV)
 
 
 @nox.session(default=False)

@@ -218,7 +218,11 @@ _EVENTS: list[L.Callback] = []
 def _at_a_batch(act: Callable[[Chance, Path], object]) -> Fault:
     @contextmanager
     def fault(chance: Chance, folder: Path) -> Iterator[None]:
-        _EVENTS.append(_Event(chance.random.randrange(BATCHES), lambda: act(chance, folder)))
+        def acting() -> None:
+            with suppress(OSError):  # another fault meets this one: not the training's error
+                act(chance, folder)
+
+        _EVENTS.append(_Event(chance.random.randrange(BATCHES), acting))
         yield
 
     return fault

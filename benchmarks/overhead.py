@@ -1,144 +1,324 @@
-"""Measures what each callback adds to a step, compared with Lightning's own callbacks.
+"""Measures what each callback adds to a step, compared with Lightning's and other packages' own.
 
-    python benchmarks/overhead.py [rounds]
+    python benchmarks/overhead.py [--turns 60] [--rows WORD ...]
 
-The model is tiny, so that the overhead is visible. Each round runs all rows once, in random order.
-Small machines slow down by half for seconds at a time, so each row is represented by its fast
-steps: the 3rd percentile over all rounds. The overhead is relative to a training without callbacks,
-and is compared with that of Lightning's ThroughputMonitor. The ranges come from 500 bootstrap
-samples of the rounds. Work that a callback does only once in fifty steps, such as reporting, is not
-included.
+The model is tiny, so that the overhead is visible. All trainings live in one process and take turns
+of 50 steps, in random order; each turn is compared with the turn of "nothing" beside it, so that
+what slows the machine down for seconds falls on both. "nothing, once more" shows what the method
+cannot tell apart. The median is that of a turn's steps; the mean includes the report that each turn
+has. Both are medians over the turns, with the 5 % to 95 % interval of 400 bootstrap samples.
+"background" is the CPU time of the threads that a callback starts, in the time of one step: in the
+other columns, all rows share it.
+
+Callbacks that change the whole process run apart from the others, beside "nothing": those of fkat
+and TraceML, where they are installed. The table is also written to
+``results/overhead-DATE.json``.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
+import os
+import platform
 import random
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
+import psutil
 import torch
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_perf import Flops, PyTorch, SpeedMonitor, Suite, SystemMetrics, Timings
+from lightning_perf import (
+    Flops,
+    Memray,
+    PyTorch,
+    SpeedMonitor,
+    SystemMetrics,
+    Timings,
+    VizTracer,
+    always_on,
+)
+
+#: Steps of a turn, each of which has one report; and turns before the measured ones.
+STEPS, WARM = 50, 6
+NOTHING, REFERENCE, MLFLOW = "nothing", "Lightning's ThroughputMonitor", ", with MLflow"
+#: Ends the names of rows whose module has ``flops_per_batch``, so that none are counted.
+DECLARED = ", declared FLOPs"
+RESULTS = Path(__file__).parent / "results"
+Options = dict[str, Any]
 
 
-def always_on() -> list[L.Callback]:
-    """The callbacks that can stay on a Trainer permanently."""
-    return [Suite([SpeedMonitor(), Flops(schedule="every 50ba"), Timings(), SystemMetrics()])]
+def _callbacks(*makers: Callable[[], L.Callback]) -> Callable[[], Options]:
+    return lambda: {"callbacks": [make() for make in makers]}
 
 
-STEPS, WARM = 400, 50
-#: The percentile of a row's steps that represents it.
-FAST = 3
-REFERENCE = "Lightning's ThroughputMonitor"
-SIMPLE = 'Trainer(profiler="simple")'
-MLFLOW = "the always-on set, with MLflow"
-ROWS: dict[str, Callable[[], list[L.Callback]]] = {
-    "nothing": list,
-    "an empty callback": lambda: [L.Callback()],
-    REFERENCE: lambda: [ThroughputMonitor(batch_size_fn=lambda batch: batch[0].shape[0])],
-    "Lightning's DeviceStatsMonitor": lambda: [DeviceStatsMonitor(cpu_stats=False)],
-    "DeviceStatsMonitor(cpu_stats=True)": lambda: [DeviceStatsMonitor(cpu_stats=True)],
-    "SpeedMonitor": lambda: [SpeedMonitor()],
-    "Flops": lambda: [Flops()],
-    "SystemMetrics": lambda: [SystemMetrics()],
-    'PyTorch(schedule="never")': lambda: [PyTorch(schedule="never")],
-    'PyTorch(schedule="100000ba")': lambda: [PyTorch(schedule="100000ba")],
-    "SpeedMonitor and Flops": lambda: [SpeedMonitor(), Flops()],
-    "Suite of both": lambda: [Suite([SpeedMonitor(), Flops()])],
-    "Timings": lambda: [Timings()],
-    "the always-on set": always_on,
-    MLFLOW: always_on,
-    SIMPLE: list,
+def _throughput() -> L.Callback:
+    return ThroughputMonitor(batch_size_fn=lambda batch: batch[0].shape[0], window_size=10)
+
+
+def _waiting() -> Options:
+    """Lightning's PyTorchProfiler, which raises at its end if it recorded nothing."""
+    profiler = PyTorchProfiler(schedule=torch.profiler.schedule(wait=10**6, warmup=1, active=1))
+    profiler.summary = lambda: ""  # type: ignore[method-assign]
+    return {"profiler": profiler}
+
+
+def _peer(module: str, name: str) -> Callable[[], Options]:
+    def options() -> Options:
+        return {"callbacks": [getattr(import_module(module), name)()]}
+
+    return options
+
+
+ALWAYS = "the always-on set"
+OURS: dict[str, Callable[[], Options]] = {
+    "SpeedMonitor": _callbacks(SpeedMonitor),
+    "Flops": _callbacks(lambda: Flops(schedule="every 50ba")),
+    "Timings": _callbacks(Timings),
+    ALWAYS: _callbacks(lambda: always_on(show_summary=False)),
 }
+ROWS: dict[str, Callable[[], Options]] = {
+    NOTHING: dict,
+    f"{NOTHING}, once more": dict,
+    "an empty callback": _callbacks(L.Callback),
+    REFERENCE: _callbacks(_throughput),
+    "Lightning's DeviceStatsMonitor": _callbacks(lambda: DeviceStatsMonitor(cpu_stats=False)),
+    "DeviceStatsMonitor(cpu_stats=True)": _callbacks(lambda: DeviceStatsMonitor(cpu_stats=True)),
+    "Lightning's SimpleProfiler": lambda: {"profiler": SimpleProfiler()},
+    "Lightning's PyTorchProfiler, waiting": _waiting,
+    **OURS,
+    "SystemMetrics": _callbacks(SystemMetrics),
+    **{name + DECLARED: make for name, make in OURS.items()},
+    REFERENCE + MLFLOW: _callbacks(_throughput),
+    ALWAYS + MLFLOW: OURS[ALWAYS],
+    'PyTorch("never")': _callbacks(lambda: PyTorch(schedule="never")),
+    'PyTorch("1000000ba")': _callbacks(lambda: PyTorch(schedule="1000000ba")),
+    'VizTracer("1000000ba")': _callbacks(lambda: VizTracer(schedule="1000000ba")),
+    'Memray("1000000ba")': _callbacks(lambda: Memray(schedule="1000000ba")),
+}
+#: Each in a process of its own. fkat's profilers record from construction on, with any schedule.
+APART: dict[str, Callable[[], Options]] = {
+    f"fkat's {name}": _peer("fkat.pytorch.callbacks.profiling", name)
+    for name in ("Flops", "PyTorch", "VizTracer", "Memray")
+} | {"TraceML's callback": _peer("traceml_ai.integrations.lightning", "TraceMLCallback")}
 
 
 class Tiny(L.LightningModule):
-    """One small layer; records when each step begins."""
+    """Two small layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(16, 1)
-        self.began: list[float] = []
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """A minimal step."""
-        self.began.append(time.perf_counter())
-        return self.layer(batch[0]).mean()
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain SGD."""
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def steps(row: str, folder: str) -> list[float]:
-    """Microseconds of each step of a training with the callbacks of a row."""
-    store = f"sqlite:///{folder}/mlflow.db"
-    logger = MLFlowLogger("overhead", tracking_uri=store) if row == MLFLOW else CSVLogger(folder)
-    model = Tiny()
-    data = DataLoader(TensorDataset(torch.zeros(8 * STEPS, 16)), batch_size=8)
-    L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=STEPS,
-        callbacks=ROWS[row](),
-        profiler="simple" if row == SIMPLE else None,
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    ).fit(model, data)
-    return [1e6 * (b - a) for a, b in pairwise(model.began[WARM:])]
+class Training(threading.Thread):
+    """A training that takes turns; its loader waits before each, and notes when steps begin."""
+
+    def __init__(self, name: str, turns: int, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.row, self.turns, self.folder = name, turns, folder
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        #: Microseconds of each step, by turn.
+        self.times: list[np.ndarray] = []
+        self.started: list[threading.Thread] = []
+
+    def __len__(self) -> int:
+        return STEPS * self.turns
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        batches = [
+            [torch.randn(8, 32, generator=generator), torch.arange(8) % (1 + number)]
+            for number in range(8)
+        ]
+        for _ in range(self.turns):
+            self.done.release()
+            self.go.acquire()
+            began = []
+            for step in range(STEPS):
+                began.append(time.perf_counter())
+                yield batches[step % 8]
+            self.times.append(1e6 * np.diff([*began, time.perf_counter()]))
+        self.done.release()
+        self.go.acquire()
+
+    def turn(self) -> None:
+        """Let it train for one turn."""
+        self.go.release()
+        self.done.acquire()
+
+    def run(self) -> None:
+        """Train."""
+        self.folder.mkdir()
+        store = f"sqlite:///{self.folder}/mlflow.db"
+        tracked = self.row.endswith(MLFLOW)
+        model = Tiny()
+        if self.row.endswith(DECLARED):
+            model.flops_per_batch = 1_000_000
+        options: Options = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "logger": MLFlowLogger(tracking_uri=store) if tracked else CSVLogger(self.folder),
+            "log_every_n_steps": STEPS,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": self.folder,
+        }
+        L.Trainer(**options, **(ROWS | APART)[self.row]()).fit(model, self)
+
+    def background(self, seconds: float) -> float:
+        """CPU microseconds of its threads in the time of one step."""
+        spent = {each.id: each.user_time + each.system_time for each in psutil.Process().threads()}
+        cpu = sum(spent.get(thread.native_id or 0, 0.0) for thread in self.started)
+        return float(cpu / seconds * np.median(np.concatenate(self.times)))
 
 
-def added(times: np.ndarray) -> np.ndarray:
-    """The overhead of each row per step, from an array of rows, rounds and steps."""
-    fast = np.percentile(times, FAST, axis=(1, 2))
-    return fast - fast[list(ROWS).index("nothing")]
+def _remember_threads() -> None:
+    """Attribute each thread to the training whose thread started it."""
+    start = threading.Thread.start
+
+    def remembering(thread: threading.Thread) -> None:
+        parent = threading.current_thread()
+        owner = parent if isinstance(parent, Training) else getattr(parent, "owner", None)
+        if isinstance(owner, Training):
+            thread.owner = owner  # type: ignore[attr-defined]
+            owner.started.append(thread)
+        start(thread)
+
+    threading.Thread.start = remembering  # type: ignore[method-assign]
 
 
-def main(rounds: int) -> None:
-    """Measure and print."""
+def measured(names: list[str], turns: int) -> list[dict[str, Any]]:
+    """What each row adds to the first one, in microseconds per step."""
+    _remember_threads()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        trainings = [
+            Training(name, turns + WARM, Path(folder, str(number)))
+            for number, name in enumerate(names)
+        ]
+        began = time.perf_counter()
+        for each in trainings:
+            each.start()
+            each.done.acquire()
+        for _ in range(turns + WARM):
+            for each in random.sample(trainings, len(trainings)):
+                each.turn()
+        seconds = time.perf_counter() - began
+        nothing = np.array(trainings[0].times[WARM:])
+        found = []
+        for each in trainings:
+            steps = np.array(each.times[WARM:])
+            found.append({
+                "callback": each.row,
+                "step": float(np.median(steps)),
+                "median": _interval(np.median(steps, axis=1) - np.median(nothing, axis=1)),
+                "mean": _interval(steps.mean(axis=1) - nothing.mean(axis=1)),
+                "background": each.background(seconds),
+            })  # fmt: skip
+        return found
+
+
+def _interval(differences: np.ndarray) -> list[float]:
+    """The median, and the 5 % and 95 % bounds."""
+    chosen = np.random.default_rng(0).integers(len(differences), size=(400, len(differences)))
+    medians = np.median(differences[chosen], axis=1)
+    return [float(np.median(differences)), *map(float, np.percentile(medians, [5, 95]))]
+
+
+def _apart(name: str, turns: int) -> list[dict[str, Any]]:
+    command = [sys.executable, __file__, "--turns", str(turns), "--child", name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        return list(json.loads(done.stdout.splitlines()[-1])[1:])
+    except (IndexError, ValueError):
+        print(f"{name}: {done.stderr[-400:]}", file=sys.stderr)
+        return []
+
+
+def save(name: str, **found: Any) -> None:
+    """Write results with their date and machine to ``results/NAME-DATE.json``."""
+    now = datetime.now(UTC)
+    packages = ("torch", "lightning", "numpy")
+    document = {
+        "date": now.isoformat(timespec="seconds"),
+        "machine": {"platform": platform.platform(), "cpus": os.cpu_count(),
+                    "load": os.getloadavg()},
+        "versions": {"python": platform.python_version()}
+        | {package: metadata.version(package) for package in packages},
+        **found,
+    }  # fmt: skip
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{now:%Y%m%d-%H%M%S}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(path)
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--rows", nargs="*", help="Only rows with one of these words.")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    rows, reference = list(ROWS), list(ROWS).index(REFERENCE)
-    times = np.zeros((len(rows), rounds, STEPS - WARM - 1))
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in track(range(rounds), "training", transient=True):
-            for row in random.sample(range(len(rows)), len(rows)):
-                times[row, turn] = steps(rows[row], folder)
-    again = np.random.default_rng(0).integers(rounds, size=(500, rounds))
-    spread = np.array([added(times[:, chosen]) for chosen in again])
-    table = Table(
-        "callback", "us per step", "added us", "10 % to 90 %", "ratio to TM", "10 % to 90 %"
-    )
-    for row, mine in enumerate(added(times)):
-        ratios = spread[:, row] / spread[:, reference]
+    if given.child:
+        print(json.dumps(measured([NOTHING, given.child], given.turns)), flush=True)
+        os._exit(0)  # skips what some tools do at exit
+
+    def wanted(name: str) -> bool:
+        return not given.rows or any(word in name for word in given.rows)
+
+    names = [name for name in ROWS if wanted(name) and name != NOTHING]
+    rows = measured([NOTHING, *names], given.turns)
+    for name in filter(wanted, APART):
+        if find_spec("fkat" if name.startswith("fkat") else "traceml_ai") is not None:
+            rows += _apart(name, given.turns)
+    added = {row["callback"]: row["mean"][0] for row in rows}
+    table = Table("callback", "us per step", "median added", "mean added", "background",
+                  "mean / ThroughputMonitor's")  # fmt: skip
+    for row in rows:
+        cells = ("{:+.1f} ({:+.1f} to {:+.1f})".format(*row[key]) for key in ("median", "mean"))
+        reference = added.get(REFERENCE + MLFLOW * row["callback"].endswith(MLFLOW))
+        ratio = f"{row['mean'][0] / reference:.2f}" if reference else ""
         table.add_row(
-            rows[row],
-            f"{np.percentile(times[row], FAST):.0f}",
-            f"{mine:+.1f}",
-            "{:+.1f} to {:+.1f}".format(*np.percentile(spread[:, row], [10, 90])),
-            f"{mine / added(times)[reference]:.2f}",
-            "{:.2f} to {:.2f}".format(*np.percentile(ratios, [10, 90])),
+            row["callback"], f"{row['step']:.0f}", *cells, f"{row['background']:.1f}", ratio
         )
-    Console(width=120).print(table, "TM is Lightning's ThroughputMonitor.")
+    Console(width=130).print(table)
+    save("overhead", turns=given.turns, rows=rows)
+    sys.stdout.flush()
+    os._exit(0)  # the trainings wait for a turn that does not come
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40)
+    main()

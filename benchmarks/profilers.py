@@ -1,13 +1,12 @@
-"""Measures the overhead of profilers: waiting, recording, and while a tracking server hangs.
+"""Measures the overhead of profilers that record, and of uploads while a tracking server hangs.
 
     python benchmarks/profilers.py [rounds]
 
 Each row runs in its own process, because some tools never release theirs. There, trainings with and
-without the profiler alternate. A figure is the median over the rounds of the difference or ratio of
-steps, with the 10 % and 90 % quantiles. Waiting and recording are measured by fast steps (the 3rd
-and the 25th percentile of a training), because small machines slow down by half for seconds at a
-time. fkat's profilers are included if fkat can be imported. They record from construction on, also
-with the schedule Never.
+without the profiler alternate. A figure is the median over the rounds of the ratio of steps, with
+the 10 % and 90 % quantiles. Recording is measured by the 25th percentile of a training's steps,
+because small machines slow down by half for seconds at a time. The figures are also written to
+``results/profilers-DATE.json``. `overhead.py` has what profilers add while they wait.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,7 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.loggers import MLFlowLogger
+from overhead import save
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -42,21 +40,20 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_perf import Memray, PyTorch, SpeedMonitor, VizTracer
 
-STEPS, WARM = 300, 60
-#: Steps of a recorded training. Its model is larger, since recording an empty step says little.
-RECORDED, RECORDED_WARM = 24, 4
+#: Steps of a recorded training, and those left out.
+RECORDED, WARM = 24, 4
+#: Of each layer: recording an empty step says little.
+WIDTH = 512
 
 Options = dict[str, Any]
 
 
 class Tiny(L.LightningModule):
-    """Records when each step begins; a step takes almost no time, or some milliseconds."""
+    """Records when each step begins; a step takes some milliseconds."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Linear(width, width) for _ in range(2 if width < 99 else 8))
-        )
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
         self.began: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -69,10 +66,10 @@ class Tiny(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
-def steps_of(width: int, steps: int, warm: int, options: Options) -> list[float]:
+def steps_of(steps: int, warm: int, options: Options) -> list[float]:
     """Microseconds of each step of a training, without the first ones."""
-    model = Tiny(width)
-    data = DataLoader(TensorDataset(torch.zeros(8 * steps, width)), batch_size=8)
+    model = Tiny()
+    data = DataLoader(TensorDataset(torch.zeros(8 * steps, WIDTH)), batch_size=8)
     with tempfile.TemporaryDirectory() as folder:
         defaults: Options = {"logger": False, "callbacks": [], "default_root_dir": folder}
         trainer = L.Trainer(
@@ -84,55 +81,8 @@ def steps_of(width: int, steps: int, warm: int, options: Options) -> list[float]
             enable_model_summary=False,
             **defaults | options,
         )
-        # Lightning's PyTorchProfiler raises at teardown if it has recorded nothing.
-        with contextlib.suppress(AssertionError):
-            trainer.fit(model, data)
+        trainer.fit(model, data)
     return [1e6 * (b - a) for a, b in pairwise(model.began[warm:])]
-
-
-# -- waiting -------------------------------------------------------------------------------------
-
-
-def _lightning_profiler() -> Options:
-    from lightning.pytorch.profilers import PyTorchProfiler
-
-    quiet = torch.profiler.schedule(wait=10**6, warmup=1, active=1)
-    return {"profiler": PyTorchProfiler(schedule=quiet, filename="idle")}
-
-
-def _fkat(name: str) -> Callable[[], Options]:
-    def options() -> Options:
-        kind = getattr(import_module("fkat.pytorch.callbacks.profiling"), name)
-        return {"callbacks": [kind(output_path_prefix=tempfile.mkdtemp())]}
-
-    return options
-
-
-def _ours(kind: Callable[..., L.Callback], schedule: str) -> Callable[[], Options]:
-    return lambda: {"callbacks": [kind(schedule=schedule)]}
-
-
-IDLE: dict[str, Callable[[], Options]] = {
-    "an empty callback": lambda: {"callbacks": [L.Callback()]},
-    'PyTorch("never")': _ours(PyTorch, "never"),
-    'PyTorch("100000ba")': _ours(PyTorch, "100000ba"),
-    'VizTracer("100000ba")': _ours(VizTracer, "100000ba"),
-    'Memray("100000ba")': _ours(Memray, "100000ba"),
-    "Lightning's PyTorchProfiler, waiting": _lightning_profiler,
-    "fkat's PyTorch(Never())": _fkat("PyTorch"),
-    "fkat's VizTracer(Never())": _fkat("VizTracer"),
-    "fkat's Memray(Never())": _fkat("Memray"),
-}
-
-
-def idle(name: str, rounds: int) -> list[float]:
-    """Microseconds that a profiler adds to a step while it waits for a window."""
-    added = []
-    for _ in range(rounds):
-        bare = float(np.percentile(steps_of(16, STEPS, WARM, {}), 3))
-        with_it = steps_of(16, STEPS, WARM, IDLE[name]())
-        added.append(float(np.percentile(with_it, 3)) - bare)
-    return added
 
 
 # -- recording -----------------------------------------------------------------------------------
@@ -200,7 +150,7 @@ def recording(name: str, rounds: int) -> list[list[float]]:
 
 
 def _recorded(callbacks: list[L.Callback]) -> float:
-    times = steps_of(512, RECORDED, RECORDED_WARM, {"callbacks": callbacks})
+    times = steps_of(RECORDED, WARM, {"callbacks": callbacks})
     return float(np.percentile(times, 25))
 
 
@@ -218,14 +168,14 @@ def hanging(rounds: int) -> list[list[float]]:
     """The ratio of a step while uploads hang to a step without MLflow: median and mean."""
     ratios: list[list[float]] = [[], []]
     for _ in range(rounds):
-        without = steps_of(512, 150, 20, {"callbacks": _busy()})
+        without = steps_of(150, 20, {"callbacks": _busy()})
         with hanging_server() as address:
             # The logger of an existing run: our uploads hang, not Lightning's constructor.
             logger = MLFlowLogger(run_id="0" * 32, tracking_uri=address)
             logger._initialized = True
             logger.finalize = lambda status: None  # type: ignore[method-assign]
             logger.log_metrics = logger.log_hyperparams = lambda *a, **k: None  # type: ignore[method-assign, assignment]
-            hung = steps_of(512, 150, 20, {"callbacks": _busy(), "logger": logger})
+            hung = steps_of(150, 20, {"callbacks": _busy(), "logger": logger})
         ratios[0].append(statistics.median(hung) / statistics.median(without))
         ratios[1].append(statistics.fmean(hung) / statistics.fmean(without))
     return ratios
@@ -239,30 +189,26 @@ def _busy() -> list[L.Callback]:
 
 
 def main(rounds: int) -> None:
-    """Measure and print."""
-    console = Console()
-    peers = find_spec("fkat") is not None
-    names = [name for name in IDLE if peers or not name.startswith("fkat")]
-    table = Table("waiting", "added us per step", "10 % to 90 %")
-    for name in track(names, "waiting", transient=True):
-        table.add_row(name, *_formatted(_child("idle", name, rounds), "{:+.1f}"))
-    console.print(table)
+    """Measure, print and save."""
     table = Table("recording", "ratio to a plain step", "10 % to 90 %", "bare tool", "10 % to 90 %")
+    found: dict[str, Any] = {}
     for name in track(OPEN, "recording", transient=True):
-        ours, bare = _child("recording", name, rounds) or ([], [])
-        table.add_row(name, *_formatted(ours, "{:.2f}"), *_formatted(bare, "{:.2f}"))
-    console.print(table)
+        ours, bare = found[name] = _child("recording", name, rounds) or ([], [])
+        table.add_row(name, *_formatted(ours), *_formatted(bare))
+    Console().print(table)
     table = Table("server hangs", "ratio to a step without MLflow", "10 % to 90 %")
     for name, ratios in zip(("typical", "mean"), _child("hanging", "", rounds), strict=False):
-        table.add_row(name, *_formatted(ratios, "{:.2f}"))
-    console.print(table)
+        found[f"server hangs, {name}"] = ratios
+        table.add_row(name, *_formatted(ratios))
+    Console().print(table)
+    save("profilers", rounds=rounds, ratios=found)
 
 
-def _formatted(figures: list[float], form: str) -> tuple[str, str]:
-    if len(figures) < 2:
+def _formatted(ratios: list[float]) -> tuple[str, str]:
+    if len(ratios) < 2:
         return "failed", ""
-    low, *_, high = statistics.quantiles(figures, n=10)
-    return form.format(statistics.median(figures)), f"{form.format(low)} to {form.format(high)}"
+    low, *_, high = statistics.quantiles(ratios, n=10)
+    return f"{statistics.median(ratios):.2f}", f"{low:.2f} to {high:.2f}"
 
 
 def _child(what: str, name: str, rounds: int) -> Any:
@@ -281,8 +227,8 @@ def _measure(what: str, name: str, rounds: int, answer: str) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    measures = {"idle": idle, "recording": recording, "hanging": lambda _, rounds: hanging(rounds)}
-    Path(answer).write_text(json.dumps(measures[what](name, rounds)))
+    found = recording(name, rounds) if what == "recording" else hanging(rounds)
+    Path(answer).write_text(json.dumps(found))
     os._exit(0)  # skips what some tools do at exit
 
 

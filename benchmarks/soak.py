@@ -1,12 +1,11 @@
 """A long training with everything on: memory, handles, threads and step cost must stay flat.
 
-    python benchmarks/soak.py [--steps 1000000] [--every 500]
+    python benchmarks/soak.py [--steps 1000000] [--every 500] [--seconds 3600]
 
-The model is tiny. Windows of each profiler open every ``--every`` steps, in turn. A hundred times
+The model is tiny. Windows of each profiler open every ``--every`` steps, in turn. Every ten of them
 the process's memory, handles and threads and the median step are sampled. The curves are written to
 ``results/soak.json`` and, with matplotlib, ``results/soak.png``; the slopes of the second half are
-printed with their 95 % intervals. VizTracer stops at some 1,000 windows: it takes one of the
-process's 1,024 thread keys for each.
+printed with their 95 % intervals.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from lightning_perf import (  # noqa: E402
     VizTracer,
     always_on,
 )
+from lightning_perf.profilers.base import Profiler  # noqa: E402
 
 KEYS = {"rss": "MB", "handles": "", "threads": "", "step": "us"}
 
@@ -72,10 +73,11 @@ class Endless(Small):
 
 
 class Samples(L.Callback):
-    """Samples the process a hundred times."""
+    """Samples the process every so many steps, and ends the training after some seconds."""
 
-    def __init__(self, steps: int) -> None:
-        self.every, self.process = max(steps // 100, 1), psutil.Process()
+    def __init__(self, every: int, seconds: float) -> None:
+        self.every, self.process = every, psutil.Process()
+        self.until = time.monotonic() + seconds
         self.rows: list[dict[str, float]] = []
         self._began, self._durations = 0.0, list[float]()
 
@@ -88,6 +90,7 @@ class Samples(L.Callback):
         self._durations.append(time.perf_counter() - self._began)
         if (at + 1) % self.every:
             return
+        trainer.should_stop = time.monotonic() > self.until
         gc.collect()
         found = {
             "at": at + 1,
@@ -108,7 +111,7 @@ class Bounded(CSVLogger):
         """Drop them."""
 
 
-def slopes(rows: list[dict[str, float]], steps: int) -> dict[str, dict[str, float]]:
+def slopes(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """The slope of each curve's second half per million steps, with its interval."""
     half = rows[len(rows) // 2 :]
     at = [row["at"] / 1e6 for row in half]
@@ -117,6 +120,17 @@ def slopes(rows: list[dict[str, float]], steps: int) -> dict[str, dict[str, floa
         fit = stats.theilslopes([row[key] for row in half], at)
         found[key] = {"slope": float(fit[0]), "low": float(fit[2]), "high": float(fit[3])}
     return found
+
+
+def counted(kind: type[Profiler], windows: Counter[str]) -> Any:
+    """A profiler's ``record`` that counts its windows, as some are skipped while files are made."""
+    record = kind.record
+
+    def counting(self: Profiler, *args: Any) -> Any:
+        windows[kind.__name__] += 1
+        return record(self, *args)
+
+    return counting
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
@@ -140,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--every", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="Stop after these.")
     parser.add_argument("--without", action="store_true", help="Without our callbacks.")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/soak")
     given = parser.parse_args()
@@ -158,7 +173,10 @@ def main() -> None:
         )
         for number, kind in enumerate(kinds)
     ]
-    samples = Samples(given.steps)
+    windows: Counter[str] = Counter()
+    for kind in kinds:
+        kind.record = counted(kind, windows)  # type: ignore[method-assign]
+    samples = Samples(10 * every, given.seconds)
     ours = [] if given.without else [always_on(show_summary=False), *profilers]
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         run = trainer(
@@ -170,15 +188,17 @@ def main() -> None:
         except SIGTERMException:
             print("ended early")
         files = sum(path.is_file() for path in Path(folder).rglob("*"))
-    found = slopes(samples.rows, given.steps)
+    steps = int(samples.rows[-1]["at"])
+    found = slopes(samples.rows)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": platform.platform(),
-        "steps": given.steps, "windows": given.steps // every, "files": files,
+        "steps": steps, "windows": windows, "files": files,
         "slopes_per_million_steps": found, "rows": samples.rows,
     }  # fmt: skip
     given.out.with_suffix(".json").write_text(json.dumps(document, indent=1))
     draw(samples.rows, given.out.with_suffix(".png"))
+    print(f"{steps} steps; windows: {windows}; files left: {files}")
     for key, unit in KEYS.items():
         each = found[key]
         print(f"{key}: {each['slope']:+.3g} {unit} per million steps "

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import platform
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +23,7 @@ from rich.console import Console
 
 from lightning_perf import ConfigError, PerfWarning, always_on
 from lightning_perf.callbacks.always_on import from_environment
-from lightning_perf.cli import upload
+from lightning_perf.cli import upload, watch
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.schedule import as_schedule
 from lightning_perf.traces import combine
@@ -107,6 +108,43 @@ def test_a_damaged_summary_is_refused_or_shown(
         return
     Console(file=io.StringIO()).print(panel(run.summary))
     assert isinstance(description(run.summary), str)
+
+
+class Enough(Exception):
+    """A third look is due."""
+
+
+@settings(fuzzed, max_examples=10)
+@given(mutations(), st.integers())
+@example(lambda content: content | {"process": []}, 1)
+@example(lambda content: content | {"process": {"host": platform.node()}}, 1)
+@example(lambda content: content, 2**70)
+@example(lambda content: content, -1)
+def test_a_damaged_live_summary_is_watched_or_refused(
+    tmp_path: Path, run_folder: Path, mutate: Callable[[Any], Any], pid: int
+) -> None:
+    """Each view looks at it twice, or the command says in one line why it cannot."""
+    looks: list[float] = []
+
+    def wait(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            raise Enough
+
+    content = json.loads((run_folder / "summary.json").read_text())
+    content |= {"status": "running", "process": content["process"] | {"pid": pid}}
+    (tmp_path / "summary.json").write_text(json.dumps(mutate(content)))
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch.time, "sleep", wait)
+        for view in (
+            lambda: watch.run(str(tmp_path), None),
+            lambda: watch.run(str(tmp_path), None, json=True),
+            lambda: watch._show(watch.FolderSource(tmp_path), terminal),
+        ):
+            looks.clear()
+            with suppress(Enough, SummaryError):
+                assert view() in (0, 1, 2)
 
 
 @pytest.mark.parametrize("name", ["run", "status"])

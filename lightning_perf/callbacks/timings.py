@@ -67,8 +67,8 @@ class Timings(WindowCallback):
 
     At the end of a run, ``table`` lists callbacks, loggers and checkpoints by cost. It is written
     to ``{run_name}/timings`` as ``table.md`` and ``table.json``, with a chart of the time per step
-    as ``timings.png`` and ``timings.html`` (with several ranks also how late each rank was, as
-    ``ranks.html``), and uploaded to MLflow.
+    as ``timings.html`` (with several ranks also how late each rank was, as ``ranks.html``), and
+    uploaded to MLflow, there with ``timings.png``.
 
     Args:
         schedule: When to report; by default every ``Trainer(log_every_n_steps)``.
@@ -206,11 +206,13 @@ class Timings(WindowCallback):
         }
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
-            if is_installed("matplotlib"):
-                files["timings.png"] = partial(stacked_png, rows=rows, first=first)
-            else:
-                command = install_command("matplotlib")
-                rank_zero_info(f"lightning_perf: {command} brings timings.png.")
+            # For the web page of a tracker: matplotlib takes 0.15 s for it.
+            if context.targets(None):
+                if is_installed("matplotlib"):
+                    files["timings.png"] = partial(stacked_png, rows=rows, first=first)
+                else:
+                    command = install_command("matplotlib")
+                    rank_zero_info(f"lightning_perf: {command} brings timings.png.")
         if self._lateness:
             steps, lateness = zip(*self._lateness, strict=True)
             files["ranks.html"] = partial(heatmap_html, steps=steps, lateness=lateness)

@@ -93,7 +93,7 @@ class FolderSource:
         process = self._seen.summary.get("process", {}) if self._seen is not None else {}
         if self._seen is None or process.get("host") != platform.node():
             return True
-        return _lives(process["pid"], self._seen.updated)
+        return _lives(process.get("pid"), self._seen.updated)
 
 
 class ProcessSource:
@@ -181,7 +181,7 @@ def _now() -> float:
     return time.time()  # noqa: TID251 (as files and processes have it)
 
 
-def _lives(pid: int, since: float) -> bool:
+def _lives(pid: int | None, since: float) -> bool:
     """Whether a process runs that was started before a point in time."""
     import psutil
 
@@ -189,7 +189,7 @@ def _lives(pid: int, since: float) -> bool:
         process = psutil.Process(pid)
         # The id may have been given to a later process.
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since
-    except psutil.Error:
+    except (psutil.Error, TypeError, ValueError, OverflowError):  # no such id
         return False
 
 

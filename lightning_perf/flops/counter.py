@@ -177,16 +177,18 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         return operator._op_dk(_COMPOSITE, *args, **kwargs)
                     finally:
                         self._pop()
-        formula = classify(operator)
         out = operator(*args, **kwargs)
-        # Another fake mode only computes shapes, as DTensor does for global shapes.
-        if formula is not Kind.LIGHT and _fake_mode() is self._fake_mode:
-            self._count(operator, formula, args, out)
+        try:
+            self._count(operator, args, out)
+        except Exception:  # such as an unexpected shape, which must not stop training
+            self._untracked_names[qualified_name(operator)] += 1
         return out
 
-    def _count(
-        self, operator: Any, formula: Formula | Kind, args: tuple[Any, ...], out: object
-    ) -> None:
+    def _count(self, operator: Any, args: tuple[Any, ...], out: object) -> None:
+        formula = classify(operator)
+        # Another fake mode only computes shapes, as DTensor does for global shapes.
+        if formula is Kind.LIGHT or _fake_mode() is not self._fake_mode:
+            return
         work = _work(formula, args, out)
         if work is None:
             self._untracked_names[qualified_name(operator)] += 1
@@ -228,15 +230,12 @@ def _fake_mode() -> object:
 def _work(formula: Formula | Kind, args: tuple[Any, ...], out: object) -> tuple[str, int] | None:
     if isinstance(formula, Kind):
         return None
-    try:
-        tensors = list(_tensors(args))
-        if any(tensor.layout in _SPARSE for tensor in tensors):
-            return None
-        dtype = tensors[0].dtype
-        name = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
-        return name, int(formula(args, out)) * (4 if dtype.is_complex else 1)
-    except Exception:  # An unexpected shape must not stop training.
+    tensors = list(_tensors(args))
+    if any(tensor.layout in _SPARSE for tensor in tensors):
         return None
+    dtype = tensors[0].dtype
+    name = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
+    return name, int(formula(args, out)) * (4 if dtype.is_complex else 1)
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:

@@ -29,7 +29,6 @@ from lightning_perf.tracking.summary import (
     RUNNING,
     VERSION,
     description,
-    installed_version,
     main_stage,
     panel,
     text_of,
@@ -192,7 +191,9 @@ class RunSummary:
         meter = context.meter
         peak = meter.peaks.setup() if meter.wanted else {}
         versions: dict[str, str | None] = {
-            name: installed_version(name) for name in _PACKAGES if name in sys.modules
+            name: getattr(sys.modules[name], "__version__", None)
+            for name in _PACKAGES
+            if name in sys.modules
         }
         versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
         setup = setup_of(context.trainer) | peak

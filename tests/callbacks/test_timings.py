@@ -467,15 +467,18 @@ def test_it_says_nothing_in_a_plain_run(tmp_path: Path, recwarn: pytest.Warnings
     assert not ours(recwarn)
 
 
-def test_without_matplotlib_there_is_no_png(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_picture_is_drawn_for_trackers_with_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow_database: str, tracked: bool
 ) -> None:
-    """The page is there, and one line says what brings the other."""
+    """Without a tracker nothing draws it; without matplotlib one line says what brings it."""
     from lightning_perf.callbacks import timings
 
     monkeypatch.setattr(timings, "is_installed", lambda package: package != "matplotlib")
     told: list[str] = []
     monkeypatch.setattr(timings, "rank_zero_info", told.append)
-    trainer(tmp_path, Timings()).fit(Small())
+    logger = MLFlowLogger("timings", tracking_uri=mlflow_database) if tracked else False
+    trainer(tmp_path, Timings(), logger=logger).fit(Small())
     assert [path.suffix for path in tmp_path.rglob("timings.*")] == [".html"]
-    assert told == ['lightning_perf: pip install "lightning_perf[charts]" brings timings.png.']
+    line = 'lightning_perf: pip install "lightning_perf[charts]" brings timings.png.'
+    assert told == [line] * tracked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from torch import Tensor, nn
 
 from lightning_perf import Flops, SpeedMonitor
+from lightning_perf.flops import counter
 
 EXACT = 4 * FLOPS_PER_SAMPLE
 
@@ -150,6 +152,26 @@ def test_a_user_error_in_a_counted_batch_is_raised_unchanged(tmp_path: Path) -> 
         trainer(tmp_path, flops).fit(Raising())
     trainer(tmp_path, flops).fit(Small())
     assert flops.metrics["batch_flops"] == EXACT
+
+
+@pytest.mark.parametrize("part", ["classify", "is_recomputation", "_work"])
+def test_an_error_while_counting_stops_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Whatever is wrong in our own code, the operator counts as unknown."""
+    plain = train(tmp_path / "plain", Small)
+    original, fails = getattr(counter, part), cycle([False, True])
+
+    def broken(*args: Any) -> Any:
+        if next(fails):
+            raise RuntimeError("planted")
+        return original(*args)
+
+    monkeypatch.setattr(counter, part, broken)
+    flops = Flops(peak_flops=1e9)
+    found = train(tmp_path / "watched", Small, flops)
+    assert all(map(torch.equal, plain[0], found[0]))
+    assert flops.metrics["untracked_operations"] > 0
 
 
 def test_uncounted_operators_are_reported(
