@@ -117,14 +117,14 @@ def test_a_page_of_flame_graphs_in_a_browser(tmp_path: Path) -> None:
     post();
     </script>"""
     drawn = FlameGraph(fold(read_folded(STACKS)), "A title")
-    graph = without_policy(page("A page", [drawn, drawn]))
-    assert graph.count("<input") == 1
+    assert page("A page", [drawn, drawn]).count("<input") == 1
+    graph = without_policy(page("A page", [drawn]))
     seen = json.loads(text_from_browser(graph.replace("</body>", f"{ask}</body>"), tmp_path))
     load = {name: width for name, width, _ in seen["load"]}
     assert {name: width / load["all"] for name, width in load.items()} == pytest.approx(
         {"all": 1, "main": 1, "load": 1, "read": 6 / 7, "decode": 1 / 7}, abs=0.01
     )
     assert "train" in {name for name, *_ in seen["all"]}
-    assert seen["pale"] == [2 * ["all", "main", "train", "read", "decode"], []]
+    assert seen["pale"] == [["all", "main", "train", "read", "decode"], []]
     assert seen["window"] < 1200
     assert max(right for _, _, right in seen["all"]) <= seen["window"]
