@@ -120,8 +120,8 @@ svg.flame:root { background: #ffffff }
 }
 """
 
-#: A click on a frame gives it and its callers the whole width. A page's search field, which a picture
-#: of its own has not, makes frames with other names pale.
+#: A click on a frame gives it and its callers the whole width. A page has a field that makes frames
+#: with other names pale.
 SCRIPT = """\
 for (const find of document.querySelectorAll("input.find")) find.addEventListener("input", () => {
   for (const frame of document.querySelectorAll("svg.flame svg")) {
