@@ -102,9 +102,7 @@ if not hasattr(lightning_loggers, "NeptuneLogger"):  # Lightning 2.6.5 has none 
 
 @pytest.mark.filterwarnings("default", "error::lightning_perf.PerfWarning")
 @pytest.mark.parametrize("names", [*([name] for name in LOGGERS), [*LOGGERS]], ids="+".join)
-def test_metrics_arrive(
-    tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_arrive(tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Under their keys, in each logger."""
     monkeypatch.setenv("COMET_START_ONLINE", "0")
     loggers = [LOGGERS[name][0](tmp_path) for name in names]
