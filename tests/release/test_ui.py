@@ -26,10 +26,9 @@ IMAGES = ROOT / "docs" / "images"
 #: Seconds that a page may take, and bytes of a picture.
 PATIENCE, LARGEST = 60.0, 200_000
 WIDTH, HEIGHT = 1280, 900
-#: What pictures of MLflow leave out: its menu on the left, and its assistant's button at the bottom.
+#: What pictures of MLflow leave out: its menu on the left, its assistant's button at the bottom.
 MENU, BUTTON = 198, 690
-#: MLflow opens its assistant at the first visit; not if its page has kept that it did. Files and empty
-#: pages have no storage.
+#: MLflow opens its assistant unless the browser's storage, which files have not, says that it did.
 VISITED = "try { localStorage['mlflow.assistant.fab.autoOpenedOnFirstLoad_v1'] = true } catch {}"
 #: The demo, cut short: the model is smaller, so that steps are short, too.
 SHORT = {
