@@ -122,7 +122,7 @@ def test_the_charts_show_mfu(browser: Any, run: tuple[str, str, Path]) -> None:
     browser.find_element(By.XPATH, search).send_keys("mfu")
     shows(browser, "(throughput/device/mfu)")  # others are drawn when they are scrolled to
     assert browser.find_elements(By.CSS_SELECTOR, "svg .scatterlayer .point, svg .lines")
-    picture(browser, "mlflow_metrics", MENU, BUTTON)
+    picture(browser, "mlflow_metrics", MENU, 612)
 
 
 @pytest.mark.parametrize("page", ["timings/timings.html", "diagnosis/report.html"])
