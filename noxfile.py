@@ -177,7 +177,7 @@ def build(session: nox.Session) -> None:
 @nox.session(default=False)
 def ui(session: nox.Session) -> None:
     """Look at a run in MLflow's UI and at its pages with Chromium; renews docs/images."""
-    _install(session, "tests", "ui")
+    _install(session, "tests", "ui", options=QUICKLY)
     session.run("pytest", "tests/release/test_ui.py", *session.posargs, env=TEST_ENV)
 
 
@@ -196,7 +196,7 @@ def skinny(session: nox.Session) -> None:
 @nox.session(default=False)
 def loggers(session: nox.Session) -> None:
     """Log to Comet, Neptune, TensorBoard, W&B, CSV and MLflow, offline and at once."""
-    _install(session, "tests", "loggers")
+    _install(session, "tests", "loggers", options=QUICKLY)
     session.run("pytest", "tests/release/test_loggers.py", *session.posargs, env=TEST_ENV)
 
 

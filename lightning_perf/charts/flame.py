@@ -103,6 +103,7 @@ STYLE = """\
 .flame svg { cursor: pointer }
 .flame text { fill: #1c2128; white-space: pre; pointer-events: none }
 .flame rect { stroke: #0002 }
+.flame .other rect { fill-opacity: .2 }
 .flame .title { font: 600 13px system-ui, sans-serif; fill: #1c2128 }
 svg.flame:root { background: #ffffff }
 @media (prefers-color-scheme: dark) {
@@ -111,8 +112,15 @@ svg.flame:root { background: #ffffff }
 }
 """
 
-#: A click on a frame gives it and its callers the whole width.
+#: A click on a frame gives it and its callers the whole width. A page has a field that makes frames
+#: with other names pale.
 SCRIPT = """\
+for (const find of document.querySelectorAll("input.find")) find.addEventListener("input", () => {
+  for (const frame of document.querySelectorAll("svg.flame svg")) {
+    const name = frame.querySelector("text").textContent.toLowerCase();
+    frame.classList.toggle("other", !name.includes(find.value.toLowerCase()));
+  }
+});
 for (const flame of document.querySelectorAll("svg.flame")) {
   const frames = [...flame.querySelectorAll("svg")];
   frames.forEach(clicked => clicked.addEventListener("click", () => {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_format
 import os
 import signal as signals
 from pathlib import Path
@@ -25,10 +26,11 @@ def parser() -> ArgumentParser:
         action="store_true",
         help="Also signal its child processes, which are the other ranks with some strategies.",
     )
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
     return parser
 
 
-def run(pid: int, signal: str, children: bool) -> int:
+def run(pid: int, signal: str, children: bool, json: bool = False) -> int:
     """Signal the processes that handle the signal, which ends others; code 1 if there is none."""
     number = getattr(signals, signal, None)
     if not isinstance(number, signals.Signals):
@@ -37,7 +39,7 @@ def run(pid: int, signal: str, children: bool) -> int:
         own_process(pid)
     except LookupError as error:
         return fail("capture", error, 1)
-    signalled = 0
+    signalled: list[int] = []
     for each in [pid, *(descendants(pid) if children else [])]:
         handled = handles(each, number)
         if handled:
@@ -45,11 +47,14 @@ def run(pid: int, signal: str, children: bool) -> int:
                 os.kill(each, number)
             except OSError:  # a child that ended meanwhile
                 continue
-            signalled += 1
-            print(f"signalled process {each} to record")
+            signalled.append(each)
         elif each == pid and not children:
             return fail("capture", _why_not(pid, signal, handled), 1)
-    return 0 if signalled else fail("capture", _why_not(pid, signal, False), 1)
+    if not signalled:
+        return fail("capture", _why_not(pid, signal, False), 1)
+    lines = [f"signalled process {each} to record" for each in signalled]
+    print(json_format.dumps({"signalled": signalled}) if json else "\n".join(lines))  # noqa: T201
+    return 0
 
 
 def handles(pid: int, number: int) -> bool | None:

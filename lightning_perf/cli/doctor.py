@@ -104,7 +104,7 @@ def _hardware() -> Iterator[Finding]:
     driver = nvidia_driver()
     if driver is None:
         state = "missing" if gpus else "ok"
-        yield Finding("hardware", "NVML", "not there: no metrics of NVIDIA GPUs", state)
+        yield Finding("hardware", "NVML", "not found: no metrics of NVIDIA GPUs", state)
         return
     yield Finding("hardware", "NVML", f"driver {driver}")
     if not gpus:
@@ -146,7 +146,9 @@ def _tracking() -> Finding:
     database = address.removeprefix("sqlite:///")
     if database != address:
         there = Path(database).exists()
-        return Finding("set-up", "MLflow", f"{shown}{'' if there else ', which is not there yet'}")
+        return Finding(
+            "set-up", "MLflow", f"{shown}{'' if there else ', which does not exist yet'}"
+        )
     try:
         check_reachable(address)
     except OSError as error:

@@ -32,7 +32,7 @@ def parser() -> ArgumentParser:
         "run",
         nargs="?",
         help="A run's id or name in MLflow, or a folder with its summary.json; by default the "
-        "latest run in MLflow or below the present folder.",
+        "latest run in MLflow or below the current folder.",
     )
     add_tracking_uri(parser)
     parser.add_argument("--json", action="store_true", help="Print JSON.")

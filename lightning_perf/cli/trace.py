@@ -33,7 +33,7 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "file", type=str, nargs="?", help="The trace to summarize: .json or .json.gz."
     )
-    parser.add_argument("--json", action="store_true", help="Print the summary as JSON.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument(
         "--combine",
         type=str,
@@ -71,7 +71,7 @@ def run(
             return 0
         assert combine is not None
         with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-            _merge(_folder(combine, tracking_uri, Path(scratch)), window, Path(output))
+            _merge(_folder(combine, tracking_uri, Path(scratch)), window, Path(output), json)
     except (TraceError, LookupError, OSError) as error:
         return fail("trace", error)
     return 0
@@ -114,7 +114,7 @@ def _folder(what: str, tracking_uri: str | None, scratch: Path) -> Path:
     return scratch
 
 
-def _merge(folder: Path, window: str | None, target: Path) -> None:
+def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -131,20 +131,37 @@ def _merge(folder: Path, window: str | None, target: Path) -> None:
         combine.align(traces)
         progress.update(task, description="writing")
         events = combine.write(traces, target, lambda: progress.advance(task))
-    console.print(f"{target}: {len(traces)} ranks, {events:,} events", soft_wrap=True)
-    missing = _missing(traces)
-    if missing:
-        console.print(f"No traces of ranks {missing}.", soft_wrap=True)
-    _show_clocks(console, traces)
-    _show_collectives(console, combine.collectives(traces), len(traces))
-
-
-def _missing(traces: Sequence[Trace]) -> str:
-    size = traces[0].head["world_size"]
+    found = combine.collectives(traces)
     there = {trace.rank for trace in traces}
-    missing = [rank for rank in range(size) if rank not in there]
-    more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-    return ", ".join(map(str, missing[:10])) + more
+    missing = [rank for rank in range(traces[0].head["world_size"]) if rank not in there]
+    if json:
+        content = {
+            "file": str(target), "events": events, "missing_ranks": missing,
+            "ranks": [
+                {"rank": trace.rank, "clock_shift_us": _shift(trace, traces[0]),
+                 "residual_error_us": trace.error}
+                for trace in traces
+            ],
+            "collectives": [
+                {"name": each.name, "number": each.number, "last_rank": each.last,
+                 "waited_us": each.waited}
+                for each in found
+            ],
+        }  # fmt: skip
+        print(json_format.dumps(content, indent=1))  # noqa: T201
+        return
+    console.print(f"{target}: {len(traces)} ranks, {events:,} events", soft_wrap=True)
+    if missing:
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        names = ", ".join(map(str, missing[:10]))
+        console.print(f"No traces of ranks {names}{more}.", soft_wrap=True)
+    _show_clocks(console, traces)
+    _show_collectives(console, found, len(traces))
+
+
+def _shift(trace: Trace, first: Trace) -> float:
+    """Microseconds by which a rank's clock was shifted."""
+    return trace.shift - (trace.base - first.base)
 
 
 def _show_clocks(console: Console, traces: Sequence[Trace]) -> None:
@@ -152,10 +169,10 @@ def _show_clocks(console: Console, traces: Sequence[Trace]) -> None:
         if trace.error is None:
             console.print(f"rank {trace.rank}: nothing in common with rank 0, clock as it is")
             continue
-        base = trace.base - traces[0].base
-        shift = duration(abs(trace.shift - base) / 1e6) if trace.shift != base else "nothing"
+        shift = abs(_shift(trace, traces[0]))
+        text = duration(shift / 1e6) if shift else "nothing"
         error = duration(trace.error / 1e6)
-        console.print(f"rank {trace.rank}: clock shifted by {shift}, residual error {error}")
+        console.print(f"rank {trace.rank}: clock shifted by {text}, residual error {error}")
 
 
 def _show_collectives(console: Console, found: Sequence[Collective], ranks: int) -> None:

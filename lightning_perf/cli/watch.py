@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.tracking.summary import Summary
 
-#: Seconds between looks at a file, and at MLflow, which answers many requests for each.
+#: Seconds between reads of a file, and of MLflow, where each read takes many requests.
 _FILE_INTERVAL, _MLFLOW_INTERVAL = 1.0, 10.0
 
 
@@ -36,7 +36,7 @@ def parser() -> ArgumentParser:
         "run",
         nargs="?",
         help="The process id of a training or of its launcher, a run's folder, or a run's id or "
-        "name in MLflow; by default the latest run below the present folder.",
+        "name in MLflow; by default the latest run below the current folder.",
     )
     add_tracking_uri(parser)
     parser.add_argument("--json", action="store_true", help="Print a line of JSON per update.")
@@ -247,5 +247,5 @@ def _view(seen: Seen | None) -> RenderableType:
 def _code(seen: Seen | None) -> int:
     if seen is not None and not seen.runs:
         return 0
-    why = "before its first report" if seen is None else "without ending its run: it was killed"
-    return fail("watch", f"the training ended {why}", 1)
+    why = "ended before its first report" if seen is None else "was killed before its run ended"
+    return fail("watch", f"the training {why}", 1)

@@ -21,7 +21,8 @@ from lightning_perf.charts.page import page
 Event = dict[str, Any]
 
 _SUMMARY = """Time by call path, summed over the window. Click a frame to zoom in, the root to zoom
-out. The trace itself, for ui.perfetto.dev or vizviewer, holds the time of each call."""
+out; the field finds a name. The trace itself, for ui.perfetto.dev or vizviewer, holds the time of
+each call."""
 
 
 def merge(target: Path, others: Sequence[Path]) -> None:

@@ -88,8 +88,8 @@ def test_nothing_is_loaded() -> None:
 
 @pytest.mark.slow
 @needs_browser
-def test_a_click_zooms_in_and_the_picture_fits_a_narrow_window(tmp_path: Path) -> None:
-    """A clicked frame takes the whole width of the picture, which fits into the window."""
+def test_a_page_of_flame_graphs_in_a_browser(tmp_path: Path) -> None:
+    """A clicked frame takes the whole width, a search dims other names, a narrow window fits."""
     ask = """<script>
     const all = {}, frames = [...document.querySelectorAll("svg.flame svg")];
     const name = frame => frame.querySelector("text").textContent;
@@ -105,16 +105,26 @@ def test_a_click_zooms_in_and_the_picture_fits_a_narrow_window(tmp_path: Path) -
       if (look()[0][1] < 300) return setTimeout(post, 20);  // not laid out yet
       click("load"); click("all");
       all.window = innerWidth;
+      const find = document.querySelector("input.find");
+      const pale = () => frames.filter(frame => frame.classList.contains("other")).map(name);
+      all.pale = ["LOAD", ""].map(text => {
+        find.value = text;
+        find.dispatchEvent(new Event("input"));
+        return pale();
+      });
       fetch("/", {method: "POST", body: JSON.stringify(all)});
     };
     post();
     </script>"""
-    graph = without_policy(page("A page", [FlameGraph(fold(read_folded(STACKS)), "A title")]))
+    drawn = FlameGraph(fold(read_folded(STACKS)), "A title")
+    assert page("A page", [drawn, drawn]).count("<input") == 1
+    graph = without_policy(page("A page", [drawn]))
     seen = json.loads(text_from_browser(graph.replace("</body>", f"{ask}</body>"), tmp_path))
     load = {name: width for name, width, _ in seen["load"]}
     assert {name: width / load["all"] for name, width in load.items()} == pytest.approx(
         {"all": 1, "main": 1, "load": 1, "read": 6 / 7, "decode": 1 / 7}, abs=0.01
     )
     assert "train" in {name for name, *_ in seen["all"]}
+    assert seen["pale"] == [["all", "main", "train", "decode", "read"], []]
     assert seen["window"] < 1200
     assert max(right for _, _, right in seen["all"]) <= seen["window"]

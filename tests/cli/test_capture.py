@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -72,6 +73,18 @@ def test_a_process_without_a_handler_is_not_signalled(
         process.kill()
         process.wait()
     assert "OnSignal" in capsys.readouterr().err
+
+
+def test_the_signalled_processes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """--json prints their ids, and nothing else."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        assert capture(str(os.getpid()), "--json") == 0
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert json.loads(capsys.readouterr().out) == {"signalled": [os.getpid()]}
+    assert heard == [signal.SIGUSR2]
 
 
 @pytest.mark.parametrize(

@@ -167,9 +167,7 @@ def test_a_killed_training_is_code_1(tmp_path: Path, capsys: pytest.CaptureFixtu
     left(tmp_path / "owl", process={"host": platform.node(), "pid": gone.pid})
     code, out, err = call(capsys, "watch", str(tmp_path / "owl"))
     assert (code, out[9:]) == (1, LINE.format("running"))
-    assert (
-        err == "lightning-perf watch: the training ended without ending its run: it was killed.\n"
-    )
+    assert err == "lightning-perf watch: the training was killed before its run ended.\n"
 
 
 def test_a_process_without_a_run_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:

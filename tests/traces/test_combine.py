@@ -102,6 +102,21 @@ def test_clocks_are_aligned_by_the_ends_of_collectives(
     assert re.search(r"(30\.0|29\.9) ms", printed)
 
 
+def test_the_merge_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--json prints the file, the shift of each clock and the waits of each collective."""
+    for rank in range(2):
+        torch_trace(tmp_path / "in", rank, 5e6 if rank else 0.0, 30 if rank else 0)
+    merged(tmp_path / "in", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["file"] == str(tmp_path / "all.json.gz")
+    assert (found["missing_ranks"], len(found["collectives"])) == ([2], 10)
+    assert found["ranks"][0] == {"rank": 0, "clock_shift_us": 0.0, "residual_error_us": 0.0}
+    assert found["ranks"][1]["clock_shift_us"] == pytest.approx(-5e6, abs=100)
+    first = found["collectives"][0]
+    assert (first["name"], first["last_rank"]) == (ALL_REDUCE, 1)
+    assert first["waited_us"]["0"] == pytest.approx(3e4, abs=100)
+
+
 @pytest.mark.parametrize("last", [None, 0, 1])
 def test_ranks_that_wait_for_a_cpu_are_aligned_by_their_shortest_delays(last: int | None) -> None:
     """Within 0.5 ms, although each rank leaves most collectives milliseconds late."""
