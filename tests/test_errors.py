@@ -1,6 +1,7 @@
 """What we say when something goes wrong, and what we never say."""
 
 import pickle
+import warnings
 
 import pytest
 
@@ -69,3 +70,13 @@ def test_a_busy_recorder_names_both_and_a_remedy():
     error = RecorderBusy("PyTorch", "Trainer(profiler=X())", "remove one of the two")
     told = "PyTorch cannot record while Trainer(profiler=X()) does: remove one of the two."
     assert str(error) == str(pickle.loads(pickle.dumps(error))) == told
+
+
+@pytest.mark.parametrize("kind", [DeprecationWarning, FutureWarning, UserWarning])
+@pytest.mark.parametrize("module", ["lightning_perf", "lightning_perf.charts.png"])
+def test_no_filter_of_the_tests_hides_a_warning_of_our_modules(module, kind):
+    """Those that ignore other packages, such as lightning, do not match ours."""
+    with pytest.raises(kind, match="planted"):
+        warnings.warn_explicit("planted", kind, "file.py", 1, module)
+    if kind is DeprecationWarning:
+        warnings.warn_explicit("planted", kind, "file.py", 1, module.replace("_perf", ""))

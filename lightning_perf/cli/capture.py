@@ -53,7 +53,7 @@ def run(pid: int, signal: str, children: bool, json: bool = False) -> int:
     if not signalled:
         return fail("capture", _why_not(pid, signal, False), 1)
     lines = [f"signalled process {each} to record" for each in signalled]
-    print(json_format.dumps({"signalled": signalled}) if json else "\n".join(lines))  # noqa: T201
+    print(json_format.dumps({"signalled": signalled}) if json else "\n".join(lines))
     return 0
 
 

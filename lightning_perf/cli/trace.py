@@ -148,7 +148,7 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
                 for each in found
             ],
         }  # fmt: skip
-        print(json_format.dumps(content, indent=1))  # noqa: T201
+        print(json_format.dumps(content, indent=1))
         return
     console.print(f"{target}: {len(traces)} ranks, {events:,} events", soft_wrap=True)
     if missing:

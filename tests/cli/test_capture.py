@@ -80,7 +80,7 @@ def test_the_signalled_processes_as_json(capsys: pytest.CaptureFixture[str]) -> 
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
     try:
-        assert capture(str(os.getpid()), "--json") == 0
+        assert exit_code("capture", str(os.getpid()), "--json") == 0
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert json.loads(capsys.readouterr().out) == {"signalled": [os.getpid()]}

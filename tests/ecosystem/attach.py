@@ -1,6 +1,7 @@
 """A pytest plugin: with ``--attach`` every Trainer that a test makes has our callbacks.
 
-``--outcomes FILE`` writes how each test ended, to compare a run with one without us.
+``--outcomes FILE`` writes how each test ended, to compare a run with one without us, and how many
+batches our callbacks counted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings
+from lightning_perf.run.stages import StageStack
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,8 +59,20 @@ class _CleanUp:
     trains in the current folder, Timings writes its pages there.
     """
 
+    def __init__(self) -> None:
+        self.batches = 0
+        count = StageStack.count
+
+        def counted(*args: Any) -> int:
+            self.batches += 1
+            return count(*args)
+
+        StageStack.count = counted  # type: ignore[method-assign]
+
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_teardown(self) -> None:
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        item.user_properties.append(("batches", self.batches))
+        self.batches = 0
         for thread in threading.enumerate():
             if thread.name.startswith("lightning_perf"):
                 thread.join(timeout=30)
@@ -71,12 +85,15 @@ class _Outcomes:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.ends: dict[str, str] = {}
+        self.batches = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self.batches += sum(n for name, n in report.user_properties if name == "batches")  # type: ignore[misc]
         # A test that failed in its setup or teardown stays failed.
         failed_before = self.ends.get(report.nodeid) == "failed"
         if not failed_before and (report.when == "call" or report.outcome != "passed"):
             self.ends[report.nodeid] = report.outcome
 
     def pytest_sessionfinish(self) -> None:
-        self.file.write_text(json.dumps(self.ends))
+        self.file.write_text(json.dumps({"ends": self.ends, "batches": self.batches}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 from inspect import signature
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import memray
 import pytest
+import torch
+import yaml
 from helpers.small import Records, Small, ours, trainer
 
 from lightning_perf import (
@@ -105,6 +108,15 @@ def test_a_tracer_that_fails_when_it_starts_leaves_no_hook(
     assert viztracer._recording is None
 
 
+def test_an_old_memray_is_not_taken_for_a_profiler_of_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before 1.17 its trackers had Python's hook for calls."""
+    hook = type("ProfileFunction", (), {"__module__": "memray._memray"})()
+    monkeypatch.setattr(sys, "getprofile", lambda: hook)
+    assert python_profiler() == "another memray tracker"
+
+
 KINDS = [PyTorch, VizTracer, Memray, MemorySnapshot]
 
 
@@ -147,6 +159,7 @@ class Copying(Small):
 
 
 def both(profiler: Any) -> list[Any]:
+    assert yaml.dump(profiler)
     return [copy.deepcopy(profiler), pickle.loads(pickle.dumps(profiler))]
 
 
@@ -161,10 +174,13 @@ def both(profiler: Any) -> list[Any]:
 )
 @pytest.mark.filterwarnings("ignore:.*no CUDA device")
 def test_copies_can_be_made_at_any_time_and_record(tmp_path: Path, make: Any) -> None:
-    """Before, during and after a fit; the copies have the same settings and record."""
+    """Before, during and after a fit, the Trainer as well; copies of the profiler record alike."""
     profiler, model = make(), Copying()
     copies = both(profiler)
-    trainer(tmp_path, profiler, logger=Records(), limit_train_batches=5).fit(model)
+    trained = trainer(tmp_path, profiler, logger=Records(), limit_train_batches=5)
+    trained.fit(model)
+    assert copy.deepcopy(trained).global_step == 5
+    torch.save(trained, tmp_path / "trainer.pt")
     copies += model.copies + both(profiler)
     assert len(copies) == 14
     assert all(each.settings() == profiler.settings() for each in copies)
