@@ -249,7 +249,7 @@ class Clock:
             for now, what, entered in events:
                 running.seconds += now - mark
                 mark = now
-                if type(what) is Timer:
+                if isinstance(what, Timer):
                     running = what
                     continue
                 if entered:
