@@ -255,8 +255,9 @@ class ComputeBound:
     code, threshold, low = "compute-bound", 0.8, 0.4
 
     def __call__(self, signals: Signals) -> Iterable[Verdict]:
-        """Forward, backward and optimizer, where the MFU is known to be low."""
+        """Forward, backward and optimizer, where the MFU is known to be low and CPUs are free."""
         share = sum(signals.share(signals.category(name)) for name in COMPUTE)
+        share -= signals.share(signals.waiting)
         if signals.mfu is None:
             raise Unknown("the MFU is not measured: add SpeedMonitor or Flops")
         if share < self.threshold or signals.mfu >= self.low:
