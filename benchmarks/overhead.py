@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -76,10 +77,8 @@ def _throughput() -> L.Callback:
 
 
 def _waiting() -> Options:
-    """Lightning's PyTorchProfiler, which raises at its end if it recorded nothing."""
-    profiler = PyTorchProfiler(schedule=torch.profiler.schedule(wait=10**6, warmup=1, active=1))
-    profiler.summary = lambda: ""  # type: ignore[method-assign]
-    return {"profiler": profiler}
+    quiet = torch.profiler.schedule(wait=10**6, warmup=1, active=1)
+    return {"profiler": PyTorchProfiler(schedule=quiet)}
 
 
 def _peer(module: str, name: str) -> Callable[[], Options]:
@@ -150,7 +149,8 @@ class Training(threading.Thread):
         self.started: list[threading.Thread] = []
 
     def __len__(self) -> int:
-        return STEPS * self.turns
+        # Beyond the last turn, as Lightning does not ask for what comes after the last batch.
+        return STEPS * self.turns + 1
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         generator = torch.Generator().manual_seed(0)
@@ -175,7 +175,15 @@ class Training(threading.Thread):
         self.done.acquire()
 
     def run(self) -> None:
-        """Train."""
+        """Train; an error ends the benchmark, which would wait for ever."""
+        try:
+            self.train()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    def train(self) -> None:
+        """Train with the row's callbacks."""
         self.folder.mkdir()
         store = f"sqlite:///{self.folder}/mlflow.db"
         tracked = self.row.endswith(MLFLOW)

@@ -247,7 +247,7 @@ class Layout:
         suffix = re.search(r"\.\w+$", options.filename.removesuffix(".gz"))
         self._suffix = suffix[0] if suffix else ""
         # The last number that each name got.
-        self._numbers: dict[Path, int] = {}
+        self._numbers: dict[str, int] = {}
         self._most_remembered = run.most_remembered
         self._lock = threading.Lock()
 
@@ -294,10 +294,10 @@ class Layout:
     def _take(self, folder: Path, name: str) -> int:
         """The first number with which neither a file nor an earlier trace has the name."""
         with self._lock:
-            plain = folder / name
+            plain = str(folder / name)  # a path takes four times the memory
             number = self._numbers.pop(plain, 0) + 1
-            while (path := folder / numbered(name, number)) in self._numbers or os.path.lexists(
-                path
+            while (path := str(folder / numbered(name, number))) in self._numbers or (
+                os.path.lexists(path)
             ):
                 number += 1
             self._numbers[path] = 1
