@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_perf.errors import describe
 from lightning_perf.timing.totals import CATEGORIES, windows_of
 from lightning_perf.tracking.mlflow import tracking_problem
-from lightning_perf.tracking.summary import FILE_NAME, VERSION, read_summary
+from lightning_perf.tracking.summary import (
+    FILE_NAME,
+    RUNNING,
+    VERSION,
+    SummaryError,
+    read_summary,
+)
 
 if TYPE_CHECKING:
     import re
@@ -81,8 +87,12 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
 
 
 def latest_folder(root: Path, name: str | None = None) -> Path | None:
-    """The folder below another one with the latest summary; of this name, if one is given."""
-    found: list[tuple[float, Path]] = []
+    """The folder below another one with the latest summary; of this name, if one is given.
+
+    Packages predict with another Trainer after a training: a finished run without a training counts
+    only if there is no other one.
+    """
+    found: list[tuple[bool, float, Path]] = []
     for place, below, files in os.walk(root):
         folder = Path(place)
         deep = len(folder.relative_to(root).parts) >= _DEPTH
@@ -90,8 +100,18 @@ def latest_folder(root: Path, name: str | None = None) -> Path | None:
         below[:] = [] if deep else [each for each in below if each[0] != "." and each != "mlruns"]
         if FILE_NAME in files and name in (None, folder.name):
             with suppress(OSError):
-                found.append(((folder / FILE_NAME).stat().st_mtime, folder))
-    return max(found)[1] if found else None
+                path = folder / FILE_NAME
+                found.append((_trains(path), path.stat().st_mtime, folder))
+    return max(found)[2] if found else None
+
+
+def _trains(path: Path) -> bool:
+    """Whether a run trained, or still runs."""
+    try:
+        summary = read_summary(path)
+    except SummaryError:
+        return False
+    return summary["status"] == RUNNING or "train" in summary.get("stages", {})
 
 
 def read_folder(path: Path) -> Run:

@@ -24,6 +24,7 @@ from rich.console import Console
 from lightning_perf import Diagnosis, Flops, SpeedMonitor, Timings
 from lightning_perf.cli import capture, main, watch
 from lightning_perf.run import summary as run_summary
+from lightning_perf.tracking.runs import latest_folder
 from lightning_perf.tracking.summary import read_summary
 
 BOUND = 60.0
@@ -136,6 +137,18 @@ def test_a_finished_run_is_one_line(
     }[how]  # fmt: skip
     code, out, err = call(capsys, "watch", *args)
     assert (code, out[9:], err) == (0, LINE.format("finished"), "")
+
+
+def test_a_prediction_is_not_the_latest_run(tmp_path: Path) -> None:
+    """Packages make one after a training; alone it is the latest, and while it runs."""
+    folders = {}
+    for age, (name, status) in enumerate([("train", "finished"), ("predict", "finished")]):
+        folders[name] = left(tmp_path / name, status=status, stages={name: {}})
+        os.utime(folders[name] / "summary.json", (age, age))
+    assert latest_folder(tmp_path) == folders["train"]
+    assert latest_folder(folders["predict"]) == folders["predict"]
+    left(tmp_path / "predict", status="running", stages={"predict": {}})
+    assert latest_folder(tmp_path) == folders["predict"]
 
 
 def test_updates_are_lines_of_text_or_json(
