@@ -1,6 +1,7 @@
 """Plants a delay on one of several ranks, and measures how often `Timings` names it.
 
-    python benchmarks/stragglers.py [SEEDS] [--ranks 2 3 4] [--pairs 20] [--peer VENV/bin/traceml]
+    python benchmarks/stragglers.py [SEEDS] [--ranks 2 3 4] [--strategy ddp_fork] [--pairs 20]
+                                    [--peer VENV/bin/traceml]
 
 Each row trains with real processes on gloo: a delay on one rank in one phase, none, or the same on
 all ranks. A straggler is found if rank and phase are right and it is said to be chronic. Then two
@@ -23,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from helpers.late import PHASES, Late, Sleeps, find, options
+from helpers.late import PHASES, Late, Sleeps, find, fit, options
 from helpers.servers import free_port
 from helpers.small import Small, trainer
 
@@ -53,19 +55,26 @@ def planted(world: int, phase: str, delay: float, seed: int) -> Late:
     return Late(late, phase if phase in PHASES else "forward", delay, seed)
 
 
-def ours(folder: Path, world: int, model: Late) -> tuple[int | None, str] | None:
+def ours(strategy: str, folder: Path, world: int, model: Late) -> tuple[int | None, str] | None:
     """The rank and the phase that `Timings` names."""
-    found = find(folder, world, model)["straggler"]
+    if strategy == "ddp":  # Lightning starts the script once more for each further rank
+        arguments = [*_arguments(model), str(folder), world]
+        subprocess.run(
+            [sys.executable, __file__, "--train", json.dumps(arguments)],
+            cwd=folder, capture_output=True, check=True, timeout=300,
+        )  # fmt: skip
+        found = json.loads((folder / "found.json").read_text())["straggler"]
+    else:
+        found = find(folder, world, model, strategy=strategy)["straggler"]
     return None if found is None or not found["chronic"] else (found["rank"], found["phase"])
 
 
 def peers(command: str, folder: Path, world: int, model: Late) -> tuple[int | None, str] | None:
     """The same of TraceML; the phase is empty where it does not name one."""
-    arguments = [sorted(model.ranks), model.phase, model.seconds, model.seed]
     done = subprocess.run(
         [command, "run", __file__, "--nproc-per-node", str(world), "--run-name", "run",
          "--logs-dir", str(folder), "--master-port", str(free_port()),
-         "--aggregator-port", str(free_port()), "--args", "--train", json.dumps(arguments)],
+         "--aggregator-port", str(free_port()), "--args", "--train", json.dumps(_arguments(model))],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=folder, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
@@ -80,13 +89,22 @@ def peers(command: str, folder: Path, world: int, model: Late) -> tuple[int | No
     return rank, PEER_PHASES.get(kind, "")
 
 
+def _arguments(model: Late) -> list[Any]:
+    return [sorted(model.ranks), model.phase, model.seconds, model.seed]
+
+
 def train(arguments: str) -> None:
     """One training, on the rank of this process."""
-    late, phase, seconds, seed = json.loads(arguments)
+    late, phase, seconds, seed, *ours = json.loads(arguments)
+    model = Late(set(late), phase, seconds, seed)
+    if ours:
+        folder, world = ours
+        fit(Path(folder), world, model, strategy="ddp")
+        return
     torch.set_num_threads(1)
-    given = options(int(os.environ["WORLD_SIZE"])) | {"strategy": "ddp"}
-    with tempfile.TemporaryDirectory() as folder:
-        trainer(Path(folder), Sleeps(), **given).fit(Late(set(late), phase, seconds, seed))
+    given = options(int(os.environ["WORLD_SIZE"]), strategy="ddp")
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer(Path(scratch), Sleeps(), **given).fit(model)
 
 
 class Steps(L.Callback):
@@ -179,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seeds", type=int, nargs="?", default=10)
     parser.add_argument("--ranks", type=int, nargs="*", default=WORLDS)
+    parser.add_argument("--strategy", default="ddp_fork", choices=["ddp_fork", "ddp_spawn", "ddp"])
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--peer", help="TraceML's command")
     parser.add_argument("--train", help=argparse.SUPPRESS)
@@ -190,7 +209,7 @@ def main() -> None:
         return
     console, began = Console(width=140), time.perf_counter()
     if given.seeds:
-        tools: dict[str, Any] = {"ours": ours}
+        tools: dict[str, Any] = {"ours": partial(ours, given.strategy)}
         if given.peer:
             tools["TraceML"] = lambda *what: peers(given.peer, *what)
         recall(tools, given.ranks, given.seeds, console)

@@ -81,19 +81,31 @@ class Kept(Timings):
         return found
 
 
-def options(world_size: int, batches: int = 60, every: int = 6) -> dict[str, Any]:
-    """Of a Trainer with forked ranks."""
+def options(
+    world_size: int, batches: int = 60, every: int = 6, strategy: str = "ddp_fork"
+) -> dict[str, Any]:
+    """Of a Trainer with several ranks."""
     return {
-        "strategy": "ddp_fork", "devices": world_size, "log_every_n_steps": every,
+        "strategy": strategy, "devices": world_size, "log_every_n_steps": every,
         "max_steps": batches, "max_epochs": -1,
     }  # fmt: skip
 
 
-def find(folder: Path, world_size: int, model: Late, batches: int = 60) -> dict[str, Any]:
+def find(
+    folder: Path, world_size: int, model: Late, batches: int = 60, strategy: str = "ddp_fork"
+) -> dict[str, Any]:
     """Train with several ranks, and return what `Timings` found on rank 0."""
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer(folder, Sleeps(), Kept(folder), **options(world_size, batches)).fit(model)
+    fit(folder, world_size, model, batches, strategy)
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
+
+
+def fit(
+    folder: Path, world_size: int, model: Late, batches: int = 60, strategy: str = "ddp_fork"
+) -> None:
+    """Train with several ranks; rank 0 leaves what `Timings` found in ``found.json``."""
+    torch.set_num_threads(1)
+    given = options(world_size, batches, strategy=strategy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(folder, Sleeps(), Kept(folder), **given).fit(model)
