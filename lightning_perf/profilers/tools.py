@@ -128,21 +128,24 @@ def refuse_python_profiler(profiler: object) -> None:
     """Refuse to record while another tool has the hook for Python calls.
 
     Raises:
-        RecorderBusy: cProfile or another VizTracer has it.
+        RecorderBusy: cProfile, another VizTracer or an old memray has it.
     """
-    if python_profiler() is not None:
-        raise RecorderBusy(type(profiler).__name__, "another Python profiler", REMOVE_ONE)
+    other = python_profiler()
+    if other is not None:
+        raise RecorderBusy(type(profiler).__name__, other, REMOVE_ONE)
 
 
-def python_profiler() -> object | None:
-    """The hook for Python calls on this thread, or None.
+def python_profiler() -> str | None:
+    """The tool that has the hook for Python calls on this thread, or None.
 
     From Python 3.12 on, cProfile registers with ``sys.monitoring`` instead of ``sys.setprofile``.
     """
-    hook: object = sys.getprofile()
+    hook = sys.getprofile()
+    if type(hook).__module__.partition(".")[0] == "memray":  # the user's own, before 1.17
+        return "another memray tracker"
     if hook is None and sys.version_info >= (3, 12):
         hook = sys.monitoring.get_tool(sys.monitoring.PROFILER_ID)
-    return hook
+    return None if hook is None else "another Python profiler"
 
 
 def _takes_next(theirs: Any, stage: str) -> bool:

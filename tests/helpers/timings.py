@@ -15,8 +15,8 @@ class Stopped(Timings):
     ended = (0.0, 0.0)
     _before = 0.0
 
-    def attach(self, context: Any) -> None:
-        super().attach(context)
+    def prepare(self, context: Any) -> None:
+        super().prepare(context)
         enter = context.windows.enter
 
         def timed(*args: Any) -> None:
