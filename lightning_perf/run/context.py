@@ -139,8 +139,8 @@ class RunContext:
             "batch": self._start_batches,
             "flops": self._start_flops,
             "progress": lambda: ProgressSignal(self.progress),
-            "timings": self._start_spans,
-            "waits": self._start_waits,
+            "timings": lambda: SpanSignal(self.spans.require()),
+            "waits": lambda: WaitSignal(self.spans.require(), self.ranks.node_rank),
             "system": lambda: NodeSignal(self._start_sampler(), gpus()),
             "memory": lambda: MemorySignal(
                 self.trainer.strategy.root_device, self._start_sampler(), self.ranks.node_rank
@@ -156,14 +156,6 @@ class RunContext:
     def _start_flops(self) -> BatchTotals:
         self.meter.require(None, "peak_flops")
         return self._start_batches()
-
-    def _start_spans(self) -> SpanSignal:
-        self.spans.require()
-        return SpanSignal(self.spans)
-
-    def _start_waits(self) -> WaitSignal:
-        self.spans.require()
-        return WaitSignal(self.spans, self.ranks.node_rank)
 
     def _start_sampler(self) -> Sampler | None:
         if self.sampler is not None and not self.sampler.subscribed:
@@ -336,15 +328,17 @@ class RunContext:
             if not self.nested:
                 self.step = self._loop.step + counters.batches
         record = (seconds, samples, tokens, meter.work, meter.counted, counters.batches == 1)
+        recorder = self.spans.recorder
         if self.batches.end_batch(self.stage, record):
             self.batches.fold(self.stage)
-            self.spans.add_up()
+            if recorder is not None:
+                recorder.add_up()
         windows = self.windows
         if windows.pending:
             windows.poll()
         self.report_possible = self.report_due or counters.batch >= windows.quiet_until
-        if self.spans.clocked:
-            self.spans.end_batch()
+        if recorder is not None and recorder.device is not None:
+            recorder.device.end_batch()
 
     def _warn_untracked(self) -> None:
         """Report operators without FLOPs once."""

@@ -261,73 +261,44 @@ class Spans:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
-        self._users = 0
         self._profiler = getattr(trainer, "profiler", None)
         self._installed: Any = None
-        self._recorder: SpanRecorder | None = None
-        #: Whether the device's clock wants to know of the ends of batches.
-        self.clocked = False
-        self._install_null_profiler()
+        #: Records times once they are required.
+        self.recorder: SpanRecorder | None = None
+        if type(self._profiler) is PassThroughProfiler:
+            self._install(NullProfiler())
 
     @property
     def totals(self) -> Totals:
         """Exclusive times since timings were first required."""
-        return self._recorder.totals if self._recorder is not None else Totals({})
-
-    @property
-    def exchange(self) -> float:
-        """Seconds of waiting for gradients that no late rank explains."""
-        return self._recorder.exchange.total() if self._recorder is not None else 0.0
+        return self.recorder.totals if self.recorder is not None else Totals({})
 
     @property
     def running(self) -> Action | None:
         """What the training thread does now; None if it is not timed."""
-        recorder = self._recorder
-        return recorder.running if recorder is not None else None
+        return self.recorder.running if self.recorder is not None else None
 
-    def require(self) -> None:
-        """Record times from now on; to be paired with ``release``."""
-        self._users += 1
-        if self._recorder is None:
+    def require(self) -> SpanRecorder:
+        """Record times from now on."""
+        if self.recorder is None:
             self._uninstall()
-            self._recorder = SpanRecorder(self._trainer, self._module)
-            self.clocked = self._recorder.device is not None
-            self._listen(self._recorder)
-
-    def release(self) -> None:
-        """End one ``require``; the last one restores the profiler."""
-        self._users -= 1
-        if self._users == 0:
-            self.restore()
-            self._install_null_profiler()
+            self.recorder = SpanRecorder(self._trainer, self._module)
+            self._listen(self.recorder)
+        return self.recorder
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
-        if self._recorder is not None:
-            self._recorder.enter(stage)
+        if self.recorder is not None:
+            self.recorder.enter(stage)
             if getattr(self._trainer, "profiler", None) is not self._installed:
-                self._listen(self._recorder)  # the user replaced it
-
-    def end_batch(self) -> None:
-        """A batch has ended."""
-        if self._recorder is not None and self._recorder.device is not None:
-            self._recorder.device.end_batch()
-
-    def add_up(self) -> None:
-        """Bound what is kept between two reports."""
-        if self._recorder is not None:
-            self._recorder.add_up()
+                self._listen(self.recorder)  # the user replaced it
 
     def restore(self) -> None:
         """Restore the profiler, unless the user replaced it meanwhile."""
         self._uninstall()
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder, self.clocked = None, False
-
-    def _install_null_profiler(self) -> None:
-        if type(getattr(self._trainer, "profiler", None)) is PassThroughProfiler:
-            self._install(NullProfiler())
+        if self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
 
     def _listen(self, recorder: SpanRecorder) -> None:
         theirs, find = getattr(self._trainer, "profiler", None), recorder.cache.__getitem__
@@ -349,14 +320,14 @@ class SpanSignal:
     Training's columns hold all of the run, validation inside of it as one category.
 
     Args:
-        spans: Measures them.
+        recorder: Measures them.
     """
 
     gauges: frozenset[str] = frozenset()
 
-    def __init__(self, spans: Spans) -> None:
-        self._spans = spans
-        device = (*DEVICE_COLUMNS.values(), "device/batches") if spans.clocked else ()
+    def __init__(self, recorder: SpanRecorder) -> None:
+        self._recorder = recorder
+        device = (*DEVICE_COLUMNS.values(), "device/batches") if recorder.device else ()
         self._device = bool(device)
         self.columns = tuple(f"timings/{name}" for name in (*CATEGORIES, "train_batch", *device))
         self._main = ""
@@ -364,7 +335,7 @@ class SpanSignal:
     def totals(self, stage: str) -> Sequence[float]:
         """Seconds of each category; the run's first stage includes those within it."""
         self._main = self._main or stage
-        costs = self._spans.totals
+        costs = self._recorder.totals
         values = [*costs.by_category(stage, own=stage != self._main).values(), costs.train_batch]
         if self._device:
             spent = {a.category: cost for a, cost in costs.device.items() if a.stage == stage}

@@ -14,7 +14,7 @@ from lightning_perf.timing.totals import Action, Cost
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from lightning_perf.run.spans import Spans
+    from lightning_perf.run.spans import SpanRecorder
 
 #: The action, within backward, of waiting for the other ranks' gradients.
 GRADIENTS = "DistributedDataParallel.gradients"
@@ -83,24 +83,24 @@ class WaitSignal:
     """Seconds of waiting for other ranks, as columns, and each rank's node.
 
     Args:
-        spans: Measures them.
+        recorder: Measures them.
         node_rank: The node's number.
     """
 
     gauges = frozenset({"waits/node_rank"})
 
-    def __init__(self, spans: Spans, node_rank: int) -> None:
-        self._spans, self._node = spans, node_rank
-        self._device = tuple(_DEVICE.values()) if spans.clocked else ()
-        device = tuple(_DEVICE) if spans.clocked else ()
+    def __init__(self, recorder: SpanRecorder, node_rank: int) -> None:
+        self._recorder, self._node = recorder, node_rank
+        self._device = tuple(_DEVICE.values()) if recorder.device else ()
+        device = tuple(_DEVICE) if recorder.device else ()
         self.columns = ("waits/node_rank", "waits/exchange", *_HOST, *device)
 
     def totals(self, stage: str) -> Sequence[float]:
         """Seconds of a stage, without stages within it."""
-        totals = self._spans.totals
+        totals = self._recorder.totals
         host = [_seconds(totals.costs, stage, *action) for action in _HOST.values()]
         device = [_seconds(totals.device, stage, name, "device") for name in self._device]
-        exchange = self._spans.exchange if stage == "train" else 0.0
+        exchange = self._recorder.exchange.total() if stage == "train" else 0.0
         return [self._node, exchange, *host, *device]
 
 

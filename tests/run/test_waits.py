@@ -76,7 +76,9 @@ def spans(clocked: bool) -> Any:
         }.items()
     }  # fmt: skip
     totals = Totals(host, 0.0, device if clocked else {})
-    return SimpleNamespace(clocked=clocked, totals=totals, exchange=3.5)
+    return SimpleNamespace(
+        device=clocked, totals=totals, exchange=SimpleNamespace(total=lambda: 3.5)
+    )
 
 
 def test_waits_are_columns_of_their_own_and_part_of_their_categories() -> None:

@@ -300,7 +300,7 @@ def test_the_number_of_cached_spans_is_limited(
         known = 0
 
         def on_end(self, context: RunContext) -> None:
-            found = context.spans._recorder
+            found = context.spans.recorder
             assert found is not None
             self.known = len(found.cache)
 
@@ -332,9 +332,6 @@ def test_snapshots_are_subtracted(tmp_path: Path) -> None:
 
         def after_batch(self, context: RunContext, batch: Any) -> None:
             found.append(context.spans.totals)
-
-        def close(self, context: RunContext, reason: str) -> None:
-            context.spans.release()
 
     trainer(tmp_path, Asking(), limit_train_batches=4, logger=Records()).fit(TwoOptimizers())
     between = found[3] - found[1]
