@@ -138,7 +138,7 @@ def test_a_damaged_live_summary_is_watched_or_refused(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch.time, "sleep", wait)
         for view in (
-            lambda: watch.run(str(tmp_path), None),
+            lambda: watch.run(str(tmp_path), None, json=False),
             lambda: watch.run(str(tmp_path), None, json=True),
             lambda: watch._show(watch.FolderSource(tmp_path), terminal),
         ):
