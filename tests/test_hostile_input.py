@@ -184,8 +184,14 @@ TRACE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def late(trace: Any) -> Any:
+    """Times that fit into 64 bits, and whose sum does not."""
+    return trace | {"traceEvents": [CALL | {"ts": 2**63 / 1000 - 1}, CALL | {"dur": 1e16}]}
+
+
 @fuzzed
 @given(mutations())
+@example(late)
 def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, mutate: Callable[[Any], Any]) -> None:
     """It is summarized and merged, or there is a TraceError."""
     path = tmp_path / "rank0.3.json"

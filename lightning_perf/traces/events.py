@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from lightning_perf.traces.reading import Event
 
+#: The largest number of a column.
+_LARGEST = (1 << 63) - 1
 #: The name of all steps' annotations.
 STEP = "ProfilerStep"
 
@@ -126,12 +128,16 @@ class _Reader:
             elif name.startswith(STEP):
                 name = STEP
             place = event["pid"] if kind >= Kind.KERNEL else (event["pid"], event["tid"])
+            end = start + nanoseconds(event["dur"])
+            identity = int(event.get("args", {}).get("External id", 0))
+            if max(abs(start), abs(end), abs(identity)) > _LARGEST:
+                return
             row = (
                 start,
-                start + nanoseconds(event["dur"]),
+                end,
                 self.names.setdefault((kind, name), len(self.names)),
                 self._places.setdefault(place, len(self._places)),
-                int(event.get("args", {}).get("External id", 0)),
+                identity,
             )
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return  # other tools' events, such as those of VizTracer
