@@ -100,25 +100,23 @@ class BatchTotals:
         self._rolling = max(self._rolling, size)
         return RollingBatches(self, size)
 
-    def end_batch(self, stage: str, record: BatchRecord) -> bool:
+    def end_batch(self, stage: str, record: BatchRecord) -> None:
         """Keep the record of a batch.
 
         Args:
             stage: The stage.
             record: Its figures, by the host's clock.
-
-        Returns:
-            Whether so many are kept that they should be folded.
         """
         timed = None if self._timer is None else self._timer.end()
         if not self.wanted:
-            return False
+            return
         found = self._stages[stage]
         if timed is None:
             found.records.append(record)
         else:
             found.late.append((record, timed))
-        return len(found.records) + len(found.late) >= _MOST_RECORDS
+        if len(found.records) + len(found.late) >= _MOST_RECORDS:
+            self.fold(stage)
 
     def fold(self, stage: str) -> None:
         """Bring the totals up to date, as far as the device is known to have come."""

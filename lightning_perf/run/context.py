@@ -53,6 +53,8 @@ _log = logging.getLogger("lightning_perf")
 #: not sent by then is listed for ``lightning-perf upload``.
 GATHER_TIMEOUT = 10.0
 UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
+#: Batches after which recorded spans are added up at the latest: reports may be far apart.
+SPANS_EVERY = 1000
 #: Seconds that it waits for files that are being made of recordings.
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
 
@@ -328,17 +330,17 @@ class RunContext:
             if not self.nested:
                 self.step = self._loop.step + counters.batches
         record = (seconds, samples, tokens, meter.work, meter.counted, counters.batches == 1)
-        recorder = self.spans.recorder
-        if self.batches.end_batch(self.stage, record):
-            self.batches.fold(self.stage)
-            if recorder is not None:
-                recorder.add_up()
+        self.batches.end_batch(self.stage, record)
         windows = self.windows
         if windows.pending:
             windows.poll()
         self.report_possible = self.report_due or counters.batch >= windows.quiet_until
-        if recorder is not None and recorder.device is not None:
-            recorder.device.end_batch()
+        recorder = self.spans.recorder
+        if recorder is not None:
+            if counters.batches % SPANS_EVERY == 0:
+                recorder.add_up()
+            if recorder.device is not None:
+                recorder.device.end_batch()
 
     def _warn_untracked(self) -> None:
         """Report operators without FLOPs once."""

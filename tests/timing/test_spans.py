@@ -27,7 +27,7 @@ from torchmetrics import MeanMetric
 
 from lightning_perf import SpeedMonitor, Timings
 from lightning_perf.patches import ContextPatch, PatchSet
-from lightning_perf.run import compat, spans
+from lightning_perf.run import compat, context, spans
 from lightning_perf.run.context import RunContext
 from lightning_perf.timing import clock
 from lightning_perf.timing.totals import Action, Totals
@@ -342,6 +342,23 @@ def test_snapshots_are_subtracted(tmp_path: Path) -> None:
     assert between.train_batch > between.costs[step].seconds > 0
     names = {action.name for action in found[0].costs}
     assert {"iter", "first fetch", "Asking.on_train_batch_start"} <= names
+
+
+def test_spans_are_added_up_between_distant_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run keeps of its spans does not grow with the batches of a window."""
+    monkeypatch.setattr(context, "SPANS_EVERY", 4)
+    kept: list[int] = []
+
+    class Looking(Diary):
+        def after_batch(self, context: RunContext, batch: Any) -> None:
+            assert context.spans.recorder is not None
+            kept.append(len(context.spans.recorder._clock.log))
+
+    trainer(tmp_path, Timings("every 1000000ba"), Looking()).fit(Small())
+    assert len(kept) == 16
+    assert max(kept[8:]) <= max(kept[:8])
 
 
 def test_unbalanced_spans_are_unwound() -> None:
