@@ -49,7 +49,7 @@ def add_tracking_uri(parser: ArgumentParser) -> None:
 def fail(command: str, why: object, code: int = 2) -> int:
     """Print to stderr why a command failed; returns its exit code."""
     if isinstance(why, BrokenPipeError):
-        raise why  # of stdout, not of a file: `main` ends for it
+        raise why  # the reader of stdout has ended: `main` handles that
     print(f"lightning-perf {command}: {str(why).rstrip('.')}.", file=sys.stderr)
     return code
 

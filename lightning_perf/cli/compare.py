@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +62,6 @@ def run(
     from lightning_perf.tracking.runs import find_run
     from lightning_perf.tracking.summary import main_stage
 
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     try:
         limit = None if threshold is None else _fraction(threshold)
         named = [run, *baselines]

@@ -155,8 +155,13 @@ class PerfCallback(Callback):
 
     @property
     def parts(self) -> list[PerfCallback]:
-        """This callback and those that it hosts, in the order in which they run."""
+        """What runs, in this order: this callback, those that it hosts, or both."""
         return [self]
+
+    @property
+    def with_parts(self) -> list[PerfCallback]:
+        """This callback and its parts, each once."""
+        return list(dict.fromkeys((self, *self.parts)))
 
     # -- lifecycle: override what you need ----------------------------------------------------
 
@@ -228,7 +233,7 @@ class PerfCallback(Callback):
                 f"{type(self).__name__} is off for the rest of this run: {written} failed "
                 f"({type(error).__name__}: {error}). Training continues.{ours}"
             )
-        for each in (self, *self.parts):
+        for each in self.with_parts:
             each._disabled = True
             with suppress(Exception):
                 if self._context is not None and method != "close":
@@ -255,13 +260,13 @@ class PerfCallback(Callback):
 
     def _settle_keys(self) -> None:
         """Use the keys of these kinds of callbacks, under which checkpoints keep their state."""
-        for each in (self, *self.parts):
+        for each in self.with_parts:
             each._settled = True
             vars(each).pop("state_key", None)
 
     def _attach(self, context: RunContext) -> None:
         """Prepare for a run; errors that the user can fix are raised."""
-        for each in dict.fromkeys((self, *self.parts)):
+        for each in self.with_parts:
             each._context, each._progress, each._disabled = context, context.progress, False
             each._hosted = each is not self
             each.call(each.prepare, context, reraise=True)
@@ -272,7 +277,7 @@ class PerfCallback(Callback):
 
     def _detach(self) -> None:
         """Detach from the run, and from the module that Lightning attached for logging."""
-        for each in (self, *self.parts):
+        for each in self.with_parts:
             each._context, each._hosted = None, False
             for name in (*each._skipped_hooks, *_ATTACHED):
                 vars(each).pop(name, None)

@@ -53,10 +53,10 @@ _log = logging.getLogger("lightning_perf")
 #: not sent by then is listed for ``lightning-perf upload``.
 GATHER_TIMEOUT = 10.0
 UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
-#: Batches after which recorded spans are added up at the latest: reports may be far apart.
-SPANS_EVERY = 1000
 #: Seconds that it waits for files that are being made of recordings.
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
+#: Batches after which recorded spans are added up at the latest: reports may be far apart.
+SPANS_EVERY = 1000
 
 
 class RunContext:
@@ -180,15 +180,15 @@ class RunContext:
             context = None
         if context is None:
             context = _CONTEXTS[id(trainer)] = cls(trainer, module)
-        keys = {each.state_key for known in context.members for each in (known, *known.parts)}
-        for each in (member, *member.parts):
+        keys = {each.state_key for known in context.members for each in known.with_parts}
+        for each in member.with_parts:
             if each.state_key in keys and each.keeps_progress:
                 kind = type(each).__name__
                 named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
                 problem = f"has two of {kind}: one is attached already, alone or in a Suite"
                 raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
         context.members.append(member)
-        context._joined += dict.fromkeys((member, *member.parts))
+        context._joined += member.with_parts
         return context
 
     def leave(self, member: PerfCallback, reason: str) -> None:

@@ -42,7 +42,7 @@ def survey(context: RunContext) -> Setup:
         first_batch_in_epoch=context.timestamp.batch_in_epoch,
         loader=_loader(compat.train_dataloader(trainer)),
         ours=frozenset(
-            type(each).__name__ for member in context.members for each in (member, *member.parts)
+            type(each).__name__ for member in context.members for each in member.with_parts
         ),
     )
 

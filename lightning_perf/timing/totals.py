@@ -129,9 +129,9 @@ class Totals:
 
 
 class Floor:
-    """The sum of a series in which each value counts as a low one of its block: the 20 % quantile.
+    """Sums a series of values, each replaced by the 20 % quantile of its block.
 
-    What is added to some values only, such as waiting for a rank that is late, does not count.
+    So it leaves out what only some values contain, such as waiting for a rank that is late.
 
     Example:
         >>> waits = Floor()

@@ -101,7 +101,7 @@ def _problem(content: object) -> str:
         if not isinstance(content.get(name), str):
             return f"is damaged (it has no {name})"
     if not isinstance(content.get("process", {}), dict):
-        return "is damaged (its process is no mapping)"
+        return "is damaged (its process is not a mapping)"
     try:
         description(content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
