@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -47,6 +48,9 @@ _FOLDER = "{run_name}/diagnosis"
 _FEWEST_BATCHES = 10
 #: Seconds that the end of a run waits for its last window.
 _LAST_WINDOW_TIMEOUT = 10.0
+#: Analyses while training runs compete for Python's lock: the share of the time that they take at
+#: most, and seconds beside it, for the first ones.
+_MOST_TIME, _FIRST_SECONDS = 0.01, 0.05
 
 
 class Diagnosis(WindowCallback):
@@ -60,7 +64,8 @@ class Diagnosis(WindowCallback):
     the wall time that would be saved, if there is one.
 
     Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
-    on a background thread of rank 0.
+    on a background thread of rank 0 and takes at most 1 % of the time: with very short steps it is
+    less frequent than the schedule says.
 
     Args:
         folder: Format string of the folder.
@@ -119,10 +124,12 @@ class Diagnosis(WindowCallback):
         self._findings = Findings()
         self._record = Record()
         self._setup = Setup()
-        self._origin: Costs | None = None
         self._gc: GcTimer | None = None
         self._next = self._diagnosed = 0
         self._analysing = False
+        # When training began, and CPU seconds of analyses since.
+        self._start: float | None = None
+        self._spent = 0.0
         self._active = False
 
     @property
@@ -151,8 +158,9 @@ class Diagnosis(WindowCallback):
     @override
     def on_start(self, context: RunContext) -> None:
         super().on_start(context)
-        if context.stage == "train" and self._origin is None:
-            self._origin = _costs(context)
+        if context.stage == "train" and self._start is None:
+            self._start = time.monotonic()
+            self._record.origin = self._costs(context.spans.totals)
             self._setup = survey(context)
             self._next = context.counters.batch + _FEWEST_BATCHES
 
@@ -174,7 +182,7 @@ class Diagnosis(WindowCallback):
         sample_ranks(context.sampler, window)
         if window.rank != 0:
             return None
-        self._record.add(window, self._costs(context))
+        self._record.add(window, self._costs(context.spans.latest))
         if not window.at_end and not self._analysing and self._wanted(window, context):
             self._analysing = True
             job = partial(self._analyse, self._signals(context), context, window.step)
@@ -184,23 +192,24 @@ class Diagnosis(WindowCallback):
         return None
 
     def _wanted(self, window: Window, context: RunContext) -> bool:
-        if self.schedule is None:
+        if self.schedule is None or self._start is None:
             return False
         moment = Moment(
             window.stage, window.last, window.first, context.limits, context.ranks, context.run_name
         )
         self.schedule.observe(moment)
-        return self.schedule(moment)
+        allowed = _FIRST_SECONDS + _MOST_TIME * (time.monotonic() - self._start)
+        return self.schedule(moment) and self._spent <= allowed
 
     def _add_steps(self, stage: str, records: Sequence[BatchRecord]) -> None:
         if stage == "train":
             first = next((record[0] for record in records if record[5]), None)
             self._record.add_steps([nan if slowed else s for s, *_, slowed, _ in records], first)
 
-    def _costs(self, context: RunContext) -> Costs:
-        """What every named action cost since training began."""
-        since = Totals(_costs(context)) - Totals(self._origin or {})
-        return {**since.costs, **(self._gc.costs if self._gc is not None else {})}
+    def _costs(self, spans: Totals) -> Costs:
+        """What every named action cost up to now. To be called on the training thread."""
+        collections = self._gc.costs if self._gc is not None else {}
+        return {**spans.costs, **compilations(), **run_queue(), **collections}
 
     def _signals(self, context: RunContext) -> Signals:
         mfu = None
@@ -212,9 +221,11 @@ class Diagnosis(WindowCallback):
 
     def _analyse(self, signals: Signals, context: RunContext, step: int) -> None:
         """Diagnose; on a worker thread while training runs."""
+        began = time.thread_time()
         try:
             findings = diagnose(signals, RULES if self.rules is None else self.rules)
         finally:
+            self._spent += time.thread_time() - began
             self._analysing = False
         if signals.batches < self._diagnosed:
             return  # the run ended, and was diagnosed, meanwhile
@@ -245,7 +256,7 @@ class Diagnosis(WindowCallback):
         if not self._active:
             return
         self._active = False
-        if reason == "failure" or self._origin is None or context.ranks.global_rank != 0:
+        if reason == "failure" or self._start is None or context.ranks.global_rank != 0:
             return
         if reason != "exception":
             context.windows.finish(_LAST_WINDOW_TIMEOUT)
@@ -280,11 +291,6 @@ class Diagnosis(WindowCallback):
     def summary_sections(self) -> Mapping[str, object]:
         verdicts = [verdict.as_dict() for verdict in self.verdicts]
         return {"verdicts": verdicts, "abstained": dict(self._findings.abstained)}
-
-
-def _costs(context: RunContext) -> Costs:
-    """Named costs since timings began. To be called on the training thread."""
-    return {**context.spans.totals.costs, **compilations(), **run_queue()}
 
 
 def _write(text: Callable[[], str], path: Path) -> None:

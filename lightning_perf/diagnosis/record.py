@@ -33,6 +33,8 @@ class Record:
 
     def __init__(self, gauges: tuple[str, ...] = ("memory/", "waits/node_rank")) -> None:
         self._gauges = gauges
+        #: Named costs before the first window.
+        self.origin: Costs = {}
         self._windows: list[Window] = []
         self._costs: list[Costs] = []
         self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
@@ -44,7 +46,7 @@ class Record:
 
         Args:
             window: The window.
-            costs: Named costs since the run began.
+            costs: Named costs up to its end.
         """
         if self._windows and not window.batches:
             self._windows[-1] = self._merged(self._windows[-1], window)
@@ -82,6 +84,7 @@ class Record:
         """What was collected so far; cheap, and safe to use on another thread."""
         return Signals(
             windows=tuple(self._windows),
+            origin=self.origin,
             costs=tuple(self._costs),
             steps=np.array(self._steps, dtype=float),
             dropped=self._count - len(self._steps),

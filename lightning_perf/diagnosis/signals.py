@@ -93,8 +93,9 @@ class Signals:
 
     #: Of training, in order; the first one includes the warm-up.
     windows: Sequence[Window]
-    #: Costs on rank 0 at the end of each window, since the run began.
+    #: Running totals of costs on rank 0 at the end of each window, and before the first one.
     costs: Sequence[Costs] = ()
+    origin: Costs = field(default_factory=dict)
     #: Seconds of the latest batches, in order; NaN for those that we slowed down.
     steps: Numbers = field(default_factory=lambda: np.empty(0))
     #: Batches before the first one in ``steps``.
@@ -232,8 +233,8 @@ class Signals:
         nothing = Cost(0.0, 0)
         found = {}
         for action in names:
-            values = np.array([costs.get(action, nothing) for costs in self.costs], dtype=float)
-            seconds, calls = np.diff(values, axis=0, prepend=0.0).T
+            totals = [each.get(action, nothing) for each in (self.origin, *self.costs)]
+            seconds, calls = np.diff(np.array(totals, dtype=float), axis=0).T
             found[action] = Series(seconds, calls)
         for action in names:
             if action.stage == GC:

@@ -162,12 +162,12 @@ def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     on_bar = getattr(connector, "_progress_bar_metrics", None)
     if not (isinstance(watched, dict) and isinstance(on_bar, dict)):
         return
-    for key, label in _SHOWN.items():
-        if key in metrics:
-            watched[key] = torch.tensor(metrics[key])
-            if label:  # texts: Lightning shows numbers with three decimals, small ones as 0
-                value = metrics[key]
-                on_bar[label] = f"{100 * value:.3g}%" if label == "mfu" else three_digits(value)
+    shown = {key: metrics[key] for key in _SHOWN if key in metrics}
+    if shown:
+        watched.update(zip(shown, torch.tensor([*shown.values()]).unbind(), strict=True))
+    for key, value in shown.items():
+        if label := _SHOWN[key]:  # a text: Lightning shows small numbers as 0.000
+            on_bar[label] = f"{100 * value:.3g}%" if label == "mfu" else three_digits(value)
 
 
 def validation_loop(trainer: Trainer) -> Any:

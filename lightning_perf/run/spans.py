@@ -92,13 +92,15 @@ class SpanRecorder:
         self._patches, self._backward = PatchSet(), PatchSet()
         # Whether the device waits for other ranks' gradients.
         self._waiting = False
+        #: What `totals` returned last.
+        self.latest = Totals({})
         self._wrap()
 
-    @property
     def totals(self) -> Totals:
-        """Exclusive times since this was constructed."""
+        """Exclusive times since this was constructed, up to now."""
         device = self.device.costs if self.device is not None else {}
-        return Totals(self._clock.costs, self._clock.whole, device)
+        self.latest = Totals(self._clock.costs, self._clock.whole, device)
+        return self.latest
 
     @property
     def running(self) -> Action:
@@ -271,7 +273,12 @@ class Spans:
     @property
     def totals(self) -> Totals:
         """Exclusive times since timings were first required."""
-        return self.recorder.totals if self.recorder is not None else Totals({})
+        return self.recorder.totals() if self.recorder is not None else Totals({})
+
+    @property
+    def latest(self) -> Totals:
+        """What `totals` returned last: at the latest report."""
+        return self.recorder.latest if self.recorder is not None else Totals({})
 
     @property
     def running(self) -> Action | None:
@@ -335,7 +342,7 @@ class SpanSignal:
     def totals(self, stage: str) -> Sequence[float]:
         """Seconds of each category; the run's first stage includes those within it."""
         self._main = self._main or stage
-        costs = self._recorder.totals
+        costs = self._recorder.totals()
         values = [*costs.by_category(stage, own=stage != self._main).values(), costs.train_batch]
         if self._device:
             spent = {a.category: cost for a, cost in costs.device.items() if a.stage == stage}

@@ -97,7 +97,7 @@ class WaitSignal:
 
     def totals(self, stage: str) -> Sequence[float]:
         """Seconds of a stage, without stages within it."""
-        totals = self._recorder.totals
+        totals = self._recorder.totals()
         host = [_seconds(totals.costs, stage, *action) for action in _HOST.values()]
         device = [_seconds(totals.device, stage, name, "device") for name in self._device]
         exchange = self._recorder.exchange.total() if stage == "train" else 0.0

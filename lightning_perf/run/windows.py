@@ -83,8 +83,8 @@ class _Report:
         at_end = [number for number, name in enumerate(names) if name in gauges]
         columns = {name: number for number, name in enumerate(names)}
         at = range(len(names))
-        rows = _rows(self.rows, at, None if before is None else (before, at), at_end)
-        totals, end = _rows(self.rows, at), self.snapshot
+        rows, totals = _rows(self.rows, at, None if before is None else (before, at), at_end)
+        end = self.snapshot
         return Window(
             end.stage, end.step, start.stamp, end.stamp, end.at_end, rank, columns, rows, totals
         )
@@ -126,12 +126,12 @@ class _Subscription:
             rank: This process's.
         """
         stage = snapshot.stage
-        differences = _rows(rows, positions, self._before.get(stage), self._gauges)
+        differences, totals = _rows(rows, positions, self._before.get(stage), self._gauges)
         first, self._stamps[stage] = self._stamps[stage], snapshot.stamp
         self._before[stage] = rows, positions
         window = Window(
             stage, snapshot.step, first, snapshot.stamp, snapshot.at_end, rank,
-            self._columns, differences, _rows(rows, positions),
+            self._columns, differences, totals,
         )  # fmt: skip
         return self.callback.call(self.callback.receive, window) or {}
 
@@ -173,20 +173,22 @@ def _sent(due: Iterable[_Subscription]) -> tuple[list[Signal], dict[str, int]]:
 def _rows(
     now: Rows,
     at: Sequence[int],
-    before: tuple[Rows, Sequence[int]] | None = None,
-    gauges: Sequence[int] = (),
-) -> Rows | LazyRows:
-    """Some columns, less those of an earlier report unless they are gauges."""
+    before: tuple[Rows, Sequence[int]] | None,
+    gauges: Sequence[int],
+) -> tuple[Rows | LazyRows, Rows | LazyRows]:
+    """Some columns, less those of an earlier report unless they are gauges; and in total."""
     if isinstance(now, np.ndarray):
-        return LazyRows(now, at, cast("tuple[Table, Sequence[int]] | None", before), gauges)
-    row = [now[0][position] for position in at]
+        earlier = cast("tuple[Table, Sequence[int]] | None", before)
+        return LazyRows(now, at, earlier, gauges), LazyRows(now, at)
+    values = now[0]
+    row = [values[position] for position in at]
     if before is None:
-        return [row]
-    earlier, where = before[0][0], before[1]
-    found = [late - earlier[position] for late, position in zip(row, where, strict=True)]
+        return [row], [row]
+    (last,), where = before
+    found = [late - last[position] for late, position in zip(row, where, strict=True)]
     for column in gauges:
         found[column] = row[column]
-    return [found]
+    return [found], [row]
 
 
 def _unknown_column(name: str, known: Iterable[str]) -> ConfigError:
@@ -378,7 +380,7 @@ class Windows:
         snapshot = report.snapshot
         history, batch = self._histories[snapshot.stage], snapshot.stamp.batch
         if self._rank == 0 and history.due(batch, snapshot.at_end):
-            costs = snapshot.context.spans.totals
+            costs = snapshot.context.spans.latest
             history.add(snapshot.step, batch, report.names, report.rows, costs)
 
     def history(self, stage: str) -> dict[str, Any]:

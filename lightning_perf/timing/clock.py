@@ -57,14 +57,14 @@ class Span:
     def __enter__(self) -> str:
         clock = self._clock
         if get_ident() == clock.thread:
-            clock.log.append((perf_counter(), self, True))
+            clock.log.extend((perf_counter(), self, True))
         return self._name
 
     # Named parameters: packing *error into a tuple takes a tenth of the span's time.
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         clock = self._clock
         if get_ident() == clock.thread:
-            clock.log.append((perf_counter(), self, False))
+            clock.log.extend((perf_counter(), self, False))
 
 
 class InclusiveSpan(Span):
@@ -155,9 +155,10 @@ class Clock:
     def __init__(self) -> None:
         #: The measured thread; None after the clock was stopped.
         self.thread: int | None = get_ident()
-        #: Events that are not added up yet: when, and which span was entered (True) or left
-        #: (False), or which timer runs from then on.
-        self.log: list[tuple[float, Span | Timer, bool]] = []
+        #: Events that are not added up yet, three items each: when, which span, and whether it was
+        #: entered or left; or which timer runs from then on. Kept tuples would make the garbage
+        #: collector run more often.
+        self.log: list[float | Span | Timer | bool] = []
         #: All spans.
         self.spans: list[Span] = []
         self._adding = Lock()
@@ -220,7 +221,7 @@ class Clock:
 
     def run(self, category: str, name: str) -> None:
         """Run a timer until the next span is entered or left."""
-        self.log.append((perf_counter(), self.timer(category, name), False))
+        self.log.extend((perf_counter(), self.timer(category, name), False))
 
     def stop(self) -> None:
         """Record no more; spans that are still held do nothing."""
@@ -246,7 +247,8 @@ class Clock:
             events = self.log[:count]
             del self.log[:count]
             running, mark, opened = self._running, self._mark, self._open
-            for now, what, entered in events:
+            items: Any = iter(events)
+            for now, what, entered in zip(items, items, items, strict=True):
                 running.seconds += now - mark
                 mark = now
                 if isinstance(what, Timer):

@@ -25,7 +25,8 @@ def run_queue(stat: Path = Path("/proc/thread-self/schedstat")) -> dict[Action, 
         Nothing where the kernel does not say.
     """
     try:
-        ran, waited, times = map(int, stat.read_text().split())
+        with stat.open("rb", buffering=0) as file:  # no text: far faster
+            ran, waited, times = map(int, file.read().split())
     except (OSError, ValueError):
         return {}
     return {

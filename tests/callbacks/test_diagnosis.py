@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -250,6 +251,28 @@ def test_verdicts_come_while_training_runs(tmp_path: Path) -> None:
     run.fit(WaitsFor(lambda: diagnosis.verdicts))
     assert (mine.seen[0], mine.seen[-1]) == (40, 80)
     assert [each.code for each in diagnosis.verdicts] == ["mine"]
+
+
+def test_analyses_take_at_most_a_hundredth_of_the_time(tmp_path: Path) -> None:
+    """A rule that computes for long is applied less often than the schedule says."""
+    spent: list[float] = []
+
+    class Long(Mine):
+        def __call__(self, signals: Signals) -> list[Verdict]:
+            began = time.thread_time()
+            while time.thread_time() < began + 0.03:
+                pass
+            spent.append(time.thread_time() - began)
+            return super().__call__(signals)
+
+    class Waits(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            wait_until(lambda: not diagnosis._analysing, 60.0)
+
+    diagnosis, began = Diagnosis(rules=[Long()], schedule="every 20ba", terminal=False), time.time()
+    trainer(tmp_path, diagnosis, Waits(), log_every_n_steps=10, max_epochs=12).fit(Model())
+    *allowed, _last, _at_the_end = spent
+    assert sum(allowed) <= 0.05 + 0.01 * (time.time() - began)
 
 
 def test_the_verdicts_of_the_end_are_final(tmp_path: Path) -> None:
