@@ -1,6 +1,6 @@
 """A long training with everything on: memory, handles, threads and step cost must stay flat.
 
-    python benchmarks/soak.py [--steps 1000000] [--every 500] [--seconds 3600]
+    python benchmarks/soak.py [--steps 1000000] [--every 500] [--seconds 3600] [--only KIND]
 
 The model is tiny. Windows of each profiler open every ``--every`` steps, in turn. Every ten of them
 the process's memory, handles and threads and the median step are sampled. The curves are written to
@@ -155,19 +155,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--every", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="Stop after these.")
+    parser.add_argument("--only", nargs="*", help="Only these profilers, such as VizTracer.")
     parser.add_argument("--without", action="store_true", help="Without our callbacks.")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/soak")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    every, quarter = given.every, given.every // 4
-    kinds = (PyTorch, VizTracer, Memray, MemorySnapshot)
+    every, part = given.every, given.every // 4
+    kinds = [kind for kind in (PyTorch, VizTracer, Memray, MemorySnapshot)
+             if given.only is None or kind.__name__ in given.only]  # fmt: skip
     # Memray's summary is made by another process, which would take most of the time.
     options = {Memray: {"summary": False}}
     profilers = [
         kind(
-            schedule=Every(f"{every}ba", lasting="1ba", start=f"{number * quarter}ba"),
+            schedule=Every(f"{every}ba", lasting="1ba", start=f"{number * part}ba"),
             num_traces_to_keep=2,
             **options.get(kind, {}),
         )
