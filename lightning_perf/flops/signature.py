@@ -77,7 +77,7 @@ def _describe_rare(value: Any, kind: type, parts: list[Any], seen: set[int]) -> 
     if isinstance(value, Tensor):
         _describe_tensor(value, parts)
     elif isinstance(value, Mapping):
-        parts += value
+        parts.extend(value.keys())  # a mapping may define its own ``+`` and iteration
         for item in value.values():
             _describe(item, parts, seen)
         if kind is not dict:

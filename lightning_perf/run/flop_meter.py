@@ -7,7 +7,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import warn
+from lightning_perf.errors import describe, warn
 from lightning_perf.flops.cost import MOST_COUNTED, FlopCache, PeakResolver
 from lightning_perf.flops.cost import BatchCost as BatchCost
 from lightning_perf.flops.counter import Counts, FlopCounter
@@ -75,9 +75,8 @@ class FlopMeter:
         self._signature: Signature = ()
         self._warned_unpredictable = False
         self._steps = _StepHooks(trainer.strategy, self._on_step)
-        #: Whether the step of the current batch has begun, and the error in our code there.
+        #: Whether the step of the current batch has begun.
         self._begun = False
-        self._error: Exception | None = None
 
     def require(self, peak: float | str | None, name: str) -> None:
         """Request FLOPs, optionally with the peak to compare them with.
@@ -123,8 +122,12 @@ class FlopMeter:
         self._begun, self.counted, self.work = True, False, None
         try:
             self._look_up(batch)
-        except Exception as error:  # raised by `after_batch`: training's own frames are below this
-            self._error = error
+        except Exception as error:
+            self.wanted = False
+            warn(
+                f"FLOPs are no longer counted ({describe(error)}): mfu is not reported. {_DEFINE} "
+                "Please report this."
+            )
 
     def _look_up(self, batch: Any) -> None:
         """Find the cost of the batch, or start counting it."""
@@ -178,9 +181,6 @@ class FlopMeter:
 
     def after_batch(self, batch: Any) -> None:
         """Finish the batch that has just ended: set ``work`` and ``counted``."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
         if not self._begun:  # Lightning skipped the batch
             self.work, self.counted = None, False
         self._begun = False

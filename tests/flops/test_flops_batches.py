@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,25 @@ def test_objects_that_cannot_be_inspected_have_no_stale_flops(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+class Broken(UserDict[str, Tensor]):
+    """A batch that raises when it is looked at."""
+
+    def values(self) -> Any:
+        raise RuntimeError("planted")
+
+
+def test_a_batch_that_raises_when_inspected_costs_only_flops(tmp_path: Path) -> None:
+    """FLOPs are no longer counted, with one warning; throughput goes on."""
+    batches = [Broken(x=rows(4)[0]) for _ in range(6)]
+    speed = SpeedMonitor(2, get_num_samples_in_batch=lambda batch: len(batch["x"]))
+    run = trainer(tmp_path, Flops(peak_flops=1e12), speed, logger=Records())
+    with pytest.warns(PerfWarning, match="FLOPs are no longer counted .*planted") as caught:
+        run.fit(Fed(batches, lambda batch: batch["x"]))
+    assert len(ours(caught)) == 1
+    assert speed.metrics["throughput/samples_per_sec"] > 0
+    assert "throughput/device/mfu" not in speed.metrics
+
+
 def test_steps_that_fetch_their_batches(tmp_path: Path) -> None:
     """With training_step(self, dataloader_iter), no batch gets the FLOPs of another."""
 

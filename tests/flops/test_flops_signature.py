@@ -46,6 +46,30 @@ def test_shapes_and_dtypes_make_new_signatures(kind):
     assert base != signature(batch(kind, 2, 3, dtype=torch.float64), 0)
 
 
+class Rows(UserDict):
+    """A mapping as tensordict's: addition is its own, and iteration yields rows, not keys."""
+
+    def __radd__(self, other):
+        raise TypeError("no sum of a list and rows")
+
+    def __iter__(self):
+        return iter(self.data["x"]) if "x" in self.data else iter(self.data)
+
+    def keys(self):
+        return self.data.keys()
+
+    def values(self):
+        return self.data.values()
+
+
+def test_a_mapping_with_its_own_addition_and_iteration():
+    """Its keys and values count, whatever its operators mean."""
+    rows, more = torch.zeros(2, 3), torch.zeros(3, 3)
+    assert signature(Rows(x=rows)) == signature(Rows(x=torch.ones(2, 3)))
+    assert signature(Rows(x=rows)) != signature(Rows(x=more))
+    assert signature(Rows(x=rows)) != signature(Rows(y=rows))
+
+
 class Plain:
     """Attributes in a dictionary, with a cycle."""
 
