@@ -96,6 +96,8 @@ def checked_count(value: Any, name: str) -> int:
 
 def _size(value: Any) -> int | None:
     """Return the number of samples of a value with a size of its own, else None."""
+    if getattr(value, "is_nested", False) is True:  # such a tensor may have no shape
+        return int(value.size(0))
     shape = getattr(value, "shape", None)
     # A pandas index has a shape too; only tensors and arrays have strides.
     if (

@@ -191,7 +191,7 @@ class BatchCounter:
                         break
                 else:
                     return size, 0
-            except (AttributeError, IndexError, TypeError):
+            except (AttributeError, IndexError, TypeError, RuntimeError):  # no shape
                 pass
         if batch is None:  # a batch that the data loader skips
             return 0, 0

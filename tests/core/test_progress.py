@@ -295,10 +295,12 @@ def test_tokens_of_hugging_face_batches_are_counted(tmp_path: Path) -> None:
 
 
 def test_the_structure_of_batches_may_change() -> None:
-    """A batch that begins with None is counted after batches that begin with a tensor."""
+    """What comes first may be a tensor, None, a number or a nested tensor, which has no shape."""
     counter = BatchCounter([])
     tensor = torch.zeros(4, 2)
-    batches = [(tensor, None), (None, tensor), (torch.tensor(1.0), tensor), (tensor, tensor)]
-    assert [counter.count(batch) for batch in batches] == [(4, 0)] * 4
+    nested = torch.nested.nested_tensor([torch.zeros(n) for n in (1, 2, 3, 4)])
+    firsts = (tensor, None, torch.tensor(1.0), nested)
+    batches = [(tensor, None), *((first, tensor) for first in firsts)]
+    assert [counter.count(batch) for batch in batches] == [(4, 0)] * 5
     scalar_first = BatchCounter([])
-    assert [scalar_first.count(batch) for batch in batches[::-1]] == [(4, 0)] * 4
+    assert [scalar_first.count(batch) for batch in batches[::-1]] == [(4, 0)] * 5
