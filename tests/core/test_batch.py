@@ -85,7 +85,6 @@ class Encoding(UserDict):
         (Molecules(torch.zeros(11, 3), torch.zeros(20, 2)), None, LABEL),
         {"x": PACKED, "y": LABEL},
         torch.nested.nested_tensor([torch.zeros(n) for n in (1, 2, 3, 4)], layout=torch.jagged),
-        [torch.nested.nested_tensor([torch.zeros(n) for n in (1, 2, 3, 4)]), LABEL],
     ],
     ids=lambda batch: type(batch).__name__,
 )
