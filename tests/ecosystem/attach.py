@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings
-from lightning_perf.run.stages import StageStack
+from lightning_perf.run.stages import Counters
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,13 +61,13 @@ class _CleanUp:
 
     def __init__(self) -> None:
         self.batches = 0
-        count = StageStack.count
+        add = Counters.add
 
-        def counted(*args: Any) -> int:
+        def counted(*args: Any) -> float:
             self.batches += 1
-            return count(*args)
+            return add(*args)
 
-        StageStack.count = counted  # type: ignore[method-assign]
+        Counters.add = counted  # type: ignore[method-assign]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
