@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 def host_sensors(processes: Set[int]) -> Iterator[Sensor]:
     """The sensors that are available on this machine, for these and all processes."""
     makers: list[Callable[[], Sensor]] = [
-        Cpu, Memory, Swap, Network, Disks, lambda: Processes(processes),
-    ]  # fmt: skip
+        Cpu,
+        Memory,
+        Swap,
+        lambda: Traffic("network", network),
+        lambda: Traffic("disks", disks),
+        lambda: Processes(processes),
+    ]
     for make in makers:
         try:
             yield make()
@@ -202,46 +207,40 @@ class Swap:
         return {"swap_used": float(psutil.swap_memory().used)}
 
 
-class Network:
-    """Bytes per second over all network interfaces, including loopback."""
+class Traffic:
+    """Operations and bytes per second over the devices that ``read`` returns the counters of."""
 
-    name = "network"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str, read: Callable[[], _Counters]) -> None:
+        self.name, self._read = name, read
         self._rates = Rates()
 
     def __call__(self, now: float, /) -> dict[str, float]:
         """Return rates since the last call."""
-        counters = {
-            interface: {
-                "net_throughput_sent": count.bytes_sent,
-                "net_throughput_recv": count.bytes_recv,
-            }
-            for interface, count in psutil.net_io_counters(pernic=True, nowrap=False).items()
+        return self._rates(self._read(), now)
+
+
+def network() -> _Counters:
+    """The bytes of all network interfaces, including loopback."""
+    return {
+        interface: {
+            "net_throughput_sent": count.bytes_sent,
+            "net_throughput_recv": count.bytes_recv,
         }
-        return self._rates(counters, now)
+        for interface, count in psutil.net_io_counters(pernic=True, nowrap=False).items()
+    }
 
 
-class Disks:
-    """Operations and bytes per second over all physical disks."""
-
-    name = "disks"
-
-    def __init__(self) -> None:
-        self._rates = Rates()
-
-    def __call__(self, now: float, /) -> dict[str, float]:
-        """Return rates since the last call."""
-        counters = {
-            disk: {
-                "disk_iops": count.read_count + count.write_count,
-                "disk_throughput_read": count.read_bytes,
-                "disk_throughput_write": count.write_bytes,
-            }
-            for disk, count in (psutil.disk_io_counters(perdisk=True, nowrap=False) or {}).items()
-            if physical(disk)
+def disks() -> _Counters:
+    """The operations and bytes of all physical disks."""
+    return {
+        disk: {
+            "disk_iops": count.read_count + count.write_count,
+            "disk_throughput_read": count.read_bytes,
+            "disk_throughput_write": count.write_bytes,
         }
-        return self._rates(counters, now)
+        for disk, count in (psutil.disk_io_counters(perdisk=True, nowrap=False) or {}).items()
+        if physical(disk)
+    }
 
 
 def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:

@@ -14,7 +14,7 @@ from lightning_perf.errors import describe, warn
 from lightning_perf.system.gpus import gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Set
     from contextlib import AbstractContextManager
 
     _Open = Callable[[set[int]], AbstractContextManager[Sequence["Sensor"]]]
@@ -54,15 +54,10 @@ def node_sensors(
     processes: Set[int], visible: Sequence[str] | None = None, ranks: int = 0
 ) -> Iterator[list[Sensor]]:
     """Open the sensors of this node, this job's processes, and the GPUs as `gpus` selects them."""
-    host: Iterable[Sensor] = ()
-    try:
-        from lightning_perf.system.host import host_sensors
+    from lightning_perf.system.host import host_sensors  # imports psutil, in the thread
 
-        host = host_sensors(processes)
-    except ImportError:
-        warn("CPU, memory, network and disks are not sampled. Install the package psutil.")
     with gpus(visible, ranks) as devices:
-        yield [*host, *devices]
+        yield [*host_sensors(processes), *devices]
 
 
 class Sampler:
