@@ -299,7 +299,7 @@ def _check_reached(field: str, value: Time, first: float, example: str) -> None:
         raise ConfigError(field, str(value), problem, f'"{example}"')
 
 
-class Fixed(Schedule):
+class Fixed(At):
     """True once, for a number of optimizer steps after a warm-up.
 
     Args:
@@ -311,21 +311,15 @@ class Fixed(Schedule):
 
     Example:
         >>> from lightning_perf.core.progress import Moment, Timestamp
-        >>> schedule = Fixed(warmup_steps=2, active_steps=3)
-        >>> [step for step in range(9)
-        ...  if schedule(Moment("train", Timestamp(step=step), Timestamp()))]
+        >>> schedule, start = Fixed(warmup_steps=2, active_steps=3), Timestamp()
+        >>> [batch for batch in range(9) if schedule(Moment("train", start, start).ahead(batch))]
         [2, 3, 4]
     """
-
-    shared = True
 
     def __init__(self, warmup_steps: int, active_steps: int) -> None:
         self.warmup_steps = checks.whole("warmup_steps", warmup_steps, 0, "10")
         self.active_steps = checks.whole("active_steps", active_steps, 1, "5")
-
-    def window(self, moment: Moment) -> Hashable | None:
-        """Return the single window."""
-        return 0 if 0 <= moment.timestamp.step - self.warmup_steps < self.active_steps else None
+        super().__init__(f"{warmup_steps}step", f"{active_steps}step")
 
 
 class Cyclic(Schedule):
@@ -386,21 +380,11 @@ class Cyclic(Schedule):
         return (timestamp.epoch, cycle) if self.per_epoch else cycle
 
     def quiet_until(self, moment: Moment) -> int:
-        """Return the first batch of the next active part."""
-        timestamp, length = moment.timestamp, moment.limits.batches_per_epoch
-        if not self.per_epoch:
-            return self._active_from(timestamp.batch)
-        if length is None:
+        """Return the first batch of the next active part, or the next batch if ``per_epoch``."""
+        if self.per_epoch:
             return super().quiet_until(moment)
-        begins = self._active_from(timestamp.batch_in_epoch)
-        if begins >= length:
-            begins = length + self._active_from(0)
-        return max(timestamp.batch - timestamp.batch_in_epoch + begins, timestamp.batch + 1)
-
-    def _active_from(self, batch: int) -> int:
-        """Return where the active part of the cycle of an inactive batch begins."""
         inactive = self.wait + self.warmup
         length = inactive + self.active
-        cycle = max(0, (batch - self.skip_first) // length)
+        cycle = max(0, (moment.timestamp.batch - self.skip_first) // length)
         begins = self.skip_first + cycle * length + inactive
         return FOREVER if self.repeat and cycle >= self.repeat else begins

@@ -38,6 +38,9 @@ class Trigger(Schedule):
         lasting: The length of a window, in any unit except ``dur``.
     """
 
+    #: Batches from the event to the window.
+    _delay = 1
+
     def __init__(self, lasting: Time | str) -> None:
         length = checks.times("lasting", lasting, "5ba", units=checks.COUNTED_UNITS)
         self.lasting = str(length)
@@ -56,7 +59,7 @@ class Trigger(Schedule):
         """Open a window if the trigger fires."""
         if self.window(moment) is None and self.fired(moment):
             self._windows += 1
-            self._latch.open(self._windows, moment, delay=1)
+            self._latch.open(self._windows, moment, self._delay)
         self._latch.observe(moment)
 
     def window(self, moment: Moment) -> Hashable | None:
@@ -64,7 +67,7 @@ class Trigger(Schedule):
         return self._latch.window(moment)
 
 
-class Elapsed(Schedule):
+class Elapsed(Trigger):
     """True for the first batch, and again whenever the given wall-clock time has passed.
 
     Args:
@@ -78,31 +81,27 @@ class Elapsed(Schedule):
         Elapsed(duration='5400sec')
     """
 
+    _delay = 0
+
     def __init__(self, duration: Time | str = "10m") -> None:
+        super().__init__("1ba")
         parsed = checks.times("duration", duration, "10m", units={TimeUnit.SECOND})
         self.duration = str(parsed)
         self._seconds = parsed.value
-        self._clock = time.monotonic
-        self._due = -inf
-        self._windows = 0
-        self._latch = Latch(Time(1, TimeUnit.BATCH))
+        self._clock, self._due = time.monotonic, -inf
 
     def setup(self, context: Context) -> None:
         """Restart with the clock of the run."""
+        super().setup(context)
         self._clock, self._due = context.clock, -inf
-        self._latch.reset()
 
-    def observe(self, moment: Moment) -> None:
-        """Open a window if the time has passed."""
+    def fired(self, moment: Moment) -> bool:  # noqa: ARG002
+        """Return whether the time has passed."""
         now = self._clock()
-        if now >= self._due:
-            self._due = now + self._seconds
-            self._windows += 1
-            self._latch.open(self._windows, moment)
-
-    def window(self, moment: Moment) -> Hashable | None:
-        """Return the number of the window."""
-        return self._latch.window(moment)
+        if now < self._due:
+            return False
+        self._due = now + self._seconds
+        return True
 
 
 class OnSlowBatch(Trigger):

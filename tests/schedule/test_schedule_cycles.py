@@ -55,7 +55,7 @@ def test_fixed_counts_optimizer_steps():
     start = Moment("train", Timestamp(), Timestamp(), Limits(batches_per_step=2))
     schedule = Fixed(warmup_steps=1, active_steps=2)
     assert [schedule.window(start.ahead(batch)) for batch in range(8)] == [
-        None, None, 0, 0, 0, 0, None, None,
+        None, None, 1, 1, 1, 1, None, None,
     ]  # fmt: skip
 
 

@@ -228,14 +228,3 @@ def test_the_end_of_training_is_reached(schedule):
     limits = Limits(max_steps=10)
     done = Moment("train", Timestamp(batch=10, step=10), Timestamp(batch=9, step=9), limits)
     assert schedule(done)
-
-
-@pytest.mark.parametrize(
-    ("interval", "meant"), [("10steps", "10step"), (5, "5ba"), ("1.5", "100ba"), ("x", "100ba")]
-)
-def test_a_malformed_time_is_refused_with_the_units_and_the_nearest(interval, meant):
-    """The message lists all units and suggests a valid time."""
-    with pytest.raises(ConfigError, match="ep ba step sp tok sec dur, or 1h20m40s") as caught:
-        Every(interval)
-    assert str(caught.value).endswith(f'. Try interval="{meant}".')
-    Every(meant)
