@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.errors import ConfigError, warn
 from lightning_perf.flops.fit import FlopModel, fit
-from lightning_perf.flops.peaks import Peak, check_peak, measured_peak, resolve_peak
+from lightning_perf.flops.measure import measure_peak
+from lightning_perf.flops.peaks import Peak, check_peak, resolve_peak
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +89,7 @@ class PeakResolver:
         if self._is_measured:
             # Autocast leaves some products in float32.
             for dtype in sorted({self.dtype, "float32"} if self._mixed else {self.dtype}):
-                measured_peak(self._device, dtype)
+                measure_peak(self._device, dtype)
 
     @property
     def _is_measured(self) -> bool:
