@@ -40,23 +40,15 @@ def get_num_samples(batch: Any) -> int:
     _collect(parts, sizes)
     if len(sizes) == 1:
         return sizes.pop()
+    reason = f"{type(batch).__name__} has no tensors"
     if sizes:
-        raise ValueError(
-            f"Unable to determine the number of samples: the first dimensions {sorted(sizes)} "
-            f"differ; {_ADVICE}"
-        )
-    problem = (
-        f"Unable to determine the number of samples: {type(batch).__name__} has no tensors; "
-        f"{_ADVICE}"
-    )
+        reason = f"the first dimensions {sorted(sizes)} differ"
+    problem = f"Unable to determine the number of samples: {reason}; {_ADVICE}"
     raise ValueError(problem) if parts else NotImplementedError(problem)
 
 
 def get_num_tokens(batch: Any) -> int:
-    """Return the number of tokens in a batch with ``input_ids`` or of a packed sequence.
-
-    Returns:
-        The number of tokens, padding included; 0 for other batches.
+    """Return the tokens, padding included, of ``input_ids`` or a packed sequence; else 0.
 
     Example:
         >>> import numpy as np
@@ -75,18 +67,10 @@ def get_num_tokens(batch: Any) -> int:
 
 
 def checked_count(value: Any, name: str) -> int:
-    """Check the result of a user's counter.
-
-    Args:
-        value: A non-negative int, or a tensor without dimensions that contains one.
-        name: Name of the counter, for the message.
+    """Return the result of a user's counter as an int.
 
     Raises:
-        ValueError: If the value is anything else.
-
-    Example:
-        >>> checked_count(8, "get_num_tokens_in_batch")
-        8
+        ValueError: If it is no whole number from 0, or tensor without dimensions that contains one.
     """
     number = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:

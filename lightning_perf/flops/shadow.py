@@ -37,14 +37,6 @@ def is_compiled(module: nn.Module) -> bool:
     Detects wrapped modules, ``module.compile()``, Lightning's ``from_compiled``, and compiled
     functions and methods of a module or its class, but not compiled global functions that a
     ``forward`` calls. Imports and runs nothing.
-
-    Args:
-        module: The module, which is checked with all its submodules.
-
-    Example:
-        >>> from torch import nn
-        >>> is_compiled(nn.Linear(2, 2))
-        False
     """
     parts = list(module.modules())
     for part in parts:
@@ -175,11 +167,7 @@ class ShadowError(RuntimeError):
     """A module, named by its class, whose FLOPs depend on more than shapes."""
 
     def __init__(self, module: str, problem: str) -> None:
-        super().__init__(module, problem)
-        self.module, self.problem = module, problem
-
-    def __str__(self) -> str:
-        return f"{self.module} cannot be counted from shapes alone: {self.problem}"
+        super().__init__(f"{module} cannot be counted from shapes alone: {problem}")
 
 
 def count_on_shadow(
