@@ -250,12 +250,7 @@ class Time:
 
 
 def ensure_time(value: Time | str | timedelta | float, unit: TimeUnit | str) -> Time:
-    """Convert a value to a time; numbers are in the given unit.
-
-    Example:
-        >>> ensure_time(5, "ba")
-        Time(5, TimeUnit.BATCH)
-    """
+    """Convert a value to a time; numbers are in the given unit."""
     return Time.from_input(value, unit)
 
 

@@ -23,22 +23,15 @@ if TYPE_CHECKING:
 ROUNDING = 1e-9
 
 
-_COUNTS = {
-    TimeUnit.EPOCH: "epoch",
-    TimeUnit.BATCH: "batch",
-    TimeUnit.SAMPLE: "sample",
-    TimeUnit.TOKEN: "token",
-    TimeUnit.STEP: "step",
-    TimeUnit.SECOND: "total_wct",
-}
+_COUNTS = {unit: unit.name.lower() for unit in TimeUnit} | {TimeUnit.SECOND: "total_wct"}
 #: Progress at a moment and one batch earlier, by unit.
 POSITION: dict[TimeUnit, Callable[[Moment], float]] = {
-    TimeUnit.DURATION: lambda moment: (moment.fraction or 0.0) + ROUNDING,
     **{unit: attrgetter(f"timestamp.{name}") for unit, name in _COUNTS.items()},
+    TimeUnit.DURATION: lambda moment: (moment.fraction or 0.0) + ROUNDING,
 }
 PREVIOUS: dict[TimeUnit, Callable[[Moment], float]] = {
-    TimeUnit.DURATION: lambda moment: (moment.previous_fraction or 0.0) + ROUNDING,
     **{unit: attrgetter(f"previous.{name}") for unit, name in _COUNTS.items()},
+    TimeUnit.DURATION: lambda moment: (moment.previous_fraction or 0.0) + ROUNDING,
 }
 
 

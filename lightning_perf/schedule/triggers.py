@@ -321,18 +321,17 @@ def _in_use(handler: Any) -> Any:
     return handler
 
 
-def _signal_number(name: str) -> signal.Signals:
+def _signal_number(name: object) -> signal.Signals:
     known = signal.Signals.__members__
-    if isinstance(name, str) and name in _REFUSED:
-        raise ConfigError("signal", name, "is a reserved signal", '"SIGUSR2"')
-    if not isinstance(name, str) or name not in known:
-        near = next((each for each in known if _means_signal(each, name)), "SIGUSR2")
-        example = f'"{near if near not in _REFUSED else "SIGUSR2"}"'
-        raise ConfigError("signal", name, "is not the name of a signal on this system", example)
-    return known[name]
-
-
-def _means_signal(known: str, written: object) -> bool:
-    """Whether the text means a signal: lower case, without ``SIG``, or its number."""
-    meant = str(written).upper()
-    return meant in (known, known.removeprefix("SIG"), str(int(signal.Signals[known])))
+    if isinstance(name, str) and name in known and name not in _REFUSED:
+        return known[name]
+    meant = str(name).upper()  # lower case, without SIG, or a number
+    problem = "is not the name of a signal on this system"
+    if meant in _REFUSED:
+        problem = "is a reserved signal"
+    found = (
+        each
+        for each, number in known.items()
+        if meant in (each, each.removeprefix("SIG"), str(int(number))) and each not in _REFUSED
+    )
+    raise ConfigError("signal", name, problem, f'"{next(found, "SIGUSR2")}"')

@@ -8,32 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from lightning_perf.errors import warn
 from lightning_perf.system.cgroup import Cgroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Set
+    from collections.abc import Callable, Mapping, Set
 
     from lightning_perf.system.sampler import Sensor
 
     _Counters = Mapping[Any, Mapping[str, float]]
 
 
-def host_sensors(processes: Set[int]) -> Iterator[Sensor]:
-    """The sensors that are available on this machine, for these and all processes."""
-    makers: list[Callable[[], Sensor]] = [
-        Cpu,
-        Memory,
-        Swap,
-        lambda: Traffic("network", network),
-        lambda: Traffic("disks", disks),
-        lambda: Processes(processes),
-    ]
-    for make in makers:
-        try:
-            yield make()
-        except Exception as error:
-            warn(f"a sensor failed to start ({type(error).__name__}: {error}).")
+def host_sensors(processes: Set[int]) -> list[Sensor]:
+    """The sensors of this machine, for these and all processes."""
+    traffic = Traffic("network", network), Traffic("disks", disks)
+    return [Cpu(), Memory(), Swap(), *traffic, Processes(processes)]
 
 
 class Rates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Protocol
@@ -152,25 +152,32 @@ def _run(
     owner: weakref.ref[Sampler], mailbox: Mailbox, open_sensors: _Open, processes: set[int]
 ) -> None:
     """The thread's work. It must not keep its owner alive, nor raise."""
-    with suppress(Exception), open_sensors(processes) as found:
-        sensors, done = dict.fromkeys(found, 0.0), None
-        while (sampler := owner()) is not None:
-            for sensor, then in list(sensors.items()):
-                now = time.monotonic()
-                try:
-                    sampler.receive(sensor(now), now - then if then else 0.0)
-                    sensors[sensor] = now
-                except Exception as error:
-                    del sensors[sensor]
-                    warn(f"{sensor.name} is not measured any more ({describe(error)}).")
-            interval = sampler.interval
-            del sampler
-            if done is not None:
-                done.set()
+    try:
+        with open_sensors(processes) as found:
+            _sample(owner, mailbox, dict.fromkeys(found, 0.0))
+    except Exception as error:
+        warn(f"the machine is not measured ({describe(error)}).")
+
+
+def _sample(owner: weakref.ref[Sampler], mailbox: Mailbox, sensors: dict[Sensor, float]) -> None:
+    done: Event | None = None
+    while (sampler := owner()) is not None:
+        for sensor, then in list(sensors.items()):
+            now = time.monotonic()
             try:
-                done = mailbox.get(timeout=interval)
-            except Empty:
-                done = None
-            else:
-                if done is None:
-                    return
+                sampler.receive(sensor(now), now - then if then else 0.0)
+                sensors[sensor] = now
+            except Exception as error:
+                del sensors[sensor]
+                warn(f"{sensor.name} is not measured any more ({describe(error)}).")
+        interval = sampler.interval
+        del sampler
+        if done is not None:
+            done.set()
+        try:
+            done = mailbox.get(timeout=interval)
+        except Empty:
+            done = None
+        else:
+            if done is None:
+                return
