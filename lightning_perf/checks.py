@@ -67,12 +67,7 @@ _PIECE = re.compile(r"(\d[\d.,_]*|\.\d+)\s*((?!for\b)[a-z]+|%)?|([a-z]+)", re.AS
 
 
 def percent_as_dur(word: str) -> str:
-    """Convert a percentage to a fraction of the training; return other words unchanged.
-
-    Example:
-        >>> percent_as_dur("50%"), percent_as_dur("5ba")
-        ('0.5dur', '5ba')
-    """
+    """Convert a percentage to a fraction of the training; return other words unchanged."""
     match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", word, re.ASCII)
     return f"{float(Fraction(match[1]) / 100)}dur" if match else word
 
@@ -210,12 +205,7 @@ EXTRAS = {"matplotlib": "charts", "memray": "memray", "mlflow": "mlflow", "viztr
 
 
 def install_command(package: str) -> str:
-    """The pip command that brings a package.
-
-    Example:
-        >>> install_command("mlflow"), install_command("rich")
-        ('pip install "lightning_perf[mlflow]"', 'pip install rich')
-    """
+    """The pip command that brings a package."""
     extra = EXTRAS.get(package)
     return f"pip install {package}" if extra is None else f'pip install "lightning_perf[{extra}]"'
 

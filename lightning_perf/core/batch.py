@@ -25,11 +25,6 @@ def get_num_samples(batch: Any) -> int:
     Raises:
         NotImplementedError: If the batch is empty or has another type.
         ValueError: If it contains no tensors or their first dimensions differ.
-
-    Example:
-        >>> import numpy as np
-        >>> get_num_samples([np.zeros((128, 8)), np.zeros(128)])
-        128
     """
     # A plain list or tuple, the usual batch, has no size of its own.
     size = None if type(batch) in (list, tuple) else _size(batch)
@@ -48,15 +43,7 @@ def get_num_samples(batch: Any) -> int:
 
 
 def get_num_tokens(batch: Any) -> int:
-    """Return the tokens, padding included, of ``input_ids`` or a packed sequence; else 0.
-
-    Example:
-        >>> import numpy as np
-        >>> get_num_tokens({"input_ids": np.zeros((4, 512), dtype=int)})
-        2048
-        >>> get_num_tokens(np.zeros((4, 512)))
-        0
-    """
+    """Return the tokens, padding included, of ``input_ids`` or a packed sequence; else 0."""
     input_ids = _input_ids(batch)
     if input_ids is not None:
         numel = getattr(input_ids, "numel", None)

@@ -69,12 +69,7 @@ def utilization(window: Window) -> dict[str, float]:
 
 
 def elapsed(train: float, validation: float, unit: str) -> dict[str, float]:
-    """Elapsed time in a unit, from seconds of training and of validation inside of fit.
-
-    Example:
-        >>> elapsed(5400.0, 1800.0, "hours")
-        {'time/train': 1.5, 'time/val': 0.5, 'time/total': 2.0}
-    """
+    """Elapsed time in a unit, from seconds of training and of validation inside of fit."""
     each = SECONDS_PER_UNIT[unit]
     return {
         "time/train": train / each,
@@ -95,13 +90,6 @@ class RemainingTime:
       warm-up, counts only until there is a second.
 
     After a resume, the batches and validations before ``start`` do not affect the speed.
-
-    Example:
-        >>> from lightning_perf.core.progress import Limits, Timestamp
-        >>> remaining = RemainingTime(Limits(max_epochs=2, batches_per_epoch=5), Timestamp())
-        >>> remaining.add(0.5)
-        >>> remaining.seconds(Timestamp(batch=2, batch_in_epoch=2))
-        4.0
     """
 
     def __init__(

@@ -192,12 +192,7 @@ class Limits:
         return not (self.max_steps is None and self.max_epochs is None and self.max_seconds is None)
 
     def fraction(self, timestamp: Timestamp) -> float | None:
-        """Return the largest of the fractions of the limits that are set; None without a limit.
-
-        Example:
-            >>> Limits(max_epochs=2, batches_per_epoch=4).fraction(Timestamp(batch_in_epoch=3))
-            0.375
-        """
+        """Return the largest of the fractions of the limits that are set; None without a limit."""
         done = -1.0
         if self.max_steps:
             done = timestamp.step / self.max_steps

@@ -8,7 +8,7 @@ exactly. Shapes that vary in a way that was not counted are not predicted.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
 from math import prod
@@ -21,6 +21,7 @@ from lightning_perf.flops.counter import Counts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from lightning_perf.flops.peaks import BatchCost
     from lightning_perf.flops.signature import Signature
 
 # The exponents of the variables.
@@ -73,16 +74,6 @@ def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
 
     At least eight signatures must differ in sizes only. Every fourth count is held out and must be
     predicted exactly from the others.
-
-    Example:
-        >>> from torch import empty
-        >>> from lightning_perf.flops.signature import signature
-        >>> def cost(b, t):
-        ...     return Counts(*2 * [{"float32": 6 * b * t + 2 * b * t**2}])
-        >>> shapes = [(b, t) for b in (2, 3) for t in (4, 5, 7, 8)]
-        >>> model = fit({signature(empty(b, t)): cost(b, t) for b, t in shapes})
-        >>> model.predict(signature(empty(16, 100))).model
-        {'float32': 329600}
     """
     if not known:
         return None
@@ -202,3 +193,38 @@ def _reduced(row: Row, rows: Mapping[int, Row]) -> Row:
                 if value:
                     row[i] -= factor * value
     return row
+
+
+#: Shapes that are counted before others are predicted, and at most.
+_MIN_COUNTED, MOST_COUNTED = 16, 64
+#: Costs that are cached at most.
+_MOST_COSTS = 4096
+
+
+@dataclass(slots=True)
+class FlopCache:
+    """FLOPs and costs by batch signature, for one stage and set of trainable parameters."""
+
+    #: Batches without FLOPs that are still counted before counting is given up.
+    tries: int
+    counts: dict[Signature, Counts] = field(default_factory=dict)
+    costs: dict[Signature, BatchCost] = field(default_factory=dict)
+    predictor: FlopModel | None = None
+    #: Size of ``counts`` at the last fit.
+    fitted_at: int = 0
+
+    def predict(self, signature: Signature) -> Counts | None:
+        """Return the predicted FLOPs of a new signature, or None if it must be counted."""
+        if len(self.counts) < _MIN_COUNTED:
+            return None
+        # Signatures that the predictor does not cover are counted, and extend the next fit.
+        if len(self.counts) >= 2 * self.fitted_at:
+            self.fitted_at = len(self.counts)
+            self.predictor = fit(self.counts)
+        return self.predictor.predict(signature) if self.predictor is not None else None
+
+    def store(self, signature: Signature, cost: BatchCost) -> None:
+        """Cache the cost of a signature."""
+        if len(self.costs) >= _MOST_COSTS:
+            self.costs.clear()
+        self.costs[signature] = cost

@@ -1,7 +1,7 @@
 """Peak FLOP/s of devices by dtype, without sparsity: given, from a table, estimated or measured.
 
 The table is ``device_peaks.json``. Peaks are those of the matrix units of one device as ``torch``
-sees it.
+sees it. The cost of a batch is the time that its FLOPs take at the peak.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_perf.errors import ConfigError
+from lightning_perf.errors import ConfigError, warn
 from lightning_perf.flops.measure import measure_peak
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_perf.flops.counter import Counts
 
 #: The column of the table for each dtype.
 COLUMNS = {
@@ -148,10 +153,6 @@ def estimate_from_properties(
     """Estimate the dense peak of an NVIDIA device in FLOP/s: multiprocessors x clock x rate.
 
     Returns None if the capability, such as ``(8, 0)``, is unknown or does not support the dtype.
-
-    Example:
-        >>> round(estimate_from_properties(108, 1.41e9, (8, 0), "bfloat16") / 1e12)
-        312
     """
     rates = dict(_RATES.get(capability, {}))
     full = rates.get("fp16", 0)
@@ -228,6 +229,124 @@ def resolve_peak(
         geforce="GeForce" in properties.name,
     )
     return Peak(value, f"estimated: {properties.name}") if value else None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCost:
+    """What one batch costs one rank."""
+
+    tracked_operations: int = 0
+    untracked_operations: int = 0
+    #: Seconds at the device's peak, without and with recomputation; 0 if a peak is unknown.
+    ideal_seconds: float = 0.0
+    hardware_ideal_seconds: float = 0.0
+    #: Model FLOPs over all dtypes, and the peak FLOP/s for this mix of dtypes.
+    total: float = 0.0
+    peak: float = 0.0
+
+
+_DTYPES = {"64": "float64", "32": "float32", "16": "float16", "bf16": "bfloat16"}
+_FP8 = "float8_e4m3fn"
+
+
+class PeakResolver:
+    """The peaks of one device by dtype, each resolved once.
+
+    ``precision`` is Lightning's name of the precision, such as ``bf16-mixed``.
+    """
+
+    def __init__(self, device: torch.device, precision: str) -> None:
+        self._device = device
+        self._mixed = precision.endswith("-mixed")
+        base = precision.removesuffix("-mixed").removesuffix("-true")
+        #: The dtype of the operands of matrix products.
+        self.dtype = _DTYPES.get(base, _FP8 if base.startswith("transformer-engine") else "float32")
+        self._given: float | str | None = None
+        self._given_as = ""
+        self._peaks: dict[str, Peak | None] = {}
+        self._warned_above_peak = False
+
+    def override(self, peak: float | str, name: str) -> None:
+        """Use a peak given by the user: FLOP/s of one device, or ``"measure"``.
+
+        Raises:
+            ConfigError: If the peak is not valid or another argument gave a different one.
+        """
+        check_peak(peak, name)
+        if self._given is not None and self._given != peak:
+            problem = f"contradicts {self._given_as}={self._given!r}, which is for the same device"
+            raise ConfigError(name, peak, problem, repr(self._given))
+        self._given, self._given_as = peak, name
+
+    def get(self, dtype: str) -> Peak | None:
+        """Return the peak for a dtype such as ``"bfloat16"``; if unknown, None and a warning."""
+        if dtype in self._peaks:
+            return self._peaks[dtype]
+        self._peaks[dtype] = peak = resolve_peak(self._device, dtype, self._given)
+        if peak is None:
+            problem, remedy = "is unknown", ", or use peak_flops='measure'"
+            if self._is_measured:
+                problem, remedy = "could not be measured (unsupported dtype or busy machine)", ""
+            warn(
+                f"the peak of {self._device} for {dtype} {problem}. mfu is not reported. Set "
+                f"Flops(peak_flops=312e12), in FLOP/s of one device{remedy}."
+            )
+        return peak
+
+    def prepare(self) -> None:
+        """Measure the peaks that need it, before any batch is timed.
+
+        All ranks of a node measure at the same time and share its cores, as they do in training.
+        """
+        if self._is_measured:
+            # Autocast leaves some products in float32.
+            for dtype in sorted({self.dtype, "float32"} if self._mixed else {self.dtype}):
+                measure_peak(self._device, dtype)
+
+    @property
+    def _is_measured(self) -> bool:
+        return self._given == "measure" or (self._given is None and self._device.type == "cpu")
+
+    def cost_of(self, counts: Counts) -> BatchCost:
+        """Return the cost of a batch on this device."""
+        total = float(counts.model_flops)
+        seconds = self._seconds(counts.model)
+        peaks = {peak.value for dtype in counts.model if (peak := self.get(dtype))}
+        return BatchCost(
+            counts.tracked_operations,
+            counts.untracked_operations,
+            seconds,
+            self._seconds(counts.hardware),
+            total,
+            # A single peak is kept exactly; several are averaged, weighted by their FLOPs.
+            next(iter(peaks)) if len(peaks) == 1 else total / seconds if seconds else 0.0,
+        )
+
+    def warn_if_above_peak(self, mfu: float) -> None:
+        """Warn once if the reported utilization is above 1: the peak must be wrong."""
+        if mfu <= 1.0 or self._warned_above_peak:
+            return
+        self._warned_above_peak = True
+        peak = self.get(self.dtype)
+        used = f"{peak.value:.3g} FLOP/s ({peak.source})" if peak else "unknown"
+        warn(
+            f"mfu is {mfu:.3g}, which is more than the hardware can do. The peak in use is wrong: "
+            f"{used}. Set Flops(peak_flops=...), in FLOP/s of one device."
+        )
+
+    def setup(self) -> dict[str, object]:
+        """Return the peak and its source for the parameters of the run."""
+        peak = self.get(self.dtype)
+        return {"peak_flops": peak.value, "peak_source": peak.source} if peak else {}
+
+    def _seconds(self, flops: Mapping[str, float]) -> float:
+        seconds = 0.0
+        for dtype, count in flops.items():
+            peak = self.get(dtype)
+            if peak is None:
+                return 0.0
+            seconds += count / peak.value
+        return seconds
 
 
 def cuda_devices() -> tuple[str | None, list[str]]:

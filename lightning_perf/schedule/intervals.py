@@ -228,12 +228,8 @@ class Every(_Milestones):
         length = checks.times("lasting", lasting, "3ba")
         begin = checks.times("start", start, f"10{every.unit}", positive=False)
         if begin.value and begin.unit is not every.unit:
-            raise ConfigError(
-                "start",
-                str(begin),
-                f"has another unit than interval, expected {every.unit}",
-                f'"10{every.unit}"',
-            )
+            problem = f"has another unit than interval, expected {every.unit}"
+            raise ConfigError("start", str(begin), problem, f'"10{every.unit}"')
         if every.unit is TimeUnit.DURATION:
             _check_reached("interval", every, every.value, "0.1dur")
             _check_reached("start", begin, begin.value + every.value, "0dur")

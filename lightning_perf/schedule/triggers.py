@@ -129,12 +129,10 @@ class OnSlowBatch(Trigger):
         super().__init__(lasting)
         number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not number or not 1 < factor < inf:
-            raise ConfigError(
-                "factor", factor, "is not a valid factor, expected a number greater than 1", "2.0"
-            )
-        pause = checks.times(
-            "cooldown", cooldown, "200ba", units=checks.COUNTED_UNITS, positive=False
-        )
+            problem = "is not a valid factor, expected a number greater than 1"
+            raise ConfigError("factor", factor, problem, "2.0")
+        units = checks.COUNTED_UNITS
+        pause = checks.times("cooldown", cooldown, "200ba", units=units, positive=False)
         self.factor, self.cooldown = float(factor), str(pause)
         self._cooldown = Latch(pause)
         self._reset()

@@ -40,12 +40,7 @@ def gpu_name(index: int, instance: int | None = None) -> str:
 
 
 def gpu_number(name: str) -> float:
-    """A GPU's key as one number.
-
-    Example:
-        >>> gpu_key(gpu_number("gpu_3_mig_0"))
-        'gpu_3_mig_0'
-    """
+    """A GPU's key as one number."""
     _, index, *instance = name.partition("/")[0].split("_")
     return PER_GPU * int(index) + (int(instance[1]) + 1 if instance else 0)
 

@@ -29,11 +29,6 @@ class Rates:
 
     A device counts from its second reading on. A counter that fell has wrapped or was reset:
     what it stands for has no rate in that interval.
-
-    Example:
-        >>> rates = Rates()
-        >>> rates({"sda": {"iops": 30}}, now=0.0), rates({"sda": {"iops": 50}}, now=2.0)
-        ({}, {'iops': 10.0})
     """
 
     def __init__(self) -> None:

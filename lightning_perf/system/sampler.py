@@ -65,16 +65,6 @@ class Sampler:
 
     Args:
         open_sensors: Returns the sensors, in the thread that reads them.
-
-    Example:
-        >>> sampler = Sampler()
-        >>> sampler.subscribe("me", interval=1.0)
-        >>> sampler.refresh(timeout=60), sampler.refresh(timeout=60)
-        (True, True)
-        >>> total, seconds = sampler.totals()["free_memory"]
-        >>> total / seconds > 0
-        True
-        >>> sampler.unsubscribe("me")
     """
 
     def __init__(self, open_sensors: _Open = node_sensors) -> None:
