@@ -46,21 +46,13 @@ _SECONDS: dict[str, Fraction | int] = {
     "d": 86400,
 }
 #: Words for one unit, as in "every epoch".
-ONE = {
-    "epoch": "1ep",
-    "batch": "1ba",
-    "step": "1step",
-    "second": "1sec",
-    "minute": "1m",
-    "hour": "1h",
-}
+ONE = {name: f"1{_UNIT[name]}" for name in ("epoch", "batch", "step", "second", "minute", "hour")}
 _WORD = {
     **{word: word for word in ("every", "for", "first", "at", "always", "never")},
     **dict.fromkeys(("each", "interval"), "every"),
     **dict.fromkeys(("lasting", "during"), "for"),
     **dict.fromkeys(("after", "from"), "at"),
     **{name: f"1{unit}" for name, unit in _UNIT.items() if len(name) > 2},
-    **ONE,
 }
 # A number with its unit, or a word.
 _PIECE = re.compile(r"(\d[\d.,_]*|\.\d+)\s*((?!for\b)[a-z]+|%)?|([a-z]+)", re.ASCII)

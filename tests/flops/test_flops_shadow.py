@@ -1,6 +1,10 @@
 """Counting on a shadow gives the closed formulas and does not change the module."""
 
 import random
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import lightning as L
 import numpy as np
@@ -10,7 +14,7 @@ from helpers.small import Records
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_perf.flops.shadow import ShadowError, count_on_shadow
+from lightning_perf.flops.shadow import ShadowError, count_on_shadow, is_compiled
 
 ROWS, WIDTH = 6, 8
 PRODUCT = 2 * ROWS * WIDTH * WIDTH
@@ -145,6 +149,23 @@ def by_decorator(watcher, fullgraph):
     return Decorated()
 
 
+def by_static_method(watcher, fullgraph):
+    class Static(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = MLP()
+
+        @staticmethod
+        @torch.compile(backend=watcher, fullgraph=fullgraph)
+        def apply_to(layers, x):
+            return layers(x)
+
+        def forward(self, x):
+            return self.apply_to(self.layers, x)
+
+    return Static()
+
+
 def by_free_function(watcher, fullgraph):
     apply = torch.compile(lambda layers, x: layers(x), backend=watcher, fullgraph=fullgraph)
 
@@ -159,7 +180,9 @@ def by_free_function(watcher, fullgraph):
     return Caller()
 
 
-WAYS = [by_call, by_wrapper, by_part, by_attribute, by_decorator, by_free_function]
+WAYS = [
+    by_call, by_wrapper, by_part, by_attribute, by_decorator, by_static_method, by_free_function,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -169,12 +192,32 @@ def test_compiled_code_stays_compiled(way, fullgraph):
     torch._dynamo.reset()
     watcher = Watcher()
     module, x = way(watcher, fullgraph), torch.randn(ROWS, WIDTH)
+    assert is_compiled(module) == (way is not by_free_function)
     assert flops(module, x) == {"float32": 5 * PRODUCT}
     assert (watcher.compiled, watcher.ran) == (0, 0)
     for runs in 1, 2, 3:
         sum_over_ranks(module, x).backward()
         assert flops(module, x) == {"float32": 5 * PRODUCT}
         assert (watcher.compiled, watcher.ran) == (1, runs)
+
+
+def test_modules_that_lightning_compiled_are_detected():
+    """A module that is not compiled is not detected, whatever its attributes return."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    module.proxy, module.settings = MagicMock(), SimpleNamespace(_torchdynamo_orig_callable=1)
+    module._compiler_ctx = None
+    assert not is_compiled(module)
+    module[0]._compiler_ctx = {"compiler": "dynamo"}
+    assert is_compiled(module)
+
+
+def test_the_compiler_is_not_imported():
+    """Detection does not import torch's compiler, which takes a second."""
+    code = (
+        "import sys; from torch import nn; from lightning_perf.flops import is_compiled; "
+        "assert not is_compiled(nn.Linear(2, 2)); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Noisy(nn.Module):
