@@ -90,7 +90,9 @@ def nearest(text: str) -> str:
 def _nearest_time(number: str, name: str) -> str:
     try:
         amount = Fraction(re.sub("[,_]", "", number))
-        unit = _closest(name, _UNIT) if name else "dur" if amount < 1 else "ba"
+        unit = _closest(name, _UNIT)
+        if not name:
+            unit = "dur" if amount < 1 else "ba"
         if unit == "%":
             return f"{float(amount / 100)}dur"
         if unit in _SECONDS and (amount.denominator > 1 or unit in ("ms", "d")):

@@ -51,7 +51,7 @@ def gpu_key(number: float) -> str:
     return gpu_name(index, instance - 1 if instance else None)
 
 
-#: What NVML tells about a GPU, in its order of figures. A failure concerns that reading only.
+#: How to read each group of figures; if one fails, the others continue.
 _READINGS: dict[str, Callable[[Any, Any], Mapping[str, float]]] = {
     "memory": lambda nvml, gpu: _memory(nvml.nvmlDeviceGetMemoryInfo(gpu)),
     "use": lambda nvml, gpu: {"gpu_util": nvml.nvmlDeviceGetUtilizationRates(gpu).gpu},

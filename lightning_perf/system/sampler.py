@@ -33,10 +33,8 @@ HOST = (
 class Sensor(Protocol):
     """Something that can be sampled repeatedly."""
 
-    @property
-    def name(self) -> str:
-        """What it measures, for messages."""
-        ...
+    #: What it measures, for messages.
+    name: str
 
     def __call__(self, now: float, /) -> Mapping[str, float]:
         """Return values by name: current values, and rates since the last call."""
