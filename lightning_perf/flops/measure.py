@@ -156,24 +156,20 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> _Product:
 
 def _seconds(run: _Product, device: torch.device) -> float:
     if device.type == "cuda":
-        return _seconds_on_cuda(run, device)
+        with torch.cuda.device(device):
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1e3
     synchronize = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
     synchronize()
     start = time.perf_counter()
     run()
     synchronize()
     return time.perf_counter() - start
-
-
-def _seconds_on_cuda(run: _Product, device: torch.device) -> float:
-    with torch.cuda.device(device):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
 
 
 def _usable_cores() -> int:
