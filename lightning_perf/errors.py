@@ -72,12 +72,7 @@ class _LastLine:
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value, shortened if it is long.
-
-    Example:
-        >>> shown("10 batches"), len(shown("9" * 5000))
-        ("'10 batches'", 203)
-    """
+    """Return the repr of a value, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _VALUE_LENGTH else f"{text[:_VALUE_LENGTH]}..."
 
@@ -131,22 +126,12 @@ def warn(message: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return the class and message of an error, shortened and without credentials in URLs.
-
-    Example:
-        >>> describe(OSError("PUT https://me:secret@host/x?signature=abc failed"))
-        'OSError: PUT https://host/x failed'
-    """
+    """Return the class and message of an error, shortened and without credentials in URLs."""
     return _redacted(f"{type(error).__name__}: {error}")[:_MESSAGE_LENGTH]
 
 
 def without_credentials(address: str) -> str:
-    """Remove user names and passwords from the URLs in a text.
-
-    Example:
-        >>> without_credentials("https://me:secret@host/path")
-        'https://host/path'
-    """
+    """Remove user names and passwords from the URLs in a text."""
     return re.sub(r"://[^\s/?#]*@", "://", address)
 
 

@@ -6,12 +6,7 @@ from math import floor, log10
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The unit for a time, and how many of it are one second.
-
-    Example:
-        >>> time_unit(0.25)
-        (1000.0, 'ms')
-    """
+    """The unit for a time, and how many of it are one second."""
     if seconds >= 1:
         return 1.0, "s"
     return (1e3, "ms") if seconds >= 1e-3 else (1e6, "\u00b5s")
@@ -29,12 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def bytes_unit(size: float) -> tuple[float, str]:
-    """The unit for a number of bytes, and how many of it are one byte.
-
-    Example:
-        >>> bytes_unit(3 * 2**20)
-        (9.5367431640625e-07, 'MiB')
-    """
+    """The unit for a number of bytes, and how many of it are one byte."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = next((power for power in range(4) if size < 1024 ** (power + 1)), 4)
     return 1 / 1024**power, units[power]

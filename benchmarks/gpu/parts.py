@@ -33,7 +33,7 @@ from lightning_perf import (
     SystemMetrics,
     Timings,
 )
-from lightning_perf.flops import device_name, lookup, measured_peak, peak_flops
+from lightning_perf.flops import device_name, lookup, measure_peak, peak_flops
 from lightning_perf.system.gpus import gpus, nvidia_driver
 
 ROOT = Path(__file__).parents[2]
@@ -77,10 +77,10 @@ def mfu(bench: Bench) -> Iterator[Row]:
     """MFU of a bf16 GPT and a ResNet against a measured product and the peak table."""
     name, dtype = device_name(bench.device), "bfloat16"
     # First, in a process that has not touched the device: libraries load during the measurement.
-    ours = measured_peak(bench.device, dtype)
+    ours = measure_peak(bench.device, dtype)
     rate = _product(bench)
     yield Row("device", name, note=f"torch {torch.__version__}, driver {nvidia_driver()}")
-    value = ours.value / 1e12 if ours else None
+    value = ours / 1e12 if ours else None
     limits = (0.7, 1.3) if bench.cuda else (None, None)
     yield Row("measured peak, TFLOP/s", value, rate / 1e12, *limits, "against products by events")
     table, entry = peak_flops(name, dtype), lookup(name)

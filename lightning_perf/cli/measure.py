@@ -37,26 +37,26 @@ def run(dtype: str, device: str, json: bool) -> int:
     """Print the measured peak and the one in the table; code 1 if it could not be measured."""
     from rich.console import Console
 
-    from lightning_perf.flops import device_name, lookup, measured_peak, peak_flops, tf32_is_on
+    from lightning_perf.flops import device_name, lookup, measure_peak, peak_flops, tf32_is_on
 
-    peak = measured_peak(device, dtype, _BUDGET_SECONDS)
+    peak = measure_peak(device, dtype, _BUDGET_SECONDS)
     if peak is None:
         why = f"{device} cannot multiply {dtype} matrices, or this machine is too busy"
         return fail("measure", f"{why}. Try --device cpu --dtype float32", 1)
     name = device_name(device)
     listed, entry = peak_flops(name, dtype, tf32=tf32_is_on()), lookup(name)
     if json:
-        found = {"device": name, "dtype": dtype, "measured": peak.value, "table": listed}
+        found = {"device": name, "dtype": dtype, "measured": peak, "table": listed}
         print(json_format.dumps(found))
         return 0
     console = Console(highlight=False)
-    console.print(f"{name}, {dtype}: {peak.value / 1e12:.4g} TFLOP/s (measured)", soft_wrap=True)
+    console.print(f"{name}, {dtype}: {peak / 1e12:.4g} TFLOP/s (measured)", soft_wrap=True)
     if listed is None or entry is None:
         console.print("The table has no peak for this device and dtype.")
     else:
         console.print(
             f"{listed / 1e12:.4g} TFLOP/s (table: {entry.name}, {entry.confidence}); "
-            f"measured is {peak.value / listed:.1%} of it.",
+            f"measured is {peak / listed:.1%} of it.",
             soft_wrap=True,
         )
     return 0

@@ -25,11 +25,6 @@ def get_num_samples(batch: Any) -> int:
     Raises:
         NotImplementedError: If the batch is empty or has another type.
         ValueError: If it contains no tensors or their first dimensions differ.
-
-    Example:
-        >>> import numpy as np
-        >>> get_num_samples([np.zeros((128, 8)), np.zeros(128)])
-        128
     """
     # A plain list or tuple, the usual batch, has no size of its own.
     size = None if type(batch) in (list, tuple) else _size(batch)
@@ -40,31 +35,15 @@ def get_num_samples(batch: Any) -> int:
     _collect(parts, sizes)
     if len(sizes) == 1:
         return sizes.pop()
+    reason = f"{type(batch).__name__} has no tensors"
     if sizes:
-        raise ValueError(
-            f"Unable to determine the number of samples: the first dimensions {sorted(sizes)} "
-            f"differ; {_ADVICE}"
-        )
-    problem = (
-        f"Unable to determine the number of samples: {type(batch).__name__} has no tensors; "
-        f"{_ADVICE}"
-    )
+        reason = f"the first dimensions {sorted(sizes)} differ"
+    problem = f"Unable to determine the number of samples: {reason}; {_ADVICE}"
     raise ValueError(problem) if parts else NotImplementedError(problem)
 
 
 def get_num_tokens(batch: Any) -> int:
-    """Return the number of tokens in a batch with ``input_ids`` or of a packed sequence.
-
-    Returns:
-        The number of tokens, padding included; 0 for other batches.
-
-    Example:
-        >>> import numpy as np
-        >>> get_num_tokens({"input_ids": np.zeros((4, 512), dtype=int)})
-        2048
-        >>> get_num_tokens(np.zeros((4, 512)))
-        0
-    """
+    """Return the tokens, padding included, of ``input_ids`` or a packed sequence; else 0."""
     input_ids = _input_ids(batch)
     if input_ids is not None:
         numel = getattr(input_ids, "numel", None)
@@ -75,18 +54,10 @@ def get_num_tokens(batch: Any) -> int:
 
 
 def checked_count(value: Any, name: str) -> int:
-    """Check the result of a user's counter.
-
-    Args:
-        value: A non-negative int, or a tensor without dimensions that contains one.
-        name: Name of the counter, for the message.
+    """Return the result of a user's counter as an int.
 
     Raises:
-        ValueError: If the value is anything else.
-
-    Example:
-        >>> checked_count(8, "get_num_tokens_in_batch")
-        8
+        ValueError: If it is no whole number from 0, or tensor without dimensions that contains one.
     """
     number = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:

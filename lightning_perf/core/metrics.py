@@ -19,14 +19,9 @@ _ALMOST = 1e-6
 def throughput(window: Window, prefix: str = "") -> dict[str, float]:
     """Rates of all ranks together, and in training those of one device on average.
 
-    Args:
-        window: Holds the columns ``batch/...`` and ``flops/...`` of timed batches.
-        prefix: What their names begin with, such as ``"rolling_100/"``.
-
-    Returns:
-        ``throughput/...`` and ``throughput/device/...`` by name, all per second;
-        ``throughput/device/mfu`` is a fraction of the peak. What some rank does not know is left
-        out.
+    All are per second, except MFU, which is a fraction of the peak. What some rank does not know is
+    left out. The window holds the columns ``batch/...`` and ``flops/...`` of timed batches; the
+    prefix is that of their names, such as ``"rolling_100/"``.
     """
     ranks, per = window.world_size, f"{prefix}batch/seconds"
     # Every rank takes part in every batch, so batches are averaged where samples are summed.
@@ -50,11 +45,7 @@ def throughput(window: Window, prefix: str = "") -> dict[str, float]:
 
 
 def utilization(window: Window) -> dict[str, float]:
-    """The metrics of ``Flops`` from the columns ``flops/...``; what is unknown is left out.
-
-    Args:
-        window: Holds the columns of all ranks; each has known FLOPs.
-    """
+    """The metrics of ``Flops`` from the columns ``flops/...``; what is unknown is left out."""
     flops, peak = window.total("flops/batch"), window.total("flops/peak")
     found = {
         "batch_flops": flops,
@@ -78,17 +69,7 @@ def utilization(window: Window) -> dict[str, float]:
 
 
 def elapsed(train: float, validation: float, unit: str) -> dict[str, float]:
-    """Elapsed time by what it was spent on.
-
-    Args:
-        train: Seconds of training.
-        validation: Seconds of validation inside of fit.
-        unit: One of ``SECONDS_PER_UNIT``.
-
-    Example:
-        >>> elapsed(5400.0, 1800.0, "hours")
-        {'time/train': 1.5, 'time/val': 0.5, 'time/total': 2.0}
-    """
+    """Elapsed time in a unit, from seconds of training and of validation inside of fit."""
     each = SECONDS_PER_UNIT[unit]
     return {
         "time/train": train / each,
@@ -102,26 +83,13 @@ class RemainingTime:
 
     The estimate has three parts:
 
-    - batches, at the mean duration of recent batches, so that it follows a slowdown;
+    - batches, at the mean duration of the last ``horizon``, so that it follows a slowdown;
     - stalls (start of an epoch, checkpoints), at their mean over the whole run, because recent
       batches contain either none or too many;
     - validations, at the frequency and mean duration so far. The first one, which includes its
       warm-up, counts only until there is a second.
 
-    After a resume, earlier batches count as done but do not affect the speed.
-
-    Args:
-        limits: What ends the training.
-        start: Progress at the start of this run: zero, or the progress of the checkpoint.
-        validations: Number of validations before this run.
-        horizon: Number of recent batches to average.
-
-    Example:
-        >>> from lightning_perf.core.progress import Limits, Timestamp
-        >>> remaining = RemainingTime(Limits(max_epochs=2, batches_per_epoch=5), Timestamp())
-        >>> remaining.add(0.5)
-        >>> remaining.seconds(Timestamp(batch=2, batch_in_epoch=2))
-        4.0
+    After a resume, the batches and validations before ``start`` do not affect the speed.
     """
 
     def __init__(
@@ -135,10 +103,7 @@ class RemainingTime:
         self._since = 0.0, 0.0
 
     def add(self, seconds: float) -> None:
-        """Add the duration of a batch, without validation.
-
-        Leave out the first batch, and batches that this package slowed down.
-        """
+        """Add the seconds of a batch, but not of the first one and those that we slowed down."""
         self._batches += 1
         if self._batches > 1 and seconds > _STALL * self._batch_seconds:
             self._stall_seconds += seconds - self._batch_seconds
@@ -148,12 +113,7 @@ class RemainingTime:
             )
 
     def validation_begins(self, batch: int, validation_seconds: float) -> None:
-        """Add a validation.
-
-        Args:
-            batch: Training batches before it.
-            validation_seconds: Total seconds of validation before it.
-        """
+        """Add a validation, with the training batches and seconds of validation before it."""
         if self._validations == 0:
             # A resumed run may not have seen a whole interval yet.
             self._since = batch - batch / (self._before + 1), validation_seconds
@@ -162,14 +122,9 @@ class RemainingTime:
         self._validations, self._validated_at = self._validations + 1, batch
 
     def seconds(self, now: Timestamp, validation_seconds: float = 0.0) -> float | None:
-        """Return the remaining seconds.
+        """Return the remaining seconds, or None without a limit or batches.
 
-        Args:
-            now: The current progress.
-            validation_seconds: Total seconds of validation so far.
-
-        Returns:
-            None if nothing limits the training or no batch was added yet.
+        ``validation_seconds`` are those of all validations so far.
         """
         if not self._batches:
             return None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import total_ordering
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 
+@total_ordering
 @dataclass(frozen=True, slots=True)
 class Timestamp:
     """What one stage has completed so far, on one rank.
@@ -72,22 +73,10 @@ class Timestamp:
         return self.state_dict() == other.state_dict()
 
     def __lt__(self, other: Time | str) -> bool:
-        return self._compare(operator.lt, other)
-
-    def __le__(self, other: Time | str) -> bool:
-        return self._compare(operator.le, other)
-
-    def __gt__(self, other: Time | str) -> bool:
-        return self._compare(operator.gt, other)
-
-    def __ge__(self, other: Time | str) -> bool:
-        return self._compare(operator.ge, other)
-
-    def _compare(self, holds: Callable[[Time, Time], bool], other: object) -> bool:
         if not isinstance(other, Time | str):
-            return NotImplemented  # type: ignore[no-any-return]
+            return NotImplemented
         time = Time.from_input(other)
-        return holds(self.get(time.unit), time)
+        return self.get(time.unit) < time
 
     def to_next_batch(
         self,
@@ -96,14 +85,7 @@ class Timestamp:
         duration: float | timedelta = 0.0,
         steps: int = 0,
     ) -> Timestamp:
-        """Return the timestamp after one more batch.
-
-        Args:
-            samples: Samples in the batch.
-            tokens: Tokens in the batch; 0 if not tracked.
-            duration: Seconds that it took.
-            steps: Optimizer steps that it completed.
-        """
+        """Return the timestamp after one more batch, which took ``duration`` seconds."""
         if isinstance(duration, timedelta):
             duration = duration.total_seconds()
         # Positional, because this runs for every batch: dataclasses.replace is four times slower.
@@ -122,11 +104,7 @@ class Timestamp:
         )
 
     def to_next_epoch(self, duration: float | timedelta = 0.0) -> Timestamp:
-        """Return the timestamp after the end of an epoch, with the counts within it reset.
-
-        Args:
-            duration: Seconds since the last batch.
-        """
+        """Return the timestamp after the end of an epoch, ``duration`` seconds after its batch."""
         if isinstance(duration, timedelta):
             duration = duration.total_seconds()
         return Timestamp(
@@ -158,9 +136,8 @@ class Timestamp:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Timestamp:
         """Restore from `state_dict`; missing counts are 0, unknown ones are ignored."""
-        zero = cls()
-        counts = {field.name: getattr(zero, field.name) for field in fields(cls)}
-        return cls(**{name: type(start)(state.get(name, start)) for name, start in counts.items()})
+        zero: dict[str, Any] = cls().state_dict()
+        return cls(**{name: type(start)(state.get(name, start)) for name, start in zero.items()})
 
 
 def _plain(name: str, value: Any) -> int | float:
@@ -215,15 +192,7 @@ class Limits:
         return not (self.max_steps is None and self.max_epochs is None and self.max_seconds is None)
 
     def fraction(self, timestamp: Timestamp) -> float | None:
-        """Return the completed fraction: the largest of the fractions of the limits that are set.
-
-        Returns:
-            A number from 0 to 1, or None without a limit.
-
-        Example:
-            >>> Limits(max_epochs=2, batches_per_epoch=4).fraction(Timestamp(batch_in_epoch=3))
-            0.375
-        """
+        """Return the largest of the fractions of the limits that are set; None without a limit."""
         done = -1.0
         if self.max_steps:
             done = timestamp.step / self.max_steps

@@ -2,13 +2,13 @@
 
 from lightning_perf.flops.counter import FlopCounter
 from lightning_perf.flops.formulas import TransformerConfig, formula_for, palm
+from lightning_perf.flops.measure import measure_peak
 from lightning_perf.flops.peaks import (
     DevicePeaks,
     check_peak,
     cuda_devices,
     device_name,
     lookup,
-    measured_peak,
     peak_flops,
     table,
     tf32_is_on,
@@ -26,7 +26,7 @@ __all__ = [
     "formula_for",
     "is_compiled",
     "lookup",
-    "measured_peak",
+    "measure_peak",
     "palm",
     "peak_flops",
     "table",

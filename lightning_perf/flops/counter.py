@@ -27,7 +27,7 @@ from lightning_perf.flops.operators import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from types import FrameType, TracebackType
+    from types import FrameType
 
 
 _CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
@@ -138,12 +138,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._depth += 1
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._pop()

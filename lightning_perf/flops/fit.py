@@ -8,7 +8,7 @@ exactly. Shapes that vary in a way that was not counted are not predicted.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
 from math import prod
@@ -21,13 +21,13 @@ from lightning_perf.flops.counter import Counts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from lightning_perf.flops.peaks import BatchCost
     from lightning_perf.flops.signature import Signature
 
-# A dimension of a tensor: index of the shape in the signature, index of the dimension.
-Place = tuple[int, int]
 # The exponents of the variables.
 Monomial = tuple[int, ...]
-Row = list[Fraction]
+# The value of each monomial at a point, then that of each polynomial.
+Row = list[Fraction | int]
 
 _FEWEST, _EVERY = 8, 4
 # Counts required beyond the number of coefficients.
@@ -39,8 +39,13 @@ _MOST_VARIABLES = 4
 class FlopModel:
     """Predicts FLOPs from sizes. Created by `fit`."""
 
-    _shapes: _Shapes
+    _template: Signature
+    #: The sizes of a counted batch.
+    _origin: Sequence[int]
+    #: By size, the first one that always differed from it by the same number.
+    _like: Sequence[int]
     _polynomial: _Polynomial
+    #: What the polynomials are for: ``model`` or ``hardware``, and the dtype.
     _buckets: Sequence[tuple[str, str]]
     _tracked_operations: int
 
@@ -49,8 +54,13 @@ class FlopModel:
 
         None if the shapes differ from the counted ones in other dimensions than the fitted ones.
         """
-        values = self._shapes.variables(signature)
-        found = None if values is None else self._polynomial.at(values)
+        if _template(signature) != self._template:
+            return None
+        sizes = _sizes(signature)
+        moved = [size - first for size, first in zip(sizes, self._origin, strict=True)]
+        if any(moved[i] != moved[like] for i, like in enumerate(self._like)):
+            return None
+        found = self._polynomial.at(_variables(sizes, self._like))
         if found is None:
             return None
         kinds: dict[str, dict[str, int]] = {"model": {}, "hardware": {}}
@@ -64,44 +74,57 @@ def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
 
     At least eight signatures must differ in sizes only. Every fourth count is held out and must be
     predicted exactly from the others.
-
-    Example:
-        >>> from torch import empty
-        >>> from lightning_perf.flops.signature import signature
-        >>> def cost(b, t):
-        ...     return Counts(*2 * [{"float32": 6 * b * t + 2 * b * t**2}])
-        >>> shapes = [(b, t) for b in (2, 3) for t in (4, 5, 7, 8)]
-        >>> model = fit({signature(empty(b, t)): cost(b, t) for b, t in shapes})
-        >>> model.predict(signature(empty(16, 100))).model
-        {'float32': 329600}
     """
     if not known:
         return None
     template = Counter(map(_template, known)).most_common(1)[0][0]
     chosen = {one: counts for one, counts in known.items() if _template(one) == template}
-    complete = not any(counts.untracked_names for counts in chosen.values())
-    if len(chosen) < _FEWEST or not complete:
+    if len(chosen) < _FEWEST or any(counts.untracked_names for counts in chosen.values()):
         return None
-    shapes = _Shapes.of(template, list(chosen))
+    sizes = [_sizes(one) for one in chosen]
+    moves = [tuple(size - column[0] for size in column) for column in zip(*sizes, strict=True)]
+    like = [moves.index(move) for move in moves]
     kinds = ("model", "hardware")
     names = {(kind, dtype) for c in chosen.values() for kind in kinds for dtype in getattr(c, kind)}
     buckets = sorted(names)
-    targets = [[getattr(c, kind).get(dtype, 0) for kind, dtype in buckets] for c in chosen.values()]
-    sizes = [[one[place][i] for place, i in shapes.free] for one in chosen]
-    points = list(zip(sizes, targets, strict=True))
-    if shapes.free and len(shapes.free) <= _MOST_VARIABLES:
-        for basis in _bases(len(shapes.free)):
-            polynomial = _checked(basis, points)
-            if polynomial is not None:
-                operations = next(iter(chosen.values())).tracked_operations
-                return FlopModel(shapes, polynomial, buckets, operations)
+    points = [
+        (_variables(one, like), [getattr(c, kind).get(dtype, 0) for kind, dtype in buckets])
+        for one, c in zip(sizes, chosen.values(), strict=True)
+    ]
+    held_out = points[_EVERY - 1 :: _EVERY]
+    rest = [point for i, point in enumerate(points) if (i + 1) % _EVERY]
+    operations = next(iter(chosen.values())).tracked_operations
+    for basis in _bases(len(points[0][0])):
+        polynomial = _Polynomial.through(basis, rest) if len(basis) <= len(rest) else None
+        if polynomial is None or len(polynomial.rows) + _SURPLUS > len(rest):
+            continue
+        if all(polynomial.at(values) == flops for values, flops in held_out):
+            return FlopModel(template, sizes[0], like, polynomial, buckets, operations)
     return None
+
+
+def _template(signature: Signature) -> Signature:
+    """Return a signature without its sizes."""
+    return tuple((Size, len(part)) if isinstance(part, Size) else part for part in signature)
+
+
+def _sizes(signature: Signature) -> list[int]:
+    """Return all sizes of a signature after a 0, which stands for those that never vary."""
+    return [0, *(size for part in signature if isinstance(part, Size) for size in part)]
+
+
+def _variables(sizes: Sequence[int], like: Sequence[int]) -> list[int]:
+    """Return the sizes that vary independently."""
+    return [sizes[i] for i in sorted({*like} - {0})]
 
 
 def _bases(variables: int) -> Iterator[list[Monomial]]:
     """Yield the sets of monomials to try, from the simplest."""
+    if not 0 < variables <= _MOST_VARIABLES:
+        return
     zero = (0,) * variables
     units = [tuple(int(i == j) for i in range(variables)) for j in range(variables)]
+    squares = list(product((0, 1, 2), repeat=variables))
     # Graphs: a cost per node and a cost per edge.
     yield [zero, *units]
     # Layers: samples, elements, and elements times those of one sample (attention).
@@ -110,139 +133,98 @@ def _bases(variables: int) -> Iterator[list[Monomial]]:
     # Convolutions without padding.
     yield list(product((0, 1), repeat=variables))
     # Attention between all nodes of a graph.
-    yield [one for one in product((0, 1, 2), repeat=variables) if sum(one) <= 2]
+    yield [one for one in squares if sum(one) <= 2]
     # Encoders and decoders with different lengths.
-    for samples in units:
-        yield [
-            one
-            for one in product((0, 1, 2), repeat=variables)
-            if all(power == 1 for s, power in zip(samples, one, strict=True) if s)
-        ]
-    yield list(product((0, 1, 2), repeat=variables))
-
-
-_Point = tuple["Sequence[int]", "Sequence[int]"]
-
-
-def _checked(basis: Sequence[Monomial], points: Sequence[_Point]) -> _Polynomial | None:
-    held_out = points[_EVERY - 1 :: _EVERY]
-    rest = [point for i, point in enumerate(points) if (i + 1) % _EVERY]
-    if len(basis) > len(rest):
-        return None
-    polynomial = _Polynomial.through(basis, rest)
-    if polynomial is None or len(polynomial.terms) + _SURPLUS > len(rest):
-        return None
-    if all(polynomial.at(values) == list(target) for values, target in held_out):
-        return polynomial
-    return None
+    for i in range(variables):
+        yield [one for one in squares if one[i] == 1]
+    yield squares
 
 
 @dataclass(frozen=True, slots=True)
 class _Polynomial:
-    """Several polynomials in the same variables."""
+    """Several polynomials in the same variables, as a system of equations in echelon form."""
 
-    #: Linearly independent monomials, with their coefficient in each polynomial.
-    terms: Sequence[tuple[Monomial, Sequence[Fraction | int]]]
-    #: The other monomials as sums of these, which limits where the polynomials are valid.
-    ties: Sequence[tuple[Monomial, Sequence[tuple[Monomial, Fraction | int]]]]
+    basis: Sequence[Monomial]
+    #: By the index of the monomial that is 1 in this row only.
+    rows: Mapping[int, Row]
+    #: The number of polynomials.
+    count: int
 
     @classmethod
-    def through(cls, basis: Sequence[Monomial], points: Sequence[_Point]) -> _Polynomial | None:
+    def through(
+        cls, basis: Sequence[Monomial], points: Sequence[tuple[list[int], list[int]]]
+    ) -> _Polynomial | None:
         """Return the polynomials through all points, or None."""
-        pivots: dict[int, Row] = {}
-        for values, target in points:
-            row = [Fraction(_power(values, one)) for one in basis] + [Fraction(t) for t in target]
-            for at, pivot in pivots.items():
-                _subtract(row, pivot, at)
-            at = next((i for i, value in enumerate(row) if value), len(row))
-            if at == len(row):
+        rows: dict[int, Row] = {}
+        for values, flops in points:
+            row = _reduced([*_monomials(values, basis), *flops], rows)
+            lead = next((i for i, value in enumerate(row) if value), None)
+            if lead is None:
                 continue
-            if at >= len(basis):
+            if lead >= len(basis):
                 return None
-            row = [value / row[at] for value in row]
-            for pivot in pivots.values():
-                _subtract(pivot, row, at)
-            pivots[at] = row
-        found = sorted(pivots)
-        width = len(basis)
-        return cls(
-            [(basis[at], [_plain(value) for value in pivots[at][width:]]) for at in found],
-            [
-                (basis[i], [(basis[at], _plain(pivots[at][i])) for at in found if pivots[at][i]])
-                for i in range(width)
-                if i not in pivots
-            ],
-        )
+            row = [Fraction(value) / row[lead] for value in row]
+            rows = {i: _reduced(each, {lead: row}) for i, each in rows.items()} | {lead: row}
+        # Whole numbers are ten times as fast as fractions.
+        plain = {
+            i: [int(value) if value.denominator == 1 else value for value in row]
+            for i, row in rows.items()
+        }
+        return cls(basis, plain, len(points[0][1]))
 
     def at(self, values: Sequence[int]) -> list[int] | None:
-        """Return the values at a point, or None if the polynomials are not valid there."""
-        powers = {one: _power(values, one) for one, _ in self.terms}
-        for one, parts in self.ties:
-            if _power(values, one) != sum(factor * powers[part] for part, factor in parts):
-                return None
-        rows = [[powers[one] * factor for factor in factors] for one, factors in self.terms]
-        sums = [sum(column) for column in zip(*rows, strict=True)]
-        whole = all(one.denominator == 1 and one >= 0 for one in sums)
-        return [int(one) for one in sums] if whole else None
+        """Return the values at a point, or None if it is no combination of the known points."""
+        width = len(self.basis)
+        row = _reduced([*_monomials(values, self.basis), *[0] * self.count], self.rows)
+        valid = all(value <= 0 and value.denominator == 1 for value in row[width:])
+        return [-int(value) for value in row[width:]] if valid and not any(row[:width]) else None
 
 
-def _plain(value: Fraction) -> Fraction | int:
-    """Return an int if possible, which is ten times as fast."""
-    return int(value) if value.denominator == 1 else value
+def _monomials(values: Sequence[int], basis: Sequence[Monomial]) -> list[int]:
+    return [prod(v**power for v, power in zip(values, one, strict=True)) for one in basis]
 
 
-def _subtract(row: Row, pivot: Row, at: int) -> None:
-    if factor := row[at]:
-        for i, value in enumerate(pivot):
-            if value:
-                row[i] -= factor * value
+def _reduced(row: Row, rows: Mapping[int, Row]) -> Row:
+    """Return a row minus the multiples of others that clear their leading monomials."""
+    row = list(row)
+    for lead, other in rows.items():
+        if factor := row[lead]:
+            for i, value in enumerate(other):
+                if value:
+                    row[i] -= factor * value
+    return row
 
 
-def _power(values: Sequence[int], exponents: Monomial) -> int:
-    return prod(value**power for value, power in zip(values, exponents, strict=True) if power)
+#: Shapes that are counted before others are predicted, and at most.
+_MIN_COUNTED, MOST_COUNTED = 16, 64
+#: Costs that are cached at most.
+_MOST_COSTS = 4096
 
 
-def _template(signature: Signature) -> Signature:
-    """Return a signature without its sizes."""
-    return tuple((Size, len(part)) if isinstance(part, Size) else part for part in signature)
+@dataclass(slots=True)
+class FlopCache:
+    """FLOPs and costs by batch signature, for one stage and set of trainable parameters."""
 
+    #: Batches without FLOPs that are still counted before counting is given up.
+    tries: int
+    counts: dict[Signature, Counts] = field(default_factory=dict)
+    costs: dict[Signature, BatchCost] = field(default_factory=dict)
+    predictor: FlopModel | None = None
+    #: Size of ``counts`` at the last fit.
+    fitted_at: int = 0
 
-@dataclass(frozen=True, slots=True)
-class _Shapes:
-    """How the sizes of a batch depend on each other."""
-
-    template: Signature
-    #: The dimensions that vary independently.
-    free: Sequence[Place]
-    #: Each other dimension, with its difference to a free one (or to 0).
-    tied: Sequence[tuple[Place, Place | None, int]]
-
-    @classmethod
-    def of(cls, template: Signature, signatures: Sequence[Signature]) -> _Shapes:
-        """Analyze the sizes of signatures with the same template."""
-        first = signatures[0]
-        free: dict[Place, list[int]] = {}
-        tied: list[tuple[Place, Place | None, int]] = []
-        for index, part in enumerate(first):
-            for i, size in enumerate(part if isinstance(part, Size) else ()):
-                place = index, i
-                sizes = [one[index][i] for one in signatures]
-                if len(set(sizes)) == 1:
-                    tied.append((place, None, size))
-                    continue
-                for other, others in free.items():
-                    if len({a - b for a, b in zip(sizes, others, strict=True)}) == 1:
-                        tied.append((place, other, size - others[0]))
-                        break
-                else:
-                    free[place] = sizes
-        return cls(template, list(free), tied)
-
-    def variables(self, signature: Signature) -> list[int] | None:
-        """Return the independent sizes; None if the others depend on them differently."""
-        if _template(signature) != self.template:
+    def predict(self, signature: Signature) -> Counts | None:
+        """Return the predicted FLOPs of a new signature, or None if it must be counted."""
+        if len(self.counts) < _MIN_COUNTED:
             return None
-        for (place, i), base, more in self.tied:
-            if signature[place][i] != more + (signature[base[0]][base[1]] if base else 0):
-                return None
-        return [signature[place][i] for place, i in self.free]
+        # Signatures that the predictor does not cover are counted, and extend the next fit.
+        if len(self.counts) >= 2 * self.fitted_at:
+            self.fitted_at = len(self.counts)
+            self.predictor = fit(self.counts)
+        return self.predictor.predict(signature) if self.predictor is not None else None
+
+    def store(self, signature: Signature, cost: BatchCost) -> None:
+        """Cache the cost of a signature."""
+        if len(self.costs) >= _MOST_COSTS:
+            self.costs.clear()
+        self.costs[signature] = cost

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_perf.checks import whole
 from lightning_perf.errors import ConfigError
 
 # Names of our fields in other configurations, in the order of lookup.
@@ -25,6 +27,7 @@ _ALIASES = {
     "top_k": ("num_experts_per_tok", "n_expert_per_token", "moe_top_k"),
     "tied": ("tie_word_embeddings",),
 }
+_NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +66,15 @@ class TransformerConfig:
     top_k: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    field, value, "is not valid, expected a positive whole number", "12"
-                )
+        for field in (*_NEEDED, "experts", "top_k"):
+            whole(field, getattr(self, field), 1, "12")
 
     @classmethod
     def from_config(cls, config: object, **known: Any) -> TransformerConfig:
-        """Read the sizes from another library's configuration.
+        """Read the sizes from the configuration of Hugging Face, nanoGPT or a module.
 
         Args:
-            config: A mapping or an object with attributes, such as a Hugging Face or nanoGPT
-                configuration or a module's hyperparameters.
+            config: A mapping or an object with attributes.
             known: Fields that the configuration lacks, or values that replace its own: training
                 ``sequence`` is often shorter than the maximum.
 
@@ -88,27 +86,20 @@ class TransformerConfig:
             >>> TransformerConfig.from_config(sizes, vocab=256).parameters
             118528
         """
-
-        def read(name: str) -> Any:
-            if isinstance(config, Mapping):
-                return config.get(name)
-            return getattr(config, name, None)
-
+        read: Any = config.get if isinstance(config, Mapping) else partial(getattr, config)
         # These go together since LLaMA; earlier models have none of them.
-        modern = read("rms_norm_eps") is not None
+        modern = read("rms_norm_eps", None) is not None
         values = {"swiglu": modern, "rms": modern, "bias": not modern, "positions": not modern}
         values["tied"] = not modern
         for field in (one.name for one in fields(cls)):
-            for name in (field, *_ALIASES.get(field, ())):
-                if (value := read(name)) is not None:
-                    values[field] = value
-                    break
+            found = (read(name, None) for name in (field, *_ALIASES.get(field, ())))
+            if (value := next((one for one in found if one is not None), None)) is not None:
+                values[field] = value
         values |= known
-        needed = ("layers", "hidden", "heads", "vocab", "sequence")
-        if missing := [field for field in needed if field not in values]:
-            found = {field: values[field] for field in needed if field in values}
-            example = str({**found, **dict.fromkeys(missing, 12)})
-            raise ConfigError("config", found, f"lacks {', '.join(missing)}", example)
+        if missing := [field for field in _NEEDED if field not in values]:
+            known = {field: values[field] for field in _NEEDED if field in values}
+            example = str({**known, **dict.fromkeys(missing, 12)})
+            raise ConfigError("config", known, f"lacks {', '.join(missing)}", example)
         return cls(**values)
 
     @property
@@ -154,12 +145,8 @@ class TransformerConfig:
 def palm(config: TransformerConfig, passes: int = 3) -> int:
     """Return FLOPs per token by PaLM's formula, which equals counting the matrix products.
 
-    Args:
-        config: The model.
-        passes: 1 for the forward, 3 with the backward, 4 with recomputation of the forward.
-
-    Returns:
-        FLOPs with full attention: ``6 N + 12 L H Q T`` for three passes.
+    With full attention these are ``6 N + 12 L H Q T`` for three passes: 1 pass is the forward, 3
+    are with the backward, 4 with recomputation of the forward.
 
     Example:
         >>> gpt2 = TransformerConfig(layers=12, hidden=768, heads=12, vocab=50257, sequence=1024)
@@ -192,10 +179,10 @@ _KINDS: dict[str, Callable[[TransformerConfig, int], int]] = {
     "megatron": megatron,
     "nanogpt": nanogpt,
 }
-_EXAMPLE = "'palm'"
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def formula_for(spec: object, module: object = None, passes: int | None = None) -> BatchFormula:
+def formula_for(spec: object, module: object = None) -> BatchFormula:
     """Return a function that computes the FLOPs of a batch by a formula.
 
     The function reads the token ids from ``input_ids``, or from the first tensor of whole numbers,
@@ -205,10 +192,9 @@ def formula_for(spec: object, module: object = None, passes: int | None = None) 
     Args:
         spec: A function of the batch, which is returned unchanged; or ``palm``, ``megatron`` or
             ``nanogpt``; or a mapping with the name as ``kind`` and optionally ``config`` (as for
-            `TransformerConfig.from_config`) and ``passes``.
+            `TransformerConfig.from_config`) and ``passes``: 1 for the forward, 3 with the backward,
+            4 with recomputation of the forward (activation checkpointing).
         module: Provides the sizes if ``spec`` does not: in its ``config`` or else its ``hparams``.
-        passes: 1 for the forward, 3 with the backward, 4 with recomputation of the forward
-            (activation checkpointing). None for the value in ``spec``, or 3.
 
     Raises:
         ConfigError: If the formula is unknown or a size is missing.
@@ -219,38 +205,32 @@ def formula_for(spec: object, module: object = None, passes: int | None = None) 
         >>> formula(torch.zeros(8, 32, dtype=torch.long))
         188743680
     """
-    if isinstance(spec, str):
-        spec = {"kind": spec}
-    if isinstance(spec, Mapping):
-        return _from_mapping(spec, module, passes)
     if callable(spec):
         return spec
-    raise ConfigError(
-        "formula", spec, "is not valid, expected a name, a mapping or a function", _EXAMPLE
-    )
+    if isinstance(spec, str):
+        spec = {"kind": spec}
+    if not isinstance(spec, Mapping):
+        problem = "is not valid, expected a name, a mapping or a function"
+        raise ConfigError("formula", spec, problem, "'palm'")
+    return _from_mapping(spec, module)
 
 
-def _from_mapping(spec: Mapping[str, Any], module: object, passes: int | None) -> BatchFormula:
+def _from_mapping(spec: Mapping[str, Any], module: object) -> BatchFormula:
     if unknown := sorted(spec.keys() - {"kind", "config", "passes"}):
         problem = f"has unknown keys: {', '.join(map(str, unknown))}"
         raise ConfigError("formula", dict(spec), problem, "{'kind': 'palm', 'config': {...}}")
-    kind = spec.get("kind")
+    kind, passes = spec.get("kind"), spec.get("passes", 3)
     if kind not in _KINDS:
-        raise ConfigError(
-            "formula", kind, f"is not valid, expected one of {', '.join(_KINDS)}", _EXAMPLE
-        )
-    chosen = spec.get("passes", 3) if passes is None else passes
-    if chosen not in (1, 3, 4):
-        raise ConfigError("passes", chosen, "is not valid, expected 1, 3 or 4", "3")
+        problem = f"is not valid, expected one of {', '.join(_KINDS)}"
+        raise ConfigError("formula", kind, problem, "'palm'")
+    if passes not in (1, 3, 4):
+        raise ConfigError("passes", passes, "is not valid, expected 1, 3 or 4", "3")
     sizes, known_length = _sizes(spec.get("config"), module)
     found = False
 
     def flops(batch: Any) -> float:
         nonlocal found
-        tensors = list(_tensors(batch))
-        ids = next((one for name, one in tensors if name == "input_ids"), None)
-        if ids is None:
-            ids = next((one for _, one in tensors if _is_whole(one)), None)
+        ids = _token_ids(batch)
         if ids is None:
             if found:  # with several loaders, some may have no token ids
                 return 0.0
@@ -260,7 +240,7 @@ def _from_mapping(spec: Mapping[str, Any], module: object, passes: int | None) -
             raise ValueError("neither the batch nor the config has the sequence length")
         config = sizes if ids.dim() < 2 else replace(sizes, sequence=ids.shape[-1])
         # The parameters of learned positions belong to the maximum length; no formula uses them.
-        return ids.numel() * _KINDS[kind](config, chosen)
+        return ids.numel() * _KINDS[kind](config, passes)
 
     return flops
 
@@ -281,8 +261,10 @@ def _sizes(config: object, module: object) -> tuple[TransformerConfig, bool]:
         return TransformerConfig.from_config(config, sequence=1), False
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+def _token_ids(batch: Any) -> Tensor | None:
+    tensors = list(_tensors(batch))
+    named = [one for name, one in tensors if name == "input_ids"]
+    return next(iter(named or [one for _, one in tensors if one.dtype in _WHOLE]), None)
 
 
 def _tensors(batch: Any, name: object = "") -> Iterator[tuple[object, Tensor]]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     _Product = Callable[[], Tensor]
 
 #: Time limit of a measurement, which delays the start of training.
-BUDGET_SECONDS = 0.05
+_BUDGET_SECONDS = 0.05
 
 _SIZES = [2**power for power in range(7, 14)]
 # A single thread nears its best rate at small sizes, in calls much shorter than a time slice.
@@ -45,44 +45,40 @@ _SHARED = 0.5
 # FLOP/s per core that every CPU exceeds.
 _MIN_PER_CORE = 1e8
 
-_measured: dict[tuple[torch.dtype, torch.device, int], float | None] = {}
+_measured: dict[tuple[torch.device | str, str, int], float | None] = {}
 _now = time.perf_counter
 
 
 def measure_peak(
-    dtype: torch.dtype, device: torch.device, budget_seconds: float = BUDGET_SECONDS
+    device: torch.device | str, dtype: str, budget_seconds: float = _BUDGET_SECONDS
 ) -> float | None:
     """Measure the best rate of a square matrix product, once per process and thread count.
 
     Uses no random numbers and does not change autocast, gradients or settings.
 
+    Args:
+        device: The device, such as ``"cpu"``.
+        dtype: Operand dtype, such as ``"bfloat16"``.
+        budget_seconds: Approximate time limit.
+
     Returns:
-        FLOP/s, or None if the device does not support the dtype or the result is implausible, as
-        on a busy machine.
+        FLOP/s, or None if the device does not exist or does not support the dtype, or if the result
+        is implausible, as on a busy machine.
     """
-    key = dtype, torch.device(device), torch.get_num_threads()
+    key = device, dtype, torch.get_num_threads()
     if key not in _measured:
         try:
-            _measured[key] = _rate(dtype, key[1], budget_seconds)
-        except (RuntimeError, TypeError, AssertionError):
+            _measured[key] = _rate(getattr(torch, dtype), torch.device(device), budget_seconds)
+        except (RuntimeError, TypeError, AssertionError, AttributeError):
             _measured[key] = None
     return _measured[key]
 
 
 def plausible_rate(alone: float | None, together: float, cores: int) -> float | None:
-    """Combine the measured FLOP/s of one thread and of all threads of a CPU.
+    """Return the FLOP/s of all threads, or ``cores`` times that of one if they waited for others.
 
-    The rate of one thread is 0 if its tries did not agree, and None if it was not measured.
-
-    Returns:
-        The rate of all threads; that of one thread times ``cores`` if the threads waited for each
-        other; None if neither is plausible.
-
-    Example:
-        >>> plausible_rate(alone=1e11, together=1.8e11, cores=2) / 1e9
-        180.0
-        >>> plausible_rate(alone=1e11, together=7e7, cores=2) / 1e9
-        200.0
+    The rate of one thread is 0 if its tries did not agree, and None if it was not measured. None if
+    neither is plausible.
     """
     bound = None if alone is None else alone * cores
     rate = together if bound is None or together >= _SHARED * bound else bound
@@ -160,24 +156,20 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> _Product:
 
 def _seconds(run: _Product, device: torch.device) -> float:
     if device.type == "cuda":
-        return _seconds_on_cuda(run, device)
+        with torch.cuda.device(device):
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1e3
     synchronize = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
     synchronize()
     start = time.perf_counter()
     run()
     synchronize()
     return time.perf_counter() - start
-
-
-def _seconds_on_cuda(run: _Product, device: torch.device) -> float:
-    with torch.cuda.device(device):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
 
 
 def _usable_cores() -> int:

@@ -22,35 +22,9 @@ Args = Sequence[Any]
 #: FLOPs from the arguments and the result of an operator.
 Formula = Callable[[Args, Any], int]
 
-#: Formulas by qualified name of the operator, without overload.
-FORMULAS: dict[str, Formula] = {}
 
-
-def _of(names: str) -> Callable[[Formula], Formula]:
-    """Register a formula for operators, those of aten by their base name."""
-
-    def register(formula: Formula) -> Formula:
-        for name in names.split():
-            FORMULAS[name if "::" in name else f"aten::{name}"] = formula
-        return formula
-
-    return register
-
-
-@_of(
-    """mm bmm mv dot vdot matmul linear mkldnn_linear _int_mm _scaled_mm _scaled_mm_v2
-    _mixed_dtypes_linear _dyn_quant_matmul_4bit _weight_int8pack_mm _weight_int4pack_mm
-    _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros"""
-)
 def product(args: Args, out: Tensor) -> int:
-    """A product that contracts the last dimension of its first argument ``[..., k]``.
-
-    Example:
-        >>> import torch
-        >>> a, b = torch.ones(2, 3), torch.ones(3, 5)
-        >>> product((a, b), a @ b)
-        60
-    """
+    """A product that contracts the last dimension of its first argument ``[..., k]``."""
     return 2 * out.numel() * _contracted(args[0])
 
 
@@ -59,25 +33,6 @@ def _contracted(a: Tensor) -> int:
     return int(a.size(-1)) * (2 if str(a.dtype).endswith("_x2") else 1)
 
 
-@_of("addmm baddbmm addmv _addmm_activation")
-def added_product(args: Args, out: Tensor) -> int:
-    """A product that is added to the first argument."""
-    return product(args[1:], out)
-
-
-@_of("addbmm")
-def summed_product(args: Args, out: Tensor) -> int:
-    """A batch of products, summed and added to the first argument."""
-    return int(args[1].size(0)) * product(args[1:], out)
-
-
-@_of("_foreach_mm")
-def listed_products(args: Args, out: Sequence[Tensor]) -> int:
-    """One product per pair of two lists."""
-    return sum(product([a], one) for a, one in zip(args[0], out, strict=True))
-
-
-@_of("_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2")
 def grouped_product(args: Args, out: Tensor) -> int:
     """One product per expert."""
     a, b = args[:2]
@@ -87,63 +42,29 @@ def grouped_product(args: Args, out: Tensor) -> int:
     return product(args, out)
 
 
-@_of("linear_backward")
-def linear_backward(args: Args, _: object) -> int:
-    """One product for each requested gradient of input and weight."""
-    x, grad, _weight, mask = args
-    return int(sum(mask[:2])) * product([x], grad)
-
-
-@_of("matmul_backward")
-def matmul_backward(args: Args, _: object) -> int:
-    """One product per requested gradient."""
-    grad, a, _b, mask = args
-    return int(sum(mask)) * product([a], grad)
-
-
-@_of(
-    """mkldnn_convolution cudnn_convolution cudnn_convolution_relu cudnn_convolution_add_relu
-    miopen_convolution miopen_convolution_relu miopen_convolution_add_relu
-    miopen_depthwise_convolution _mps_convolution _slow_conv2d_forward slow_conv3d_forward
-    slow_conv_dilated2d slow_conv_dilated3d _conv_depthwise2d conv_depthwise3d
-    _nnpack_spatial_convolution"""
-)
 def plain_convolution(args: Args, out: Tensor) -> int:
     """One filter over the channels of a group per output element."""
     weight = args[1]
     return int(2 * out.numel() * (weight.numel() // weight.size(0)))
 
 
-@_of(
-    """cudnn_convolution_transpose miopen_convolution_transpose _mps_convolution_transpose
-    slow_conv_transpose2d slow_conv_transpose3d"""
-)
 def transposed_convolution(args: Args, _: object) -> int:
     """One filter per input element."""
     return plain_convolution(args, args[0])
 
 
-@_of("convolution _convolution convolution_overrideable")
 def convolution(args: Args, out: Tensor) -> int:
     """A convolution of any dimensions and groups, transposed or not."""
     transposed = args[6]
     return transposed_convolution(args, out) if transposed else plain_convolution(args, out)
 
 
-@_of("convolution_backward")
 def convolution_backward(args: Args, _: object) -> int:
     """The cost of the forward for each requested gradient of input and weight."""
     grad, *forward, mask = args
     return int(sum(mask[:2])) * convolution(forward, grad)
 
 
-@_of("convolution_backward_overrideable")
-def convolution_backward_overrideable(args: Args, out: object) -> int:
-    """Like `convolution_backward`, but called without the sizes of the bias."""
-    return convolution_backward([*args[:3], None, *args[3:]], out)
-
-
-@_of("_cudnn_rnn miopen_rnn")
 def recurrent(args: Args, _: object) -> int:
     """Every weight matrix of every layer and direction, once per step of every sequence.
 
@@ -155,38 +76,12 @@ def recurrent(args: Args, _: object) -> int:
     return int(2 * steps * sum(w.numel() for w in weights if w.dim() == 2))
 
 
-@_of("_cudnn_rnn_backward miopen_rnn_backward")
 def recurrent_backward(args: Args, out: object) -> int:
     """The gradients of the data, which are always computed, and of the weights if requested."""
     mask = args[-1]
     return recurrent(args, out) * (2 if mask[3] else 1)
 
 
-@_of("_lstm_mps")
-def recurrent_mps(args: Args, out: object) -> int:
-    """Like `recurrent`, but called with the state before the weights."""
-    x, _state, weights = args[:3]
-    return recurrent([x, weights], out)
-
-
-@_of("mkldnn_rnn_layer")
-def recurrent_layer(args: Args, out: object) -> int:
-    """One layer in one direction, with separate weights of input and state."""
-    return recurrent([args[0], args[1:3]], out)
-
-
-@_of("mkldnn_rnn_layer_backward")
-def recurrent_layer_backward(args: Args, out: object) -> int:
-    """The gradients of the data and the weights, which are always computed."""
-    return 2 * recurrent_layer(args, out)
-
-
-@_of(
-    """_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
-    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps
-    higher_order::flex_attention"""
-)
 def attention(args: Args, _: object) -> int:
     """Scaled dot-product attention.
 
@@ -198,24 +93,7 @@ def attention(args: Args, _: object) -> int:
     return int(2 * scores * (query.size(-1) + value.size(-1)))
 
 
-@_of(
-    """_scaled_dot_product_flash_attention_backward
-    _scaled_dot_product_flash_attention_for_cpu_backward
-    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
-    _scaled_dot_product_fused_attention_overrideable_backward"""
-)
-def attention_backward(args: Args, out: object) -> int:
-    """The gradients of query, key, value and scores; the first argument is the output gradient."""
-    return 2 * attention(args[1:], out)
-
-
-@_of("higher_order::flex_attention_backward")
-def flex_attention_backward(args: Args, out: object) -> int:
-    """Like `attention_backward`, but the first argument is the query."""
-    return 2 * attention(args, out)
-
-
-def _packed(tensors: Args, ends: Args) -> int:
+def packed_attention(tensors: Args, ends: Args) -> int:
     """Attention over a padded batch or over packed sequences.
 
     The tensors are query, key and value ``[batch, length, heads, features]`` or packed ``[total,
@@ -231,24 +109,6 @@ def _packed(tensors: Args, ends: Args) -> int:
     return int(2 * query.size(-2) * pairs * (query.size(-1) + value.size(-1)))
 
 
-@_of("_flash_attention_forward")
-def flash_attention(args: Args, _: object) -> int:
-    """Query, key, value, cumulative lengths."""
-    return _packed(args[:3], args[3:5])
-
-
-@_of("_efficient_attention_forward")
-def efficient_attention(args: Args, _: object) -> int:
-    """Query, key, value, bias, cumulative lengths."""
-    return _packed(args[:3], args[4:6])
-
-
-@_of("_flash_attention_backward _efficient_attention_backward")
-def packed_attention_backward(args: Args, _: object) -> int:
-    """Gradient, query, key, value, two more, cumulative lengths."""
-    return 2 * _packed(args[1:4], args[6:8])
-
-
 def _sequences(x: Tensor) -> list[int]:
     # The fast path of nn.TransformerEncoder converts a padded batch to a nested tensor.
     if x.is_nested:
@@ -256,7 +116,6 @@ def _sequences(x: Tensor) -> list[int]:
     return [x.size(1)] * x.size(0)
 
 
-@_of("_native_multi_head_attention")
 def multi_head_attention(args: Args, _: object) -> int:
     """Projections and attention in one operator, for inference.
 
@@ -267,13 +126,74 @@ def multi_head_attention(args: Args, _: object) -> int:
     return sum(4 * width * ((q + k) * width + q * k) for q, k in lengths)
 
 
-@_of("_transformer_encoder_layer_fwd")
 def transformer_encoder_layer(args: Args, out: object) -> int:
     """Self-attention and the two linear layers after it in one operator, for inference."""
     x, width, first, second = args[0], args[1], args[14], args[16]
     feed_forward = 2 * sum(_sequences(x)) * (first.numel() + second.numel())
     return int(multi_head_attention([x, x, x, width], out) + feed_forward)
 
+
+# The formulas of operators, those of aten by their base name. A lambda brings the arguments into
+# the order of the formula.
+_TABLE: dict[str, Formula] = {
+    """mm bmm mv dot vdot matmul linear mkldnn_linear _int_mm _scaled_mm _scaled_mm_v2
+    _mixed_dtypes_linear _dyn_quant_matmul_4bit _weight_int8pack_mm _weight_int4pack_mm
+    _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros""": product,
+    "addmm baddbmm addmv _addmm_activation": lambda args, out: product(args[1:], out),
+    "addbmm": lambda args, out: int(args[1].size(0)) * product(args[1:], out),  # a sum of products
+    "_foreach_mm": lambda args, out: sum(
+        product([a], one) for a, one in zip(args[0], out, strict=True)
+    ),
+    "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2": grouped_product,
+    # One product for each requested gradient of input and weight.
+    "linear_backward": lambda args, _: sum(args[3][:2]) * product(args, args[1]),
+    "matmul_backward": lambda args, _: sum(args[3]) * product(args[1:], args[0]),
+    """mkldnn_convolution cudnn_convolution cudnn_convolution_relu cudnn_convolution_add_relu
+    miopen_convolution miopen_convolution_relu miopen_convolution_add_relu
+    miopen_depthwise_convolution _mps_convolution _slow_conv2d_forward slow_conv3d_forward
+    slow_conv_dilated2d slow_conv_dilated3d _conv_depthwise2d conv_depthwise3d
+    _nnpack_spatial_convolution""": plain_convolution,
+    """cudnn_convolution_transpose miopen_convolution_transpose _mps_convolution_transpose
+    slow_conv_transpose2d slow_conv_transpose3d""": transposed_convolution,
+    "convolution _convolution convolution_overrideable": convolution,
+    "convolution_backward": convolution_backward,
+    # Without the sizes of the bias.
+    "convolution_backward_overrideable": lambda args, out: convolution_backward(
+        [*args[:3], None, *args[3:]], out
+    ),
+    "_cudnn_rnn miopen_rnn": recurrent,
+    "_cudnn_rnn_backward miopen_rnn_backward": recurrent_backward,
+    # The state comes before the weights.
+    "_lstm_mps": lambda args, out: recurrent([args[0], args[2]], out),
+    # One layer in one direction, with separate weights of input and state.
+    "mkldnn_rnn_layer": lambda args, out: recurrent([args[0], args[1:3]], out),
+    "mkldnn_rnn_layer_backward": lambda args, out: 2 * recurrent([args[0], args[1:3]], out),
+    """_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps
+    higher_order::flex_attention""": attention,
+    # The gradients of query, key, value and scores; the first argument is that of the output.
+    """_scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
+    _scaled_dot_product_fused_attention_overrideable_backward""": lambda args, out: (
+        2 * attention(args[1:], out)
+    ),
+    "higher_order::flex_attention_backward": lambda args, out: 2 * attention(args, out),
+    "_flash_attention_forward": lambda args, _: packed_attention(args[:3], args[3:5]),
+    "_efficient_attention_forward": lambda args, _: packed_attention(args[:3], args[4:6]),
+    "_flash_attention_backward _efficient_attention_backward": lambda args, _: (
+        2 * packed_attention(args[1:4], args[6:8])
+    ),
+    "_native_multi_head_attention": multi_head_attention,
+    "_transformer_encoder_layer_fwd": transformer_encoder_layer,
+}
+#: Formulas by qualified name of the operator, without overload.
+FORMULAS: dict[str, Formula] = {
+    name if "::" in name else f"aten::{name}": formula
+    for names, formula in _TABLE.items()
+    for name in names.split()
+}
 
 # Names in aten without a formula that do count; in other namespaces most operators do.
 _HEAVY = re.compile(

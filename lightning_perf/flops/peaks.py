@@ -1,7 +1,7 @@
 """Peak FLOP/s of devices by dtype, without sparsity: given, from a table, estimated or measured.
 
 The table is ``device_peaks.json``. Peaks are those of the matrix units of one device as ``torch``
-sees it.
+sees it. The cost of a batch is the time that its FLOPs take at the peak.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ import json
 import math
 import platform
 import re
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_perf.errors import ConfigError
-from lightning_perf.flops.measure import BUDGET_SECONDS, measure_peak
+from lightning_perf.errors import ConfigError, warn
+from lightning_perf.flops.measure import measure_peak
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lightning_perf.flops.counter import Counts
 
 #: The column of the table for each dtype.
 COLUMNS = {
@@ -89,13 +95,7 @@ def table() -> tuple[DevicePeaks, ...]:
 
 
 def lookup(device_name: str) -> DevicePeaks | None:
-    """Return the table entry of a device.
-
-    Args:
-        device_name: The result of ``torch.cuda.get_device_name``.
-
-    Returns:
-        The first match, or None if the device is not in the table.
+    """Return the table entry of a device by its name in torch: the first match, or None.
 
     Example:
         >>> lookup("NVIDIA A100-SXM4-40GB").bf16 / 1e12
@@ -105,32 +105,26 @@ def lookup(device_name: str) -> DevicePeaks | None:
 
 
 def peak_flops(device_name: str, dtype: str, tf32: bool = False) -> float | None:
-    """Return the peak of a device for matrix products of one dtype, in FLOP/s.
+    """Return the FLOP/s of a device for matrix products of one dtype, or None if unknown.
 
-    Args:
-        device_name: The result of ``torch.cuda.get_device_name``.
-        dtype: Operand dtype, such as ``"bfloat16"``.
-        tf32: Whether float32 products use TensorFloat-32 if the device supports it.
-
-    Returns:
-        The peak, or None if unknown.
+    With ``tf32``, float32 products use TensorFloat-32 if the device supports it.
 
     Example:
         >>> peak_flops("NVIDIA A100-SXM4-40GB", "float32", tf32=True) / 1e12
         156.0
     """
     peaks = lookup(device_name)
-    column = COLUMNS.get(dtype)
-    if peaks is None or column is None:
+    if peaks is None or dtype not in COLUMNS:
         return None
+    column = COLUMNS[dtype]
     if column == "fp32" and tf32 and peaks.tf32 is not None:
-        return peaks.tf32
+        column = "tf32"
     value: float | None = getattr(peaks, column)
     return value
 
 
 # Dense FLOPs per clock and multiprocessor by compute capability, from NVIDIA's architecture white
-# papers. `_all_rates` derives the other dtypes from the 16-bit rate.
+# papers. The other dtypes follow from the 16-bit rate.
 _RATES: dict[tuple[int, int], dict[str, int]] = {
     (6, 0): {"fp64": 64, "fp32": 128, "fp16": 256},
     (6, 1): {"fp64": 8, "fp32": 256, "int8": 1024},
@@ -159,24 +153,9 @@ def estimate_from_properties(
     """Estimate the dense peak of an NVIDIA device in FLOP/s: multiprocessors x clock x rate.
 
     Returns None if the capability, such as ``(8, 0)``, is unknown or does not support the dtype.
-
-    Example:
-        >>> round(estimate_from_properties(108, 1.41e9, (8, 0), "bfloat16") / 1e12)
-        312
     """
-    rates = _all_rates(capability, geforce=geforce)
-    column = COLUMNS.get(dtype, "")
-    if column == "fp32" and tf32 and "tf32" in rates:
-        column = "tf32"
-    rate = rates.get(column)
-    return None if rate is None else sm_count * clock_hz * rate
-
-
-def _all_rates(capability: tuple[int, int], *, geforce: bool) -> dict[str, int]:
     rates = dict(_RATES.get(capability, {}))
-    if "fp16" not in rates:
-        return rates
-    full = rates["fp16"]
+    full = rates.get("fp16", 0)
     half = full // 2 if geforce and capability in _HALVED_ON_GEFORCE else full
     rates["fp16"] = half
     if capability >= (8, 0):
@@ -185,7 +164,10 @@ def _all_rates(capability: tuple[int, int], *, geforce: bool) -> dict[str, int]:
         rates["fp8"] = 2 * half
     if capability >= (10, 0):
         rates["fp4"] = 4 * full
-    return rates
+    column = COLUMNS.get(dtype, "")
+    if column == "fp32" and tf32 and "tf32" in rates:
+        column = "tf32"
+    return sm_count * clock_hz * rates.get(column, 0) or None
 
 
 # Limits for the FLOP/s of one device.
@@ -224,82 +206,16 @@ def resolve_peak(
 
     A CPU is measured, and so is any device with ``given="measure"``. For float32 on CUDA the peak
     is that of TensorFloat-32 if it is enabled. None if the peak is unknown.
-
-    Example:
-        >>> resolve_peak(torch.device("cuda"), "bfloat16", given=312e12)
-        Peak(value=312000000000000.0, source='given')
     """
     if given == "measure" or (given is None and device.type == "cpu"):
-        return measured_peak(device, dtype_name)
+        measured = measure_peak(device, dtype_name)
+        return None if measured is None else Peak(measured, "measured")
     if given is not None:
         return Peak(float(given), "given")
     name = device_name(device)
     value, peaks = peak_flops(name, dtype_name, tf32=tf32_is_on()), lookup(name)
     if value is not None and peaks is not None:
         return Peak(value, f"table: {peaks.name} ({peaks.confidence})")
-    return _estimated(device, dtype_name)
-
-
-def measured_peak(
-    device: torch.device | str, dtype_name: str, budget_seconds: float = BUDGET_SECONDS
-) -> Peak | None:
-    """Return the measured rate of a matrix product, measured once per process.
-
-    Args:
-        device: The device, such as ``"cpu"``.
-        dtype_name: Operand dtype, such as ``"bfloat16"``.
-        budget_seconds: Approximate time limit.
-
-    Returns:
-        The peak, or None if the device does not exist or does not support the dtype, or if the
-        measurement is implausible.
-    """
-    dtype = getattr(torch, dtype_name, None)
-    try:
-        device = torch.device(device)
-    except RuntimeError:
-        return None
-    if not isinstance(dtype, torch.dtype):
-        return None
-    value = measure_peak(dtype, device, budget_seconds)
-    return None if value is None else Peak(value, "measured")
-
-
-def cuda_devices() -> tuple[str | None, list[str]]:
-    """The CUDA or ROCm version that torch is built for, and the GPUs that it sees, by name."""
-    build = torch.version.cuda or torch.version.hip
-    numbers = range(torch.cuda.device_count())
-    return build, [device_name(torch.device("cuda", number)) for number in numbers]
-
-
-def device_name(device: torch.device | str) -> str:
-    """Return the product name of a device, or its type if there is none.
-
-    Example:
-        >>> device_name(torch.device("meta"))
-        'meta'
-    """
-    device = torch.device(device)
-    if device.type == "cpu":
-        return _cpu_name()
-    backend: Any = getattr(torch, device.type, None)
-    if hasattr(backend, "get_device_name"):
-        return str(backend.get_device_name(device))
-    if device.type == "mps" and hasattr(torch.backends.mps, "get_name"):
-        return str(torch.backends.mps.get_name())
-    return device.type
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or "cpu"
-
-
-def _estimated(device: torch.device, dtype_name: str) -> Peak | None:
     # torch calls AMD devices cuda too, but their units and capabilities differ.
     if device.type != "cuda" or torch.version.hip is not None:
         return None
@@ -313,6 +229,148 @@ def _estimated(device: torch.device, dtype_name: str) -> Peak | None:
         geforce="GeForce" in properties.name,
     )
     return Peak(value, f"estimated: {properties.name}") if value else None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCost:
+    """What one batch costs one rank."""
+
+    tracked_operations: int = 0
+    untracked_operations: int = 0
+    #: Seconds at the device's peak, without and with recomputation; 0 if a peak is unknown.
+    ideal_seconds: float = 0.0
+    hardware_ideal_seconds: float = 0.0
+    #: Model FLOPs over all dtypes, and the peak FLOP/s for this mix of dtypes.
+    total: float = 0.0
+    peak: float = 0.0
+
+
+_DTYPES = {"64": "float64", "32": "float32", "16": "float16", "bf16": "bfloat16"}
+_FP8 = "float8_e4m3fn"
+
+
+class PeakResolver:
+    """The peaks of one device by dtype, each resolved once.
+
+    ``precision`` is Lightning's name of the precision, such as ``bf16-mixed``.
+    """
+
+    def __init__(self, device: torch.device, precision: str) -> None:
+        self._device = device
+        self._mixed = precision.endswith("-mixed")
+        base = precision.removesuffix("-mixed").removesuffix("-true")
+        #: The dtype of the operands of matrix products.
+        self.dtype = _DTYPES.get(base, _FP8 if base.startswith("transformer-engine") else "float32")
+        self._given: float | str | None = None
+        self._given_as = ""
+        self._peaks: dict[str, Peak | None] = {}
+        self._warned_above_peak = False
+
+    def override(self, peak: float | str, name: str) -> None:
+        """Use a peak given by the user: FLOP/s of one device, or ``"measure"``.
+
+        Raises:
+            ConfigError: If the peak is not valid or another argument gave a different one.
+        """
+        check_peak(peak, name)
+        if self._given is not None and self._given != peak:
+            problem = f"contradicts {self._given_as}={self._given!r}, which is for the same device"
+            raise ConfigError(name, peak, problem, repr(self._given))
+        self._given, self._given_as = peak, name
+
+    def get(self, dtype: str) -> Peak | None:
+        """Return the peak for a dtype such as ``"bfloat16"``; if unknown, None and a warning."""
+        if dtype in self._peaks:
+            return self._peaks[dtype]
+        self._peaks[dtype] = peak = resolve_peak(self._device, dtype, self._given)
+        if peak is None:
+            problem, remedy = "is unknown", ", or use peak_flops='measure'"
+            if self._is_measured:
+                problem, remedy = "could not be measured (unsupported dtype or busy machine)", ""
+            warn(
+                f"the peak of {self._device} for {dtype} {problem}. mfu is not reported. Set "
+                f"Flops(peak_flops=312e12), in FLOP/s of one device{remedy}."
+            )
+        return peak
+
+    def prepare(self) -> None:
+        """Measure the peaks that need it, before any batch is timed.
+
+        All ranks of a node measure at the same time and share its cores, as they do in training.
+        """
+        if self._is_measured:
+            # Autocast leaves some products in float32.
+            for dtype in sorted({self.dtype, "float32"} if self._mixed else {self.dtype}):
+                measure_peak(self._device, dtype)
+
+    @property
+    def _is_measured(self) -> bool:
+        return self._given == "measure" or (self._given is None and self._device.type == "cpu")
+
+    def cost_of(self, counts: Counts) -> BatchCost:
+        """Return the cost of a batch on this device."""
+        total = float(counts.model_flops)
+        seconds = self._seconds(counts.model)
+        peaks = {peak.value for dtype in counts.model if (peak := self.get(dtype))}
+        return BatchCost(
+            counts.tracked_operations,
+            counts.untracked_operations,
+            seconds,
+            self._seconds(counts.hardware),
+            total,
+            # A single peak is kept exactly; several are averaged, weighted by their FLOPs.
+            next(iter(peaks)) if len(peaks) == 1 else total / seconds if seconds else 0.0,
+        )
+
+    def warn_if_above_peak(self, mfu: float) -> None:
+        """Warn once if the reported utilization is above 1: the peak must be wrong."""
+        if mfu <= 1.0 or self._warned_above_peak:
+            return
+        self._warned_above_peak = True
+        peak = self.get(self.dtype)
+        used = f"{peak.value:.3g} FLOP/s ({peak.source})" if peak else "unknown"
+        warn(
+            f"mfu is {mfu:.3g}, which is more than the hardware can do. The peak in use is wrong: "
+            f"{used}. Set Flops(peak_flops=...), in FLOP/s of one device."
+        )
+
+    def setup(self) -> dict[str, object]:
+        """Return the peak and its source for the parameters of the run."""
+        peak = self.get(self.dtype)
+        return {"peak_flops": peak.value, "peak_source": peak.source} if peak else {}
+
+    def _seconds(self, flops: Mapping[str, float]) -> float:
+        seconds = 0.0
+        for dtype, count in flops.items():
+            peak = self.get(dtype)
+            if peak is None:
+                return 0.0
+            seconds += count / peak.value
+        return seconds
+
+
+def cuda_devices() -> tuple[str | None, list[str]]:
+    """The CUDA or ROCm version that torch is built for, and the GPUs that it sees, by name."""
+    build = torch.version.cuda or torch.version.hip
+    numbers = range(torch.cuda.device_count())
+    return build, [device_name(torch.device("cuda", number)) for number in numbers]
+
+
+def device_name(device: torch.device | str) -> str:
+    """Return the product name of a device, or its type if there is none."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        with suppress(OSError, StopIteration):
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            named = (line for line in lines if line.startswith("model name"))
+            return next(named).partition(":")[2].strip()
+        return platform.processor() or "cpu"
+    backend: Any = getattr(torch, device.type, None)
+    if hasattr(backend, "get_device_name"):
+        return str(backend.get_device_name(device))
+    if device.type == "mps" and hasattr(torch.backends.mps, "get_name"):
+        return str(torch.backends.mps.get_name())
+    return device.type
 
 
 def tf32_is_on() -> bool:

@@ -37,14 +37,6 @@ def is_compiled(module: nn.Module) -> bool:
     Detects wrapped modules, ``module.compile()``, Lightning's ``from_compiled``, and compiled
     functions and methods of a module or its class, but not compiled global functions that a
     ``forward`` calls. Imports and runs nothing.
-
-    Args:
-        module: The module, which is checked with all its submodules.
-
-    Example:
-        >>> from torch import nn
-        >>> is_compiled(nn.Linear(2, 2))
-        False
     """
     parts = list(module.modules())
     for part in parts:
@@ -128,9 +120,8 @@ class IdleOptimizer:
 class DetachedTrainer:
     """Gives read access to the numbers, strings and flags of a trainer, and to nothing else."""
 
-    def __init__(self, original: Any) -> None:
-        self._original = original
-        self.optimizers: list[IdleOptimizer] = []
+    def __init__(self, original: Any, optimizers: list[IdleOptimizer]) -> None:
+        self._original, self.optimizers = original, optimizers
         self.logger, self.loggers = Sink(), [Sink()]
 
     def __getattr__(self, name: str) -> Any:
@@ -140,29 +131,22 @@ class DetachedTrainer:
         raise AttributeError(f"trainer.{name} is not available while FLOPs are counted")
 
 
-def detach(shadow: nn.Module, module: nn.Module, copies: dict[int, Any]) -> None:
+def detach(shadow: nn.Module, module: Any, copies: dict[int, Any]) -> None:
     """Detach a shadow, a copy of the module, and its submodules from the trainer.
 
     ``copies`` are the copies of all objects by id of the original.
     """
     original = vars(module).get("_trainer")
-    trainer = None if original is None else DetachedTrainer(original)
-    if trainer is not None:
-        found = getattr(original, "optimizers", [])
-        trainer.optimizers = [IdleOptimizer(one, shadow, copies) for one in found]
-    for part in shadow.modules():
-        if "_trainer" in vars(part):
-            vars(part).update(_stubs(module, trainer))
-
-
-def _stubs(module: Any, trainer: DetachedTrainer | None) -> dict[str, Any]:
-    optimizers = trainer.optimizers if trainer else []
+    optimizers = [IdleOptimizer(one, shadow, copies) for one in getattr(original, "optimizers", [])]
     stubs: dict[str, Any] = dict.fromkeys(_SILENT, Sink())
-    stubs["_trainer"], stubs["_fabric"] = trainer, None
+    stubs["_trainer"] = None if original is None else DetachedTrainer(original, optimizers)
+    stubs["_fabric"] = None
     stubs["optimizers"] = lambda *_, **__: optimizers[0] if len(optimizers) == 1 else optimizers
     stubs["lr_schedulers"] = lambda: _idle(module.lr_schedulers())
     stubs["manual_backward"] = lambda loss, *args, **kwargs: loss.backward(*args, **kwargs)
-    return stubs
+    for part in shadow.modules():
+        if "_trainer" in vars(part):
+            vars(part).update(stubs)
 
 
 def _idle(schedulers: object) -> Any:
@@ -175,11 +159,7 @@ class ShadowError(RuntimeError):
     """A module, named by its class, whose FLOPs depend on more than shapes."""
 
     def __init__(self, module: str, problem: str) -> None:
-        super().__init__(module, problem)
-        self.module, self.problem = module, problem
-
-    def __str__(self) -> str:
-        return f"{self.module} cannot be counted from shapes alone: {self.problem}"
+        super().__init__(f"{module} cannot be counted from shapes alone: {problem}")
 
 
 def count_on_shadow(
@@ -199,11 +179,6 @@ def count_on_shadow(
 
     Raises:
         ShadowError: If the module cannot be copied or its FLOPs depend on values.
-
-    Example:
-        >>> layer = torch.nn.Linear(4, 8)
-        >>> count_on_shadow(layer, torch.ones(2, 4), lambda model, x: model(x).sum()).model
-        {'float32': 256}
     """
     name = type(module).__name__
     if isinstance(batch, Iterator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -39,11 +40,6 @@ def signature(*args: object) -> Signature:
     Walks lists, tuples, mappings, arrays and attributes of objects. Numbers, strings and similar
     values count by type only: batches that differ in a number have the same signature. Objects that
     cannot be inspected (iterators, objects without attributes) make the signature unique.
-
-    Example:
-        >>> import torch
-        >>> signature(torch.ones(2, 3), 7) == signature(torch.zeros(2, 3), 8)
-        True
     """
     parts: list[Any] = []
     seen: set[int] = set()
@@ -140,19 +136,10 @@ def _describe_object(value: Any, parts: list[Any], seen: set[int]) -> None:
 
 def _attributes(value: Any) -> dict[str, Any] | None:
     """Return all attributes of an object, or None if it may have hidden state."""
-    found: dict[str, Any] = {}
     own = getattr(value, "__dict__", None)
-    if own is not None:
-        found |= own
     for base in type(value).__mro__[:-1]:
-        slots = vars(base).get("__slots__")
         # Classes written in C may have hidden state; Python classes have slots or a dictionary.
-        if not base.__flags__ & _HEAP_TYPE or (slots is None and own is None):
+        if not base.__flags__ & _HEAP_TYPE or (own is None and "__slots__" not in vars(base)):
             return None
-        slots = slots or ()
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            name = f"_{base.__name__.lstrip('_')}{name}" if private else name
-            if name not in ("__dict__", "__weakref__"):
-                found[name] = getattr(value, name, None)
-    return found
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    return {**(own or {}), **{name: getattr(value, name, None) for name in slots}}

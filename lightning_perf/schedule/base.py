@@ -11,12 +11,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.checks import COUNTED_UNITS, ONE, UNITS, nearest_schedule, percent_as_dur, times
+from lightning_perf.checks import COUNTED_UNITS, ONE, UNITS, nearest, percent_as_dur, times
 from lightning_perf.core.progress import Limits, Moment, Ranks
 from lightning_perf.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
 
 #: A batch index that training never reaches.
@@ -167,37 +167,40 @@ def _construct(cls: type[Schedule], arguments: Mapping[str, Any]) -> Schedule:
 class Composed(Schedule):
     """Base of schedules that contain others: forwards `setup`, `observe` and `close` to them."""
 
-    def __init__(self, parts: Iterable[Schedule]) -> None:
-        self._parts = tuple(parts)
+    def __init__(self, schedules: list[Schedule | str]) -> None:
+        if not isinstance(schedules, list | tuple) or not schedules:
+            problem, example = "is not a list of schedules", '["every 100ba", "first 5ba"]'
+            raise ConfigError("schedules", schedules, problem, example)
+        self.schedules = [as_schedule(schedule, "schedules") for schedule in schedules]
 
     @property
     def lead(self) -> int:
         """The longest lead of the parts."""
-        return max(part.lead for part in self._parts)
+        return max(part.lead for part in self.schedules)
 
     @property
     def shared(self) -> bool:
         """Whether all parts are shared."""
-        return all(part.shared for part in self._parts)
+        return all(part.shared for part in self.schedules)
 
     @property
     def watches(self) -> bool:
         """Whether any part watches."""
-        return any(part.watches for part in self._parts)
+        return any(part.watches for part in self.schedules)
 
     def setup(self, context: Context) -> None:
         """Set up each part."""
-        for part in self._parts:
+        for part in self.schedules:
             part.setup(context)
 
     def observe(self, moment: Moment) -> None:
         """Forward the moment to each part."""
-        for part in self._parts:
+        for part in self.schedules:
             part.observe(moment)
 
     def close(self) -> None:
         """Close each part."""
-        for part in self._parts:
+        for part in self.schedules:
             part.close()
 
 
@@ -216,14 +219,10 @@ class All(Composed):
         True
     """
 
-    def __init__(self, schedules: list[Schedule | str]) -> None:
-        self.schedules = _schedule_list(schedules)
-        super().__init__(self.schedules)
-
     def window(self, moment: Moment) -> Hashable | None:
         """Return the tuple of the parts' windows, or None if a part has none."""
         windows = []
-        for part in self._parts:
+        for part in self.schedules:
             window = part.window(moment)
             if window is None:
                 return None
@@ -232,7 +231,7 @@ class All(Composed):
 
     def quiet_until(self, moment: Moment) -> int:
         """Return the latest of the batches that the parts without a window wait for."""
-        return max(part.quiet_until(moment) for part in self._parts if not part(moment))
+        return max(part.quiet_until(moment) for part in self.schedules if not part(moment))
 
 
 class AnyOf(Composed):
@@ -250,18 +249,14 @@ class AnyOf(Composed):
         True
     """
 
-    def __init__(self, schedules: list[Schedule | str]) -> None:
-        self.schedules = _schedule_list(schedules)
-        super().__init__(self.schedules)
-
     def window(self, moment: Moment) -> Hashable | None:
         """Return the tuple of the parts' windows, or None if no part has one."""
-        windows = tuple([part.window(moment) for part in self._parts])
+        windows = tuple([part.window(moment) for part in self.schedules])
         return None if windows.count(None) == len(windows) else windows
 
     def quiet_until(self, moment: Moment) -> int:
         """Return the earliest batch that a part waits for."""
-        return min(part.quiet_until(moment) for part in self._parts)
+        return min(part.quiet_until(moment) for part in self.schedules)
 
 
 class Not(Composed):
@@ -280,19 +275,12 @@ class Not(Composed):
     """
 
     def __init__(self, schedule: Schedule | str) -> None:
-        [self.schedule] = _schedule_list([schedule], "schedule")
+        self.schedule = as_schedule(schedule)
         super().__init__([self.schedule])
 
     def window(self, moment: Moment) -> Hashable | None:
         """Return the single window."""
         return 0 if self.schedule.window(moment) is None else None
-
-
-def _schedule_list(schedules: list[Schedule | str], field: str = "schedules") -> list[Schedule]:
-    if not isinstance(schedules, list | tuple) or not schedules:
-        problem, example = "is not a list of schedules", '["every 100ba", "first 5ba"]'
-        raise ConfigError(field, schedules, problem, example)
-    return [as_schedule(schedule, field) for schedule in schedules]
 
 
 _TEXT = re.compile(r"(?:(every|at)\s+)?(\S+)(?:\s+for\s+(\S+))?|first\s+(\S+)")
@@ -364,7 +352,7 @@ def _parse(text: str) -> Schedule:
 
 
 def _example(text: str) -> str:
-    near = nearest_schedule(text)
+    near = nearest(text)
     try:
         _parse(near)
     except ConfigError:

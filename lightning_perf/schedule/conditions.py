@@ -22,7 +22,28 @@ class _Constant(Schedule):
         return FOREVER
 
 
-class GlobalRank(_Constant):
+class _Ranks(_Constant):
+    """Base of schedules by rank."""
+
+    #: The rank and the number of ranks, as attributes of `Ranks`, and what is numbered.
+    _rank, _size, _what = "global_rank", "world_size", "processes in the run"
+
+    def __init__(self, ranks: list[int] | int) -> None:
+        self.ranks = checks.rank_list("ranks", ranks)
+
+    def setup(self, context: Context) -> None:
+        """Check the ranks against the number of ranks."""
+        size = getattr(context.ranks, self._size)
+        if any(rank >= size for rank in self.ranks):
+            problem = f"is out of range: there are {size} {self._what}"
+            raise ConfigError("ranks", self.ranks, problem, "0")
+
+    def window(self, moment: Moment) -> Hashable | None:
+        """Return the single window."""
+        return 0 if getattr(moment.ranks, self._rank) in self.ranks else None
+
+
+class GlobalRank(_Ranks):
     """True on the given ranks of the run.
 
     Args:
@@ -36,19 +57,8 @@ class GlobalRank(_Constant):
         >>> schedule = Every("100ba") & GlobalRank([0, 8])
     """
 
-    def __init__(self, ranks: list[int] | int) -> None:
-        self.ranks = checks.rank_list("ranks", ranks)
 
-    def setup(self, context: Context) -> None:
-        """Check the ranks against the size of the run."""
-        _check_world(self.ranks, context.ranks.world_size, "processes in the run")
-
-    def window(self, moment: Moment) -> Hashable | None:
-        """Return the single window."""
-        return 0 if moment.ranks.global_rank in self.ranks else None
-
-
-class LocalRank(_Constant):
+class LocalRank(_Ranks):
     """True on the given ranks of each node.
 
     Args:
@@ -62,16 +72,7 @@ class LocalRank(_Constant):
         >>> schedule = Every("100ba") & LocalRank(0)  # one process per node
     """
 
-    def __init__(self, ranks: list[int] | int) -> None:
-        self.ranks = checks.rank_list("ranks", ranks)
-
-    def setup(self, context: Context) -> None:
-        """Check the ranks against the size of the node."""
-        _check_world(self.ranks, context.ranks.local_world_size, "processes on this node")
-
-    def window(self, moment: Moment) -> Hashable | None:
-        """Return the single window."""
-        return 0 if moment.ranks.local_rank in self.ranks else None
+    _rank, _size, _what = "local_rank", "local_world_size", "processes on this node"
 
 
 class Stages(_Constant):
@@ -98,11 +99,6 @@ class Stages(_Constant):
     def window(self, moment: Moment) -> Hashable | None:
         """Return the stage."""
         return moment.stage if moment.stage in self.stages else None
-
-
-def _check_world(ranks: list[int], size: int, what: str) -> None:
-    if any(rank >= size for rank in ranks):
-        raise ConfigError("ranks", ranks, f"is out of range: there are {size} {what}", "0")
 
 
 class HasTag(Composed):

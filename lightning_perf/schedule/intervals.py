@@ -23,22 +23,15 @@ if TYPE_CHECKING:
 ROUNDING = 1e-9
 
 
-_COUNTS = {
-    TimeUnit.EPOCH: "epoch",
-    TimeUnit.BATCH: "batch",
-    TimeUnit.SAMPLE: "sample",
-    TimeUnit.TOKEN: "token",
-    TimeUnit.STEP: "step",
-    TimeUnit.SECOND: "total_wct",
-}
+_COUNTS = {unit: unit.name.lower() for unit in TimeUnit} | {TimeUnit.SECOND: "total_wct"}
 #: Progress at a moment and one batch earlier, by unit.
 POSITION: dict[TimeUnit, Callable[[Moment], float]] = {
-    TimeUnit.DURATION: lambda moment: (moment.fraction or 0.0) + ROUNDING,
     **{unit: attrgetter(f"timestamp.{name}") for unit, name in _COUNTS.items()},
+    TimeUnit.DURATION: lambda moment: (moment.fraction or 0.0) + ROUNDING,
 }
 PREVIOUS: dict[TimeUnit, Callable[[Moment], float]] = {
-    TimeUnit.DURATION: lambda moment: (moment.previous_fraction or 0.0) + ROUNDING,
     **{unit: attrgetter(f"previous.{name}") for unit, name in _COUNTS.items()},
+    TimeUnit.DURATION: lambda moment: (moment.previous_fraction or 0.0) + ROUNDING,
 }
 
 
@@ -235,12 +228,8 @@ class Every(_Milestones):
         length = checks.times("lasting", lasting, "3ba")
         begin = checks.times("start", start, f"10{every.unit}", positive=False)
         if begin.value and begin.unit is not every.unit:
-            raise ConfigError(
-                "start",
-                str(begin),
-                f"has another unit than interval, expected {every.unit}",
-                f'"10{every.unit}"',
-            )
+            problem = f"has another unit than interval, expected {every.unit}"
+            raise ConfigError("start", str(begin), problem, f'"10{every.unit}"')
         if every.unit is TimeUnit.DURATION:
             _check_reached("interval", every, every.value, "0.1dur")
             _check_reached("start", begin, begin.value + every.value, "0dur")
@@ -299,7 +288,7 @@ def _check_reached(field: str, value: Time, first: float, example: str) -> None:
         raise ConfigError(field, str(value), problem, f'"{example}"')
 
 
-class Fixed(Schedule):
+class Fixed(At):
     """True once, for a number of optimizer steps after a warm-up.
 
     Args:
@@ -311,21 +300,15 @@ class Fixed(Schedule):
 
     Example:
         >>> from lightning_perf.core.progress import Moment, Timestamp
-        >>> schedule = Fixed(warmup_steps=2, active_steps=3)
-        >>> [step for step in range(9)
-        ...  if schedule(Moment("train", Timestamp(step=step), Timestamp()))]
+        >>> schedule, start = Fixed(warmup_steps=2, active_steps=3), Timestamp()
+        >>> [batch for batch in range(9) if schedule(Moment("train", start, start).ahead(batch))]
         [2, 3, 4]
     """
-
-    shared = True
 
     def __init__(self, warmup_steps: int, active_steps: int) -> None:
         self.warmup_steps = checks.whole("warmup_steps", warmup_steps, 0, "10")
         self.active_steps = checks.whole("active_steps", active_steps, 1, "5")
-
-    def window(self, moment: Moment) -> Hashable | None:
-        """Return the single window."""
-        return 0 if 0 <= moment.timestamp.step - self.warmup_steps < self.active_steps else None
+        super().__init__(f"{warmup_steps}step", f"{active_steps}step")
 
 
 class Cyclic(Schedule):
@@ -386,21 +369,11 @@ class Cyclic(Schedule):
         return (timestamp.epoch, cycle) if self.per_epoch else cycle
 
     def quiet_until(self, moment: Moment) -> int:
-        """Return the first batch of the next active part."""
-        timestamp, length = moment.timestamp, moment.limits.batches_per_epoch
-        if not self.per_epoch:
-            return self._active_from(timestamp.batch)
-        if length is None:
+        """Return the first batch of the next active part, or the next batch if ``per_epoch``."""
+        if self.per_epoch:
             return super().quiet_until(moment)
-        begins = self._active_from(timestamp.batch_in_epoch)
-        if begins >= length:
-            begins = length + self._active_from(0)
-        return max(timestamp.batch - timestamp.batch_in_epoch + begins, timestamp.batch + 1)
-
-    def _active_from(self, batch: int) -> int:
-        """Return where the active part of the cycle of an inactive batch begins."""
         inactive = self.wait + self.warmup
         length = inactive + self.active
-        cycle = max(0, (batch - self.skip_first) // length)
+        cycle = max(0, (moment.timestamp.batch - self.skip_first) // length)
         begins = self.skip_first + cycle * length + inactive
         return FOREVER if self.repeat and cycle >= self.repeat else begins

@@ -38,6 +38,9 @@ class Trigger(Schedule):
         lasting: The length of a window, in any unit except ``dur``.
     """
 
+    #: Batches from the event to the window.
+    _delay = 1
+
     def __init__(self, lasting: Time | str) -> None:
         length = checks.times("lasting", lasting, "5ba", units=checks.COUNTED_UNITS)
         self.lasting = str(length)
@@ -56,7 +59,7 @@ class Trigger(Schedule):
         """Open a window if the trigger fires."""
         if self.window(moment) is None and self.fired(moment):
             self._windows += 1
-            self._latch.open(self._windows, moment, delay=1)
+            self._latch.open(self._windows, moment, self._delay)
         self._latch.observe(moment)
 
     def window(self, moment: Moment) -> Hashable | None:
@@ -64,7 +67,7 @@ class Trigger(Schedule):
         return self._latch.window(moment)
 
 
-class Elapsed(Schedule):
+class Elapsed(Trigger):
     """True for the first batch, and again whenever the given wall-clock time has passed.
 
     Args:
@@ -78,31 +81,27 @@ class Elapsed(Schedule):
         Elapsed(duration='5400sec')
     """
 
+    _delay = 0
+
     def __init__(self, duration: Time | str = "10m") -> None:
+        super().__init__("1ba")
         parsed = checks.times("duration", duration, "10m", units={TimeUnit.SECOND})
         self.duration = str(parsed)
         self._seconds = parsed.value
-        self._clock = time.monotonic
-        self._due = -inf
-        self._windows = 0
-        self._latch = Latch(Time(1, TimeUnit.BATCH))
+        self._clock, self._due = time.monotonic, -inf
 
     def setup(self, context: Context) -> None:
         """Restart with the clock of the run."""
+        super().setup(context)
         self._clock, self._due = context.clock, -inf
-        self._latch.reset()
 
-    def observe(self, moment: Moment) -> None:
-        """Open a window if the time has passed."""
+    def fired(self, moment: Moment) -> bool:  # noqa: ARG002
+        """Return whether the time has passed."""
         now = self._clock()
-        if now >= self._due:
-            self._due = now + self._seconds
-            self._windows += 1
-            self._latch.open(self._windows, moment)
-
-    def window(self, moment: Moment) -> Hashable | None:
-        """Return the number of the window."""
-        return self._latch.window(moment)
+        if now < self._due:
+            return False
+        self._due = now + self._seconds
+        return True
 
 
 class OnSlowBatch(Trigger):
@@ -130,12 +129,10 @@ class OnSlowBatch(Trigger):
         super().__init__(lasting)
         number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not number or not 1 < factor < inf:
-            raise ConfigError(
-                "factor", factor, "is not a valid factor, expected a number greater than 1", "2.0"
-            )
-        pause = checks.times(
-            "cooldown", cooldown, "200ba", units=checks.COUNTED_UNITS, positive=False
-        )
+            problem = "is not a valid factor, expected a number greater than 1"
+            raise ConfigError("factor", factor, problem, "2.0")
+        units = checks.COUNTED_UNITS
+        pause = checks.times("cooldown", cooldown, "200ba", units=units, positive=False)
         self.factor, self.cooldown = float(factor), str(pause)
         self._cooldown = Latch(pause)
         self._reset()
@@ -322,18 +319,17 @@ def _in_use(handler: Any) -> Any:
     return handler
 
 
-def _signal_number(name: str) -> signal.Signals:
+def _signal_number(name: object) -> signal.Signals:
     known = signal.Signals.__members__
-    if isinstance(name, str) and name in _REFUSED:
-        raise ConfigError("signal", name, "is a reserved signal", '"SIGUSR2"')
-    if not isinstance(name, str) or name not in known:
-        near = next((each for each in known if _means_signal(each, name)), "SIGUSR2")
-        example = f'"{near if near not in _REFUSED else "SIGUSR2"}"'
-        raise ConfigError("signal", name, "is not the name of a signal on this system", example)
-    return known[name]
-
-
-def _means_signal(known: str, written: object) -> bool:
-    """Whether the text means a signal: lower case, without ``SIG``, or its number."""
-    meant = str(written).upper()
-    return meant in (known, known.removeprefix("SIG"), str(int(signal.Signals[known])))
+    if isinstance(name, str) and name in known and name not in _REFUSED:
+        return known[name]
+    meant = str(name).upper()  # lower case, without SIG, or a number
+    problem = "is not the name of a signal on this system"
+    if meant in _REFUSED:
+        problem = "is a reserved signal"
+    found = (
+        each
+        for each, number in known.items()
+        if meant in (each, each.removeprefix("SIG"), str(int(number))) and each not in _REFUSED
+    )
+    raise ConfigError("signal", name, problem, f'"{next(found, "SIGUSR2")}"')

@@ -1,4 +1,4 @@
-"""Resource limits of a container: Linux control groups, v1 and v2."""
+"""Resource limits of a container: Linux control groups, version 2."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-#: v1 writes "no limit" as the largest number of whole pages.
-_UNLIMITED = 1 << 60
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True)
@@ -18,7 +15,7 @@ class Cgroup:
     """The control group of this process and its parents.
 
     Args:
-        root: Mount point of the hierarchies.
+        root: Mount point of the hierarchy.
         membership: The file that names the group.
     """
 
@@ -27,112 +24,60 @@ class Cgroup:
 
     def quota(self) -> tuple[float, Callable[[], float]] | None:
         """Return the smallest CPU quota in cores, and a function for the CPU seconds used of it."""
-        found = [
-            (cores, used)
-            for folder in self._folders("cpu")
-            if (cores := _quota(folder)) and (used := _used_cpu(folder))
-        ]
-        return min(found, key=lambda each: each[0], default=None)
+        quotas = []
+        for folder in self._folders():
+            quota, _, period = _text(folder / "cpu.max").partition(" ")
+            if quota not in ("", "max"):
+                quotas.append((int(quota) / int(period or 100_000), folder / "cpu.stat"))
+        if not quotas:
+            return None
+        cores, file = min(quotas)
+        return cores, lambda: _stat(file, "usage_usec") / 1e6
 
     def cpus(self) -> set[int]:
         """Return the CPUs that the group is limited to; empty for all."""
-        for folder in self._folders("cpuset"):
-            for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
-                if text := _text(folder / name):
-                    return set(_ranges(text))
-        return set()
+        texts = (_text(folder / "cpuset.cpus.effective") for folder in self._folders())
+        cpus: set[int] = set()
+        for part in next(filter(None, texts), "").split(","):  # such as 0-3,8
+            if part:
+                first, _, last = part.partition("-")
+                cpus.update(range(int(first), int(last or first) + 1))
+        return cpus
 
     def memory(self) -> Callable[[], float] | None:
         """Return a function for the bytes left below the limits; None without a limit.
 
         Inactive file pages, which the kernel can drop, count as free.
         """
-        limits = [
-            (folder, version, limit)
-            for folder in self._folders("memory")
-            for version in _MEMORY
-            if (limit := _number(folder / version[0])) is not None and limit < _UNLIMITED
-        ]
+        texts = [(folder, _text(folder / "memory.max")) for folder in self._folders()]
+        limits = [(folder, int(limit)) for folder, limit in texts if limit not in ("", "max")]
         if not limits:
             return None
-        return lambda: min(limit - _used(folder, version) for folder, version, limit in limits)
+        return lambda: min(limit - _used_memory(folder) for folder, limit in limits)
 
-    def _folders(self, controller: str) -> Iterator[Path]:
-        """Yield the folders of a controller's group and of its parents, which also limit it."""
-        for line in (_text(self.membership) or "").splitlines():
-            _, names, path = line.split(":", 2)
-            if controller in names.split(","):
-                bases = [self.root / names, self.root / controller]
-            elif not names:
-                bases = [self.root, self.root / "unified"]
-            else:
-                continue
-            base = next((base for base in bases if (base / "cgroup.procs").exists()), None)
-            if base is not None:
-                yield from _upward(base, path)
+    def _folders(self) -> list[Path]:
+        """Return the folders of the group and of its parents, which also limit it."""
+        lines = _text(self.membership).splitlines()
+        path = next((line[3:] for line in lines if line.startswith("0::")), "")
+        group = self.root / path.strip("/")
+        if ".." in group.parts or not group.is_dir():
+            group = self.root  # in a container, its own group is the root
+        return [each for each in (group, *group.parents) if each.is_relative_to(self.root)]
 
 
-def _upward(base: Path, path: str) -> Iterator[Path]:
-    parts = [part for part in path.split("/") if part]
-    if ".." in parts or not base.joinpath(*parts).is_dir():
-        parts = []  # in a container, its own group is the root
-    for depth in range(len(parts), -1, -1):
-        yield base.joinpath(*parts[:depth])
-
-
-def _quota(folder: Path) -> float | None:
-    both = _text(folder / "cpu.max")  # v2
-    if both is None:
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")  # v1
-        both = " ".join(_text(folder / name) or "max" for name in names)
-    quota, _, period = both.partition(" ")
-    if quota in ("max", "-1"):
-        return None
-    return float(quota) / float(period or 100_000)
+def _used_memory(folder: Path) -> float:
+    used = float(_text(folder / "memory.current") or 0)
+    return used - _stat(folder / "memory.stat", "inactive_file")
 
 
 def _stat(file: Path, name: str) -> float:
-    """Return one number from a file of names and numbers."""
-    for line in (_text(file) or "").splitlines():
-        if line.startswith(f"{name} "):
-            return float(line.split()[1])
-    return 0.0
+    """Return one number from a file of names and numbers; 0 if it is not there."""
+    numbers = dict(line.split() for line in _text(file).splitlines())
+    return float(numbers.get(name, 0))
 
 
-def _used_cpu(folder: Path) -> Callable[[], float] | None:
-    """Return a function for the CPU seconds used, if there is a file with them."""
-    v1, v2 = folder / "cpuacct.usage", folder / "cpu.stat"
-    if v1.exists():
-        return lambda: (_number(v1) or 0.0) / 1e9
-    return (lambda: _stat(v2, "usage_usec") / 1e6) if v2.exists() else None
-
-
-#: File of the limit, file of the usage, and name of the droppable part: v2 and v1.
-_MEMORY = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def _used(folder: Path, version: tuple[str, str, str]) -> float:
-    _, use, droppable = version
-    return (_number(folder / use) or 0.0) - _stat(folder / "memory.stat", droppable)
-
-
-def _text(file: Path) -> str | None:
+def _text(file: Path) -> str:
     try:
         return file.read_text().strip()
     except OSError:
-        return None
-
-
-def _number(file: Path) -> float | None:
-    text = _text(file)
-    return float(text) if text and text != "max" else None
-
-
-def _ranges(text: str) -> Iterator[int]:
-    """Yield the numbers of a list such as ``0-3,8``."""
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
+        return ""

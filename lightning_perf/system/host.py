@@ -8,27 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from lightning_perf.errors import warn
 from lightning_perf.system.cgroup import Cgroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Set
+    from collections.abc import Callable, Mapping, Set
 
     from lightning_perf.system.sampler import Sensor
 
     _Counters = Mapping[Any, Mapping[str, float]]
 
 
-def host_sensors(processes: Set[int]) -> Iterator[Sensor]:
-    """The sensors that are available on this machine, for these and all processes."""
-    makers: list[Callable[[], Sensor]] = [
-        Cpu, Memory, Swap, Network, Disks, lambda: Processes(processes),
-    ]  # fmt: skip
-    for make in makers:
-        try:
-            yield make()
-        except Exception as error:
-            warn(f"a sensor failed to start ({type(error).__name__}: {error}).")
+def host_sensors(processes: Set[int]) -> list[Sensor]:
+    """The sensors of this machine, for these and all processes."""
+    traffic = Traffic("network", network), Traffic("disks", disks)
+    return [Cpu(), Memory(), Swap(), *traffic, Processes(processes)]
 
 
 class Rates:
@@ -36,11 +29,6 @@ class Rates:
 
     A device counts from its second reading on. A counter that fell has wrapped or was reset:
     what it stands for has no rate in that interval.
-
-    Example:
-        >>> rates = Rates()
-        >>> rates({"sda": {"iops": 30}}, now=0.0), rates({"sda": {"iops": 50}}, now=2.0)
-        ({}, {'iops': 10.0})
     """
 
     def __init__(self) -> None:
@@ -202,46 +190,40 @@ class Swap:
         return {"swap_used": float(psutil.swap_memory().used)}
 
 
-class Network:
-    """Bytes per second over all network interfaces, including loopback."""
+class Traffic:
+    """Operations and bytes per second over the devices that ``read`` returns the counters of."""
 
-    name = "network"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str, read: Callable[[], _Counters]) -> None:
+        self.name, self._read = name, read
         self._rates = Rates()
 
     def __call__(self, now: float, /) -> dict[str, float]:
         """Return rates since the last call."""
-        counters = {
-            interface: {
-                "net_throughput_sent": count.bytes_sent,
-                "net_throughput_recv": count.bytes_recv,
-            }
-            for interface, count in psutil.net_io_counters(pernic=True, nowrap=False).items()
+        return self._rates(self._read(), now)
+
+
+def network() -> _Counters:
+    """The bytes of all network interfaces, including loopback."""
+    return {
+        interface: {
+            "net_throughput_sent": count.bytes_sent,
+            "net_throughput_recv": count.bytes_recv,
         }
-        return self._rates(counters, now)
+        for interface, count in psutil.net_io_counters(pernic=True, nowrap=False).items()
+    }
 
 
-class Disks:
-    """Operations and bytes per second over all physical disks."""
-
-    name = "disks"
-
-    def __init__(self) -> None:
-        self._rates = Rates()
-
-    def __call__(self, now: float, /) -> dict[str, float]:
-        """Return rates since the last call."""
-        counters = {
-            disk: {
-                "disk_iops": count.read_count + count.write_count,
-                "disk_throughput_read": count.read_bytes,
-                "disk_throughput_write": count.write_bytes,
-            }
-            for disk, count in (psutil.disk_io_counters(perdisk=True, nowrap=False) or {}).items()
-            if physical(disk)
+def disks() -> _Counters:
+    """The operations and bytes of all physical disks."""
+    return {
+        disk: {
+            "disk_iops": count.read_count + count.write_count,
+            "disk_throughput_read": count.read_bytes,
+            "disk_throughput_write": count.write_bytes,
         }
-        return self._rates(counters, now)
+        for disk, count in (psutil.disk_io_counters(perdisk=True, nowrap=False) or {}).items()
+        if physical(disk)
+    }
 
 
 def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:

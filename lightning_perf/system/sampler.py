@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +14,7 @@ from lightning_perf.errors import describe, warn
 from lightning_perf.system.gpus import gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Set
     from contextlib import AbstractContextManager
 
     _Open = Callable[[set[int]], AbstractContextManager[Sequence["Sensor"]]]
@@ -33,10 +33,8 @@ HOST = (
 class Sensor(Protocol):
     """Something that can be sampled repeatedly."""
 
-    @property
-    def name(self) -> str:
-        """What it measures, for messages."""
-        ...
+    #: What it measures, for messages.
+    name: str
 
     def __call__(self, now: float, /) -> Mapping[str, float]:
         """Return values by name: current values, and rates since the last call."""
@@ -54,15 +52,10 @@ def node_sensors(
     processes: Set[int], visible: Sequence[str] | None = None, ranks: int = 0
 ) -> Iterator[list[Sensor]]:
     """Open the sensors of this node, this job's processes, and the GPUs as `gpus` selects them."""
-    host: Iterable[Sensor] = ()
-    try:
-        from lightning_perf.system.host import host_sensors
+    from lightning_perf.system.host import host_sensors  # imports psutil, in the thread
 
-        host = host_sensors(processes)
-    except ImportError:
-        warn("CPU, memory, network and disks are not sampled. Install the package psutil.")
     with gpus(visible, ranks) as devices:
-        yield [*host, *devices]
+        yield [*host_sensors(processes), *devices]
 
 
 class Sampler:
@@ -70,16 +63,6 @@ class Sampler:
 
     Args:
         open_sensors: Returns the sensors, in the thread that reads them.
-
-    Example:
-        >>> sampler = Sampler()
-        >>> sampler.subscribe("me", interval=1.0)
-        >>> sampler.refresh(timeout=60), sampler.refresh(timeout=60)
-        (True, True)
-        >>> total, seconds = sampler.totals()["free_memory"]
-        >>> total / seconds > 0
-        True
-        >>> sampler.unsubscribe("me")
     """
 
     def __init__(self, open_sensors: _Open = node_sensors) -> None:
@@ -157,25 +140,32 @@ def _run(
     owner: weakref.ref[Sampler], mailbox: Mailbox, open_sensors: _Open, processes: set[int]
 ) -> None:
     """The thread's work. It must not keep its owner alive, nor raise."""
-    with suppress(Exception), open_sensors(processes) as found:
-        sensors, done = dict.fromkeys(found, 0.0), None
-        while (sampler := owner()) is not None:
-            for sensor, then in list(sensors.items()):
-                now = time.monotonic()
-                try:
-                    sampler.receive(sensor(now), now - then if then else 0.0)
-                    sensors[sensor] = now
-                except Exception as error:
-                    del sensors[sensor]
-                    warn(f"{sensor.name} is not measured any more ({describe(error)}).")
-            interval = sampler.interval
-            del sampler
-            if done is not None:
-                done.set()
+    try:
+        with open_sensors(processes) as found:
+            _sample(owner, mailbox, dict.fromkeys(found, 0.0))
+    except Exception as error:
+        warn(f"the machine is not measured ({describe(error)}).")
+
+
+def _sample(owner: weakref.ref[Sampler], mailbox: Mailbox, sensors: dict[Sensor, float]) -> None:
+    done: Event | None = None
+    while (sampler := owner()) is not None:
+        for sensor, then in list(sensors.items()):
+            now = time.monotonic()
             try:
-                done = mailbox.get(timeout=interval)
-            except Empty:
-                done = None
-            else:
-                if done is None:
-                    return
+                sampler.receive(sensor(now), now - then if then else 0.0)
+                sensors[sensor] = now
+            except Exception as error:
+                del sensors[sensor]
+                warn(f"{sensor.name} is not measured any more ({describe(error)}).")
+        interval = sampler.interval
+        del sampler
+        if done is not None:
+            done.set()
+        try:
+            done = mailbox.get(timeout=interval)
+        except Empty:
+            done = None
+        else:
+            if done is None:
+                return

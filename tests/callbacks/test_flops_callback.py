@@ -295,7 +295,7 @@ def test_a_cpu_is_measured_before_any_clock_runs(
 
     class Timer(Callback):
         def on_train_start(self, *_: Any) -> None:
-            seen.append({str(key[0]).removeprefix("torch.") for key in measured})
+            seen.append({dtype for _, dtype, _ in measured})
 
     precision = {} if len(dtypes) == 1 else {"precision": "bf16-mixed"}
     run = trainer(tmp_path, Timer(), SpeedMonitor(), Flops(), **precision)

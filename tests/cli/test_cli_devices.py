@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_perf import flops
 from lightning_perf.cli import main
-from lightning_perf.flops import lookup, peak_flops, peaks, table
+from lightning_perf.flops import lookup, peak_flops, table
 
 
 @pytest.fixture
@@ -69,12 +70,12 @@ def test_an_unknown_device(command) -> None:
 
 def test_this_machine_is_measured(command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured peak is shown, and the table's if the device is in it."""
-    monkeypatch.setattr(peaks, "measure_peak", lambda *_, **__: 156e12)
+    monkeypatch.setattr(flops, "measure_peak", lambda *_, **__: 156e12)
     out, _, code = command("measure", "--dtype", "bfloat16")
     assert code == 0
     assert "bfloat16: 156 TFLOP/s (measured)" in out
     assert "no peak for this device" in out
-    monkeypatch.setattr(peaks, "_cpu_name", lambda: "NVIDIA A100-SXM4-40GB")
+    monkeypatch.setattr(flops, "device_name", lambda _: "NVIDIA A100-SXM4-40GB")
     assert peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16") == 312e12
     out, _, _ = command("measure", "--dtype", "bfloat16")
     assert "312 TFLOP/s (table: A100, datasheet); measured is 50.0% of it." in out

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor
-from lightning_perf.flops.cost import MOST_COUNTED
+from lightning_perf.flops.fit import MOST_COUNTED
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)
 
@@ -134,14 +134,6 @@ def test_each_batch_in_another_container(tmp_path: Path) -> None:
 
     expected = [1, 2, 2, 3, 1, 2, 3, 2, 3, 1, 3]
     assert counted(tmp_path, Fed(batches, find)) == [n * FLOPS_PER_SAMPLE for n in expected]
-
-
-def test_objects_of_changing_sizes(tmp_path: Path) -> None:
-    """FLOPs of objects are counted at first and predicted later, always exactly."""
-    draw = random.Random(0)
-    sizes = [draw.randrange(1, 99) for _ in range(100)]
-    model = Fed([Box(x) for x in rows(*sizes)], lambda box: box.store["x"])
-    assert counted(tmp_path, model) == [n * FLOPS_PER_SAMPLE for n in sizes]
 
 
 def test_objects_that_cannot_be_inspected_have_no_stale_flops(tmp_path: Path) -> None:

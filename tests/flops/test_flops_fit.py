@@ -68,21 +68,6 @@ def test_a_transformer(batch_first):
     exact(step, [ids(*s) for s in SHAPES], [ids(7, 64), ids(32, 9), ids(1, 1)])
 
 
-def test_a_convolutional_net():
-    """New image sizes and batch sizes are predicted exactly."""
-    body, head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 10)
-
-    def step(batch):
-        images, labels = batch
-        out = head(body(images).relu().mean((2, 3)))
-        F.cross_entropy(out, labels).backward()
-
-    def batch(b, size):
-        return torch.randn(b, 3, size, size + 1), torch.zeros(b, dtype=torch.long)
-
-    exact(step, [batch(*s) for s in SHAPES], [batch(9, 33), batch(2, 50)])
-
-
 def test_a_recurrent_net():
     """Time-first batches are predicted exactly."""
     net = nn.LSTM(4, 6)

@@ -1,18 +1,15 @@
-"""Closed formulas, compared with the reference and with FlopCounter."""
+"""Closed formulas: the reference, sizes from configurations, tokens from batches."""
 
 import json
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import TESTS
-from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch.nn import functional as F
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops import FlopCounter, TransformerConfig, palm
-from lightning_perf.flops.formulas import megatron, nanogpt
+from lightning_perf.flops.formulas import TransformerConfig, formula_for, megatron, nanogpt, palm
 
 MODELS = json.loads((TESTS / "data" / "transformer_flops.json").read_text())
 LETTERS = {
@@ -54,41 +51,6 @@ def test_reference_numbers(name):
     theirs = {name: next(v for row, v in rows if row.startswith(name)) for name in ours}
     assert ours == theirs
     assert palm(sizes) * sizes.sequence == model["exact_flops_per_sequence"]
-
-
-class Layer(nn.Module):
-    """One layer of the reference models, for fake tensors."""
-
-    def __init__(self, c):
-        super().__init__()
-        self.c = c
-        self.attend = nn.Linear(c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim)
-        self.project = nn.Linear(c.heads * c.head_dim, c.hidden)
-        self.up = nn.Linear(c.hidden, c.ffn * (1 + c.swiglu))
-        self.down = nn.Linear(c.ffn, c.hidden)
-
-    def forward(self, x):
-        c = self.c
-        parts = self.attend(x).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
-        q, k, v = parts.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.project(y.transpose(1, 2).flatten(2))
-        up = self.up(x)
-        return x + self.down(F.glu(up) if c.swiglu else up.relu())
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_counter_finds_the_same(name):
-    """FlopCounter gives exactly the result of PaLM's formula."""
-    c = config(name)
-    with FakeTensorMode():
-        layers = nn.Sequential(*(Layer(c) for _ in range(c.layers)))
-        output = nn.Linear(c.hidden, c.vocab)
-        x = torch.empty(1, c.sequence, c.hidden, requires_grad=True)
-        with FlopCounter() as counter:
-            output(layers(x)).sum().backward()
-    assert counter.counts.model == {"float32": MODELS[name]["exact_flops_per_sequence"]}
-    assert counter.counts.untracked_names == {}
 
 
 def test_only_active_experts_cost_flops():
@@ -150,3 +112,129 @@ def test_sizes_are_positive_whole_numbers(value):
     """An invalid size is refused at construction."""
     with pytest.raises(ConfigError, match="layers"):
         TransformerConfig(layers=value, hidden=8, heads=2, vocab=10, sequence=4)
+
+
+SIZES = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256}
+TINY = TransformerConfig(**SIZES, sequence=32)
+IDS = torch.zeros(8, 32, dtype=torch.long)
+# Width 8, 2 heads of 4, 3 tokens; each matrix is written out, two FLOPs for a multiply-add.
+WIDTH = 8
+ATTENTION = 4 * 3 * 8  # two products of 3 keys with all query heads, for one token
+FULL = 4 * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("extra", "layer", "passes"),
+    [
+        # One key head: half the columns of keys and values.
+        ({"kv_heads": 1}, 2 * 8 * 8 + 2 * 8 * 4 + 2 * 8 * 32, 3),
+        # Gated: three matrices.
+        ({"swiglu": True, "ffn": 20}, FULL + 3 * 8 * 20, 3),
+        # Two of five experts, and a router of five columns.
+        ({"experts": 5, "top_k": 2}, FULL + 2 * (2 * 8 * 32) + 8 * 5, 3),
+        # Everything, and the whole forward again.
+        (
+            {"kv_heads": 1, "swiglu": True, "ffn": 20, "experts": 5, "top_k": 2},
+            2 * 8 * 8 + 2 * 8 * 4 + 2 * (3 * 8 * 20) + 8 * 5,
+            4,
+        ),
+    ],
+    ids=["gqa", "swiglu", "moe", "all with recomputation"],
+)
+def test_derived_models(extra, layer, passes):
+    """Grouped queries, gates, experts and recomputation match hand-written sums."""
+    config = {"layers": 2, "hidden": WIDTH, "heads": 2, "vocab": 10, **extra}
+    formula = formula_for({"kind": "palm", "config": config, "passes": passes})
+    forward = 2 * (2 * layer + 10 * WIDTH) + 2 * ATTENTION
+    assert formula(torch.zeros(5, 3, dtype=torch.long)) == 15 * passes * forward
+
+
+def test_each_name_is_its_formula():
+    """The three formulas differ as published, and the forward alone is a third."""
+    each = {kind: formula_for({"kind": kind, "config": TINY})(IDS) for kind in
+            ("palm", "megatron", "nanogpt")}  # fmt: skip
+    formulas = {"palm": palm, "megatron": megatron, "nanogpt": nanogpt}
+    assert each == {kind: IDS.numel() * formula(TINY) for kind, formula in formulas.items()}
+    assert formula_for({"kind": "palm", "config": TINY, "passes": 1})(IDS) == each["palm"] / 3
+
+
+@dataclass
+class Packed:
+    mask: torch.Tensor
+    tokens: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        IDS,
+        [IDS, IDS[:, :1]],
+        {"labels": IDS[:, :1], "input_ids": IDS},
+        (torch.zeros(2, 2), {"text": IDS.int()}),
+        Packed(IDS.bool(), IDS),
+    ],
+    ids=["tensor", "list", "input_ids", "nested", "dataclass"],
+)
+def test_tokens_are_found_in_the_batch(batch):
+    """Token ids are input_ids at any depth, else the first integer tensor; masks are ignored."""
+    assert formula_for({"kind": "palm", "config": SIZES})(batch) == IDS.numel() * palm(TINY)
+
+
+def test_packed_ids_take_the_length_of_the_configuration():
+    """For packed ids the sequence length comes from the configuration, or is an error."""
+    row = IDS.flatten()
+    known = formula_for({"kind": "palm", "config": {**SIZES, "block_size": 32}})
+    assert known(row) == IDS.numel() * palm(TINY)
+    with pytest.raises(ValueError, match="length"):
+        formula_for({"kind": "palm", "config": SIZES})(row)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        SimpleNamespace(config=SimpleNamespace(**SIZES), hparams={"layers": 99}),
+        SimpleNamespace(hparams=SIZES),
+        SimpleNamespace(config={}, hparams=SIZES),
+    ],
+)
+def test_a_name_alone_uses_the_module_s_sizes(module):
+    """The sizes come from the module's config, or else its hparams."""
+    assert formula_for("palm", module)(IDS) == IDS.numel() * palm(TINY)
+
+
+def test_a_user_s_function():
+    """A callable is returned unchanged."""
+    assert formula_for(len) is len
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("chinchilla", "chinchilla.*expected one of palm, megatron, nanogpt"),
+        (6.0, "expected a name"),
+        ({"kind": "palm", "sizes": 1}, "unknown keys: sizes"),
+        ({"kind": "palm"}, "no config and no hparams"),
+        ({"kind": "palm", "config": {"n_layer": 2, "n_head": 2}}, "lacks hidden, vocab"),
+        ({"kind": "palm", "config": TINY, "passes": 2}, "passes=2"),
+    ],
+)
+def test_invalid_formulas_are_refused(spec, message):
+    """Unknown names, unknown keys and missing sizes are refused at construction."""
+    with pytest.raises(ConfigError, match=message):
+        formula_for(spec)
+
+
+def test_a_batch_without_tokens():
+    """A batch of floating-point numbers is an error."""
+    with pytest.raises(ValueError, match="token ids"):
+        formula_for({"kind": "palm", "config": TINY})([torch.zeros(2, 3), "text"])
+
+
+def test_a_batch_without_ids_after_batches_with_ids():
+    """With several loaders, a batch without token ids counts as 0 FLOPs."""
+    formula = formula_for({"kind": "palm", "config": SIZES})
+    with pytest.raises(ValueError, match="token ids"):
+        formula({"a": None})
+    assert formula({"a": IDS, "b": None}) == IDS.numel() * palm(TINY)
+    assert formula({"a": None, "b": torch.zeros(4)}) == 0
+    assert formula(None) == 0

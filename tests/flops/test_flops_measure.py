@@ -1,9 +1,6 @@
 """Measuring a device: a plausible rate, once, without side effects."""
 
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,33 +16,36 @@ def forget(monkeypatch):
     monkeypatch.setattr(measure, "_measured", {})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_cpu_has_a_rate(dtype):
     """Any CPU reaches between a megaflop and a petaflop per second."""
-    rate = measure_peak(dtype, CPU, budget_seconds=0.02)
+    rate = measure_peak(CPU, dtype, budget_seconds=0.02)
     assert rate is not None
     assert 1e6 < rate < 1e15
 
 
 def test_it_is_measured_once_per_process():
     """A second call returns the cached result, whatever the budget."""
-    first = measure_peak(torch.float32, CPU, budget_seconds=0.01)
-    assert measure_peak(torch.float32, torch.device("cpu"), budget_seconds=60) == first
+    first = measure_peak(CPU, "float32", budget_seconds=0.01)
+    assert measure_peak(torch.device("cpu"), "float32", budget_seconds=60) == first
 
 
 def test_it_has_no_side_effects():
     """Random state, gradients and autocast do not change and do not affect the result."""
     state = torch.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16):
-        measure_peak(torch.float32, CPU, budget_seconds=0.01)
+        measure_peak(CPU, "float32", budget_seconds=0.01)
         assert torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_dtype_without_a_product():
-    """A dtype without matrix products has no peak."""
-    assert measure_peak(torch.bool, CPU, budget_seconds=0.01) is None
+@pytest.mark.parametrize(
+    ("device", "dtype"), [(CPU, "bool"), (CPU, "no_dtype"), (CPU, "nn"), ("nothing", "float32")]
+)
+def test_what_cannot_multiply(device, dtype):
+    """A dtype without matrix products and a device that does not exist have no peak."""
+    assert measure_peak(device, dtype, budget_seconds=0.01) is None
 
 
 class Machine:
@@ -93,7 +93,7 @@ class Machine:
 def test_stalls_do_not_affect_the_result(monkeypatch, stalls):
     """With stalls, the peak is found within 2 % and in bounded time."""
     machine = Machine(monkeypatch, stalls)
-    assert measure_peak(torch.float32, CPU, 2.0) == pytest.approx(machine.RATE, rel=0.02)
+    assert measure_peak(CPU, "float32", 2.0) == pytest.approx(machine.RATE, rel=0.02)
     assert machine.seconds < 3
 
 
@@ -101,14 +101,14 @@ def test_stalls_do_not_affect_the_result(monkeypatch, stalls):
 def test_threads_that_wait_for_one_another(monkeypatch, waiting):
     """On a busy machine the peak is that of single threads, not a thousandth of it."""
     machine = Machine(monkeypatch, threads=4, waiting=waiting)
-    assert measure_peak(torch.float32, CPU) == pytest.approx(4 * machine.RATE, rel=0.3)
+    assert measure_peak(CPU, "float32") == pytest.approx(4 * machine.RATE, rel=0.3)
 
 
 def test_a_stall_that_takes_all_of_the_time(monkeypatch):
     """If the first tries stall for longer than the budget, more are made."""
     monkeypatch.setattr(Machine, "STALL", 0.1)
     machine = Machine(monkeypatch, lambda call: call in (1, 2, 4))
-    assert measure_peak(torch.float32, CPU) == pytest.approx(machine.RATE, rel=0.5)
+    assert measure_peak(CPU, "float32") == pytest.approx(machine.RATE, rel=0.5)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -119,7 +119,7 @@ def test_a_machine_that_always_stalls_is_refused(monkeypatch, seed):
     machine = Machine(monkeypatch, lambda call: True, threads=2)
     times = machine.time
     monkeypatch.setattr(measure, "_seconds", lambda *args: times(*args) * 10 ** draw.uniform(0, 9))
-    assert measure_peak(torch.float32, CPU) is None
+    assert measure_peak(CPU, "float32") is None
     assert machine.seconds < 20
 
 
@@ -145,7 +145,7 @@ def test_the_search_ends_without_improvement(monkeypatch):
     """If small products are as fast, large ones are not tried."""
     monkeypatch.setattr(Machine, "LAUNCH", 0.0)
     machine = Machine(monkeypatch)
-    assert measure_peak(torch.float32, CPU) == pytest.approx(machine.RATE)
+    assert measure_peak(CPU, "float32") == pytest.approx(machine.RATE)
     assert max(machine.sizes) == 512
     assert machine.seconds < 0.1
 
@@ -154,7 +154,7 @@ def test_a_slow_device_costs_no_more_than_the_budget(monkeypatch):
     """A size that exceeds the remaining time is not tried."""
     monkeypatch.setattr(Machine, "RATE", 1e9)
     machine = Machine(monkeypatch)
-    assert measure_peak(torch.float32, CPU, budget_seconds=1.0) == pytest.approx(1e9, rel=0.05)
+    assert measure_peak(CPU, "float32", budget_seconds=1.0) == pytest.approx(1e9, rel=0.05)
     assert machine.seconds < 1.1
 
 
@@ -164,7 +164,7 @@ def test_libraries_that_load_use_none_of_the_time(monkeypatch):
     monkeypatch.setattr(Machine, "LAUNCH", 1e-5)
     monkeypatch.setattr(Machine, "STALL", 0.3)
     machine = Machine(monkeypatch, lambda _: machine.sizes.count(machine.sizes[-1]) == 1)
-    assert measure_peak(torch.float16, torch.device("cuda")) == pytest.approx(5e14, rel=0.05)
+    assert measure_peak(torch.device("cuda"), "float16") == pytest.approx(5e14, rel=0.05)
 
 
 def test_one_thread_is_one_thread(monkeypatch):
@@ -184,30 +184,11 @@ def test_one_thread_is_one_thread(monkeypatch):
     assert (torch.get_num_threads(), openmp[0].omp_get_max_threads()) == before
 
 
-def test_a_busy_machine_has_the_peak_of_a_quiet_one():
-    """With two busy processes per core, the peak is within a factor of 4 of the best, or None."""
-    quiet = max(_fresh_peak() or 0.0 for _ in range(5))
-    burn = [sys.executable, "-c", f"import os\nwhile os.getppid() == {os.getpid()}: pass"]
-    burners = [subprocess.Popen(burn) for _ in range(2 * measure._usable_cores())]
-    try:
-        found = [_fresh_peak() for _ in range(5)]
-    finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait()
-    assert all(rate is None or quiet / 4 < rate < 4 * quiet for rate in found)
-
-
-def _fresh_peak():
-    measure._measured.clear()
-    return measure_peak(torch.float32, CPU)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_timed_on_the_device():
     """The measured rate is near the table's, so kernels are timed and not their launches."""
     device = torch.device("cuda", 0)
-    rate = measure_peak(torch.float16, device)
+    rate = measure_peak(device, "float16")
     assert rate is not None
     assert 1e12 < rate < 3e15

@@ -1,11 +1,17 @@
-"""Formulas of products, convolutions and recurrent layers, on meta tensors."""
+"""Formulas of operators, on meta tensors, and which operators have one."""
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_perf.flops import operators as ops
-from lightning_perf.flops.operators import FORMULAS
+from lightning_perf.flops.operators import (
+    FORMULAS,
+    Kind,
+    classify,
+    is_composite,
+    product,
+)
 
 
 def meta(*shape, dtype=torch.float32):
@@ -125,3 +131,164 @@ def test_a_formula_reads_no_values():
     with FakeTensorMode():
         a = torch.empty(M, K)
         assert ops.product([a], torch.empty(M, N)) == 2 * M * K * N
+
+
+BATCH, HEADS, KV_HEADS, QUERIES, KEYS, WIDTH, VALUES = 2, 8, 2, 5, 7, 16, 24
+FORWARD = 2 * BATCH * HEADS * QUERIES * KEYS * (WIDTH + VALUES)
+
+
+def heads_first():
+    return [
+        meta(BATCH, HEADS, QUERIES, WIDTH),
+        meta(BATCH, KV_HEADS, KEYS, WIDTH),
+        meta(BATCH, KV_HEADS, KEYS, VALUES),
+    ]
+
+
+def heads_last():
+    return [x.transpose(1, 2) for x in heads_first()]
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn", "fused"])
+def test_sdpa_on_a_gpu(kind):
+    """Each kernel has the same FLOPs, also with grouped queries; backward has twice as many."""
+    suffix = "_overrideable" if kind == "fused" else ""
+    name = f"aten::_scaled_dot_product_{kind}_attention{suffix}"
+    assert FORMULAS[name](heads_first(), None) == FORWARD
+    grad = meta(BATCH, HEADS, QUERIES, VALUES)
+    assert FORMULAS[f"{name}_backward"]([grad, *heads_first()], None) == 2 * FORWARD
+
+
+def test_flex_attention():
+    """Flex attention is counted in full, also with a mask."""
+    assert FORMULAS["higher_order::flex_attention"](heads_first(), None) == FORWARD
+    assert FORMULAS["higher_order::flex_attention_backward"](heads_first(), None) == 2 * FORWARD
+
+
+def arguments(kind, qkv, ends):
+    """The operators' own order: forward, and backward with gradient, output and log-sum-exp."""
+    grad = out = logsumexp = None
+    if kind == "flash":
+        return [*qkv, *ends], [grad, *qkv, out, logsumexp, *ends]
+    return [*qkv, None, *ends], [grad, *qkv, None, out, *ends]
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_attention_with_heads_last(kind):
+    """The kernels below SDPA, which other libraries call, have the heads after the length."""
+    forward, backward = arguments(kind, heads_last(), (None, None))
+    assert FORMULAS[f"aten::_{kind}_attention_forward"](forward, None) == FORWARD
+    assert FORMULAS[f"aten::_{kind}_attention_backward"](backward, None) == 2 * FORWARD
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+def test_packed_sequences(kind):
+    """Packed sequences cost the sum of their squared lengths."""
+    packed = meta(10, HEADS, WIDTH)
+    ends = torch.tensor([0, 3, 10])
+    forward, backward = arguments(kind, [packed] * 3, (ends, ends))
+    expected = 4 * HEADS * WIDTH * (3**2 + 7**2)
+    assert FORMULAS[f"aten::_{kind}_attention_forward"](forward, None) == expected
+    assert FORMULAS[f"aten::_{kind}_attention_backward"](backward, None) == 2 * expected
+
+
+def test_fused_multi_head_attention():
+    """Four projections and attention; queries and keys may differ in length."""
+    query, key = meta(BATCH, QUERIES, WIDTH), meta(BATCH, KEYS, WIDTH)
+    projections = 2 * WIDTH * WIDTH * BATCH * (2 * QUERIES + 2 * KEYS)
+    expected = projections + 4 * BATCH * QUERIES * KEYS * WIDTH
+    name = "aten::_native_multi_head_attention"
+    assert FORMULAS[name]([query, key, key, WIDTH], None) == expected
+
+
+aten = torch.ops.aten
+
+
+def test_every_overload_has_the_formula_of_its_operator():
+    """Out and in-place variants have the formula of the functional one."""
+    formula = FORMULAS["aten::addmm"]
+    assert classify(aten.addmm.default) is formula
+    assert classify(aten.addmm.out) is formula
+    assert classify(aten.addmm_.default) is formula
+    assert classify(aten.mm.default) is product
+
+
+def test_formulas_are_of_operators_that_exist():
+    """Every formula belongs to an existing operator."""
+    known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    new_since_2_6 = {
+        "aten::_dyn_quant_matmul_4bit",
+        "aten::_foreach_mm",
+        "aten::_grouped_mm",
+        "aten::_scaled_grouped_mm",
+        "aten::_scaled_grouped_mm_v2",
+        "aten::_scaled_mm_v2",
+        "aten::_weight_int4pack_mm_with_scales_and_zeros",
+    }
+    missing = {name for name in FORMULAS if name.startswith("aten::")} - known - new_since_2_6
+    assert missing == set()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "relu",
+        "add",
+        "_softmax",
+        "view",
+        "t",
+        "transpose.int",
+        "native_layer_norm",
+        "_fused_sdp_choice",
+        "_thnn_fused_lstm_cell",
+        "linalg_vector_norm",
+        "embedding",
+        "_local_scalar_dense",
+        "upsample_bilinear2d",
+        "addr",
+        "_fused_adamw_",
+        "sym_size",
+        "is_contiguous",
+        "_convert_indices_from_coo_to_csr",
+    ],
+)
+def test_light_operators(name):
+    """Elementwise operators, views, reductions and metadata count as light."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(aten, packet)
+    overload = overload or next(o for o in operator.overloads() if o != "out")
+    assert classify(getattr(operator, overload)) is Kind.LIGHT
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_fft_r2c",
+        "_linalg_svd",
+        "linalg_lu_factor_ex",
+        "_cdist_forward",
+        "_euclidean_dist",
+        "_sparse_addmm",
+        "_trilinear",
+        "_cudnn_attention_forward",
+        "triangular_solve",
+        "linalg_matrix_exp",
+    ],
+)
+def test_heavy_operators_without_a_formula(name):
+    """Operators that need a formula and have none are opaque."""
+    operator = getattr(aten, name)
+    assert classify(getattr(operator, operator.overloads()[0])) is Kind.OPAQUE
+
+
+@pytest.mark.parametrize("name", ["conv2d", "einsum", "scaled_dot_product_attention", "multi_dot"])
+def test_composite_operators(name):
+    """Operators composed of others are detected."""
+    operator = getattr(aten, name, None) or getattr(aten, f"linalg_{name}")
+    assert is_composite(operator.default)
+
+
+def test_other_namespaces():
+    """Communication is light; operators of other libraries are opaque."""
+    assert classify(torch.ops.prim.device.default) is Kind.LIGHT
+    assert classify(torch.ops.quantized.add.default) is Kind.OPAQUE

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 
 from lightning_perf import PyTorch, always_on
 from lightning_perf.cli import main
-from lightning_perf.flops import measured_peak
+from lightning_perf.flops import measure_peak
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
@@ -33,7 +33,7 @@ def test_a_run_is_logged_described_and_read_back(
     tmp_path: Path, mlflow_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Metrics, params, traces, pages and the description; then each command that reads runs."""
-    measured_peak("cpu", "float32")
+    measure_peak("cpu", "float32")
     logger = MLFlowLogger("skinny", "skinny-run", tracking_uri=mlflow_server)
     callbacks = [always_on(show_summary=False), PyTorch(schedule="first 2ba")]
     options = {"max_epochs": 3, "log_every_n_steps": 8, "limit_val_batches": 2}

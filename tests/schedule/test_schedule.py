@@ -126,7 +126,7 @@ def test_can_be_written_in_yaml(schedule):
 
     def written(value):
         if isinstance(value, Schedule):
-            arguments = {k: written(v) for k, v in vars(value).items() if not k.startswith("_")}
+            arguments = {name: written(each) for name, each in value._arguments().items()}
             return {"class_path": f"lightning_perf.schedule.{type(value).__name__}"} | (
                 {"init_args": arguments} if arguments else {}
             )

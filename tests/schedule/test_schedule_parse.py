@@ -65,7 +65,7 @@ def test_takes_schedules_and_defaults():
 @pytest.mark.parametrize(
     "value",
     ["", "every", "sometimes", "every 0ba", "first 0.5dur", "at", "every 5ba for", "at 1.5dur",
-     "first 5ba for 3ba", "5ba 3ba", "every 1.5ba", "never 5ba", ["100ba"], True, 1.5],
+     "first 5ba for 3ba", "5ba 3ba", "every 1.5ba", "never 5ba", True, 1.5],
 )  # fmt: skip
 def test_refuses(value):
     """Anything else is refused with the name of the argument, its value and an example."""
@@ -89,6 +89,7 @@ def test_refuses(value):
         ("every 5", "every 5ba"),
         ("100", "100ba"),
         (100, "100ba"),
+        (["100ba"], "100ba"),
         (0.1, "0.1dur"),
         ("every 100ms", "every 1sec"),
         ("2500ms", "2sec"),
@@ -102,8 +103,6 @@ def test_refuses(value):
         ("1h30", "1h30m"),
         ("every 1h 20m", "every 1h20m"),
         ("1,000ba", "1000ba"),
-        ("2k tokens", "2000tok"),
-        ("1M samples", "1000000sp"),
         ("at 50 %", "at 0.5dur"),
         ("each epoch", "every 1ep"),
         ("every epochs", "every 1ep"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 import time
 import warnings
@@ -172,19 +171,3 @@ def test_a_forked_process_samples_for_itself() -> None:
     assert os.waitpid(pid, 0)[1] == 0
     assert sampler.refresh(60)
     sampler.unsubscribe("parent")
-
-
-def test_nothing_is_measured_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warning says what to install."""
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    for module in ("host", "processes"):
-        monkeypatch.delitem(sys.modules, f"lightning_perf.system.{module}", raising=False)
-    sampler = Sampler()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        sampler.subscribe("me", LONG)
-        assert sampler.refresh(60)
-    assert len(ours(caught)) == 1
-    assert "Install the package psutil" in ours(caught)[0]
-    sampler.unsubscribe("me")
-    assert sampler.latest == {}

@@ -1,0 +1,311 @@
+"""Peaks: the table, estimates from units and clock, and what is used for a device."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.flops import (
+    check_peak,
+    device_name,
+    lookup,
+    peak_flops,
+    table,
+    tf32_is_on,
+)
+from lightning_perf.flops.peaks import Peak, estimate_from_properties, resolve_peak
+
+NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA A100 80GB PCIe": "A100",
+    "NVIDIA H100 80GB HBM3": "H100 SXM",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA H100 NVL": "H100 NVL",
+    "NVIDIA GH200 480GB": "GH200",
+    "NVIDIA H200": "H200",
+    "NVIDIA H200 NVL": "H200 NVL",
+    "NVIDIA B200": "B200",
+    "NVIDIA GB200": "GB200",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40": "L40",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA A10": "A10",
+    "NVIDIA A10G": "A10G",
+    "NVIDIA A2": "A2",
+    "NVIDIA RTX A2000": "RTX A2000",
+    "NVIDIA RTX A6000": "RTX A6000",
+    "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+    "Quadro RTX 6000": "Quadro RTX 6000",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "RTX PRO 6000 Blackwell Max-Q",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA GeForce RTX 4090 D": "RTX 4090 D",
+    "NVIDIA GeForce RTX 4070 Ti SUPER": "RTX 4070 Ti SUPER",
+    "NVIDIA GeForce RTX 3090 Ti": "RTX 3090 Ti",
+    "Tesla T4": "T4",
+    "Tesla P4": "P4",
+    "Tesla V100-SXM2-16GB": "V100 SXM2",
+    "Tesla V100-PCIE-32GB": "V100 PCIe",
+    "Tesla V100S-PCIE-32GB": "V100S PCIe",
+    "NVIDIA TITAN RTX": "Titan RTX",
+    "NVIDIA TITAN V": "Titan V",
+    "AMD Instinct MI300X": "MI300X",
+    "AMD Instinct MI250X": "MI250X (per GCD)",
+    "Apple M2": "Apple M2",
+    "Apple M2 Max": "Apple M2 Max",
+}
+
+
+@pytest.mark.parametrize(("device", "entry"), NAMES.items())
+def test_device_names(device, entry):
+    """Each name as reported by torch matches its entry."""
+    peaks = lookup(device)
+    assert peaks is not None
+    assert peaks.name == entry
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "NVIDIA T400 4GB",
+        "NVIDIA T1000",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3060 Laptop GPU",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA RTX 5000 Ada Generation Laptop GPU",
+        "NVIDIA RTX A2000 Laptop GPU",
+        "GeForce RTX 2080 with Max-Q Design",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA GeForce GTX 1080 Ti",
+        "AMD Radeon RX 7900 XTX",
+        "cpu",
+        "",
+    ],
+)
+def test_devices_that_are_not_in_the_table(device):
+    """Laptop models, MIG slices and unknown devices match no entry."""
+    assert lookup(device) is None
+    assert peak_flops(device, "float16") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("NVIDIA H200", "bfloat16", 989.5e12),
+        ("NVIDIA A100-SXM4-40GB", "bfloat16", 312e12),
+        ("NVIDIA H100 80GB HBM3", "float8_e4m3fn", 1979e12),
+        ("Tesla V100-SXM2-16GB", "float16", 125e12),
+        ("Tesla T4", "float16", 65e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.5e12),
+    ],
+)
+def test_composers_cases(device, dtype, expected):
+    """Dense peaks agree with Composer's to a tenth of a percent."""
+    assert peak_flops(device, dtype) == pytest.approx(expected, rel=1e-3)
+
+
+def test_float32_uses_tf32_if_supported():
+    """TF32 changes only the peak of float32, and only on devices with TF32."""
+    a100, t4 = "NVIDIA A100-SXM4-40GB", "Tesla T4"
+    assert peak_flops(a100, "float32") == 19.5e12
+    assert peak_flops(a100, "float32", tf32=True) == 156e12
+    assert peak_flops(a100, "bfloat16", tf32=True) == 312e12
+    assert peak_flops(t4, "float32", tf32=True) == peak_flops(t4, "float32") == 8.1e12
+
+
+def test_an_unsupported_dtype_has_no_peak():
+    """Unsupported and unknown dtypes have no peak."""
+    assert peak_flops("Tesla T4", "bfloat16") is None
+    assert peak_flops("NVIDIA A100-SXM4-40GB", "float8_e4m3fn") is None
+    assert peak_flops("NVIDIA A100-SXM4-40GB", "float12") is None
+
+
+def test_every_entry_is_valid():
+    """Patterns compile, values are plausible, and each entry has a source."""
+    for peaks in table():
+        assert peaks.patterns
+        assert all(re.compile(pattern) for pattern in peaks.patterns)
+        assert peaks.source
+        assert re.match("datasheet|derived|secondary", peaks.confidence)
+        values = [peaks.fp32, peaks.tf32, peaks.fp16, peaks.bf16, peaks.fp8, peaks.int8, peaks.fp4]
+        given = [value for value in values if value is not None]
+        assert given
+        assert min(given) > 1e12
+        assert max(given) < 2e16
+
+
+def test_entries_agree_with_their_units():
+    """Entries are in order, and units times clock give the 16-bit peaks."""
+    data = json.loads(Path(lookup.__code__.co_filename).with_name("device_peaks.json").read_text())
+    assert [peaks.name for peaks in table()] == list(data)
+    checked = {name: row["check"] for name, row in data.items() if "check" in row}
+    assert len(checked) > 50
+    for name, check in checked.items():
+        rate = check["sm"] * check["boost_ghz"] * 1e9 * check["flop_per_clk_per_sm_16bit"]
+        assert rate == pytest.approx(data[name]["fp16"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("device", "sm_count", "clock_ghz", "capability"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 108, 1.41, (8, 0)),
+        ("NVIDIA H100 80GB HBM3", 132, 1.83, (9, 0)),
+        ("NVIDIA B200", 148, 1.856, (10, 0)),
+        ("NVIDIA L4", 58, 2.04, (8, 9)),
+        ("NVIDIA A40", 84, 1.74, (8, 6)),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 188, 2.617, (12, 0)),
+        ("Tesla T4", 40, 1.59, (7, 5)),
+        ("Tesla V100-SXM2-16GB", 80, 1.53, (7, 0)),
+        ("Tesla P100-SXM2-16GB", 56, 1.48, (6, 0)),
+        ("NVIDIA GeForce RTX 4090", 128, 2.52, (8, 9)),
+        ("NVIDIA GeForce RTX 3090", 82, 1.695, (8, 6)),
+        ("NVIDIA GeForce RTX 5090", 170, 2.407, (12, 0)),
+        ("NVIDIA GeForce RTX 2080 Ti", 68, 1.545, (7, 5)),
+    ],
+)
+def test_known_devices(device, sm_count, clock_ghz, capability):
+    """The table and the estimate agree to a few percent."""
+    compared = 0
+    for dtype in ("float16", "bfloat16", "float8_e4m3fn", "int8", "float4_e2m1fn_x2", "float32"):
+        for tf32 in (False, True):
+            ours = estimate_from_properties(
+                sm_count,
+                clock_ghz * 1e9,
+                capability,
+                dtype,
+                tf32=tf32,
+                geforce="GeForce" in device,
+            )
+            known = peak_flops(device, dtype, tf32=tf32)
+            if known is not None and ours is not None:
+                compared += 1
+                # Some data sheets give float32 at a higher clock than the tensor cores'.
+                assert ours == pytest.approx(known, rel=0.1)
+    assert compared >= 4
+
+
+def test_published_figures():
+    """The estimates of A100 and H100 equal their published peaks."""
+    a100 = estimate_from_properties(108, 1.41e9, (8, 0), "bfloat16")
+    h100 = estimate_from_properties(132, 1.83e9, (9, 0), "bfloat16")
+    assert a100 == pytest.approx(312e12, rel=1e-3)
+    assert h100 == pytest.approx(989.4e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [((3, 7), "float32"), ((99, 0), "float16"), ((7, 5), "bfloat16"), ((8, 0), "float8_e4m3fn")],
+)
+def test_unknown_units(capability, dtype):
+    """Unknown capabilities and unsupported dtypes have no estimate."""
+    assert estimate_from_properties(10, 1e9, capability, dtype) is None
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Make torch report a GPU with a given name."""
+
+    def pretend(name, **properties):
+        found = SimpleNamespace(name=name, **properties)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+        monkeypatch.setattr(torch.version, "hip", None)
+
+    return pretend
+
+
+@pytest.fixture
+def rate(monkeypatch):
+    """Make every measurement return the same rate."""
+    monkeypatch.setattr("lightning_perf.flops.peaks.measure_peak", lambda *_, **__: 7e9)
+
+
+@pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf"), True, "fast", "1e12", [1]])
+def test_an_invalid_peak_is_refused(given):
+    """The error names the argument."""
+    with pytest.raises(ConfigError, match="gpu_flops_available"):
+        check_peak(given, "gpu_flops_available")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [(312, "312e12"), (0.5, "0.5e12"), (999e6, "312e12"), (312e24, "312e12")]
+)
+def test_a_peak_in_another_unit_is_refused(given, meant):
+    """An implausible number is refused with the unit and the probable value."""
+    with pytest.raises(ConfigError, match=r"in FLOP/s \(not TFLOP/s\)") as caught:
+        check_peak(given)
+    assert caught.value.example == meant
+    check_peak(float(meant))
+
+
+def test_a_given_peak_takes_precedence(gpu, rate):
+    """A number from the user is used on every device."""
+    gpu("NVIDIA H200")
+    assert resolve_peak(CUDA, "bfloat16", 1e12) == Peak(1e12, "given")
+    assert resolve_peak(CPU, "float32", 10**9) == Peak(1e9, "given")
+
+
+def test_a_gpu_of_the_table(gpu):
+    """A known GPU has the peak of the table, with its entry and confidence."""
+    gpu("NVIDIA H200")
+    assert resolve_peak(CUDA, "bfloat16") == Peak(989.4e12, "table: H200 (datasheet)")
+
+
+def test_an_unknown_nvidia_gpu_is_estimated(gpu):
+    """The peak of an A100 slice follows from its number of multiprocessors."""
+    name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    gpu(name, multi_processor_count=14, clock_rate=1410000, major=8, minor=0)
+    found = resolve_peak(CUDA, "bfloat16")
+    assert found is not None
+    assert found.value == pytest.approx(312e12 * 14 / 108, rel=1e-3)
+    assert found.source == f"estimated: {name}"
+
+
+@pytest.mark.parametrize("properties", [{"clock_rate": 1e6, "major": 99}, {"major": 8}])
+def test_an_unknown_gpu_has_no_peak(gpu, properties):
+    """Without a known capability or a clock there is no estimate."""
+    gpu("NVIDIA Quantum", multi_processor_count=14, minor=0, **properties)
+    assert resolve_peak(CUDA, "float16") is None
+
+
+def test_an_unknown_amd_gpu_is_not_estimated(gpu, monkeypatch):
+    """AMD's capabilities look like NVIDIA's but have another meaning."""
+    gpu("AMD Radeon RX 9999", multi_processor_count=96, clock_rate=2e6, major=9, minor=0)
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert resolve_peak(CUDA, "float16") is None
+
+
+def test_a_cpu_is_measured(rate):
+    """A CPU is measured, and so is any device on request."""
+    assert resolve_peak(CPU, "float32") == Peak(7e9, "measured")
+    assert resolve_peak(CUDA, "float32", "measure") == Peak(7e9, "measured")
+
+
+def test_other_devices():
+    """A device without a name in torch has no peak."""
+    meta = torch.device("meta")
+    assert device_name(meta) == "meta"
+    assert device_name(CPU)  # the maker's name, which differs from machine to machine
+    assert resolve_peak(meta, "float32") is None
+
+
+def test_the_tf32_setting_decides_float32(gpu, monkeypatch):
+    """float32 has the peak of TF32 while products may use it."""
+    gpu("NVIDIA A100-SXM4-40GB")
+    before = torch.get_float32_matmul_precision()
+    try:
+        for setting, expected in (("highest", 19.5e12), ("high", 156e12)):
+            torch.set_float32_matmul_precision(setting)
+            assert tf32_is_on() is (setting == "high")
+            found = resolve_peak(CUDA, "float32")
+            assert found is not None
+            assert found.value == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
