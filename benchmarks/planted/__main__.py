@@ -37,7 +37,7 @@ from planted.faults import COMPOUNDS, FAULTS, RANK_FAULTS, RANK_TRAPS, TRAPS, Fa
 from planted.workloads import HELD_OUT, WORKLOADS
 
 from lightning_perf import Diagnosis
-from lightning_perf.diagnosis.findings import diagnose
+from lightning_perf.diagnosis.rules import diagnose
 
 ROOT = Path(__file__).parents[2]
 #: Thresholds may be tuned on the first; the second was looked at once all was written.

@@ -16,7 +16,7 @@ from lightning_perf.units import bytes_text, duration
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lightning_perf.diagnosis.findings import Findings
+    from lightning_perf.diagnosis.rules import Findings
     from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.traces.summary import TraceSummary
 
@@ -27,13 +27,7 @@ _MOST_ACTIONS = 20
 def report_page(
     signals: Signals, findings: Findings, captured: TraceSummary | str | None = None
 ) -> str:
-    """The page.
-
-    Args:
-        signals: What was measured.
-        findings: What follows from it.
-        captured: The trace of some steps, or why there is none; None if none was wanted.
-    """
+    """The page, with a captured trace, or why there is none, unless none was wanted."""
     parts = chain(_parts(signals, findings), _captured(captured))
     return page("Why this training is not faster", parts)
 

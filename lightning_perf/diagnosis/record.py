@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Windows kept at most, and numbers in all of them.
 _MOST_WINDOWS, _FEWEST_WINDOWS, _MOST_NUMBERS = 512, 16, 1_000_000
+#: Columns that are not running totals, or their first part.
+_GAUGES = ("memory/", "waits/node_rank")
 #: Steps whose times are kept.
 _MOST_STEPS = 20_000
 
@@ -26,13 +29,9 @@ class Record:
     """The windows, named costs and latest step times of a training.
 
     Neighbouring windows are merged when there are too many.
-
-    Args:
-        gauges: Columns that are not running totals, or their first part, as in ``memory/``.
     """
 
-    def __init__(self, gauges: tuple[str, ...] = ("memory/", "waits/node_rank")) -> None:
-        self._gauges = gauges
+    def __init__(self) -> None:
         #: Named costs before the first window.
         self.origin: Costs = {}
         self._windows: list[Window] = []
@@ -42,14 +41,12 @@ class Record:
         self._first: float | None = None
 
     def add(self, window: Window, costs: Costs) -> None:
-        """Add a window. One without batches, after the last batch, extends the window before it.
+        """Add a window, and the named costs up to its end.
 
-        Args:
-            window: The window.
-            costs: Named costs up to its end.
+        One without batches, after the last batch, extends the window before it.
         """
         if self._windows and not window.batches:
-            self._windows[-1] = self._merged(self._windows[-1], window)
+            self._windows[-1] = _merged(self._windows[-1], window)
             self._costs[-1] = costs
             return
         self._windows.append(window)
@@ -58,27 +55,22 @@ class Record:
         most = min(max(_MOST_NUMBERS // max(numbers, 1), _FEWEST_WINDOWS), _MOST_WINDOWS)
         if len(self._windows) > most:
             # The first one stays alone: it holds the warm-up.
-            rest = self._windows[1:]
+            rest, costs_of_rest = self._windows[1:], self._costs[1:]
             pairs = [rest[i : i + 2] for i in range(0, len(rest), 2)]
-            merged = [self._merged(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
-            self._windows = [self._windows[0], *merged]
-            later = self._costs[1:]
-            ends = [later[min(i + 1, len(later) - 1)] for i in range(0, len(later), 2)]
-            self._costs = [self._costs[0], *ends]
+            self._windows[1:] = [reduce(_merged, pair) for pair in pairs]
+            # Of each pair those at its end.
+            self._costs[1:] = [costs_of_rest[i : i + 2][-1] for i in range(0, len(rest), 2)]
 
     def add_steps(self, seconds: Iterable[float], first: float | None = None) -> None:
-        """Add the times of batches, NaN for those that do not count.
+        """Add the times of batches, in order, NaN for those that do not count.
 
-        Args:
-            seconds: In order.
-            first: The time of the run's first batch, if it is among them.
+        ``first`` is the time of the run's first batch, if it is among them.
         """
-        before = len(self._steps)
+        if not self._steps:
+            self._first = first
         values = list(seconds)
         self._steps.extend(values)
         self._count += len(values)
-        if first is not None and not before:
-            self._first = first
 
     def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
         """What was collected so far; cheap, and safe to use on another thread."""
@@ -93,8 +85,9 @@ class Record:
             setup=setup,
         )
 
-    def _merged(self, early: Window, late: Window) -> Window:
-        gauge = np.array([name.startswith(self._gauges) for name in late.columns])
-        one, two = np.asarray(early.rows, dtype=float), np.asarray(late.rows, dtype=float)
-        rows = np.where(gauge, two, one + two)
-        return replace(late, first=early.first, rows=rows if len(rows) > 1 else rows.tolist())
+
+def _merged(early: Window, late: Window) -> Window:
+    gauge = np.array([name.startswith(_GAUGES) for name in late.columns])
+    one, two = np.asarray(early.rows, dtype=float), np.asarray(late.rows, dtype=float)
+    rows = np.where(gauge, two, one + two)
+    return replace(late, first=early.first, rows=rows if len(rows) > 1 else rows.tolist())

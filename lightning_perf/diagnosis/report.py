@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from lightning_perf.diagnosis.findings import Findings
+    from lightning_perf.diagnosis.rules import Findings
     from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.diagnosis.verdicts import Verdict
     from lightning_perf.traces.summary import TraceSummary
@@ -36,12 +36,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
 def panel(
     verdicts: Sequence[Verdict], abstained: Mapping[str, str] | None = None
 ) -> RenderableType:
-    """A rich renderable: one block per verdict, and what could not be told.
-
-    Args:
-        verdicts: The most costly first.
-        abstained: Why rules gave no answer, by their codes.
-    """
+    """A rich renderable: one block per verdict, and why other rules gave no answer."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -105,13 +100,7 @@ def evidence_text(verdict: Verdict) -> str:
 def document(
     signals: Signals, findings: Findings, captured: TraceSummary | str | None = None
 ) -> dict[str, Any]:
-    """The content of ``diagnosis.json``.
-
-    Args:
-        signals: What was measured.
-        findings: What follows from it.
-        captured: The trace of some steps, or why there is none; None if none was wanted.
-    """
+    """The content of ``diagnosis.json``, with a captured trace as in `report_page`."""
     timings: dict[str, Any] = {}
     if signals.windows:
         first, last = signals.windows[0], signals.windows[-1]

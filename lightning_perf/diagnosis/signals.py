@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     #: Cumulative costs of named actions on rank 0.
     Costs: TypeAlias = Mapping[Action, Cost]
 
-#: Stages of costs that are not stages of training: collections by where they ran, compilation,
-#: and waiting for a CPU.
+#: Stages of costs that are not stages of training: collections, by where they ran, and compilation.
 GC, COMPILE = "gc", "compile"
-WAITING, RUNNING = Action(QUEUE, "", "waiting"), Action(QUEUE, "", "running")
+#: The time in which the training thread was ready to run, but had no CPU.
+WAITING = Action(QUEUE, "", "waiting")
 #: Categories of a batch's own work.
 COMPUTE = ("forward", "backward", "optimizer_step")
+#: Stages of costs that are part of others.
+_APART = (GC, COMPILE, QUEUE)
 #: Names of the fetches of batches, and of what an epoch costs besides.
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
 #: The column of batches that were timed on the device.
@@ -123,10 +125,15 @@ class Signals:
         """Batches in each window."""
         return np.array([window.batches for window in self.windows], dtype=float)
 
+    @property
+    def nothing(self) -> Numbers:
+        """0 seconds in each window."""
+        return np.zeros(len(self.windows))
+
     @cached_property
     def wall(self) -> Numbers:
         """Wall seconds of each window, mean over ranks."""
-        return sum(self._categories.values(), np.zeros(len(self.windows)))
+        return sum(self._categories.values(), self.nothing)
 
     @cached_property
     def _categories(self) -> dict[str, Numbers]:
@@ -138,16 +145,15 @@ class Signals:
     def category(self, name: str) -> Numbers:
         """Seconds of a category in each window, without collections and compilations in it."""
         seconds = self._categories[name]
-        return np.maximum(seconds - self._within(GC, name) - self._within(COMPILE, name), 0.0)
+        for stage in (GC, COMPILE):
+            rows = [row for row in self.actions if (row.stage, row.category) == (stage, name)]
+            seconds = seconds - self.total(rows).seconds
+        return np.maximum(seconds, 0.0)
 
     def shared(self, name: str) -> Numbers:
         """The same, as far as all ranks spend it: one that spends more is a straggler."""
         least = [window.least(f"timings/{name}") for window in self.windows]
         return np.minimum(self.category(name), least)
-
-    def _within(self, stage: str, category: str) -> Numbers:
-        found = [row for row in self.actions if row.stage == stage and row.category == category]
-        return sum((self.actions[row].seconds for row in found), np.zeros(len(self.windows)))
 
     def column(self, name: str) -> Numbers | None:
         """A column's sum over ranks in each window; None if there is no such column."""
@@ -156,12 +162,12 @@ class Signals:
         return np.array([window.total(name) for window in self.windows])
 
     def average(self, name: str, weight: str | None = None, latest: bool = False) -> float | None:
-        """The mean over time of a sensor; None if it was not sampled.
+        """The mean of a sensor over the run or its last sample; None if it was not sampled.
 
         Args:
             name: Its column.
             weight: The column of its seconds, by default ``NAME/seconds``.
-            latest: Of the last window in which it was sampled.
+            latest: Whether of the last window in which it was sampled.
         """
         values, seconds = self.column(name), self.column(weight or f"{name}/seconds")
         if values is None or seconds is None or not seconds.sum() > 0:
@@ -229,40 +235,40 @@ class Signals:
     @cached_property
     def actions(self) -> dict[Action, Series]:
         """What each named action cost in each window; collections within it are apart."""
-        names = list(dict.fromkeys(action for costs in self.costs for action in costs))
-        nothing = Cost(0.0, 0)
         found = {}
-        for action in names:
-            totals = [each.get(action, nothing) for each in (self.origin, *self.costs)]
-            seconds, calls = np.diff(np.array(totals, dtype=float), axis=0).T
-            found[action] = Series(seconds, calls)
-        for action in names:
-            if action.stage == GC:
-                for own in names:
-                    if own.stage not in (GC, COMPILE, QUEUE) and own[1:] == action[1:]:
-                        seconds, calls = found[own]
-                        rest = np.maximum(seconds - found[action].seconds, 0.0)
-                        found[own] = Series(rest, calls)
+        for action in dict.fromkeys(action for costs in self.costs for action in costs):
+            totals = [each.get(action, Cost(0.0, 0)) for each in (self.origin, *self.costs)]
+            found[action] = Series(*np.diff(np.array(totals, float), axis=0).T)
+        for own, (seconds, calls) in found.items():
+            collections = found.get(own._replace(stage=GC))
+            if collections is not None and own.stage not in _APART:
+                found[own] = Series(np.maximum(seconds - collections.seconds, 0.0), calls)
         return found
 
     def total(self, rows: Sequence[Action]) -> Series:
         """The sum of some actions."""
-        zero = np.zeros(len(self.windows))
         return Series(
-            sum((self.actions[row].seconds for row in rows), zero),
-            sum((self.actions[row].calls for row in rows), zero),
+            sum((self.actions[row].seconds for row in rows), self.nothing),
+            sum((self.actions[row].calls for row in rows), self.nothing),
         )
+
+    def seconds(self, row: Action) -> float:
+        """What a named action cost in all."""
+        return float(self.actions[row].seconds.sum())
 
     def rows(self, *categories: str) -> list[Action]:
         """Named actions of some categories, outside of validation."""
-        apart = (GC, COMPILE, QUEUE, "validate")
+        apart = (*_APART, "validate")
         return [r for r in self.actions if r.category in categories and r.stage not in apart]
+
+    def slowest(self, rows: Sequence[Action]) -> Action | None:
+        """The action that cost most; None if none of them cost anything."""
+        return max(filter(self.seconds, rows), key=self.seconds, default=None)
 
     @cached_property
     def waiting(self) -> Numbers:
         """Seconds in each window in which the training thread was ready to run, but had no CPU."""
-        nothing = np.zeros(len(self.windows))
-        return self.actions[WAITING].seconds if WAITING in self.actions else nothing
+        return self.actions[WAITING].seconds if WAITING in self.actions else self.nothing
 
     # -- input ----------------------------------------------------------------------------------
 
@@ -333,11 +339,7 @@ class Signals:
         return self.total([row for row in rare if row.stage != "validate"]).seconds
 
     def phase_of(self, excess: Numbers) -> str | None:
-        """The category that explains seconds per window; None if none does.
-
-        Args:
-            excess: Seconds per window.
-        """
+        """The category that explains some seconds of each window; None if none does."""
         kept = slice(self.start, None)
         wanted, counts = excess[kept], np.maximum(self.counts[kept], 1.0)
         best: tuple[float, str | None] = inf, None
@@ -349,9 +351,3 @@ class Signals:
                 distance = float(np.abs(seconds - base * counts - wanted).sum())
                 best = min(best, (distance, name))
         return best[1] if best[0] <= 0.5 * wanted.sum() else None
-
-    def culprit_in(self, category: str | None) -> str | None:
-        """The most costly named action of a category."""
-        named = [row for row in self.rows(category or "") if "." in row.name]
-        row = max(named, key=lambda row: self.actions[row].seconds.sum(), default=None)
-        return row.name if row is not None else None

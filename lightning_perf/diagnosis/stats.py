@@ -73,11 +73,7 @@ def lower_share(
 def resampled_ratios(parts: Numbers, wholes: Numbers, resamples: int, seed: int) -> Numbers:
     """Values that ``sum(parts) / sum(wholes)`` may have in runs like this, by a block bootstrap.
 
-    Args:
-        parts: In order of time, since neighbours are drawn together.
-        wholes: The same.
-        resamples: How many values.
-        seed: Of the generator.
+    Both are in order of time, since neighbours are drawn together.
     """
     blocks = min(len(parts), _MOST_BLOCKS)
     (parts, wholes), drawn = _blocks((parts, wholes), blocks, resamples, seed)
@@ -102,11 +98,7 @@ def _uncontended(parts: Numbers, wholes: Numbers, waits: Numbers) -> Numbers:
 
     How the share changes from window to window with the share of waiting tells how much of the
     waiting was within the part. If windows do not differ in it, the part had its share of it.
-
-    Args:
-        parts: Seconds; one row per series of windows.
-        wholes: The same, of everything.
-        waits: The same, of waiting.
+    Seconds have one row per series of windows.
     """
     total = np.maximum(wholes.sum(1, keepdims=True), 1e-12)
     share, contention = parts.sum(1, keepdims=True) / total, waits.sum(1, keepdims=True) / total
@@ -167,27 +159,6 @@ def change_point(values: Numbers, ratio: float, sustained: int) -> ChangePoint |
     if mannwhitneyu(late, early, alternative="greater").pvalue > 1e-3:
         return None
     return ChangePoint(split * size, before, after)
-
-
-class Trend(NamedTuple):
-    """A straight line through a series."""
-
-    slope: float
-    #: The lower end of the slope's 95 % interval.
-    low: float
-
-
-def trend(times: ArrayLike, values: ArrayLike) -> Trend:
-    """The Theil-Sen line: a few outliers do not move it.
-
-    Example:
-        >>> trend([0, 1, 2, 3], [1, 3, 5, 7]).slope
-        2.0
-    """
-    from scipy.stats import theilslopes
-
-    found = theilslopes(np.asarray(values, dtype=float), np.asarray(times, dtype=float))
-    return Trend(float(found.slope), float(found.low_slope))
 
 
 class Stalls(NamedTuple):

@@ -6,18 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-#: All codes, which are stable.
-CODES = (
-    "input-bound", "transfer-bound", "callback-bound", "logger-bound", "checkpoint-bound",
-    "validation-bound", "epoch-restart", "warmup", "recompile", "gc-pauses", "periodic-stall",
-    "slowdown", "host-memory-growth", "device-memory-growth", "straggler", "communication-bound",
-    "launch-bound", "sync-bound", "low-gpu-utilization", "cpu-saturated", "throttled",
-    "compute-bound", "healthy",
-)  # fmt: skip
-#: From the least to the most severe.
-SEVERITIES = ("info", "warning", "critical")
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +46,3 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
         return {**asdict(self), "evidence": dict(self.evidence)}
-
-
-def ranked(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Sort verdicts by the time that they cost, the most costly first, those of ``info`` last.
-
-    A run without a warning is ``healthy``: that verdict comes first.
-
-    Example:
-        >>> [verdict.code for verdict in ranked([Verdict("gc-pauses", "info", 0.02)])]
-        ['healthy', 'gc-pauses']
-    """
-    found = sorted(verdicts, key=lambda verdict: (verdict.severity == "info", -verdict.share))
-    if all(verdict.severity == "info" for verdict in found):
-        advice = "No cause is worth a warning." if found else "Nothing slows this run down."
-        found.insert(0, Verdict("healthy", "info", advice=advice))
-    return found

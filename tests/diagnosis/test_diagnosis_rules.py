@@ -11,9 +11,9 @@ import pytest
 from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of
 
 from lightning_perf.diagnosis import CODES, RULES, Verdict
-from lightning_perf.diagnosis.findings import diagnose
 from lightning_perf.diagnosis.page import report_page
-from lightning_perf.diagnosis.signals import RUNNING, WAITING, Loader, Setup, Signals
+from lightning_perf.diagnosis.rules import diagnose
+from lightning_perf.diagnosis.signals import WAITING, Loader, Setup, Signals
 from lightning_perf.timing.totals import Action
 
 STEPS = WINDOWS * BATCHES
@@ -119,7 +119,7 @@ PLANTED: dict[str, tuple[Signals, dict[str, Any]]] = {
         {"severity": "warning", "share": 0.0},
     ),
     "cpu-saturated": (
-        signals_of(FINE, named={WAITING: every(0.1), RUNNING: every(0.1)}),
+        signals_of(FINE, named={WAITING: every(0.1)}),
         {"share": 0.2},
     ),
     "compute-bound": (signals_of(FINE, mfu=0.1), {"severity": "info", "share": 0.0}),
@@ -244,12 +244,12 @@ NEIGHBOURS: dict[str, list[Signals]] = {
             for first, each in ((2e8, 5e6), (2e10, 1e8), (3e9, -1e8))
         ),
     ],
-    "cpu-saturated": [signals_of(FINE, named={WAITING: every(0.02), RUNNING: every(0.1)})],
+    "cpu-saturated": [signals_of(FINE, named={WAITING: every(0.02)})],
     "compute-bound": [
         signals_of(FINE, mfu=0.5),
         signals_of({**FINE, "other": 0.05}, mfu=0.1),
         # The model waits for a CPU.
-        signals_of(FINE, mfu=0.1, named={WAITING: every(0.1), RUNNING: every(0.4)}),
+        signals_of(FINE, mfu=0.1, named={WAITING: every(0.1)}),
     ],
 }  # fmt: skip
 

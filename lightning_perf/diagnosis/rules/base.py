@@ -9,7 +9,7 @@ from lightning_perf.diagnosis.stats import lower_share
 from lightning_perf.diagnosis.verdicts import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.diagnosis.stats import Numbers
@@ -20,8 +20,8 @@ LEAST = 1e-3
 _INFO = 1 / 3
 #: The lower bound of a critical share is at least this fraction of it.
 _NOISE = 0.9
-#: A share of this many times the threshold, and of ``_CRITICAL``, is critical.
-_CRITICAL_RATIO, _CRITICAL = 2.0, 0.2
+#: A share of this many times the threshold, and of ``CRITICAL``, is critical.
+_CRITICAL_RATIO, CRITICAL = 2.0, 0.2
 
 
 class Rule(Protocol):
@@ -64,6 +64,33 @@ class Impact:
     on_host: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class FunctionRule:
+    """A rule from a function.
+
+    Example:
+        >>> def scheduler_bound(signals):
+        ...     seconds = signals.category("step_lr_schedulers")
+        ...     yield Impact(seconds, advice="Step the scheduler less often.")
+        >>> FunctionRule("scheduler-bound", scheduler_bound, threshold=0.05).code
+        'scheduler-bound'
+    """
+
+    code: str
+    #: Yields verdicts, or impacts for `judge`.
+    find: Callable[[Signals], Iterable[Impact | Verdict]]
+    #: Share of the wall time from which on an impact is worth a warning.
+    threshold: float = 0.0
+
+    def __call__(self, signals: Signals) -> Iterable[Verdict]:
+        """The verdicts on what the function finds."""
+        for found in self.find(signals):
+            if isinstance(found, Verdict):
+                yield found
+            else:
+                yield from judge(self.code, self.threshold, signals, found)
+
+
 def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iterable[Verdict]:
     """The verdict on an impact, if it is large enough and certain enough.
 
@@ -87,7 +114,7 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
     waiting = signals.waiting[start:] if impact.contended else None
     certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
     if certain >= threshold and each >= LEAST:
-        critical = certain >= max(_CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
+        critical = certain >= max(CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
         severity = "critical" if critical else "warning"
     elif share >= _INFO * threshold and each >= _INFO * LEAST:
         severity = "info"
@@ -99,3 +126,8 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
         code, severity, min(share, 1.0), culprit=impact.culprit, rank=impact.rank,
         phase=impact.phase, evidence=evidence, advice=impact.advice,
     )  # fmt: skip
+
+
+def known(**values: float | str | None) -> dict[str, float | str]:
+    """Evidence: the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules.base import LEAST, Impact, judge
+from lightning_perf.diagnosis.rules.base import CRITICAL, LEAST, Impact
 from lightning_perf.diagnosis.signals import Unknown
 from lightning_perf.diagnosis.stragglers import find_straggler
 from lightning_perf.diagnosis.verdicts import Verdict
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from lightning_perf.core.window import Window
     from lightning_perf.diagnosis.signals import Signals
 
-
+#: Share of the time that the others wait for a straggler, for a warning.
+_STRAGGLER = 0.10
 #: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
 _TIME_SLICE = 4e-3
 
@@ -37,56 +38,44 @@ def _taken(signals: Signals) -> float:
     return 1 - signals.cpus_left if signals.setup.device == "cpu" else 0.0
 
 
-class StragglerRule:
+def straggler(signals: Signals) -> Iterable[Verdict]:
     """One rank, or one node, makes the others wait."""
-
-    code, threshold = "straggler", 0.10
-
-    def __call__(self, signals: Signals) -> Iterable[Verdict]:
-        """The rank that is late in most windows."""
-        found = find_straggler(_windows(signals)[signals.start :])
-        if found is None or found.seconds < LEAST or found.share < self.threshold / 2:
-            return
-        who = f"node {found.node}" if found.rank is None else f"rank {found.rank}"
-        evidence: dict[str, float | str] = {
-            "waited_seconds": found.seconds,
-            "node": float(found.node),
-            "in_most_windows": str(found.chronic),
-        }
-        advice = (
-            f"The other ranks wait {duration(found.seconds)} per batch for {who}, which is slow in "
-            f"{found.phase}{' on its GPU' if found.on_gpu else ''}. Compare its machine, its share "
-            "of the data and its callbacks with those of the others."
-        )
-        # Other programs that use the CPUs make any rank late now and then.
-        certain = found.share * (1 if found.chronic else 1 - _taken(signals))
-        severity = "info"
-        if certain >= self.threshold:
-            severity = "critical" if certain >= 2 * self.threshold else "warning"
-        yield Verdict(
-            self.code, severity, found.share, culprit=who, rank=found.rank, phase=found.phase,
-            evidence=evidence, advice=advice,
-        )  # fmt: skip
+    found = find_straggler(_windows(signals)[signals.start :])
+    if found is None or found.seconds < LEAST or found.share < _STRAGGLER / 2:
+        return
+    who = f"node {found.node}" if found.rank is None else f"rank {found.rank}"
+    evidence: dict[str, float | str] = {
+        "waited_seconds": found.seconds,
+        "node": float(found.node),
+        "in_most_windows": str(found.chronic),
+    }
+    advice = (
+        f"The other ranks wait {duration(found.seconds)} per batch for {who}, which is slow in "
+        f"{found.phase}{' on its GPU' if found.on_gpu else ''}. Compare its machine, its share "
+        "of the data and its callbacks with those of the others."
+    )
+    # Other programs that use the CPUs make any rank late now and then.
+    certain = found.share * (1 if found.chronic else 1 - _taken(signals))
+    severity = "info"
+    if certain >= _STRAGGLER:
+        severity = "critical" if certain >= CRITICAL else "warning"
+    yield Verdict(
+        "straggler", severity, found.share, culprit=who, rank=found.rank, phase=found.phase,
+        evidence=evidence, advice=advice,
+    )  # fmt: skip
 
 
-class CommunicationBound:
-    """All ranks wait in each batch, and none of them for another one."""
-
-    code, threshold = "communication-bound", 0.10
-
-    def __call__(self, signals: Signals) -> Iterable[Verdict]:
-        """The least wait for gradients, of the batches and of the ranks: nobody is late for it."""
-        windows = _windows(signals)
-        if not windows:
-            return
-        seconds = np.array([window.least("waits/exchange") for window in windows])
-        advice = (
-            "Gradients are exchanged more slowly than computed: accumulate_grad_batches, larger "
-            "batches, bf16 gradients (a DDP communication hook) or a faster network."
-        )
-        scheduling = _taken(signals) * _TIME_SLICE / max(signals.per_batch(seconds), 1e-12)
-        impact = Impact(
-            seconds, phase="backward", advice=advice, on_host=False,
-            certain=max(1 - scheduling, 0.0),
-        )  # fmt: skip
-        yield from judge(self.code, self.threshold, signals, impact)
+def communication_bound(signals: Signals) -> Iterable[Impact]:
+    """All ranks wait for gradients in each batch: the least wait, for which nobody is late."""
+    windows = _windows(signals)
+    if not windows:
+        return
+    seconds = np.array([window.least("waits/exchange") for window in windows])
+    advice = (
+        "Gradients are exchanged more slowly than computed: accumulate_grad_batches, larger "
+        "batches, bf16 gradients (a DDP communication hook) or a faster network."
+    )
+    scheduling = _taken(signals) * _TIME_SLICE / max(signals.per_batch(seconds), 1e-12)
+    yield Impact(
+        seconds, phase="backward", advice=advice, on_host=False, certain=max(1 - scheduling, 0.0)
+    )

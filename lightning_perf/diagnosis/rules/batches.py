@@ -1,0 +1,123 @@
+"""Rules about batches: waiting for them, moving them, and beginning an epoch."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_perf.diagnosis.rules.base import Impact, known
+from lightning_perf.diagnosis.signals import FETCH
+from lightning_perf.units import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lightning_perf.diagnosis.signals import Signals
+
+#: Percent of the CPUs in use above which loading is taken to be work, and not waiting for disks.
+_BUSY = 60.0
+#: Workers per CPU where loading does not need CPUs.
+_WORKERS_PER_CPU = 4
+#: What a worker costs per batch: passing it to the main process.
+_HANDOVER = 0.5e-3
+#: Advice is given if it shortens a step by this share.
+_WORTHWHILE = 0.02
+
+
+def input_bound(signals: Signals) -> Iterable[Impact]:
+    """Batches are not ready when training needs them, stalls of single batches apart."""
+    stalls, excess = signals.stalls
+    waits = signals.waits
+    if len(stalls.positions) and signals.phase_of(excess) == "dataloader_next":
+        waits = np.maximum(waits - excess, 0.0)
+    wait, loader = signals.per_batch(waits), signals.setup.loader
+    workers = None if loader is None else loader.num_workers
+    advice, step = _faster_loader(signals, wait)
+    evidence = known(
+        wait_seconds=wait,
+        step_seconds=signals.step_seconds,
+        cpu_percent=signals.average("system/cpu_util_simple"),
+        iowait_percent=signals.average("system/cpu_iowait"),
+        num_workers=workers,
+        usable_cpus=signals.setup.cpus,
+        advised_step_seconds=step,
+    )
+    yield Impact(
+        waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
+        certain=signals.cpus_left if workers else 1.0,
+    )  # fmt: skip
+
+
+def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
+    """Settings of the DataLoader that hide the loading, and the step time that they give."""
+    setup, loader, step = signals.setup, signals.setup.loader, signals.step_seconds
+    if loader is None:
+        return (
+            f"Each step waits {duration(wait)} for its batch. Load batches in the background: "
+            "the training data does not come from a DataLoader."
+        ), None
+    rest = max(step - wait, 1e-6)
+    fetch = wait if loader.num_workers == 0 else loader.num_workers * step  # of one worker
+    needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) >= _BUSY
+    most = max(setup.cpus if needs_cpu else _WORKERS_PER_CPU * setup.cpus, 1)
+    # A tenth more than needed: workers do not finish in step.
+    workers = min(max(ceil(1.1 * fetch / rest), 1), most)
+    on_cpus = (fetch + rest) / setup.cpus if needs_cpu else 0.0
+    faster = max(rest + _HANDOVER, fetch / workers, on_cpus)
+    batch = f"a batch of {loader.batch_size}" if loader.batch_size else "a batch"
+    item = f", {duration(fetch / loader.batch_size)} per item" if loader.batch_size else ""
+    measured = (
+        f"Loading {batch} takes {duration(fetch)}{item}; without waiting, a step takes "
+        f"{duration(rest)}"
+    )
+    if workers > loader.num_workers and faster < (1 - _WORTHWHILE) * step:
+        hides = "hides the loading" if faster <= 1.1 * rest + _HANDOVER else "loads faster"
+        return (
+            f"{measured}. num_workers={workers} {hides}: {duration(faster)} per step instead "
+            f"of {duration(step)}. {setup.cpus} CPUs are usable."
+        ), faster
+    why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
+    return (
+        f"{measured} ({why}). More workers would not help: load less per batch, or prepare the "
+        "data ahead of training (decoded, resized, cached)."
+    ), None
+
+
+def transfer_bound(signals: Signals) -> Iterable[Impact]:
+    """Moving batches takes long, by the host's clock, or by the GPU's if that is longer."""
+    seconds = signals.shared("to_device")
+    device = signals.column("timings/device/to_device")
+    if device is not None:
+        seconds = np.maximum(seconds, device / signals.setup.world_size)
+    loader, on_gpu = signals.setup.loader, signals.setup.device == "cuda"
+    advice = "Transform batches in the dataset, on the workers, not while they are moved."
+    if on_gpu and loader is not None and not loader.pin_memory:
+        advice = "Set pin_memory=True in the DataLoader: copies then overlap with compute."
+    elif on_gpu:
+        advice = "Move less: smaller dtypes (uint8 images), and transforms on the device."
+    hook = signals.slowest(signals.rows("to_device"))
+    evidence = known(pin_memory=None if loader is None else str(loader.pin_memory))
+    yield Impact(
+        seconds, culprit=hook and hook.name, phase="to_device", evidence=evidence, advice=advice
+    )
+
+
+def epoch_restart(signals: Signals) -> Iterable[Impact]:
+    """Epochs begin with more than a usual fetch, as with workers that start anew in each."""
+    seconds, epochs = signals.restarts
+    if epochs.sum() < 2:
+        return
+    loader = signals.setup.loader
+    each = float(seconds.sum() / epochs.sum())
+    advice = f"An epoch begins with {duration(each)} of waiting. Use longer epochs."
+    if loader is not None and loader.num_workers and not loader.persistent_workers:
+        advice = (
+            f"An epoch begins with {duration(each)} of waiting for {loader.num_workers} new "
+            "workers: set persistent_workers=True in the DataLoader."
+        )
+    yield Impact(
+        seconds, float(epochs.sum()), "iter", "dataloader_next", advice=advice, whole_run=True,
+        evidence={"epochs": float(epochs.sum()), "seconds_per_epoch": each},
+    )  # fmt: skip
