@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from lightning_perf.errors import describe, warn, without_credentials
+from lightning_perf.errors import WarningDigest, describe, warn, without_credentials
 from lightning_perf.tracking.summary import is_ours
 from lightning_perf.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from mlflow import MlflowClient
 
@@ -189,7 +189,7 @@ class MlflowMetrics:
         self._due = 0.0
         self._lost = 0
         self._queued = self._urgent_queued = False
-        self._warned: set[str] = set()
+        self._digest = WarningDigest()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue metrics without waiting."""
@@ -207,11 +207,11 @@ class MlflowMetrics:
     def log_params(self, params: Mapping[str, object]) -> None:
         """Queue params; a param that the run already has keeps its value."""
         texts = {clean_key(key): str(value)[:_LONGEST_PARAM] for key, value in params.items()}
-        self._worker.submit(lambda: self._send_params(texts), "params to MLflow")
+        self._submit("params", lambda: self._send_params(texts))
 
     def describe(self, text: str) -> None:
         """Queue the description of the run."""
-        self._worker.submit(lambda: self._send_description(text), "description to MLflow")
+        self._submit("description", lambda: self._run.describe(text))
 
     def flush(self) -> None:
         """Send the waiting metrics now."""
@@ -221,7 +221,7 @@ class MlflowMetrics:
         """Warn about metrics that were not sent. Call it after the worker has stopped."""
         lost = len(self._waiting) + self._lost
         if lost:
-            address = without_credentials(self._run.tracking_uri)
+            address = self._run.address["tracking_uri"]
             warn(f"{lost} metrics did not reach MLflow at {address} (run {self._run.run_id}).")
 
     def _enqueue(self) -> None:
@@ -246,7 +246,7 @@ class MlflowMetrics:
                 self._run.client().log_batch(self._run.run_id, metrics=metrics)
             except Exception as error:
                 self._retry = min(max(2 * self._retry, _FIRST_RETRY), _LAST_RETRY)
-                self._warn(f"metrics wait for the server ({describe(error)})")
+                self._warn("metrics", f"metrics wait for the server ({describe(error)})")
                 self._enqueue()
                 return
             now = time.monotonic()
@@ -260,27 +260,24 @@ class MlflowMetrics:
     def _send_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        try:
-            client = self._run.client()
-            # MLflow refuses the whole call if a param would change.
-            there = client.get_run(self._run.run_id).data.params
-            new = [Param(key, value) for key, value in params.items() if key not in there]
-            client.log_batch(self._run.run_id, params=new)
-        except Exception as error:
-            self._warn(f"params were not logged ({describe(error)})")
+        client = self._run.client()
+        # MLflow refuses the whole call if a param would change.
+        there = client.get_run(self._run.run_id).data.params
+        new = [Param(key, value) for key, value in params.items() if key not in there]
+        client.log_batch(self._run.run_id, params=new)
 
-    def _send_description(self, text: str) -> None:
-        try:
-            self._run.describe(text)
-        except Exception as error:
-            self._warn(f"the description was not written ({describe(error)})")
+    def _submit(self, what: str, send: Callable[[], object]) -> None:
+        def job() -> None:
+            try:
+                send()
+            except Exception as error:
+                self._warn(what, f"the {what} did not arrive ({describe(error)})")
 
-    def _warn(self, what: str) -> None:
-        kind = what.split()[0]
-        if kind not in self._warned:
-            self._warned.add(kind)
-            address = without_credentials(self._run.tracking_uri)
-            warn(f"MLflow at {address}: {what}. Training continues.")
+        self._worker.submit(job, f"{what} to MLflow")
+
+    def _warn(self, kind: str, problem: str) -> None:
+        address = self._run.address["tracking_uri"]
+        self._digest.once(kind, f"MLflow at {address}: {problem}. Training continues.")
 
 
 #: Seconds between two requests for tags, however often they are read.

@@ -58,10 +58,7 @@ class Run:
 def find_run(what: str | None, tracking_uri: str | None) -> Run:
     """A run by its folder, its file, its id or its name; by default the latest one.
 
-    Args:
-        what: None for the latest run.
-        tracking_uri: Where MLflow keeps it; by default `default_tracking_uri`, or a folder below
-            the present one.
+    Without an address, a folder below the present one counts as well as MLflow.
 
     Raises:
         LookupError: There is no such run, or it cannot be read; the message is one line.
@@ -69,18 +66,19 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
     """
     if what is not None and Path(what).exists():
         return read_folder(Path(what))
+    folder = None
     if tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
         folder = latest_folder(Path(), what)
-        try:
-            found = read_run(what, default_tracking_uri(), newer_than=folder)
-        except (LookupError, ImportError):
-            if folder is None:
-                raise
-            found = None
-        return found or read_folder(folder)  # type: ignore[arg-type]  # one of both is there
-    found = read_run(what, tracking_uri or default_tracking_uri())
-    assert found is not None
-    return found
+    try:
+        with _connected(tracking_uri or default_tracking_uri()) as client:
+            run = _find(client, what)
+            if folder is None or not _is_older(run, folder):
+                return _read(client, run)
+    except (LookupError, ImportError):
+        if folder is None:
+            raise
+    assert folder is not None  # or the run was read
+    return read_folder(folder)
 
 
 # -- folders ----------------------------------------------------------------------------------
@@ -105,6 +103,15 @@ def latest_folder(root: Path, name: str | None = None) -> Path | None:
     return max(found)[2] if found else None
 
 
+def folder_of(path: Path) -> Path:
+    """The folder of a run's file, of a run, or of the latest run below a folder."""
+    folder = path.parent if path.is_file() else path
+    found = folder if (folder / FILE_NAME).exists() else latest_folder(folder)
+    if found is None and not path.is_file():
+        raise LookupError(f"there is no {FILE_NAME} below {folder}")
+    return found or folder
+
+
 def _trains(path: Path) -> bool:
     """Whether a run trained, or still runs."""
     try:
@@ -115,17 +122,8 @@ def _trains(path: Path) -> bool:
 
 
 def read_folder(path: Path) -> Run:
-    """Read a run from its folder, from the latest one below a folder, or from its summary.
-
-    Raises:
-        LookupError: There is no summary, or it cannot be read.
-    """
-    folder = path.parent if path.is_file() else path
-    if path.is_dir() and not (path / FILE_NAME).exists():
-        latest = latest_folder(path)
-        if latest is None:
-            raise LookupError(f"there is no {FILE_NAME} in {path}")
-        folder = latest
+    """Read a run from its folder, from the latest one below a folder, or from its summary."""
+    folder = folder_of(path)
     summary = read_summary(path if path.is_file() else folder / FILE_NAME)
     files = tuple(sorted(str(each.resolve()) for each in folder.rglob("*") if each.is_file()))
     return Run(str(summary["run"]), summary, files)
@@ -139,38 +137,14 @@ def default_tracking_uri() -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
 
 
-def read_run(what: str | None, tracking_uri: str, newer_than: Path | None = None) -> Run | None:
-    """Read a run from MLflow.
-
-    Args:
-        what: The id or name of the run; None for the latest of all experiments.
-        tracking_uri: The tracking server or database.
-        newer_than: The folder of a run that is returned as None if it ended after this one.
-
-    Raises:
-        LookupError: The run does not exist, or MLflow cannot be read.
-    """
+def read_run(what: str, tracking_uri: str) -> Run:
+    """Read the run of this id or name from MLflow; raises `LookupError`."""
     with _connected(tracking_uri) as client:
-        run = _find(client, what)
-        if newer_than is not None and _is_older(run, newer_than):
-            return None
-        paths = tuple(sorted(_paths(client, run.info.run_id)))
-        summary = _summary(client, run.info.run_id, paths) or _from_metrics(client, run)
-    root = (run.info.artifact_uri or "").removeprefix("file://").rstrip("/")
-    return Run(
-        f"{run.info.run_name or run.info.run_id} ({run.info.run_id})",
-        summary,
-        tuple(f"{root}/{path}" for path in paths),
-        tracking_uri,
-    )
+        return _read(client, _find(client, what))
 
 
 def download(what: str, tracking_uri: str | None, folder: Path, names: re.Pattern[str]) -> None:
-    """Download the files of a run with such names into a folder, below their paths in MLflow.
-
-    Raises:
-        LookupError: The run does not exist, or MLflow cannot be read.
-    """
+    """Download the files of a run with such names into a folder, below their paths in MLflow."""
     with _connected(tracking_uri or default_tracking_uri()) as client:
         run_id = _find(client, what).info.run_id
         for path in _paths(client, run_id):
@@ -206,21 +180,30 @@ def _find(client: MlflowClient, what: str | None) -> Any:
     """The latest run, or the one with this id or name."""
     from mlflow.exceptions import MlflowException
 
-    with suppress(MlflowException):
-        if what is not None:
+    named = ""
+    if what is not None:
+        with suppress(MlflowException):
             return client.get_run(what)
+        named = "attributes.run_name = '{}'".format(what.replace("'", ""))
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    quoted = (what or "").replace("'", "")
-    found = client.search_runs(
-        experiments,
-        filter_string=f"attributes.run_name = '{quoted}'" if what else "",
-        order_by=["attributes.start_time DESC"],
-        max_results=1,
-    )
+    newest = ["attributes.start_time DESC"]
+    found = client.search_runs(experiments, named, order_by=newest, max_results=1)
     if not found:
-        named = f"no run with the id or name {what}" if what else "no run yet"
-        raise LookupError(f"there is {named}")
+        run = f"run with the id or name {what}" if named else "run yet"
+        raise LookupError(f"there is no {run}")
     return found[0]
+
+
+def _read(client: MlflowClient, run: Any) -> Run:
+    paths = tuple(sorted(_paths(client, run.info.run_id)))
+    summary = _summary(client, run.info.run_id, paths) or _from_metrics(client, run)
+    root = (run.info.artifact_uri or "").removeprefix("file://").rstrip("/")
+    return Run(
+        f"{run.info.run_name or run.info.run_id} ({run.info.run_id})",
+        summary,
+        tuple(f"{root}/{path}" for path in paths),
+        client.tracking_uri,
+    )
 
 
 def _paths(client: MlflowClient, run_id: str, folder: str | None = None) -> Iterator[str]:
