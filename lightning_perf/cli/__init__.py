@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib import import_module
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from jsonargparse import ArgumentParser
+    from rich.console import Console
 
 #: Modules of this package, imported when the command runs since their dependencies may be missing.
 _COMMANDS = (
@@ -37,6 +39,23 @@ _INSTALLS = {
 }
 
 
+class Failure(Exception):
+    """Ends a command with a message, without a full stop, and an exit code."""
+
+    def __init__(self, why: object, code: int = 2) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+def new_parser(description: str, json: str = "Print JSON.") -> ArgumentParser:
+    """A parser of a command, with ``--json``."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help=json)
+    return parser
+
+
 def add_tracking_uri(parser: ArgumentParser) -> None:
     """Add the option of the commands that read runs from MLflow."""
     parser.add_argument(
@@ -46,12 +65,19 @@ def add_tracking_uri(parser: ArgumentParser) -> None:
     )
 
 
-def fail(command: str, why: object, code: int = 2) -> int:
-    """Print to stderr why a command failed; returns its exit code."""
-    if isinstance(why, BrokenPipeError):
-        raise why  # the reader of stdout has ended: `main` handles that
-    print(f"lightning-perf {command}: {str(why).rstrip('.')}.", file=sys.stderr)
-    return code
+def new_console(soft_wrap: bool = False) -> Console:
+    """A console for what users named, which may look like markup.
+
+    With ``soft_wrap``, lines are not wrapped: paths are meant to be copied.
+    """
+    from rich.console import Console
+
+    return Console(soft_wrap=soft_wrap, markup=False, emoji=False, highlight=False)
+
+
+def print_json(content: object) -> None:
+    """Print what ``--json`` asks for."""
+    print(json.dumps(content, indent=1))
 
 
 def main(args: list[str] | None = None) -> None:
@@ -116,12 +142,19 @@ def _run(args: Sequence[str]) -> int:
     # What follows two dashes is the command of `run`, whose options are not ours.
     end = args.index("--") if "--" in args else len(args)
     chosen = parser.parse_args([_dashed(each) for each in args[:end]])
-    settings = chosen[chosen.subcommand].as_dict()
+    name = chosen.subcommand
+    settings = chosen[name].as_dict()
     if end < len(args):
-        if chosen.subcommand != "run":
-            parser.error(f"{chosen.subcommand} takes no command after --")
+        if name != "run":
+            parser.error(f"{name} takes no command after --")
         settings["command"] = args[end + 1 :]
-    code: int = commands[chosen.subcommand].run(**settings)
+    try:
+        code: int = commands[name].run(**settings)
+    except BrokenPipeError:
+        raise
+    except (Failure, LookupError, OSError) as error:
+        print(f"lightning-perf {name}: {str(error).rstrip('.')}.", file=sys.stderr)
+        code = error.code if isinstance(error, Failure) else 2
     return code
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json as json_format
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.cli import add_tracking_uri, fail
+from lightning_perf.cli import Failure, add_tracking_uri, new_console, new_parser, print_json
 from lightning_perf.tracking.summary import RATES
 from lightning_perf.units import duration, three_digits, time_unit
 
@@ -23,10 +22,8 @@ _LEAST_SHARE, _MOST_ROWS = 0.002, 8
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        description="Compare the speed of a run with that of others. The exit code is 1 if it is "
+    parser = new_parser(
+        "Compare the speed of a run with that of others. The exit code is 1 if it is "
         "slower than --threshold allows."
     )
     runs = "an MLflow run's id or name, or a folder with a summary.json"
@@ -45,53 +42,40 @@ def parser() -> ArgumentParser:
         "such as 5%%.",
     )
     add_tracking_uri(parser)
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
     return parser
 
 
 def run(
     run: str, baselines: list[str], threshold: str | None, tracking_uri: str | None, json: bool
 ) -> int:
-    """Print the comparison.
-
-    Returns:
-        The exit code: 1 if the run is slower than the threshold allows; 2 if a run cannot be read
-        or nothing can be said.
-    """
+    """Print the comparison; the exit code is 1 if the run is slower than the threshold allows."""
     from lightning_perf.diagnosis.compare import Incomparable, Measured, compare
     from lightning_perf.tracking.runs import find_run
     from lightning_perf.tracking.summary import main_stage
 
+    limit = None if threshold is None else _fraction(threshold)
+    summaries = {name: find_run(name, tracking_uri).summary for name in [run, *baselines]}
+    stages = {name: main_stage(summary) for name, summary in summaries.items()}
+    about, _ = stages[run]
+    for name, (stage, _) in stages.items():
+        if stage != about:
+            raise Failure(f"{run} is about {about}, and {name} about {stage}")
+    measured = [Measured(name, stages[name][1]) for name in [run, *baselines]]
     try:
-        limit = None if threshold is None else _fraction(threshold)
-        named = [run, *baselines]
-        summaries = [find_run(each, tracking_uri).summary for each in named]
-        stages = [main_stage(each) for each in summaries]
-        for name, (stage, _) in zip(named, stages, strict=True):
-            if stage != stages[0][0]:
-                raise Incomparable(f"{run} is about {stages[0][0]}, and {name} about {stage}")
-        measured = [
-            Measured(name, windows) for name, (_, windows) in zip(named, stages, strict=True)
-        ]
         found = compare(measured[0], measured[1:])
-    except (LookupError, ValueError) as error:
-        return fail("compare", error)
-    notes = [*found.notes, *_other_setup(named, summaries)]
+    except Incomparable as error:
+        raise Failure(error) from error
+    notes = [*found.notes, *_other_setup(summaries)]
     slower = None if limit is None else found.slower_than(limit)
     if json:
-        content = {
-            "run": run,
-            "baselines": baselines,
-            "threshold": limit,
-            "slower": slower,
-            "changes": [each.as_dict() for each in found.changes],
-            "notes": notes,
-        }
-        print(json_format.dumps(content, indent=1))
+        print_json({
+            "run": run, "baselines": baselines, "threshold": limit, "slower": slower,
+            "changes": [each.as_dict() for each in found.changes], "notes": notes,
+        })  # fmt: skip
     else:
         _show(run, baselines, found, notes)
     if limit is not None and slower is None:
-        return fail("compare", "nothing can be said about the threshold: a run has too few windows")
+        raise Failure("nothing can be said about the threshold: a run has too few windows")
     return int(bool(slower))
 
 
@@ -102,44 +86,40 @@ def _fraction(text: str) -> float:
     except ValueError:
         value = -1.0
     if not (isfinite(value) and value >= 0):
-        raise ValueError(f"--threshold {text} is not a share, such as 5% or 0.05")
+        raise Failure(f"--threshold {text} is not a share, such as 5% or 0.05")
     return value
 
 
-def _other_setup(names: Sequence[str], summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _other_setup(summaries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """What differs between the set-ups of the runs, besides their speed."""
-    for name, summary in zip(names, summaries, strict=True):
+    for name, summary in summaries.items():
         if summary["status"] != "finished":
             yield f"{name}: {summary['status']}"
-    setups = [_flat(summary.get("setup", {})) for summary in summaries]
+    setups = [summary.get("setup", {}) for summary in summaries.values()]
+    setups = [setup | (setup.get("versions") or {}) for setup in setups]
     for key in setups[0]:
-        values = [str(setup.get(key, "unknown")) for setup in setups]
-        others = sorted(set(values[1:]) - {values[0]})
-        if others and key != "peak_flops":
-            yield f"{key} differs: {', '.join(others)} before, {values[0]} now"
-
-
-def _flat(setup: Mapping[str, Any]) -> dict[str, Any]:
-    versions = setup.get("versions") or {}
-    return {key: value for key, value in {**setup, **versions}.items() if key != "versions"}
+        if key not in ("versions", "peak_flops"):
+            now, *before = [str(setup.get(key, "unknown")) for setup in setups]
+            if others := sorted(set(before) - {now}):
+                yield f"{key} differs: {', '.join(others)} before, {now} now"
 
 
 # -- the view -------------------------------------------------------------------------------------
 
 
 def _show(run: str, baselines: Sequence[str], found: Comparison, notes: Sequence[str]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
+    console = new_console()
     before = baselines[0] if len(baselines) == 1 else f"{len(baselines)} runs"
-    console.print(f"{run} compared with {before}: {_headline(found.slowdown)}", style="bold")
+    headline = f"{run} compared with {before}: {_headline(found.slowdown)}"
+    console.print(headline, style="bold", soft_wrap=True)
     table = Table("", "before", "now", "change", "95 % interval")
     for each in _shown(found):
         table.add_row(*_row(each, found.changes[0].before), style="" if each.certain else "dim")
-    console.print(table, soft_wrap=False)
+    console.print(table)
     for note in notes:
-        console.print(f"Note: {note}.")
+        console.print(f"Note: {note}.", soft_wrap=True)
 
 
 def _headline(slowdown: Change) -> str:
@@ -166,7 +146,7 @@ def _shown(found: Comparison) -> Iterator[Change]:
 
 def _row(each: Change, step: float) -> tuple[str, ...]:
     if each.kind == "rate":
-        text: Callable[[float], str] = _mfu if each.name == "mfu" else three_digits
+        text: Callable[[float], str] = "{:.3%}".format if each.name == "mfu" else three_digits
         name, change, interval = RATES[each.name][0], _percent(each), _percents(each)
     else:
         text = duration
@@ -189,7 +169,3 @@ def _percents(each: Change) -> str:
     if each.low is None or each.high is None:
         return "unknown"
     return f"{each.relative(each.low):+.1%} to {each.relative(each.high):+.1%}"
-
-
-def _mfu(fraction: float) -> str:
-    return f"{fraction:.3%}"

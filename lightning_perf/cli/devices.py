@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json as json_format
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from jsonargparse import ArgumentParser
-
-from lightning_perf.cli import fail
+from lightning_perf.cli import Failure, new_parser, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jsonargparse import ArgumentParser
     from rich.table import Table
 
     from lightning_perf.flops import DevicePeaks
@@ -22,13 +20,12 @@ _COLUMNS = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8", "fp4")
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    parser = ArgumentParser(description="Show the dense peaks of devices, by dtype.")
+    parser = new_parser("Show the dense peaks of devices, by dtype.", json="Print JSON, in FLOP/s.")
     parser.add_argument(
         "name",
         nargs="?",
         help="A device name as in torch, or a part of it; also shows the sources.",
     )
-    parser.add_argument("--json", action="store_true", help="Print JSON, in FLOP/s.")
     return parser
 
 
@@ -44,17 +41,18 @@ def run(name: str | None, json: bool) -> int:
             f"no device matches {name}. Try lightning-perf devices, or Flops(peak_flops=...) with "
             "its peak in FLOP/s"
         )
-        return fail("devices", why, 1)
+        raise Failure(why, 1)
     if json:
-        print(json_format.dumps([asdict(row) for row in rows], indent=1))
+        print_json([asdict(row) for row in rows])
         return 0
     console = Console()
     console.print(_table(rows))
     if any(_is_weak(row) for row in rows):
         console.print("* derived, or from third-party sources instead of the vendor's data sheet.")
-    if name is not None:
-        for row in rows:
-            console.print(_sources(row), highlight=False, markup=False)
+    for row in rows if name is not None else ():
+        note = f"\n  note: {row.note}" if row.note else ""
+        text = f"{row.name}: {row.confidence}\n  source: {row.source}{note}"
+        console.print(text, highlight=False, markup=False)
     return 0
 
 
@@ -91,8 +89,3 @@ def _teraflops(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value / 1e12:.0f}" if value >= 1e14 else f"{value / 1e12:.3g}"
-
-
-def _sources(row: DevicePeaks) -> str:
-    lines = [f"{row.name}: {row.confidence}", f"  source: {row.source}"]
-    return "\n".join([*lines, f"  note: {row.note}"] if row.note else lines)

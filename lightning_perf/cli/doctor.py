@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from jsonargparse import ArgumentParser
-
 from lightning_perf.checks import install_command
-from lightning_perf.errors import ConfigError, describe, without_credentials
+from lightning_perf.cli import new_console, new_parser, print_json
+from lightning_perf.errors import ConfigError, without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from jsonargparse import ArgumentParser
 
 #: Packages, and what needs those that need not be there.
 _PACKAGES = {
@@ -31,6 +30,7 @@ _PACKAGES = {
     "jsonargparse": "LightningCLI and LIGHTNING_PERF=file.yaml",
 }
 _GROUPS = ("lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory")
+_STYLES = {"ok": "", "missing": "yellow", "error": "bold red"}
 
 
 class Finding(NamedTuple):
@@ -46,35 +46,25 @@ class Finding(NamedTuple):
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    parser = ArgumentParser(
-        description="Check versions, devices, permissions and the tracking server. Says which "
+    return new_parser(
+        "Check versions, devices, permissions and the tracking server. Says which "
         "feature lacks which package."
     )
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
-    return parser
 
 
 def run(json: bool) -> int:
     """Print the findings; the exit code is 1 if something is broken."""
     found = [*_packages(), *_hardware(), *_setup()]
     if json:
-        print(json_format.dumps([each._asdict() for each in found], indent=1))
+        print_json([each._asdict() for each in found])
     else:
-        _show(found)
-    return 1 if any(each.state == "error" for each in found) else 0
-
-
-def _show(found: list[Finding]) -> None:
-    from rich.console import Console
-
-    console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
-    styles = {"ok": "", "missing": "yellow", "error": "bold red"}
-    for part in dict.fromkeys(each.part for each in found):
-        console.print(part, style="bold")
+        console, part = new_console(soft_wrap=True), ""
         for each in found:
-            if each.part == part:
-                state = "" if each.state == "ok" else f"{each.state}: "
-                console.print(f"  {each.name}: {state}{each.value}", style=styles[each.state])
+            if each.part != part:
+                console.print(part := each.part, style="bold")
+            state = "" if each.state == "ok" else f"{each.state}: "
+            console.print(f"  {each.name}: {state}{each.value}", style=_STYLES[each.state])
+    return 1 if any(each.state == "error" for each in found) else 0
 
 
 def _packages() -> Iterator[Finding]:
@@ -95,8 +85,7 @@ def _hardware() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("hardware", "CPU", f"{device_name('cpu')}, {usable} usable")
     build, gpus = cuda_devices()
-    text = "torch is built for CPUs" if build is None else f"torch is built for {build}"
-    yield Finding("hardware", "CUDA", text)
+    yield Finding("hardware", "CUDA", f"torch is built for {build or 'CPUs'}")
     for number, name in enumerate(gpus):
         entry = lookup(name)
         known = f"peak from the table ({entry.name})" if entry else "no peak in the table"
@@ -120,37 +109,29 @@ def _setup() -> Iterator[Finding]:
         here = any(each.name == "lightning_perf" for each in entry_points(group=group))
         value = "installed" if here else "not installed: LIGHTNING_PERF has no effect"
         yield Finding("set-up", group, value, "ok" if here else "error")
-    yield _variable(os.environ.get("LIGHTNING_PERF", ""))
-    yield _tracking()
+    yield Finding("set-up", "LIGHTNING_PERF", *_variable(os.environ.get("LIGHTNING_PERF", "")))
+    yield Finding("set-up", "MLflow", *_tracking())
 
 
-def _variable(value: str) -> Finding:
-    if not value:
-        return Finding("set-up", "LIGHTNING_PERF", "not set")
+def _variable(value: str) -> tuple[str, str]:
     from lightning_perf.callbacks.factory import callbacks
 
+    if not value:
+        return "not set", "ok"
     try:
         found = callbacks()
     except ConfigError as error:
-        return Finding("set-up", "LIGHTNING_PERF", str(error), "error")
+        return str(error), "error"
     names = [type(part).__name__ for each in found for part in each.parts]
-    return Finding("set-up", "LIGHTNING_PERF", f"{value}: {', '.join(names) or 'off'}")
+    return f"{value}: {', '.join(names) or 'off'}", "ok"
 
 
-def _tracking() -> Finding:
-    from lightning_perf.tracking.mlflow import check_reachable
+def _tracking() -> tuple[str, str]:
+    from lightning_perf.tracking.mlflow import tracking_problem
     from lightning_perf.tracking.runs import default_tracking_uri
 
     address = default_tracking_uri()
-    shown = without_credentials(address)
-    database = address.removeprefix("sqlite:///")
-    if database != address:
-        there = Path(database).exists()
-        return Finding(
-            "set-up", "MLflow", f"{shown}{'' if there else ', which does not exist yet'}"
-        )
-    try:
-        check_reachable(address)
-    except OSError as error:
-        return Finding("set-up", "MLflow", f"{shown} does not respond ({describe(error)})", "error")
-    return Finding("set-up", "MLflow", f"{shown} is reachable")
+    problem = tracking_problem(address)
+    if problem and address.startswith("sqlite:///"):
+        return f"{address}, which does not exist yet", "ok"
+    return (problem, "error") if problem else (without_credentials(address), "ok")

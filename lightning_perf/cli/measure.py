@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json as json_format
+from typing import TYPE_CHECKING
 
-from jsonargparse import ArgumentParser
+from lightning_perf.cli import Failure, new_parser, print_json
 
-from lightning_perf.cli import fail
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 # Longer than in training, for a better estimate.
 _BUDGET_SECONDS = 1.0
@@ -14,8 +15,9 @@ _BUDGET_SECONDS = 1.0
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    parser = ArgumentParser(
-        description="Measure the peak of a device of this machine with a matrix product."
+    parser = new_parser(
+        "Measure the peak of a device of this machine with a matrix product.",
+        json="Print JSON, in FLOP/s.",
     )
     parser.add_argument(
         "--dtype",
@@ -29,7 +31,6 @@ def parser() -> ArgumentParser:
         default="cpu",
         help="The device, as a torch name (e.g. cpu, cuda, cuda:1).",
     )
-    parser.add_argument("--json", action="store_true", help="Print JSON, in FLOP/s.")
     return parser
 
 
@@ -42,12 +43,11 @@ def run(dtype: str, device: str, json: bool) -> int:
     peak = measure_peak(device, dtype, _BUDGET_SECONDS)
     if peak is None:
         why = f"{device} cannot multiply {dtype} matrices, or this machine is too busy"
-        return fail("measure", f"{why}. Try --device cpu --dtype float32", 1)
+        raise Failure(f"{why}. Try --device cpu --dtype float32", 1)
     name = device_name(device)
     listed, entry = peak_flops(name, dtype, tf32=tf32_is_on()), lookup(name)
     if json:
-        found = {"device": name, "dtype": dtype, "measured": peak, "table": listed}
-        print(json_format.dumps(found))
+        print_json({"device": name, "dtype": dtype, "measured": peak, "table": listed})
         return 0
     console = Console(highlight=False)
     console.print(f"{name}, {dtype}: {peak / 1e12:.4g} TFLOP/s (measured)", soft_wrap=True)

@@ -6,15 +6,14 @@ import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from jsonargparse import ArgumentParser
-
-from lightning_perf.cli import add_tracking_uri, fail
+from lightning_perf.cli import Failure, add_tracking_uri, new_console, new_parser
 from lightning_perf.errors import without_credentials
 from lightning_perf.tracking.summary import SummaryError, panel, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jsonargparse import ArgumentParser
     from rich.console import Console
 
     from lightning_perf.tracking.runs import Run
@@ -27,7 +26,7 @@ _MOST_FILES = 5
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    parser = ArgumentParser(description="Show how fast a run was, and the paths of its traces.")
+    parser = new_parser("Show how fast a run was, and the paths of its traces.")
     parser.add_argument(
         "run",
         nargs="?",
@@ -35,41 +34,40 @@ def parser() -> ArgumentParser:
         "latest run in MLflow or below the current folder.",
     )
     add_tracking_uri(parser)
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
     return parser
 
 
 def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     """Print the report; the exit code is 2 if the run cannot be read."""
-    from rich.console import Console
-
     from lightning_perf.tracking.runs import find_run
 
     try:
         found = find_run(run, tracking_uri)
+    except SummaryError:
+        raise
     except LookupError as error:
-        remedy = "" if isinstance(error, SummaryError) else " Try --tracking-uri ADDRESS."
         why = str(error).rstrip(".")
-        return fail("report", f"{why}.{remedy}")
+        raise Failure(f"{why}. Try --tracking-uri ADDRESS") from None
     if json:
         print(text_of({**found.summary, "files": found.files}))
     else:
-        # Paths are meant to be copied, so lines are not wrapped. Names may look like markup.
-        _show(found, Console(soft_wrap=True, markup=False, emoji=False, highlight=False))
+        _show(found, new_console(soft_wrap=True))
     return 0
 
 
 def _show(run: Run, console: Console) -> None:
     console.print(run.title, style="bold")
     console.print(panel(run.summary), soft_wrap=False)
-    traces = _sorted(run, *_TRACE_FILES)
+    files = sorted(run.files, key=_natural)  # by batch
+    traces = [path for path in files if path.endswith(_TRACE_FILES)]
     _list(
         console,
         "Traces: drag onto https://ui.perfetto.dev (processed in your browser, never uploaded):",
         [path for path in traces if _TRACES & set(PurePosixPath(path).parts)],
     )
     # The chart of the run is last, so that it is always shown.
-    pages = sorted(_sorted(run, ".html"), key=lambda path: path.endswith("/timings.html"))
+    pages = [path for path in files if path.endswith(".html")]
+    pages.sort(key=lambda path: path.endswith("/timings.html"))
     where = "" if run.tracking_uri is None else " or among MLflow's artifacts"
     _list(console, f"Pages: open in a browser{where}:", pages)
     if (uri := run.tracking_uri) is not None:
@@ -90,11 +88,6 @@ def _list(console: Console, headline: str, paths: Sequence[str]) -> None:
         console.print(f"  {path}")
     if len(paths) > _MOST_FILES:
         console.print(f"  and {len(paths) - _MOST_FILES:,} more")
-
-
-def _sorted(run: Run, *endings: str) -> list[str]:
-    """The paths of files with these suffixes, in the order of batches."""
-    return sorted((path for path in run.files if path.endswith(endings)), key=_natural)
 
 
 def _natural(path: str) -> list[tuple[int, str]]:

@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser
 
-from lightning_perf.cli import fail
+from lightning_perf.cli import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-#: As in a shell.
-_NOT_FOUND = 127
 
 
 def parser() -> ArgumentParser:
@@ -39,11 +35,10 @@ def run(config: str | None, command: Sequence[str] = ()) -> int:
     If it cannot be run, the exit code is 2, or 127 if it is not found.
     """
     if not command:
-        return fail("run", "there is no command. Try lightning-perf run -- python train.py.", 2)
+        raise Failure("there is no command. Try lightning-perf run -- python train.py")
     if config is not None and not Path(config).is_file():
-        return fail("run", f"there is no file {config}.", 2)
+        raise Failure(f"there is no file {config}")
     if which(command[0]) is None:
-        return fail("run", f"{command[0]} is not a program.", _NOT_FOUND)
-    value = "1" if config is None else str(Path(config).resolve())
-    os.environ["LIGHTNING_PERF"] = value
+        raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
+    os.environ["LIGHTNING_PERF"] = "1" if config is None else str(Path(config).resolve())
     return os.execvp(command[0], list(command))  # noqa: S606  no shell

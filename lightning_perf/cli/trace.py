@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json as json_format
 import tempfile
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from jsonargparse import ArgumentParser
-
-from lightning_perf.cli import add_tracking_uri, fail
+from lightning_perf.cli import Failure, add_tracking_uri, new_console, new_parser, print_json
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jsonargparse import ArgumentParser
     from rich.console import Console
 
     from lightning_perf.traces.combine import Collective, Trace
@@ -26,14 +25,13 @@ _MOST_SHOWN = 5
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    parser = ArgumentParser(
-        description="Summarize a trace of the PyTorch profiler, or merge those of all ranks of a "
+    parser = new_parser(
+        "Summarize a trace of the PyTorch profiler, or merge those of all ranks of a "
         "window into one file for Perfetto."
     )
     parser.add_argument(
         "file", type=str, nargs="?", help="The trace to summarize: .json or .json.gz."
     )
-    parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument(
         "--combine",
         type=str,
@@ -64,21 +62,19 @@ def run(
     from lightning_perf.traces.stream import TraceError
 
     try:
-        if (file is None) == (combine is None):
-            raise TraceError("name either a trace or --combine FOLDER")
-        if file is not None:
+        if file is not None and combine is None:
             _summarize(Path(file), json)
-            return 0
-        assert combine is not None
-        with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-            _merge(_folder(combine, tracking_uri, Path(scratch)), window, Path(output), json)
-    except (TraceError, LookupError, OSError) as error:
-        return fail("trace", error)
+        elif file is None and combine is not None:
+            with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
+                _merge(_folder(combine, tracking_uri, Path(scratch)), window, Path(output), json)
+        else:
+            raise Failure("name either a trace or --combine FOLDER")
+    except TraceError as error:
+        raise Failure(error) from error
     return 0
 
 
 def _summarize(path: Path, json: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -86,9 +82,9 @@ def _summarize(path: Path, json: bool) -> None:
 
     summary = summarize(path)
     if json:
-        print(json_format.dumps(summary.as_dict(), indent=1))
+        print_json(summary.as_dict())
         return
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = new_console()
     grid = Table(show_header=False)
     for fact in facts(summary):
         grid.add_row(*map(Text, fact))
@@ -135,7 +131,7 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
     there = {trace.rank for trace in traces}
     missing = [rank for rank in range(traces[0].head["world_size"]) if rank not in there]
     if json:
-        content = {
+        print_json({
             "file": str(target), "events": events, "missing_ranks": missing,
             "ranks": [
                 {"rank": trace.rank, "clock_shift_us": _shift(trace, traces[0]),
@@ -147,24 +143,13 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
                  "waited_us": each.waited}
                 for each in found
             ],
-        }  # fmt: skip
-        print(json_format.dumps(content, indent=1))
+        })  # fmt: skip
         return
     console.print(f"{target}: {len(traces)} ranks, {events:,} events", soft_wrap=True)
     if missing:
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         names = ", ".join(map(str, missing[:10]))
         console.print(f"No traces of ranks {names}{more}.", soft_wrap=True)
-    _show_clocks(console, traces)
-    _show_collectives(console, found, len(traces))
-
-
-def _shift(trace: Trace, first: Trace) -> float:
-    """Microseconds by which a rank's clock was shifted."""
-    return trace.shift - (trace.base - first.base)
-
-
-def _show_clocks(console: Console, traces: Sequence[Trace]) -> None:
     for trace in traces[1:]:
         if trace.error is None:
             console.print(f"rank {trace.rank}: nothing in common with rank 0, clock as it is")
@@ -173,6 +158,12 @@ def _show_clocks(console: Console, traces: Sequence[Trace]) -> None:
         text = duration(shift / 1e6) if shift else "nothing"
         error = duration(trace.error / 1e6)
         console.print(f"rank {trace.rank}: clock shifted by {text}, residual error {error}")
+    _show_collectives(console, found, len(traces))
+
+
+def _shift(trace: Trace, first: Trace) -> float:
+    """Microseconds by which a rank's clock was shifted."""
+    return trace.shift - (trace.base - first.base)
 
 
 def _show_collectives(console: Console, found: Sequence[Collective], ranks: int) -> None:
@@ -181,15 +172,14 @@ def _show_collectives(console: Console, found: Sequence[Collective], ranks: int)
     if not found:
         console.print("No collectives in these traces.")
         return
-    last = [each.last for each in found]
     table = Table("collective", "last rank", "the others waited (median)", title="Longest waits")
     for each in found[:_MOST_SHOWN]:
         others = [wait for rank, wait in each.waited.items() if rank != each.last]
         waited = duration(median(others) / 1e6)
         table.add_row(f"{each.name} #{each.number}", f"rank {each.last}", waited)
     console.print(table)
-    most = max(set(last), key=last.count)
-    share = last.count(most) / len(last)
+    ((most, times),) = Counter(each.last for each in found).most_common(1)
+    share = times / len(found)
     console.print(
-        f"Rank {most} came last to {share:.0%} of {len(last)} collectives of {ranks} ranks."
+        f"Rank {most} came last to {share:.0%} of {len(found)} collectives of {ranks} ranks."
     )

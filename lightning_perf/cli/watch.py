@@ -6,31 +6,29 @@ import json as json_format
 import platform
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
-from jsonargparse import ArgumentParser
-
-from lightning_perf.cli import add_tracking_uri, fail
+from lightning_perf.cli import Failure, add_tracking_uri, new_console, new_parser
 from lightning_perf.cli.capture import descendants, own_process
 from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from jsonargparse import ArgumentParser
     from rich.console import Console, RenderableType
 
     from lightning_perf.tracking.summary import Summary
 
-#: Seconds between reads of a file, and of MLflow, where each read takes many requests.
-_FILE_INTERVAL, _MLFLOW_INTERVAL = 1.0, 10.0
-
 
 def parser() -> ArgumentParser:
     """The arguments of the command."""
-    parser = ArgumentParser(
-        description="Show a running training live. MFU, throughput, where the time goes, and the "
-        "verdicts so far, until it ends. Where the output is not a terminal, one line per update."
+    parser = new_parser(
+        "Show a running training live. MFU, throughput, where the time goes, and the "
+        "verdicts so far, until it ends. Where the output is not a terminal, one line per update.",
+        json="Print a line of JSON per update.",
     )
     parser.add_argument(
         "run",
@@ -39,22 +37,19 @@ def parser() -> ArgumentParser:
         "name in MLflow; by default the latest run below the current folder.",
     )
     add_tracking_uri(parser)
-    parser.add_argument("--json", action="store_true", help="Print a line of JSON per update.")
     return parser
 
 
 def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     """Show the run until it ends; code 1 if it was killed, 2 if there is no such run."""
-    from rich.console import Console
-
-    console = Console(markup=False, emoji=False, highlight=False)
-    try:
-        source = _source(run, tracking_uri)
-        if json or not console.is_terminal:
-            return _print(source, json)
-        return _show(source, console)
-    except LookupError as error:
-        return fail("watch", error)
+    console = new_console()
+    source = _source(run, tracking_uri)
+    seen = _print(source, json) if json or not console.is_terminal else _show(source, console)
+    if seen is None:
+        raise Failure("the training ended before its first report", 1)
+    if seen.runs:
+        raise Failure("the training was killed before its run ended", 1)
+    return 0
 
 
 # -- where the figures come from --------------------------------------------------------------
@@ -73,96 +68,68 @@ class Seen(NamedTuple):
         return bool(self.summary["status"] == RUNNING)
 
 
-class FolderSource:
-    """A run's folder."""
+@dataclass(frozen=True)
+class Source:
+    """Where a run's summary is read."""
 
-    interval = _FILE_INTERVAL
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._seen: Seen | None = None
-
-    def read(self) -> Seen:
-        """The file."""
-        path = self._folder / FILE_NAME
-        self._seen = Seen(read_summary(path), path.stat().st_mtime)
-        return self._seen
-
-    def alive(self) -> bool:
-        """Whether the training's process lives; that of another machine is unknown."""
-        process = self._seen.summary.get("process", {}) if self._seen is not None else {}
-        if self._seen is None or process.get("host") != platform.node():
-            return True
-        return _lives(process.get("pid"), self._seen.updated)
-
-
-class ProcessSource:
-    """A training's process, or one that started it."""
-
-    interval = _FILE_INTERVAL
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._folder: Path | None = None
-
-    def read(self) -> Seen | None:
-        """The file in the folder that the process, or one below it, holds open."""
-        self._folder = self._folder or _folder_of(self._pid)
-        return FolderSource(self._folder).read() if self._folder is not None else None
-
-    def alive(self) -> bool:
-        """Whether the process lives."""
-        return _lives(self._pid, _now())
-
-
-class MlflowSource:
-    """A run in MLflow."""
-
-    interval = _MLFLOW_INTERVAL
-
-    def __init__(self, run: str, tracking_uri: str) -> None:
-        self._run, self._uri = run, tracking_uri
-
-    def read(self) -> Seen | None:
-        """What its metrics say."""
-        from lightning_perf.tracking.runs import read_run
-
-        found = read_run(self._run, self._uri)
-        return None if found is None else Seen(found.summary, _now())
-
-    def alive(self) -> bool:
-        """MLflow does not say."""
-        return True
-
-
-#: ``interval`` is the seconds between looks. ``read`` returns the latest summary, or None before
-#: the first one. ``alive`` is whether something may write another one.
-Source: TypeAlias = FolderSource | ProcessSource | MlflowSource
+    #: The latest summary; None before the first one.
+    read: Callable[[], Seen | None]
+    #: Whether something may write another one than that seen last.
+    alive: Callable[[Seen | None], bool] = lambda _: True
+    #: Seconds between looks.
+    interval: float = 1.0
 
 
 def _source(run: str | None, tracking_uri: str | None) -> Source:
     """What to watch."""
-    from lightning_perf.tracking.runs import default_tracking_uri, latest_folder
+    from lightning_perf.tracking.runs import (
+        default_tracking_uri,
+        folder_of,
+        latest_folder,
+        read_run,
+    )
 
     path = Path(run or ".")
     if run is not None and run.isdecimal() and not path.exists():
-        if not Path("/proc/self/fd").exists():
-            raise LookupError("process ids can be watched on Linux only. Give the run's folder")
-        return ProcessSource(own_process(int(run)))
+        return process_source(own_process(int(run)))
     if path.exists():
-        folder = path.parent if path.is_file() else path
-        found = folder if (folder / FILE_NAME).exists() else latest_folder(folder)
-        if found is None:
-            raise LookupError(
-                f"there is no {FILE_NAME} below {folder}. Give a process id, a run's folder, or a "
-                "run's id or name in MLflow"
-            )
-        return FolderSource(found)
+        return folder_source(folder_of(path))
     assert run is not None  # `.` exists
     local = latest_folder(Path(), run) if tracking_uri is None else None
     if local is not None:
-        return FolderSource(local)
-    return MlflowSource(run, tracking_uri or default_tracking_uri())
+        return folder_source(local)
+    uri = tracking_uri or default_tracking_uri()
+    # Each read takes many requests.
+    return Source(lambda: Seen(read_run(run, uri).summary, _now()), interval=10.0)
+
+
+def folder_source(folder: Path) -> Source:
+    """A run's folder, until the training's process has ended, if it is of this machine."""
+
+    def alive(seen: Seen | None) -> bool:
+        process = {} if seen is None else seen.summary.get("process", {})
+        if seen is None or process.get("host") != platform.node():
+            return True
+        return _lives(process.get("pid"), seen.updated)
+
+    return Source(lambda: _read(folder), alive)
+
+
+def process_source(pid: int) -> Source:
+    """The folder that a process, or one below it, holds open, until the process has ended."""
+    folder: Path | None = None
+
+    def read() -> Seen | None:
+        nonlocal folder
+        folder = folder or _folder_of(pid)  # at its end, a run closes its folder
+        return None if folder is None else _read(folder)
+
+    return Source(read, lambda _: _lives(pid, _now()))
+
+
+def _read(folder: Path) -> Seen:
+    path = folder / FILE_NAME
+    return Seen(read_summary(path), path.stat().st_mtime)
 
 
 def _folder_of(pid: int) -> Path | None:
@@ -201,7 +168,7 @@ def _looks(source: Source) -> Iterator[Seen | None]:
     seen: Seen | None = None
     while True:
         # Asked first, so that what a process writes at its end is read.
-        alive = source.alive()
+        alive = source.alive(seen)
         seen = source.read() or seen
         yield seen
         if not alive or (seen is not None and not seen.runs):
@@ -209,8 +176,8 @@ def _looks(source: Source) -> Iterator[Seen | None]:
         time.sleep(source.interval)
 
 
-def _print(source: Source, json: bool) -> int:
-    """One line per update."""
+def _print(source: Source, json: bool) -> Seen | None:
+    """One line per update; returns the last one."""
     seen = last = None
     for seen in _looks(source):
         if seen is not None and (last is None or seen.summary != last.summary):
@@ -218,18 +185,18 @@ def _print(source: Source, json: bool) -> int:
             now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
             line = f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
             print(json_format.dumps(seen.summary) if json else line, flush=True)
-    return _code(seen)
+    return seen
 
 
-def _show(source: Source, console: Console) -> int:
-    """A view that is drawn anew at each look."""
+def _show(source: Source, console: Console) -> Seen | None:
+    """A view that is drawn anew at each look; returns the last one."""
     from rich.live import Live
 
     seen = None
     with Live(console=console, auto_refresh=False) as live:
         for seen in _looks(source):
             live.update(_view(seen), refresh=True)
-    return _code(seen)
+    return seen
 
 
 def _view(seen: Seen | None) -> RenderableType:
@@ -242,10 +209,3 @@ def _view(seen: Seen | None) -> RenderableType:
     state = f"{seen.summary['run']}: {seen.summary['status']}"
     head = Text(f"{state}, updated {age:.0f} s ago" if seen.runs else state, style="bold")
     return Group(head, panel(seen.summary))
-
-
-def _code(seen: Seen | None) -> int:
-    if seen is not None and not seen.runs:
-        return 0
-    why = "ended before its first report" if seen is None else "was killed before its run ended"
-    return fail("watch", f"the training {why}", 1)

@@ -14,7 +14,6 @@ from helpers.command import call
 from helpers.servers import free_port
 
 from lightning_perf import __version__
-from lightning_perf.cli import fail
 
 COMMANDS = [
     "capture", "compare", "devices", "doctor", "measure", "report", "run", "trace", "upload",
@@ -182,12 +181,6 @@ def test_a_broken_pipe_is_no_traceback() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr.strip()) == (0, "")
-
-
-def test_a_command_that_catches_its_own_broken_pipe_ends_alike() -> None:
-    """With an older rich, printing raises it within the command, which reports OSErrors."""
-    with pytest.raises(BrokenPipeError):
-        fail("trace", BrokenPipeError())
 
 
 def test_no_colour_on_request() -> None:
