@@ -97,10 +97,6 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
     Intervals are from a block bootstrap over the windows of each run. With several baselines, each
     resample draws one of them: the interval includes how much they differ.
 
-    Args:
-        run: The run.
-        baselines: The runs that it is compared with.
-
     Raises:
         Incomparable: A run is damaged, or they have no time in common.
 
@@ -119,10 +115,9 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
         if each not in windowed
     ]
     if run in windowed and len(windowed) > 1:
-        runs = windowed
-        own, *others = (_figures(each, each.stage["windows"]) for each in runs)
-        for each, figures in zip(runs, (own, *others), strict=True):
-            windows = min((len(ratio.parts) for ratio in figures.values()), default=0)
+        figures = [_figures(each, each.stage["windows"]) for each in windowed]
+        for each, found in zip(windowed, figures, strict=True):
+            windows = min((len(ratio.parts) for ratio in found.values()), default=0)
             if windows < _FEWEST_WINDOWS:
                 notes.append(
                     f"{each.name} has {windows} windows after the warm-up, and an interval needs "
@@ -130,19 +125,30 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
                 )
     else:
         # A whole run includes the warm-up, so it is compared with whole runs.
-        own, *others = (_figures(each, _whole_run(each.stage)) for each in runs)
-    if not all(_STEP in figures for figures in (own, *others)):
+        figures = [_figures(each, _whole_run(each.stage)) for each in runs]
+    if not all(_STEP in each for each in figures):
         raise Incomparable("the runs have no time per batch in common: add Timings to them")
-    changes = [_change(key, own, others) for key in _common(own, others)]
-    order = sorted(changes, key=lambda each: (_KINDS.index(each.kind), -abs(each.difference)))
-    steps = {(each.kind, each.name): each for each in order if each.kind == "step"}
-    slowdown = steps[_STEP]
-    if _SAMPLE in steps and _batch_sizes_differ(own, others):
-        notes.append("batch sizes differ: what counts is the time per sample")
-        slowdown = steps[_SAMPLE]
-    else:
-        order = [each for each in order if each is not steps.get(_SAMPLE)]
-    return Comparison(order, slowdown, notes)
+    # Phases and culprits that a run does not list cost nothing, if it has phases.
+    timed = all(any(kind == "phase" for kind, _ in each) for each in figures)
+    keys = [
+        key
+        for key in dict.fromkeys(key for each in figures for key in each)
+        if (timed if key[0] in ("phase", "culprit") else all(key in each for each in figures))
+    ]
+    decides = _STEP
+    if _SAMPLE in keys:
+        per = [each["rate", "samples_per_sec"].value / each["rate", "batches_per_sec"].value
+               for each in figures]  # fmt: skip
+        if max(per) > (1 + _SAME_BATCH) * min(per):
+            notes.append("batch sizes differ: what counts is the time per sample")
+            decides = _SAMPLE
+        else:
+            keys.remove(_SAMPLE)
+    changes = {key: _change(key, figures) for key in keys}
+    order = sorted(
+        changes.values(), key=lambda each: (_KINDS.index(each.kind), -abs(each.difference))
+    )
+    return Comparison(order, changes[decides], notes)
 
 
 class _Ratio(NamedTuple):
@@ -212,40 +218,18 @@ def _whole_run(stage: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _common(own: _Figures, others: Sequence[_Figures]) -> list[tuple[str, str]]:
-    """Figures that all runs have; phases and culprits that a run does not list cost nothing."""
-    runs = (own, *others)
-    timed = all(any(kind == "phase" for kind, _ in figures) for figures in runs)
-    keys = dict.fromkeys(key for figures in runs for key in figures)
-    return [
-        key
-        for key in keys
-        if (timed if key[0] in ("phase", "culprit") else all(key in each for each in runs))
-    ]
-
-
-def _change(key: tuple[str, str], own: _Figures, others: Sequence[_Figures]) -> Change:
-    after, *before = (_of(each, key) for each in (own, *others))
+def _change(key: tuple[str, str], figures: Sequence[_Figures]) -> Change:
+    ratios = []
+    for each in figures:
+        step = each[_STEP]
+        ratios.append(each.get(key, step._replace(parts=np.zeros_like(step.parts))))
+    after, *before = (ratio.value for ratio in ratios)
     low = high = None
-    if min(len(each.parts) for each in (after, *before)) >= _FEWEST_WINDOWS:
-        draws, *each = (
-            resampled_ratios(*ratio, _RESAMPLES, seed)
-            for seed, ratio in enumerate((after, *before))
+    if min(len(ratio.parts) for ratio in ratios) >= _FEWEST_WINDOWS:
+        now, *others = (
+            resampled_ratios(*ratio, _RESAMPLES, seed) for seed, ratio in enumerate(ratios)
         )
-        chosen = np.random.default_rng(len(before)).integers(len(before), size=_RESAMPLES)
-        draws = draws - np.stack(each)[chosen, np.arange(_RESAMPLES)]
-        low, high = map(float, np.quantile(draws, _INTERVAL))
-    return Change(*key, float(np.mean([each.value for each in before])), after.value, low, high)
-
-
-def _of(figures: _Figures, key: tuple[str, str]) -> _Ratio:
-    nothing = figures[_STEP]
-    return figures.get(key, nothing._replace(parts=np.zeros_like(nothing.parts)))
-
-
-def _batch_sizes_differ(own: _Figures, others: Sequence[_Figures]) -> bool:
-    sizes = [
-        each["rate", "samples_per_sec"].value / each["rate", "batches_per_sec"].value
-        for each in (own, *others)
-    ]
-    return max(sizes) > (1 + _SAME_BATCH) * min(sizes)
+        chosen = np.random.default_rng(len(others)).integers(len(others), size=_RESAMPLES)
+        differences = now - np.stack(others)[chosen, np.arange(_RESAMPLES)]
+        low, high = map(float, np.quantile(differences, _INTERVAL))
+    return Change(*key, float(np.mean(before)), after, low, high)
