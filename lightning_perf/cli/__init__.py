@@ -1,4 +1,7 @@
-"""The command ``lightning-perf``, one module per subcommand."""
+"""The command ``lightning-perf``, one module per subcommand.
+
+A module's docstring is the command's description. ``ARGUMENTS`` are parsed and passed to ``run``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_perf.checks import install_command
 
@@ -15,22 +18,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-    from jsonargparse import ArgumentParser
     from rich.console import Console
 
+#: What `argparse` takes, by the names of arguments.
+Arguments = dict[str, dict[str, Any]]
+#: Options of several commands.
+JSON: Arguments = {"--json": {"action": "store_true", "help": "Print JSON."}}
+TRACKING_URI: Arguments = {
+    "--tracking-uri": {
+        "type": str,
+        "help": "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
+    }
+}
 #: Modules of this package, imported when the command runs since their dependencies may be missing.
 _COMMANDS = (
-    "capture",
-    "compare",
-    "devices",
-    "doctor",
-    "measure",
-    "report",
-    "run",
-    "trace",
-    "upload",
+    "capture", "compare", "devices", "doctor", "measure", "report", "run", "trace", "upload",
     "watch",
-)
+)  # fmt: skip
 #: The names to install of packages that are imported under another name.
 _INSTALLS = {
     "jsonargparse": '"jsonargparse[signatures]"',
@@ -45,24 +49,6 @@ class Failure(Exception):
     def __init__(self, why: object, code: int = 2) -> None:
         super().__init__(why)
         self.code = code
-
-
-def new_parser(description: str, json: str = "Print JSON.") -> ArgumentParser:
-    """A parser of a command, with ``--json``."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(description=description)
-    parser.add_argument("--json", action="store_true", help=json)
-    return parser
-
-
-def add_tracking_uri(parser: ArgumentParser) -> None:
-    """Add the option of the commands that read runs from MLflow."""
-    parser.add_argument(
-        "--tracking-uri",
-        type=str,
-        help="The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
-    )
 
 
 def new_console(soft_wrap: bool = False) -> Console:
@@ -136,8 +122,11 @@ def _run(args: Sequence[str]) -> int:
     subcommands = parser.add_subcommands()
     commands = _commands()
     for name, command in commands.items():
-        arguments = command.parser()
-        summary = arguments.description.partition(". ")[0].rstrip(".")
+        description = " ".join((command.__doc__ or "").split())
+        arguments = ArgumentParser(description=description)
+        for argument, options in command.ARGUMENTS.items():
+            arguments.add_argument(*argument.split(), **options)
+        summary = description.partition(". ")[0].rstrip(".")
         subcommands.add_subcommand(name, arguments, help=summary)
     # What follows two dashes is the command of `run`, whose options are not ours.
     end = args.index("--") if "--" in args else len(args)

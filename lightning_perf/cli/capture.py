@@ -1,4 +1,8 @@
-"""``lightning-perf capture``: make a running training record its next batches."""
+"""Make a running training record its next batches.
+
+The training needs a profiler with the schedule OnSignal, such as
+PyTorch(schedule=OnSignal(lasting='5ba')), which also sets how long it records.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,18 @@ import os
 import signal as signals
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lightning_perf.cli import Failure, new_parser, print_json
+from lightning_perf.cli import JSON, Failure, print_json
 
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
-
-def parser() -> ArgumentParser:
-    """The arguments of the command."""
-    parser = new_parser(
-        "Make a running training record its next batches. The training needs a "
-        "profiler with the schedule OnSignal, such as PyTorch(schedule=OnSignal(lasting='5ba')), "
-        "which also sets how long it records."
-    )
-    parser.add_argument("pid", type=int, help="The process id of the training.")
-    parser.add_argument("--signal", type=str, default="SIGUSR2", help="The signal of the schedule.")
-    parser.add_argument(
-        "--children",
-        action="store_true",
-        help="Also signal its child processes, which are the other ranks with some strategies.",
-    )
-    return parser
+ARGUMENTS = {
+    "pid": {"type": int, "help": "The process id of the training."},
+    "--signal": {"type": str, "default": "SIGUSR2", "help": "The signal of the schedule."},
+    "--children": {
+        "action": "store_true",
+        "help": "Also signal its child processes, which are the other ranks with some strategies.",
+    },
+    **JSON,
+}
 
 
 def run(pid: int, signal: str, children: bool, json: bool) -> int:

@@ -1,18 +1,19 @@
-"""``lightning-perf compare``: what became slower between runs, for people and for CI."""
+"""Compare the speed of a run with that of others.
+
+The exit code is 1 if it is slower than --threshold allows.
+"""
 
 from __future__ import annotations
 
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.cli import Failure, add_tracking_uri, new_console, new_parser, print_json
+from lightning_perf.cli import JSON, TRACKING_URI, Failure, new_console, print_json
 from lightning_perf.tracking.summary import RATES
 from lightning_perf.units import duration, three_digits, time_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from jsonargparse import ArgumentParser
 
     from lightning_perf.diagnosis.compare import Change, Comparison
 
@@ -20,29 +21,23 @@ if TYPE_CHECKING:
 _LEAST_SHARE, _MOST_ROWS = 0.002, 8
 
 
-def parser() -> ArgumentParser:
-    """The arguments of the command."""
-    parser = new_parser(
-        "Compare the speed of a run with that of others. The exit code is 1 if it is "
-        "slower than --threshold allows."
-    )
-    runs = "an MLflow run's id or name, or a folder with a summary.json"
-    parser.add_argument("run", type=str, help=f"The run to judge: {runs}.")
-    parser.add_argument(
-        "baselines",
-        type=str,
-        nargs="+",
-        help="The runs to compare it with, named alike. Several show how much normal runs differ.",
-    )
-    parser.add_argument(
-        "--threshold",
-        type=str,
-        default=None,
-        help="Exit with code 1 if a step takes longer by more than this, with 95 %% confidence: "
+_RUNS = "an MLflow run's id or name, or a folder with a summary.json"
+ARGUMENTS = {
+    "run": {"type": str, "help": f"The run to judge: {_RUNS}."},
+    "baselines": {
+        "type": str,
+        "nargs": "+",
+        "help": "The runs to compare it with, named alike. Several show how much normal runs "
+        "differ.",
+    },
+    "--threshold": {
+        "type": str,
+        "help": "Exit with code 1 if a step takes longer by more than this, with 95 %% confidence: "
         "such as 5%%.",
-    )
-    add_tracking_uri(parser)
-    return parser
+    },
+    **TRACKING_URI,
+    **JSON,
+}
 
 
 def run(

@@ -1,16 +1,15 @@
-"""``lightning-perf devices``: the device peaks that MFU is relative to."""
+"""Show the dense peaks of devices, by dtype."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import Failure, new_parser, print_json
+from lightning_perf.cli import Failure, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
     from rich.table import Table
 
     from lightning_perf.flops import DevicePeaks
@@ -18,15 +17,13 @@ if TYPE_CHECKING:
 _COLUMNS = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8", "fp4")
 
 
-def parser() -> ArgumentParser:
-    """The arguments of the command."""
-    parser = new_parser("Show the dense peaks of devices, by dtype.", json="Print JSON, in FLOP/s.")
-    parser.add_argument(
-        "name",
-        nargs="?",
-        help="A device name as in torch, or a part of it; also shows the sources.",
-    )
-    return parser
+ARGUMENTS = {
+    "name": {
+        "nargs": "?",
+        "help": "A device name as in torch, or a part of it; also shows the sources.",
+    },
+    "--json": {"action": "store_true", "help": "Print JSON, in FLOP/s."},
+}
 
 
 def run(name: str | None, json: bool) -> int:

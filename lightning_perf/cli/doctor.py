@@ -1,4 +1,7 @@
-"""``lightning-perf doctor``: what is installed, what this machine offers, and what is missing."""
+"""Check versions, devices, permissions and the tracking server.
+
+Says which feature lacks which package.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.checks import install_command
-from lightning_perf.cli import new_console, new_parser, print_json
+from lightning_perf.cli import JSON, new_console, print_json
 from lightning_perf.errors import ConfigError, without_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from jsonargparse import ArgumentParser
 
 #: Packages, and what needs those that need not be there.
 _PACKAGES = {
@@ -44,12 +45,7 @@ class Finding(NamedTuple):
     state: str = "ok"
 
 
-def parser() -> ArgumentParser:
-    """The arguments of the command."""
-    return new_parser(
-        "Check versions, devices, permissions and the tracking server. Says which "
-        "feature lacks which package."
-    )
+ARGUMENTS = JSON
 
 
 def run(json: bool) -> int:

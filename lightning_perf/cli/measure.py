@@ -1,37 +1,26 @@
-"""``lightning-perf measure``: the peak of this machine, measured with a matrix product."""
+"""Measure the peak of a device of this machine with a matrix product."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from lightning_perf.cli import Failure, new_parser, print_json
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
+from lightning_perf.cli import Failure, print_json
 
 # Longer than in training, for a better estimate.
 _BUDGET_SECONDS = 1.0
 
 
-def parser() -> ArgumentParser:
-    """The arguments of the command."""
-    parser = new_parser(
-        "Measure the peak of a device of this machine with a matrix product.",
-        json="Print JSON, in FLOP/s.",
-    )
-    parser.add_argument(
-        "--dtype",
-        type=str,
-        default="float32",
-        help="Operand dtype, as a torch name (e.g. bfloat16).",
-    )
-    parser.add_argument(
-        "--device",
-        type=str,
-        default="cpu",
-        help="The device, as a torch name (e.g. cpu, cuda, cuda:1).",
-    )
-    return parser
+ARGUMENTS = {
+    "--dtype": {
+        "type": str,
+        "default": "float32",
+        "help": "Operand dtype, as a torch name (e.g. bfloat16).",
+    },
+    "--device": {
+        "type": str,
+        "default": "cpu",
+        "help": "The device, as a torch name (e.g. cpu, cuda, cuda:1).",
+    },
+    "--json": {"action": "store_true", "help": "Print JSON, in FLOP/s."},
+}
 
 
 def run(dtype: str, device: str, json: bool) -> int:

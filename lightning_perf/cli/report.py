@@ -1,4 +1,4 @@
-"""``lightning-perf report``: the speed, times and files of a run."""
+"""Show how fast a run was, and the paths of its traces."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import Failure, add_tracking_uri, new_console, new_parser
+from lightning_perf.cli import JSON, TRACKING_URI, Failure, new_console
 from lightning_perf.errors import without_credentials
 from lightning_perf.tracking.summary import SummaryError, panel, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
     from rich.console import Console
 
     from lightning_perf.tracking.runs import Run
@@ -24,23 +23,22 @@ _TRACES, _TRACE_FILES = {"torch_traces", "viztracer"}, (".json", ".json.gz")
 _MOST_FILES = 5
 
 
-def parser() -> ArgumentParser:
-    """The arguments of the command."""
-    parser = new_parser("Show how fast a run was, and the paths of its traces.")
-    parser.add_argument(
-        "run",
-        nargs="?",
-        help="A run's id or name in MLflow, or a folder with its summary.json; by default the "
+ARGUMENTS = {
+    "run": {
+        "nargs": "?",
+        "help": "A run's id or name in MLflow, or a folder with its summary.json; by default the "
         "latest run in MLflow or below the current folder.",
-    )
-    add_tracking_uri(parser)
-    return parser
+    },
+    **TRACKING_URI,
+    **JSON,
+}
 
 
 def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     """Print the report; the exit code is 2 if the run cannot be read."""
     from lightning_perf.tracking.runs import find_run
 
+    console = new_console(soft_wrap=True)
     try:
         found = find_run(run, tracking_uri)
     except SummaryError:
@@ -51,7 +49,7 @@ def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
     if json:
         print(text_of({**found.summary, "files": found.files}))
     else:
-        _show(found, new_console(soft_wrap=True))
+        _show(found, console)
     return 0
 
 

@@ -1,4 +1,7 @@
-"""``lightning-perf run``: train with the always-on callbacks, without a change of code."""
+"""Run a training with the always-on callbacks in each Trainer of Lightning.
+
+Write the training's command after two dashes: lightning-perf run -- python train.py.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,18 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
 
-from jsonargparse import ArgumentParser
-
 from lightning_perf.cli import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def parser() -> ArgumentParser:
-    """The arguments of the command, without those after ``--``."""
-    parser = ArgumentParser(
-        description="Run a training with the always-on callbacks in each Trainer of Lightning. "
-        "Write the training's command after two dashes: lightning-perf run -- python train.py."
-    )
-    parser.add_argument(
-        "--config",
-        type=str,
-        help="A YAML file with the callbacks to use instead, such as configs/always_on.yaml.",
-    )
-    return parser
+ARGUMENTS = {
+    "--config": {
+        "type": str,
+        "help": "A YAML file with the callbacks to use instead, such as configs/always_on.yaml.",
+    },
+}
 
 
 def run(config: str | None, command: Sequence[str] = ()) -> int:

@@ -1,4 +1,4 @@
-"""``lightning-perf trace``: the summary of a trace, or the traces of all ranks in one file."""
+"""Summarize a trace of the PyTorch profiler, or merge those of all ranks into one for Perfetto."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import Failure, add_tracking_uri, new_console, new_parser, print_json
+from lightning_perf.cli import JSON, TRACKING_URI, Failure, new_console, print_json
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jsonargparse import ArgumentParser
     from rich.console import Console
 
     from lightning_perf.traces.combine import Collective, Trace
@@ -23,31 +22,21 @@ if TYPE_CHECKING:
 _MOST_SHOWN = 5
 
 
-def parser() -> ArgumentParser:
-    """The arguments of the command."""
-    parser = new_parser(
-        "Summarize a trace of the PyTorch profiler, or merge those of all ranks of a "
-        "window into one file for Perfetto."
-    )
-    parser.add_argument(
-        "file", type=str, nargs="?", help="The trace to summarize: .json or .json.gz."
-    )
-    parser.add_argument(
-        "--combine",
-        type=str,
-        metavar="FOLDER|RUN",
-        help="Merge the traces of this folder, or of a run's id or name in MLflow.",
-    )
-    parser.add_argument(
-        "--output", "-o", type=str, default="all.json.gz", help="The file to write."
-    )
-    parser.add_argument(
-        "--window",
-        type=str,
-        help="Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz.",
-    )
-    add_tracking_uri(parser)
-    return parser
+ARGUMENTS = {
+    "file": {"type": str, "nargs": "?", "help": "The trace to summarize: .json or .json.gz."},
+    "--combine": {
+        "type": str,
+        "metavar": "FOLDER|RUN",
+        "help": "Merge the traces of this folder, or of a run's id or name in MLflow.",
+    },
+    "--output -o": {"type": str, "default": "all.json.gz", "help": "The file to write."},
+    "--window": {
+        "type": str,
+        "help": "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz.",
+    },
+    **TRACKING_URI,
+    **JSON,
+}
 
 
 def run(

@@ -1,4 +1,7 @@
-"""``lightning-perf upload``: upload the files that training could not upload."""
+"""Upload the files listed in pending_uploads.jsonl, each to its MLflow run or store.
+
+The lists contain no passwords; those of stores are read from fsspec's settings.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import Failure, new_parser, print_json
+from lightning_perf.cli import JSON, Failure, print_json
 from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
@@ -19,39 +22,31 @@ from lightning_perf.tracking.tracker import tracker_at
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from jsonargparse import ArgumentParser
-
     from lightning_perf.traces import Target
 
 _Key = tuple[str, str, frozenset[tuple[str, str]]]
 _MISSING = "the file is missing; --forget-missing removes it from the list"
 
 
-def parser() -> ArgumentParser:
-    """The arguments of the command."""
-    parser = new_parser(
-        f"Upload the files listed in {FILE_NAME}, each to its MLflow run or store. "
-        "The lists contain no passwords; those of stores are read from fsspec's settings."
-    )
-    parser.add_argument(
-        "folder", nargs="?", default=".", help="The folder to search for lists, with subfolders."
-    )
-    parser.add_argument(
-        "--tracking-uri",
-        type=str,
-        help="The tracking address to use instead of the listed one, for example with a password. "
-        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too.",
-    )
-    parser.add_argument(
-        "--forget-missing", action="store_true", help="Remove missing files from the lists."
-    )
-    parser.add_argument(
-        "--outside",
-        action="store_true",
-        help="Also upload files outside of the folder of their list. Only for lists that you "
+ARGUMENTS = {
+    "folder": {
+        "nargs": "?",
+        "default": ".",
+        "help": "The folder to search for lists, with subfolders.",
+    },
+    "--tracking-uri": {
+        "type": str,
+        "help": "The tracking address to use instead of the listed one, for example with a "
+        "password. MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too.",
+    },
+    "--forget-missing": {"action": "store_true", "help": "Remove missing files from the lists."},
+    "--outside": {
+        "action": "store_true",
+        "help": "Also upload files outside of the folder of their list. Only for lists that you "
         "trust: they could name any of your files.",
-    )
-    return parser
+    },
+    **JSON,
+}
 
 
 def run(

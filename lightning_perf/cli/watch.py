@@ -1,4 +1,8 @@
-"""``lightning-perf watch``: a running training, live in the terminal."""
+"""Show a running training live.
+
+MFU, throughput, where the time goes, and the verdicts so far, until it ends. Where the output is
+not a terminal, one line per update.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.cli import Failure, add_tracking_uri, new_console, new_parser
+from lightning_perf.cli import TRACKING_URI, Failure, new_console
 from lightning_perf.cli.capture import descendants, own_process
 from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from jsonargparse import ArgumentParser
     from rich.console import Console, RenderableType
 
     from lightning_perf.tracking.summary import Summary
 
 
-def parser() -> ArgumentParser:
-    """The arguments of the command."""
-    parser = new_parser(
-        "Show a running training live. MFU, throughput, where the time goes, and the "
-        "verdicts so far, until it ends. Where the output is not a terminal, one line per update.",
-        json="Print a line of JSON per update.",
-    )
-    parser.add_argument(
-        "run",
-        nargs="?",
-        help="The process id of a training or of its launcher, a run's folder, or a run's id or "
+ARGUMENTS = {
+    "run": {
+        "nargs": "?",
+        "help": "The process id of a training or of its launcher, a run's folder, or a run's id or "
         "name in MLflow; by default the latest run below the current folder.",
-    )
-    add_tracking_uri(parser)
-    return parser
+    },
+    **TRACKING_URI,
+    "--json": {"action": "store_true", "help": "Print a line of JSON per update."},
+}
 
 
 def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
