@@ -32,8 +32,8 @@ ARGUMENTS = {
     },
     "--threshold": {
         "type": str,
-        "help": "Exit with code 1 if a step takes longer by more than this, with 95 %% confidence: "
-        "such as 5%%.",
+        "help": "Exit with code 1 if a step takes longer by more than this, with 95 % confidence: "
+        "such as 5%.",
     },
     **TRACKING_URI,
     **JSON,

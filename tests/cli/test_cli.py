@@ -44,51 +44,38 @@ def ours(cli: LightningCLI) -> list[Any]:
     return [callback for callback in cli.trainer.callbacks if isinstance(callback, kinds)]
 
 
+NESTED = """
+class_path: lightning_perf.All
+init_args:
+  schedules:
+  - {class_path: lightning_perf.Cyclic, init_args: {wait: 2}}
+  - class_path: lightning_perf.Not
+    init_args:
+      schedule:
+        class_path: lightning_perf.AnyOf
+        init_args:
+          schedules:
+          - first 10ba
+          - {class_path: lightning_perf.GlobalRank, init_args: {ranks: [0]}}
+"""
+
+
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
         ("every 100ba for 3ba", Every("100ba", lasting="3ba")),
         (
-            {
-                "class_path": "lightning_perf.Fixed",
-                "init_args": {"warmup_steps": 5, "active_steps": 2},
-            },
+            "{class_path: lightning_perf.Fixed, init_args: {warmup_steps: 5, active_steps: 2}}",
             Fixed(warmup_steps=5, active_steps=2),
         ),
-        (
-            {
-                "class_path": "lightning_perf.All",
-                "init_args": {
-                    "schedules": [
-                        {"class_path": "lightning_perf.Cyclic", "init_args": {"wait": 2}},
-                        {
-                            "class_path": "lightning_perf.Not",
-                            "init_args": {
-                                "schedule": {
-                                    "class_path": "lightning_perf.AnyOf",
-                                    "init_args": {
-                                        "schedules": [
-                                            "first 10ba",
-                                            {
-                                                "class_path": "lightning_perf.GlobalRank",
-                                                "init_args": {"ranks": [0]},
-                                            },
-                                        ]
-                                    },
-                                }
-                            },
-                        },
-                    ]
-                },
-            },
-            All([Cyclic(wait=2), Not(AnyOf(["first 10ba", GlobalRank([0])]))]),
-        ),
+        (NESTED, All([Cyclic(wait=2), Not(AnyOf(["first 10ba", GlobalRank([0])]))])),
     ],
     ids=["string", "class", "nested"],
 )
-def test_schedules_in_yaml(tmp_path: Path, written: Any, expected: Any) -> None:
+def test_schedules_in_yaml(tmp_path: Path, written: str, expected: Any) -> None:
     """Strings, classes and nested combinations are parsed to the same schedules."""
-    node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": written}}
+    schedule = yaml.safe_load(written)
+    node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": schedule}}
     (profiler,) = ours(parse(tmp_path, callbacks=[node]))
     assert profiler.schedule == expected
 
@@ -100,20 +87,23 @@ def run_cli(*args: str) -> None:
     LightningCLI(Small, run=False, save_config_callback=None)
 
 
+WRITTEN = """
+trainer:
+  logger: false
+  callbacks:
+  - {class_path: lightning_perf.PyTorch, init_args: {schedule: first 2ba}}
+  - class_path: lightning_perf.Suite
+    init_args:
+      callbacks:
+      - {class_path: lightning_perf.SpeedMonitor, init_args: {window_size: 7}}
+      - {class_path: lightning_perf.Flops}
+"""
+
+
 def test_a_printed_configuration_reads_back_the_same(nursery: Nursery, tmp_path: Path) -> None:
     """--print_config writes all settings, and what it writes builds the same callbacks."""
-    node = {"class_path": "lightning_perf.PyTorch", "init_args": {"schedule": "first 2ba"}}
-    suite = {
-        "class_path": "lightning_perf.Suite",
-        "init_args": {
-            "callbacks": [
-                {"class_path": "lightning_perf.SpeedMonitor", "init_args": {"window_size": 7}},
-                {"class_path": "lightning_perf.Flops"},
-            ]
-        },
-    }
     path = tmp_path / "first.yaml"
-    path.write_text(yaml.safe_dump({"trainer": {"logger": False, "callbacks": [node, suite]}}))
+    path.write_text(WRITTEN)
     ended = nursery.run(tmp_path, run_cli, "--config", str(path), "--print_config")
     assert ended.code == 0, ended.stderr
     printed = (tmp_path / "stdout").read_text()

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from helpers.command import call
 
 from lightning_perf import flops
-from lightning_perf.cli import main
 from lightning_perf.flops import lookup, peak_flops, table
 
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Run the command on a wide terminal; return stdout, stderr and the exit code."""
+    """Run the command on a wide terminal; return the exit code, stdout and stderr."""
     monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*args: str) -> tuple[str, str, int]:
-        with pytest.raises(SystemExit) as ended:
-            main(list(args))
-        printed = capsys.readouterr()
-        return printed.out, printed.err, int(ended.value.code or 0)
-
-    return run
+    return partial(call, capsys)
 
 
 def rows(out: str) -> list[str]:
@@ -32,7 +27,7 @@ def rows(out: str) -> list[str]:
 def test_all_devices_are_shown_with_their_peaks(command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each entry has a row, nothing is truncated at 80 columns, and the A100's peaks are right."""
     monkeypatch.setenv("COLUMNS", "80")
-    out, _, code = command("devices")
+    code, out, _ = command("devices")
     assert code == 0
     assert len(rows(out)) == len(table())
     assert all(row.startswith(entry.name) for row, entry in zip(rows(out), table(), strict=True))
@@ -43,17 +38,17 @@ def test_all_devices_are_shown_with_their_peaks(command, monkeypatch: pytest.Mon
 
 def test_weak_entries_are_marked(command) -> None:
     """Only entries that are not entirely from a data sheet have a mark, which is explained."""
-    out, _, _ = command("devices")
+    _, out, _ = command("devices")
     marked = [" * " in row for row in rows(out)]
     assert marked == [row.confidence != "datasheet" for row in table()]
     assert "derived, or from third-party sources" in out
-    assert "derived, or" not in command("devices", "A100")[0]
+    assert "derived, or" not in command("devices", "A100")[1]
 
 
 @pytest.mark.parametrize("name", ["B300", "NVIDIA H200", "MI300"])
 def test_a_device_is_shown_with_its_sources(command, name: str) -> None:
     """For torch's name, ours or a part of it: source, confidence and note."""
-    out, _, code = command("devices", name)
+    code, out, _ = command("devices", name)
     expected = lookup(name) or next(row for row in table() if name in row.name)
     flat = "".join(out.split())
     assert code == 0
@@ -63,7 +58,7 @@ def test_a_device_is_shown_with_its_sources(command, name: str) -> None:
 
 def test_an_unknown_device(command) -> None:
     """An unknown name is an error that says what to do."""
-    _, err, code = command("devices", "TARDIS")
+    code, _, err = command("devices", "TARDIS")
     assert code == 1
     assert "peak_flops=" in err
 
@@ -71,13 +66,13 @@ def test_an_unknown_device(command) -> None:
 def test_this_machine_is_measured(command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured peak is shown, and the table's if the device is in it."""
     monkeypatch.setattr(flops, "measure_peak", lambda *_, **__: 156e12)
-    out, _, code = command("measure", "--dtype", "bfloat16")
+    code, out, _ = command("measure", "--dtype", "bfloat16")
     assert code == 0
     assert "bfloat16: 156 TFLOP/s (measured)" in out
     assert "no peak for this device" in out
     monkeypatch.setattr(flops, "device_name", lambda _: "NVIDIA A100-SXM4-40GB")
     assert peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16") == 312e12
-    out, _, _ = command("measure", "--dtype", "bfloat16")
+    _, out, _ = command("measure", "--dtype", "bfloat16")
     assert "312 TFLOP/s (table: A100, datasheet); measured is 50.0% of it." in out
 
 
@@ -86,6 +81,6 @@ def test_this_machine_is_measured(command, monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_an_invalid_device_or_dtype(command, args: tuple[str, ...]) -> None:
     """An invalid device or dtype is an error that says what to try."""
-    _, err, code = command("measure", *args)
+    code, _, err = command("measure", *args)
     assert code == 1
     assert "Try --device cpu --dtype float32" in err

@@ -7,46 +7,17 @@ from typing import Any
 
 import pytest
 from helpers.late import PHASES, Late, find
-from helpers.windows import window_of
+from helpers.windows import ranks_window, window_of
 
 from lightning_perf import Window
 from lightning_perf.diagnosis.stragglers import find_straggler
 from lightning_perf.timing.totals import CATEGORIES
 
-WAITS = ("waits/start", "waits/forward", "waits/backward")
-
-
-def window(
-    ranks: int, own: dict[str, dict[int, float]], waits: dict[str, dict[int, float]], node: int = 0
-) -> Window:
-    """Ten batches in which each rank spends 1 s in each category, and more where it is said.
-
-    Args:
-        ranks: How many.
-        own: By category and rank, more seconds.
-        waits: By column and rank, seconds of waiting, which are part of a category.
-        node: Ranks per node; 0 for one node.
-    """
-    columns = {f"timings/{name}": [1.0] * ranks for name in CATEGORIES}
-    columns["timings/reduce_metrics"] = columns["timings/validation"] = [0.0] * ranks
-    columns |= {name: [0.0] * ranks for name in WAITS}
-    columns["waits/node_rank"] = [float(rank // node if node else 0) for rank in range(ranks)]
-    columns["progress/batches"] = [10.0] * ranks
-    inside = {"waits/start": "other", "waits/forward": "forward", "waits/backward": "backward"}
-    for name, more in own.items():
-        for rank, seconds in more.items():
-            columns[f"timings/{name}"][rank] += seconds
-    for name, more in waits.items():
-        for rank, seconds in more.items():
-            columns[name][rank] += seconds
-            columns[f"timings/{inside[name]}"][rank] += seconds
-    return window_of(columns)
-
 
 def late(category: str, rank: int = 2, ranks: int = 4, seconds: float = 5.0) -> Window:
     """One rank is late; the others wait for its gradients."""
     others = {each: seconds for each in range(ranks) if each != rank}
-    return window(ranks, {category: {rank: seconds}}, {"waits/backward": others})
+    return ranks_window(ranks, {category: {rank: seconds}}, {"waits/backward": others})
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 64])
@@ -71,7 +42,7 @@ def test_the_late_rank_and_its_phase_are_named(category: str, phase: str, ranks:
 def test_rank_0_makes_the_others_wait_at_the_start_and_for_its_buffers() -> None:
     """Lightning and DDP broadcast from rank 0: the others then wait before backward."""
     for column in ("waits/start", "waits/forward"):
-        windows = [window(3, {"callbacks": {0: 5.0}}, {column: {1: 5.0, 2: 5.0}})] * 3
+        windows = [ranks_window(3, {"callbacks": {0: 5.0}}, {column: {1: 5.0, 2: 5.0}})] * 3
         found = find_straggler(windows)
         assert found is not None
         assert (found.rank, found.phase) == (0, "callback")
@@ -80,15 +51,15 @@ def test_rank_0_makes_the_others_wait_at_the_start_and_for_its_buffers() -> None
 @pytest.mark.parametrize(
     "windows",
     [
-        [window(4, {}, {})] * 5,
+        [ranks_window(4, {}, {})] * 5,
         # Communication takes long on all ranks.
-        [window(4, {}, {"waits/backward": dict.fromkeys(range(4), 9.0)})] * 5,
+        [ranks_window(4, {}, {"waits/backward": dict.fromkeys(range(4), 9.0)})] * 5,
         # All are equally slow.
-        [window(4, {"forward": dict.fromkeys(range(4), 9.0)}, {})] * 5,
+        [ranks_window(4, {"forward": dict.fromkeys(range(4), 9.0)}, {})] * 5,
         # Late, but nobody waits for it: ranks that do not depend on one another.
-        [window(4, {"forward": {1: 9.0}}, {})] * 5,
+        [ranks_window(4, {"forward": {1: 9.0}}, {})] * 5,
         # The others wait for something else.
-        [window(4, {"forward": {1: 2.0}}, {"waits/backward": {0: 9.0, 2: 9.0, 3: 9.0}})] * 5,
+        [ranks_window(4, {"forward": {1: 2.0}}, {"waits/backward": {0: 9.0, 2: 9.0, 3: 9.0}})] * 5,
         # The ranks take turns.
         [late("forward", rank) for rank in (0, 1, 2, 3, 0, 1, 2, 3)],
         # Too little to be worth a name.
@@ -105,7 +76,7 @@ def test_nobody_is_named_without_a_straggler(windows: list[Window]) -> None:
 
 def test_a_rank_that_is_late_once_is_not_chronic() -> None:
     """It is named if the delay is a large part of all windows."""
-    usual = window(4, {}, {})
+    usual = ranks_window(4, {}, {})
     found = find_straggler([usual, usual, late("dataloader_next", seconds=30.0), usual, usual])
     assert found is not None
     assert (found.rank, found.phase, found.chronic) == (2, "input", False)
@@ -115,11 +86,11 @@ def test_a_rank_that_is_late_once_is_not_chronic() -> None:
 def test_a_slow_node_is_named_instead_of_its_ranks() -> None:
     """If all of its ranks are late; one late rank of a node is named itself."""
     others = {"waits/backward": dict.fromkeys(range(4), 5.0)}
-    slow = window(8, {"forward": dict.fromkeys(range(4, 8), 5.0)}, others, node=4)
+    slow = ranks_window(8, {"forward": dict.fromkeys(range(4, 8), 5.0)}, others, node=4)
     found = find_straggler([slow] * 4)
     assert found is not None
     assert (found.rank, found.node, found.phase) == (None, 1, "forward")
-    one = window(
+    one = ranks_window(
         8, {"forward": {5: 5.0}}, {"waits/backward": {r: 5.0 for r in range(8) if r != 5}}, 4
     )
     found = find_straggler([one] * 4)
@@ -129,7 +100,7 @@ def test_a_slow_node_is_named_instead_of_its_ranks() -> None:
 
 def on_gpu(device: dict[str, float], host: dict[str, float]) -> Window:
     """The GPU of rank 1 and its host need more seconds in some categories than the others do."""
-    plain = window(3, {name: {1: seconds} for name, seconds in host.items()}, {})
+    plain = ranks_window(3, {name: {1: seconds} for name, seconds in host.items()}, {})
     columns = {name: plain[name].tolist() for name in plain.columns}
     more = sum(device.values())
     for name in ("device/to_device", "device/forward", "device/backward", "device/optimizer_step",
@@ -187,7 +158,7 @@ def test_ten_thousand_ranks_are_searched() -> None:
     ranks = 10_000
     others = {each: 5.0 for each in range(ranks) if each != 4711}
     found = find_straggler(
-        [window(ranks, {"forward": {4711: 5.0}}, {"waits/backward": others}, 8)] * 3
+        [ranks_window(ranks, {"forward": {4711: 5.0}}, {"waits/backward": others}, 8)] * 3
     )
     assert found is not None
     assert (found.rank, found.node) == (4711, 588)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from helpers.windows import window_of
+from helpers.windows import ranks_window, window_of
 from lightning_perf.core.progress import Timestamp
 from lightning_perf.diagnosis.signals import Signals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
@@ -84,20 +84,10 @@ def signals_of_ranks(
         exchange: The part of this that is in each batch; by default all of it.
         **sensors: The mean of each sensor of the node.
     """
-    columns = {f"timings/{name}": [1.0] * ranks for name in CATEGORIES}
-    columns["timings/reduce_metrics"] = columns["timings/validation"] = [0.0] * ranks
-    waits = ("start", "forward", "backward", "exchange", "node_rank")
-    names = [f"waits/{name}" for name in waits]
-    columns |= {name: [0.0] * ranks for name in names}
-    columns["progress/batches"] = [10.0] * ranks
-    for name, more in [*own.items(), ("backward", gradients)]:
-        for rank, seconds in more.items():
-            columns[f"timings/{name}"][rank] += seconds
-    for rank, seconds in gradients.items():
-        columns["waits/backward"][rank] = columns["waits/exchange"][rank] = seconds
-    for rank, seconds in (exchange or {}).items():
-        columns["waits/exchange"][rank] = seconds
+    waited = exchange or gradients
+    columns = {"waits/exchange": [waited.get(rank, 0.0) for rank in range(ranks)]}
     for name, value in sensors.items():
         rest = [0.0] * (ranks - 1)
         columns |= {f"system/{name}": [value, *rest], f"system/{name}/seconds": [1.0, *rest]}
-    return Signals(windows=[window_of(columns, first=Timestamp(), last=Timestamp(batch=10))] * 6)
+    window = ranks_window(ranks, own, {"waits/backward": gradients}, **columns)
+    return Signals(windows=[window] * 6)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from lightning_perf import Window
 from lightning_perf.core.progress import Timestamp
+from lightning_perf.timing.totals import CATEGORIES
+
+#: The categories that waiting is a part of.
+_WAITS = {"waits/start": "other", "waits/forward": "forward", "waits/backward": "backward"}
 
 
 def window_of(columns: dict[str, list[float]], **options: Any) -> Window:
@@ -20,3 +25,32 @@ def window_of(columns: dict[str, list[float]], **options: Any) -> Window:
     positions = {name: number for number, name in enumerate(columns)}
     table = rows if len(rows) == 1 else np.array(rows)
     return Window(columns=positions, rows=table, **(given | options))
+
+
+def ranks_window(
+    ranks: int,
+    own: Mapping[str, Mapping[int, float]],
+    waits: Mapping[str, Mapping[int, float]],
+    node: int = 0,
+    **columns: list[float],
+) -> Window:
+    """Ten batches in which each rank spends 1 s in each of eleven categories.
+
+    Args:
+        ranks: How many.
+        own: By category and rank, more seconds.
+        waits: By column and rank, seconds of waiting, which are part of a category.
+        node: Ranks per node; 0 for one node.
+        **columns: Further ones.
+    """
+    found = {f"timings/{name}": [1.0] * ranks for name in CATEGORIES}
+    found |= {name: [0.0] * ranks for name in ("timings/reduce_metrics", "timings/validation")}
+    found |= {name: [0.0] * ranks for name in _WAITS}
+    found["waits/node_rank"] = [float(rank // node if node else 0) for rank in range(ranks)]
+    found["progress/batches"] = [10.0] * ranks
+    more = [(f"timings/{name}", seconds) for name, seconds in own.items()]
+    more += [(f"timings/{_WAITS[name]}", seconds) for name, seconds in waits.items()]
+    for name, seconds in [*more, *waits.items()]:
+        for rank, each in seconds.items():
+            found[name][rank] += each
+    return window_of(found | columns, first=Timestamp(), last=Timestamp(batch=10))
