@@ -99,28 +99,15 @@ def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, original)
 
 
-def _failing(owner: Any, name: str, error: Callable[[], Exception]) -> Fault:
-    """Calls of a function fail by chance."""
+def _failing(owner: Any, name: str, error: Callable[[], Exception] | None) -> Fault:
+    """Calls of a function fail by chance, or take long if there is no error."""
 
     def fault(chance: Chance, _: Path) -> Any:
         def make(original: Any) -> Any:
             def call(*args: Any, **options: Any) -> Any:
                 if chance.strikes():
-                    raise error()
-                return original(*args, **options)
-
-            return call
-
-        return _patched(owner, name, make)
-
-    return fault
-
-
-def _slow(owner: Any, name: str) -> Fault:
-    def fault(chance: Chance, _: Path) -> Any:
-        def make(original: Any) -> Any:
-            def call(*args: Any, **options: Any) -> Any:
-                if chance.strikes():
+                    if error is not None:
+                        raise error()
                     time.sleep(0.3)
                 return original(*args, **options)
 
@@ -409,7 +396,7 @@ def _seams() -> dict[str, Fault]:
         "disk errors in mkdir": _failing(Path, "mkdir", _full),
         "disk errors in fsync": _failing(files, "_sync", _full),
         "disk errors in unlink": _failing(Path, "unlink", _full),
-        "slow disk": _slow(files, "_sync"),
+        "slow disk": _failing(files, "_sync", None),
         "quota": quota,
         "folder removed": _at_a_batch(_remove),
         "folder occupied": _at_a_batch(_occupy),
@@ -423,7 +410,7 @@ def _seams() -> dict[str, Fault]:
         "NVML": bad_nvml,
         "sensors raise": _failing(psutil, "cpu_times", lambda: psutil.AccessDenied()),
         "sensors raise (process)": _failing(psutil.Process, "memory_info", lambda: OSError("x")),
-        "slow sensors": _slow(psutil, "virtual_memory"),
+        "slow sensors": _failing(psutil, "virtual_memory", None),
         "recorders die": dying_recorders,
         "callback raises": _failing(WindowCallback, "receive", _broken),
         "snapshot raises": _failing(windows.Windows, "report", _broken),

@@ -8,7 +8,6 @@ enough: pip download fkat==0.1.2 --no-deps, unpacked on PYTHONPATH.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 import warnings
@@ -22,6 +21,7 @@ from lightning.fabric.utilities.throughput import measure_flops
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from shared import spread
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -248,12 +248,6 @@ def costs() -> Table:
     for way in WAYS:
         table.add_row(way, *(spread(ratios[way][name]) for name in TIMED))
     return table
-
-
-def spread(values: list[float]) -> str:
-    """Median and the tenth and ninetieth percentile."""
-    tenths = statistics.quantiles(values, n=10)
-    return f"{statistics.median(values):.2f} ({tenths[0]:.2f} to {tenths[-1]:.2f})"
 
 
 if __name__ == "__main__":

@@ -16,14 +16,12 @@ import argparse
 import ctypes
 import gc
 import json
-import logging
 import os
 import platform
 import re
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 from math import inf
@@ -49,6 +47,7 @@ def train(kind: str, marks: ctypes.CDLL) -> None:
     import lightning as L
     import torch
     from overhead import Tiny
+    from shared import QUIET
 
     from lightning_perf import PyTorch, always_on
 
@@ -71,8 +70,7 @@ def train(kind: str, marks: ctypes.CDLL) -> None:
         model.flops_per_batch = 1_000_000
     kinds = {NOTHING: [], IDLE: [PyTorch(schedule="never")]}
     L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, log_every_n_steps=10**6,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        **QUIET, max_epochs=1, logger=False, log_every_n_steps=10**6,
         default_root_dir=tempfile.mkdtemp(dir=Path.cwd()),
         callbacks=kinds[kind] if kind in kinds else [always_on(show_summary=False)],
     ).fit(model, Batches())  # fmt: skip
@@ -80,14 +78,12 @@ def train(kind: str, marks: ctypes.CDLL) -> None:
 
 def child(library: str) -> None:
     """Run each kind; under callgrind."""
-    import torch
+    from shared import quiet
 
     from lightning_perf.run import summary
     from lightning_perf.system import Sampler
 
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    quiet()
     summary.REFRESH = inf
     Sampler.subscribe = lambda *_: None  # type: ignore[method-assign, assignment]
     gc.disable()

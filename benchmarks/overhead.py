@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -29,10 +27,8 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +42,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from rich.console import Console
 from rich.table import Table
+from shared import QUIET, dated, quiet, save
 from torch import Tensor, nn
 
 from lightning_perf import (
@@ -64,7 +61,6 @@ STEPS, WARM = 50, 6
 NOTHING, REFERENCE, MLFLOW = "nothing", "Lightning's ThroughputMonitor", ", with MLflow"
 #: Ends the names of rows whose module has ``flops_per_batch``, so that none are counted.
 DECLARED = ", declared FLOPs"
-RESULTS = Path(__file__).parent / "results"
 Options = dict[str, Any]
 
 
@@ -190,18 +186,11 @@ class Training(threading.Thread):
         model = Tiny()
         if self.row.endswith(DECLARED):
             model.flops_per_batch = 1_000_000
-        options: Options = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 1,
-            "logger": MLFlowLogger(tracking_uri=store) if tracked else CSVLogger(self.folder),
-            "log_every_n_steps": STEPS,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": self.folder,
-        }
-        L.Trainer(**options, **(ROWS | APART)[self.row]()).fit(model, self)
+        logger = MLFlowLogger(tracking_uri=store) if tracked else CSVLogger(self.folder)
+        L.Trainer(
+            **QUIET, **(ROWS | APART)[self.row](), max_epochs=1, logger=logger,
+            log_every_n_steps=STEPS, default_root_dir=self.folder,
+        ).fit(model, self)  # fmt: skip
 
     def background(self, seconds: float) -> float:
         """CPU microseconds of its threads in the time of one step."""
@@ -272,24 +261,6 @@ def _apart(name: str, turns: int) -> list[dict[str, Any]]:
         return []
 
 
-def save(name: str, **found: Any) -> None:
-    """Write results with their date and machine to ``results/NAME-DATE.json``."""
-    now = datetime.now(UTC)
-    packages = ("torch", "lightning", "numpy")
-    document = {
-        "date": now.isoformat(timespec="seconds"),
-        "machine": {"platform": platform.platform(), "cpus": os.cpu_count(),
-                    "load": os.getloadavg()},
-        "versions": {"python": platform.python_version()}
-        | {package: metadata.version(package) for package in packages},
-        **found,
-    }  # fmt: skip
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{now:%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    print(path)
-
-
 def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -297,9 +268,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", help="Only rows with one of these words.")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    quiet()
     if given.child:
         print(json.dumps(measured([NOTHING, given.child], given.turns)), flush=True)
         os._exit(0)  # skips what some tools do at exit
@@ -323,7 +292,7 @@ def main() -> None:
             row["callback"], f"{row['step']:.0f}", *cells, f"{row['background']:.1f}", ratio
         )
     Console(width=130).print(table)
-    save("overhead", turns=given.turns, rows=rows)
+    save(dated("overhead"), turns=given.turns, rows=rows)
     sys.stdout.flush()
     os._exit(0)  # the trainings wait for a turn that does not come
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import socket
 import statistics
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -31,10 +29,10 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.loggers import MLFlowLogger
-from overhead import save
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from shared import QUIET, dated, quiet, save, spread
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -71,17 +69,8 @@ def steps_of(steps: int, warm: int, options: Options) -> list[float]:
     model = Tiny()
     data = DataLoader(TensorDataset(torch.zeros(8 * steps, WIDTH)), batch_size=8)
     with tempfile.TemporaryDirectory() as folder:
-        defaults: Options = {"logger": False, "callbacks": [], "default_root_dir": folder}
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=steps,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **defaults | options,
-        )
-        trainer.fit(model, data)
+        defaults: Options = {**QUIET, "logger": False, "default_root_dir": folder}
+        L.Trainer(max_steps=steps, **defaults | options).fit(model, data)
     return [1e6 * (b - a) for a, b in pairwise(model.began[warm:])]
 
 
@@ -190,25 +179,18 @@ def _busy() -> list[L.Callback]:
 
 def main(rounds: int) -> None:
     """Measure, print and save."""
-    table = Table("recording", "ratio to a plain step", "10 % to 90 %", "bare tool", "10 % to 90 %")
+    table = Table("recording", "ratio to a plain step (10 % to 90 %)", "bare tool")
     found: dict[str, Any] = {}
     for name in track(OPEN, "recording", transient=True):
         ours, bare = found[name] = _child("recording", name, rounds) or ([], [])
-        table.add_row(name, *_formatted(ours), *_formatted(bare))
+        table.add_row(name, spread(ours), spread(bare))
     Console().print(table)
-    table = Table("server hangs", "ratio to a step without MLflow", "10 % to 90 %")
+    table = Table("server hangs", "ratio to a step without MLflow (10 % to 90 %)")
     for name, ratios in zip(("typical", "mean"), _child("hanging", "", rounds), strict=False):
         found[f"server hangs, {name}"] = ratios
-        table.add_row(name, *_formatted(ratios))
+        table.add_row(name, spread(ratios))
     Console().print(table)
-    save("profilers", rounds=rounds, ratios=found)
-
-
-def _formatted(ratios: list[float]) -> tuple[str, str]:
-    if len(ratios) < 2:
-        return "failed", ""
-    low, *_, high = statistics.quantiles(ratios, n=10)
-    return f"{statistics.median(ratios):.2f}", f"{low:.2f} to {high:.2f}"
+    save(dated("profilers"), rounds=rounds, ratios=found)
 
 
 def _child(what: str, name: str, rounds: int) -> Any:
@@ -224,9 +206,7 @@ def _child(what: str, name: str, rounds: int) -> Any:
 
 
 def _measure(what: str, name: str, rounds: int, answer: str) -> None:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    quiet()
     found = recording(name, rounds) if what == "recording" else hanging(rounds)
     Path(answer).write_text(json.dumps(found))
     os._exit(0)  # skips what some tools do at exit

@@ -10,24 +10,21 @@ is not included.
 
 from __future__ import annotations
 
-import logging
-import statistics
 import tempfile
 import time
 import tracemalloc
-import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from shared import QUIET, quiet, spread
 from torch import Tensor
 
 from lightning_perf import Flops, SpeedMonitor, SystemMetrics, Timings
@@ -133,18 +130,9 @@ def reports(ranks: int, folder: str, kinds: Sequence[type[Callback]]) -> Records
     Simulated.ranks, Simulated.records = ranks, Records()
     callbacks = [SystemMetrics("200ms") if kind is SystemMetrics else kind() for kind in kinds]
     L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=6 if ranks < 10_000 else 2,
-        limit_val_batches=0,
-        log_every_n_steps=5,
-        callbacks=callbacks,
-        logger=Keys(),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    ).fit(BoringModel())
+        **QUIET, max_epochs=6 if ranks < 10_000 else 2, limit_val_batches=0, log_every_n_steps=5,
+        callbacks=callbacks, logger=Keys(), default_root_dir=folder,
+    ).fit(BoringModel())  # fmt: skip
     return Simulated.records
 
 
@@ -160,9 +148,7 @@ def memory(ranks: int, folder: str) -> float:
 
 def main() -> None:
     """Measure and print."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    quiet()
     windows.Gatherer = Simulated  # type: ignore[misc]
     context.Windows, context.NodeSignal = Watched, Node  # type: ignore[misc]
     sets = [*((kind,) for kind in CALLBACKS), CALLBACKS]
@@ -173,13 +159,9 @@ def main() -> None:
         reports(1, folder, CALLBACKS)  # the first training imports and allocates
         least = memory(1, folder)
         for ranks in track(WORLDS, "training", transient=True):
-            cells = []
-            for kinds in sets:
-                found = reports(ranks, folder, kinds)
-                low, *_, high = np.quantile(found.milliseconds, np.arange(1, 10) / 10)
-                median = statistics.median(found.milliseconds)
-                cells.append(f"{median:.2f} ({low:.2f} to {high:.2f})")
-            table.add_row(f"{ranks:,}", *cells)
+            each = [reports(ranks, folder, kinds) for kinds in sets]
+            table.add_row(f"{ranks:,}", *(spread(found.milliseconds) for found in each))
+            found = each[-1]
             more = memory(ranks, folder) - least
             received = found.sent * ranks / 1e6
             sizes.add_row(

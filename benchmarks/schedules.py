@@ -7,13 +7,13 @@ Repeats are interleaved, so that noise of the machine affects all rows alike.
 
 from __future__ import annotations
 
-import statistics
 import timeit
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from shared import spread
 
 from lightning_perf import Cyclic, Every, GlobalRank, Moment, OnSlowBatch, Stages, Timestamp
 from lightning_perf.core.progress import Limits
@@ -56,13 +56,9 @@ def main() -> None:
         for name, (decide, _budget) in ROWS.items():
             seconds = timeit.timeit(lambda decide=decide: decide(NOW), number=CALLS)
             times[name].append(1e6 * seconds / CALLS)
-    table = Table("decision", "median us", "10 % to 90 %", "budget us", title="one decision")
+    table = Table("decision", "median us (10 % to 90 %)", "budget us", title="one decision")
     for name, (_decide, budget) in ROWS.items():
-        low, *_, high = statistics.quantiles(times[name], n=10)
-        shown = "" if budget is None else f"{budget:.0f}"
-        table.add_row(
-            name, f"{statistics.median(times[name]):.2f}", f"{low:.2f} to {high:.2f}", shown
-        )
+        table.add_row(name, spread(times[name]), "" if budget is None else f"{budget:.0f}")
     Console().print(table)
 
 

@@ -13,15 +13,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
-import platform
 import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +25,15 @@ import lightning as L
 import numpy as np
 import psutil
 from scipy import stats
+from shared import RESULTS, quiet, save
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from helpers.small import Small, trainer  # noqa: E402
-from lightning.pytorch.loggers import CSVLogger  # noqa: E402
-from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
+from helpers.small import Small, trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_perf import (  # noqa: E402
+from lightning_perf import (
     Every,
     MemorySnapshot,
     Memray,
@@ -45,7 +41,7 @@ from lightning_perf import (  # noqa: E402
     VizTracer,
     always_on,
 )
-from lightning_perf.profilers.base import Profiler  # noqa: E402
+from lightning_perf.profilers.base import Profiler
 
 KEYS = {"rss": "MB", "handles": "", "threads": "", "step": "us"}
 
@@ -157,11 +153,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="Stop after these.")
     parser.add_argument("--only", nargs="*", help="Only these profilers, such as VizTracer.")
     parser.add_argument("--without", action="store_true", help="Without our callbacks.")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/soak")
+    parser.add_argument("--out", type=Path, default=RESULTS / "soak")
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet(threads=None)
     every, part = given.every, given.every // 4
     kinds = [kind for kind in (PyTorch, VizTracer, Memray, MemorySnapshot)
              if given.only is None or kind.__name__ in given.only]  # fmt: skip
@@ -192,13 +186,10 @@ def main() -> None:
         files = sum(path.is_file() for path in Path(folder).rglob("*"))
     steps = int(samples.rows[-1]["at"])
     found = slopes(samples.rows)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    document = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": platform.platform(),
-        "steps": steps, "windows": windows, "files": files,
-        "slopes_per_million_steps": found, "rows": samples.rows,
-    }  # fmt: skip
-    given.out.with_suffix(".json").write_text(json.dumps(document, indent=1))
+    save(
+        given.out.with_suffix(".json"), steps=steps, windows=windows, files=files,
+        slopes_per_million_steps=found, rows=samples.rows,
+    )  # fmt: skip
     draw(samples.rows, given.out.with_suffix(".png"))
     print(f"{steps} steps; windows: {windows}; files left: {files}")
     for key, unit in KEYS.items():

@@ -16,13 +16,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import logging
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -34,6 +32,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from shared import quiet
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -202,8 +201,7 @@ def main() -> None:
     parser.add_argument("--peer", help="TraceML's command")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    quiet(threads=None)
     if given.train:
         train(given.train)
         return

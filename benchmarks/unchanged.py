@@ -7,10 +7,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.trainings import KINDS, differences, result
 from rich.console import Console
 from rich.table import Table
+from shared import quiet
 
 from lightning_perf import (
     Fixed,
@@ -49,9 +48,7 @@ OURS: dict[str, Callable[[], list[L.Callback]]] = {
 
 def main() -> int:
     """Print a table of kinds and callbacks; return the number of differences."""
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet(threads=None)
     table, wrong = Table("kind", *OURS), 0
     words = sys.argv[1:]
     for name, kind in KINDS.items():

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,24 +94,20 @@ def main() -> int:
     if given.part:
         run_part(given.part, given.device, given.rows)
         return 0
+    from shared import save
+
     from gpu.parts import PARTS
 
     unknown = set(given.parts) - set(PARTS)
     if unknown:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    results: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.platform(),
-        "device": given.device,
-        "parts": {},
-    }
+    results: dict[str, Any] = {"device": given.device, "parts": {}}
     for name in given.parts or PARTS:
         began = time.perf_counter()
         rows = rows_of(name, given.device)
         seconds = round(time.perf_counter() - began, 1)
         results["parts"][name] = {"seconds": seconds, "rows": rows}
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        save(given.out, **results)
         failed = sum(row["outcome"] == "FAILED" for row in rows)
         print(f"{name}: {len(rows)} rows, {failed} failed, {seconds} s", flush=True)
     show(results)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import multiprocessing
 import os
 import pickle
@@ -22,7 +21,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import date
@@ -35,6 +33,7 @@ import scipy.stats  # noqa: F401 - imported once, before the forks
 import torch
 from planted.faults import COMPOUNDS, FAULTS, RANK_FAULTS, RANK_TRAPS, TRAPS, Fault, Run
 from planted.workloads import HELD_OUT, WORKLOADS
+from shared import QUIET, quiet
 
 from lightning_perf import Diagnosis
 from lightning_perf.diagnosis.rules import diagnose
@@ -65,10 +64,8 @@ GENEROUS = STRICT | {
 }  # fmt: skip
 #: Verdicts on the machine, which other programs share while this runs.
 ENVIRONMENT = {"cpu-saturated"}
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
-    "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 10,
-    "limit_val_batches": 0, "num_sanity_val_steps": 0,
+OPTIONS: dict[str, Any] = QUIET | {
+    "logger": False, "log_every_n_steps": 10, "limit_val_batches": 0, "num_sanity_val_steps": 0,
 }  # fmt: skip
 
 
@@ -98,7 +95,7 @@ def step_seconds(workload: type[Any], seed: int) -> float:
     """Seconds of a step without faults."""
     with tempfile.TemporaryDirectory() as folder:
         wall = Wall()
-        run = L.Trainer(**QUIET, max_epochs=1, callbacks=[wall], default_root_dir=folder)
+        run = L.Trainer(**OPTIONS, max_epochs=1, callbacks=[wall], default_root_dir=folder)
         run.fit(workload(seed, 30))
     return wall.seconds / 30
 
@@ -120,7 +117,7 @@ def train(
         run = Run(module, magnitude * step, step, folder, active=active)
         for fault in faults:
             fault.plant(run)
-        options = {**QUIET, "max_epochs": epochs, "default_root_dir": folder}
+        options = {**OPTIONS, "max_epochs": epochs, "default_root_dir": folder}
         if ranks > 1:
             torch.set_num_threads(1)  # a fork cannot take over the threads of its parent
             options |= {"devices": ranks, "strategy": "ddp_fork"}
@@ -321,8 +318,7 @@ def main() -> None:
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--replay", type=Path, nargs="*", help="Diagnose files of --record again.")
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet(threads=None)
     results = []
     if given.train:
         names, name, *numbers = json.loads(given.train)
