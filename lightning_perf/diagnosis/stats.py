@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import ArrayLike
-
 Numbers: TypeAlias = NDArray[np.float64]
 
 #: Resamples of a bootstrap, and the quantile that is its lower bound.
@@ -28,44 +26,35 @@ _MOST_MEDIANS, FEWEST_STEPS = 200, 5
 
 
 def lower_share(
-    part: ArrayLike,
-    whole: ArrayLike,
-    events: float | None = None,
-    waiting: ArrayLike | None = None,
+    parts: Numbers, wholes: Numbers, events: float | None = None, waits: Numbers | None = None
 ) -> float:
-    """A lower bound of ``sum(part) / sum(whole)``, by a block bootstrap over windows.
+    """A lower bound of ``sum(parts) / sum(wholes)``, by a block bootstrap over windows.
 
     Args:
-        part: Seconds in each window.
-        whole: All seconds of each window.
+        parts: Seconds in each window.
+        wholes: All seconds of each window.
         events: How often the cause occurred. Rare events lie in few windows, so windows are merged
             until each holds about two.
-        waiting: Seconds of each window in which the thread waited for a CPU. The bound is then that
+        waits: Seconds of each window in which the thread waited for a CPU. The bound is then that
             of the share without this waiting: see `_uncontended`.
 
     Returns:
         The 5th percentile; the ratio itself if there are too few windows for an interval.
 
     Example:
-        >>> lower_share([1.0, 1.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0])
-        0.25
-
         A part that takes longer by as much as the thread waited:
 
-        >>> round(lower_share([1, 9, 1, 9], [10, 18, 10, 18], waiting=[0, 8, 0, 8]), 1)
+        >>> parts, wholes, waits = np.array([[1, 9, 1, 9], [10, 18, 10, 18], [0, 8, 0, 8]])
+        >>> round(lower_share(parts, wholes, waits=waits), 1)
         0.1
     """
-    parts, wholes = np.asarray(part, dtype=float), np.asarray(whole, dtype=float)
-    waits = np.zeros_like(wholes) if waiting is None else np.asarray(waiting, dtype=float)
-    total = wholes.sum()
-    if total <= 0:
-        return 0.0
     blocks = min(len(parts), _MOST_BLOCKS)
     if events is not None:
         blocks = min(blocks, int(events / 2))
     if blocks < _FEWEST_BLOCKS:
-        return float(parts.sum() / total)
-    (parts, wholes, waits), drawn = _blocks((parts, wholes, waits), blocks, _RESAMPLES, seed=0)
+        return float(parts.sum() / wholes.sum())
+    series = (parts, wholes, np.zeros_like(wholes) if waits is None else waits)
+    (parts, wholes, waits), drawn = _blocks(series, blocks, _RESAMPLES, seed=0)
     shares = _uncontended(parts[drawn], wholes[drawn], waits[drawn])
     return float(np.quantile(shares, _LOWER))
 
@@ -123,12 +112,7 @@ class ChangePoint(NamedTuple):
 
 
 def change_point(values: Numbers, ratio: float, sustained: int) -> ChangePoint | None:
-    """Find the point after which values are higher, if there is one.
-
-    Args:
-        values: In order of time.
-        ratio: How much higher, at least.
-        sustained: Values on both sides, at least.
+    """Find the point after which values are higher by a ratio, with so many values on both sides.
 
     Example:
         >>> change_point(np.repeat([1.0, 2.0], 100), ratio=1.1, sustained=50)

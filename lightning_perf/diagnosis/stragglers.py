@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
 from typing import TYPE_CHECKING, NamedTuple
@@ -111,10 +111,10 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         one, two = self.device, other.device
-        return replace(
-            self, own=self.own + other.own, waits=self.waits + other.waits,
-            device=None if one is None or two is None else one + two,
-            wall=self.wall + other.wall, batches=self.batches + other.batches,
+        return Work(
+            self.own + other.own, None if one is None or two is None else one + two,
+            self.waits + other.waits, self.nodes, self.wall + other.wall,
+            self.batches + other.batches,
         )  # fmt: skip
 
 
@@ -132,12 +132,8 @@ class _Late(NamedTuple):
 def find_straggler(windows: Sequence[Window]) -> Straggler | None:
     """The rank or node that makes the others wait, if it is always or mostly the same.
 
-    Args:
-        windows: Of training, with the columns ``timings/*``, ``waits/*`` and ``progress/batches``;
-            without the warm-up.
-
-    Returns:
-        None if nobody is late, if the ranks take turns, or if there is only one rank.
+    Windows are of training, without the warm-up, with the columns ``timings/*``, ``waits/*`` and
+    ``progress/batches``.
     """
     works = [work_of(window) for window in windows if window.batches and window.world_size > 1]
     return straggler_of(works)
@@ -194,11 +190,7 @@ def _common(works: Sequence[Work], is_node: bool, chronic: bool) -> Straggler | 
 
 
 def work_of(window: Window) -> Work:
-    """What each rank did and how long it waited in a window.
-
-    Args:
-        window: As in `find_straggler`.
-    """
+    """What each rank did and how long it waited in a window, as in `find_straggler`."""
     own, waits = _phases(window, PHASES)
     waits = waits + window[_WAITS]
     wall = float(own.sum(axis=1).mean() + waits.mean())
