@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from lightning_perf.diagnosis.rules.base import known
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import bytes_text, duration, three_digits
 
@@ -113,13 +114,12 @@ def document(
             "seconds": {name: float(signals.category(name).sum()) for name in CATEGORIES},
         }
     sensors = ("cpu_util_simple", "cpu_iowait", "process_cpu", "free_memory")
-    system = {name: signals.average(f"system/{name}") for name in sensors}
     found = {
         "version": VERSION,
         "verdicts": [verdict.as_dict() for verdict in findings.verdicts],
         "abstained": dict(findings.abstained),
         "timings": timings,
-        "system": {name: value for name, value in system.items() if value is not None},
+        "system": known(**{name: signals.average(f"system/{name}") for name in sensors}),
         "overhead": overhead(signals),
     }
     if isinstance(captured, str):

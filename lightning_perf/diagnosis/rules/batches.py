@@ -36,14 +36,11 @@ def input_bound(signals: Signals) -> Iterable[Impact]:
     workers = None if loader is None else loader.num_workers
     advice, step = _faster_loader(signals, wait)
     evidence = known(
-        wait_seconds=wait,
-        step_seconds=signals.step_seconds,
+        wait_seconds=wait, step_seconds=signals.step_seconds,
         cpu_percent=signals.average("system/cpu_util_simple"),
-        iowait_percent=signals.average("system/cpu_iowait"),
-        num_workers=workers,
-        usable_cpus=signals.setup.cpus,
-        advised_step_seconds=step,
-    )
+        iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
+        usable_cpus=signals.setup.cpus, advised_step_seconds=step,
+    )  # fmt: skip
     yield Impact(
         waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
         certain=signals.cpus_left if workers else 1.0,

@@ -121,10 +121,9 @@ def cpu_saturated(signals: Signals) -> Iterable[Impact]:
     evidence = known(
         cpu_percent=None if foreign is None else use,
         own_percent=None if use is None or foreign is None else use - foreign,
-        usable_cpus=setup.cpus,
-        torch_threads=setup.threads,
+        usable_cpus=setup.cpus, torch_threads=setup.threads,
         num_workers=setup.loader.num_workers if setup.loader is not None else 0,
-    )
+    )  # fmt: skip
     yield Impact(signals.waiting, evidence=evidence, advice=advice, contended=False)
 
 
@@ -150,14 +149,11 @@ def throttled(signals: Signals) -> Iterable[Verdict]:
     )
     clock = signals.gpu_average("gpu_sm_clock")
     evidence = known(
-        throttled_percent=share,
-        power_percent=power,
-        thermal_percent=thermal,
-        hardware_percent=hardware,
-        gpu_temperature_celsius=signals.gpu_average("gpu_temperature"),
+        throttled_percent=share, power_percent=power, thermal_percent=thermal,
+        hardware_percent=hardware, gpu_temperature_celsius=signals.gpu_average("gpu_temperature"),
         gpu_power_watts=signals.gpu_average("gpu_power"),
         gpu_sm_clock_mhz=None if clock is None else clock / 1e6,
-    )
+    )  # fmt: skip
     faulty = max(share - power, thermal, hardware)
     severity, advice = "info", "GPUs reach their power limit, as is usual under full load."
     if faulty >= _THROTTLED:

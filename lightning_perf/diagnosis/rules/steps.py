@@ -101,10 +101,8 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
         "gc.freeze() after set-up, or raise gc.set_threshold()."
     )
     evidence = known(
-        collections=count,
-        seconds_per_collection=float(seconds.sum() / count),
-        mostly_in=most.name,
-    )
+        collections=count, seconds_per_collection=float(seconds.sum() / count), mostly_in=most.name,
+    )  # fmt: skip
     events = count if count < 0.5 * signals.batches else None
     yield Impact(seconds, events, most.name, most.category, evidence=evidence, advice=advice)
 
@@ -127,10 +125,9 @@ def periodic_stall(signals: Signals) -> Iterable[Impact]:
         "(PyTorch(schedule=OnSlowBatch()))."
     )
     evidence = known(
-        stalls=float(count),
-        seconds_per_stall=each,
+        stalls=float(count), seconds_per_stall=each,
         period_batches="irregular" if found.period is None else found.period,
-    )
+    )  # fmt: skip
     yield Impact(excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False)
 
 
@@ -160,11 +157,9 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
         return  # other programs took the CPU: cpu-saturated tells
     phase, culprit = _changed(signals, window)
     evidence = known(
-        batch=float(at),
-        before_seconds=before,
-        after_seconds=after,
+        batch=float(at), before_seconds=before, after_seconds=after,
         cpu_percent=signals.average("system/cpu_util_simple"),
-    )
+    )  # fmt: skip
     where = f" The time went to {culprit or phase}." if phase else ""
     advice = (
         f"From batch {at} on, a step takes {duration(after)} instead of "
