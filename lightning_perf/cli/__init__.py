@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-#: What `argparse` takes, by the names of arguments.
-Arguments = dict[str, dict[str, Any]]
-#: Options of several commands.
-JSON: Arguments = {"--json": {"action": "store_true", "help": "Print JSON."}}
-TRACKING_URI: Arguments = {
-    "--tracking-uri": {
-        "type": str,
-        "help": "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
-    }
-}
 #: Modules of this package, imported when the command runs since their dependencies may be missing.
 _COMMANDS = (
     "capture", "compare", "devices", "doctor", "measure", "report", "run", "trace", "upload",
@@ -40,6 +30,25 @@ _INSTALLS = {
     "jsonargparse": '"jsonargparse[signatures]"',
     "pynvml": "nvidia-ml-py",
     **dict.fromkeys(("alembic", "sqlalchemy"), "mlflow"),
+}
+
+
+def argument(what: str, **options: Any) -> dict[str, Any]:
+    """An argument of a command, with further options of ``argparse``."""
+    return {"type": str, "help": what, **options}
+
+
+def flag(what: str) -> dict[str, Any]:
+    """An argument without a value."""
+    return {"action": "store_true", "help": what}
+
+
+#: Options of several commands.
+JSON = {"--json": flag("Print JSON.")}
+TRACKING_URI = {
+    "--tracking-uri": argument(
+        "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db."
+    )
 }
 
 

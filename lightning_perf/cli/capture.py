@@ -11,15 +11,14 @@ import signal as signals
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_perf.cli import JSON, Failure, print_json
+from lightning_perf.cli import JSON, Failure, argument, flag, print_json
 
 ARGUMENTS = {
-    "pid": {"type": int, "help": "The process id of the training."},
-    "--signal": {"type": str, "default": "SIGUSR2", "help": "The signal of the schedule."},
-    "--children": {
-        "action": "store_true",
-        "help": "Also signal its child processes, which are the other ranks with some strategies.",
-    },
+    "pid": argument("The process id of the training.", type=int),
+    "--signal": argument("The signal of the schedule.", default="SIGUSR2"),
+    "--children": flag(
+        "Also signal its child processes, which are the other ranks with some strategies."
+    ),
     **JSON,
 }
 

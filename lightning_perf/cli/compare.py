@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.cli import JSON, TRACKING_URI, Failure, new_console, print_json
+from lightning_perf.cli import JSON, TRACKING_URI, Failure, argument, new_console, print_json
 from lightning_perf.tracking.summary import RATES
 from lightning_perf.units import duration, three_digits, time_unit
 
@@ -23,18 +23,15 @@ _LEAST_SHARE, _MOST_ROWS = 0.002, 8
 
 _RUNS = "an MLflow run's id or name, or a folder with a summary.json"
 ARGUMENTS = {
-    "run": {"type": str, "help": f"The run to judge: {_RUNS}."},
-    "baselines": {
-        "type": str,
-        "nargs": "+",
-        "help": "The runs to compare it with, named alike. Several show how much normal runs "
-        "differ.",
-    },
-    "--threshold": {
-        "type": str,
-        "help": "Exit with code 1 if a step takes longer by more than this, with 95 % confidence: "
-        "such as 5%.",
-    },
+    "run": argument(f"The run to judge: {_RUNS}."),
+    "baselines": argument(
+        "The runs to compare it with, named alike. Several show how much normal runs differ.",
+        nargs="+",
+    ),
+    "--threshold": argument(
+        "Exit with code 1 if a step takes longer by more than this, with 95 % confidence: "
+        "such as 5%."
+    ),
     **TRACKING_URI,
     **JSON,
 }

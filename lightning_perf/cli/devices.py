@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import Failure, print_json
+from lightning_perf.cli import Failure, argument, flag, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8", "fp4")
 
-
 ARGUMENTS = {
-    "name": {
-        "nargs": "?",
-        "help": "A device name as in torch, or a part of it; also shows the sources.",
-    },
-    "--json": {"action": "store_true", "help": "Print JSON, in FLOP/s."},
+    "name": argument(
+        "A device name as in torch, or a part of it; also shows the sources.", nargs="?"
+    ),
+    "--json": flag("Print JSON, in FLOP/s."),
 }
 
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_perf.cli import Failure, print_json
+from lightning_perf.cli import Failure, argument, flag, print_json
 
 # Longer than in training, for a better estimate.
 _BUDGET_SECONDS = 1.0
 
-
 ARGUMENTS = {
-    "--dtype": {
-        "type": str,
-        "default": "float32",
-        "help": "Operand dtype, as a torch name (e.g. bfloat16).",
-    },
-    "--device": {
-        "type": str,
-        "default": "cpu",
-        "help": "The device, as a torch name (e.g. cpu, cuda, cuda:1).",
-    },
-    "--json": {"action": "store_true", "help": "Print JSON, in FLOP/s."},
+    "--dtype": argument("Operand dtype, as a torch name (e.g. bfloat16).", default="float32"),
+    "--device": argument("The device, as a torch name (e.g. cpu, cuda, cuda:1).", default="cpu"),
+    "--json": flag("Print JSON, in FLOP/s."),
 }
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import JSON, TRACKING_URI, Failure, new_console
+from lightning_perf.cli import JSON, TRACKING_URI, Failure, argument, new_console
 from lightning_perf.errors import without_credentials
 from lightning_perf.tracking.summary import SummaryError, panel, text_of
 
@@ -22,13 +22,12 @@ _TRACES, _TRACE_FILES = {"torch_traces", "viztracer"}, (".json", ".json.gz")
 #: The most files of a kind that are shown.
 _MOST_FILES = 5
 
-
 ARGUMENTS = {
-    "run": {
-        "nargs": "?",
-        "help": "A run's id or name in MLflow, or a folder with its summary.json; by default the "
+    "run": argument(
+        "A run's id or name in MLflow, or a folder with its summary.json; by default the "
         "latest run in MLflow or below the current folder.",
-    },
+        nargs="?",
+    ),
     **TRACKING_URI,
     **JSON,
 }

@@ -10,17 +10,15 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import Failure
+from lightning_perf.cli import Failure, argument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
 ARGUMENTS = {
-    "--config": {
-        "type": str,
-        "help": "A YAML file with the callbacks to use instead, such as configs/always_on.yaml.",
-    },
+    "--config": argument(
+        "A YAML file with the callbacks to use instead, such as configs/always_on.yaml."
+    ),
 }
 
 

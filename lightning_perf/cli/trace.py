@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import JSON, TRACKING_URI, Failure, new_console, print_json
+from lightning_perf.cli import JSON, TRACKING_URI, Failure, argument, new_console, print_json
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -21,19 +21,15 @@ if TYPE_CHECKING:
 #: Collectives that are shown.
 _MOST_SHOWN = 5
 
-
 ARGUMENTS = {
-    "file": {"type": str, "nargs": "?", "help": "The trace to summarize: .json or .json.gz."},
-    "--combine": {
-        "type": str,
-        "metavar": "FOLDER|RUN",
-        "help": "Merge the traces of this folder, or of a run's id or name in MLflow.",
-    },
-    "--output -o": {"type": str, "default": "all.json.gz", "help": "The file to write."},
-    "--window": {
-        "type": str,
-        "help": "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz.",
-    },
+    "file": argument("The trace to summarize: .json or .json.gz.", nargs="?"),
+    "--combine": argument(
+        "Merge the traces of this folder, or of a run's id or name in MLflow.", metavar="FOLDER|RUN"
+    ),
+    "--output -o": argument("The file to write.", default="all.json.gz"),
+    "--window": argument(
+        "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz."
+    ),
     **TRACKING_URI,
     **JSON,
 }

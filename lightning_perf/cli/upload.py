@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import JSON, Failure, print_json
+from lightning_perf.cli import JSON, Failure, argument, flag, print_json
 from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
@@ -27,24 +27,17 @@ if TYPE_CHECKING:
 _Key = tuple[str, str, frozenset[tuple[str, str]]]
 _MISSING = "the file is missing; --forget-missing removes it from the list"
 
-
 ARGUMENTS = {
-    "folder": {
-        "nargs": "?",
-        "default": ".",
-        "help": "The folder to search for lists, with subfolders.",
-    },
-    "--tracking-uri": {
-        "type": str,
-        "help": "The tracking address to use instead of the listed one, for example with a "
-        "password. MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too.",
-    },
-    "--forget-missing": {"action": "store_true", "help": "Remove missing files from the lists."},
-    "--outside": {
-        "action": "store_true",
-        "help": "Also upload files outside of the folder of their list. Only for lists that you "
-        "trust: they could name any of your files.",
-    },
+    "folder": argument("The folder to search for lists, with subfolders.", nargs="?", default="."),
+    "--tracking-uri": argument(
+        "The tracking address to use instead of the listed one, for example with a "
+        "password. MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too."
+    ),
+    "--forget-missing": flag("Remove missing files from the lists."),
+    "--outside": flag(
+        "Also upload files outside of the folder of their list. Only for lists that you "
+        "trust: they could name any of your files."
+    ),
     **JSON,
 }
 

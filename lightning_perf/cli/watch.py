@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.cli import TRACKING_URI, Failure, new_console
+from lightning_perf.cli import TRACKING_URI, Failure, argument, flag, new_console
 from lightning_perf.cli.capture import descendants, own_process
 from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 
     from lightning_perf.tracking.summary import Summary
 
-
 ARGUMENTS = {
-    "run": {
-        "nargs": "?",
-        "help": "The process id of a training or of its launcher, a run's folder, or a run's id or "
+    "run": argument(
+        "The process id of a training or of its launcher, a run's folder, or a run's id or "
         "name in MLflow; by default the latest run below the current folder.",
-    },
+        nargs="?",
+    ),
     **TRACKING_URI,
-    "--json": {"action": "store_true", "help": "Print a line of JSON per update."},
+    "--json": flag("Print a line of JSON per update."),
 }
 
 
