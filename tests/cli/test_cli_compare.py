@@ -131,42 +131,43 @@ def test_short_runs_are_not_judged(leave: Any, capsys: pytest.CaptureFixture[str
     assert "a run has too few windows" in err
 
 
+WHOLE = {"whole_run": {"first": 0, "last": 1, "batches": 2}}
+GOOD = {**WHOLE, "windows": {"batches": [10] * 6, "timings": {"forward": [1.0] * 6}}}
+
+
+def written(folder: Path, content: str | dict[str, Any]) -> str:
+    """A folder with a summary, of some stages unless it is a text."""
+    folder.mkdir()
+    if isinstance(content, dict):
+        summary = {"version": 1, "status": "finished", "run": "x", "stages": content}
+        content = json.dumps(summary)
+    if content:
+        (folder / "summary.json").write_text(content)
+    return str(folder)
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "there is no"), ("{", "is cut short or no JSON"), ("[]", "is not a summary"),
-        ('{"version": 99}', "has version 99"),
-        ('{"version": 1, "status": "finished", "run": "x", "stages": {}}', "is about"),
-        (
-            '{"version": 1, "status": "finished", "run": "x", "stages": {"train": {"whole_run":'
-            '{"first": 0, "last": 1, "batches": 2}, "windows": {"batches": "x"}}}}',
-            "the windows of",
-        ),
-        (
-            '{"version": 1, "status": "finished", "run": "x", "stages": {"train": {"whole_run":'
-            '{"first": 0, "last": 1, "batches": 2}}}}',
-            "no time per batch in common",
-        ),
+        ("", "there is no"), ("{", "is cut short or no JSON"), ("[]", "is not a summary"),
+        ('{"version": 99}', "has version 99"), ({}, "is about"),
+        ({"train": {**WHOLE, "windows": {"batches": "x"}}}, "the windows of"),
+        ({"train": WHOLE}, "no time per batch in common"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_compared_are_one_line(
-    tmp_path: Path, leave: Any, capsys: pytest.CaptureFixture[str], content: str | None, why: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, why: str
 ) -> None:
     """Missing, cut short, foreign, of a newer version, of another stage, damaged, or empty."""
-    folder = tmp_path / "bad"
-    folder.mkdir()
-    if content is not None:
-        (folder / "summary.json").write_text(content)
-    code, lines, err = compare(capsys, str(folder), leave("fast"))
+    bad, good = written(tmp_path / "bad", content), written(tmp_path / "good", {"train": GOOD})
+    code, lines, err = compare(capsys, bad, good)
     assert (code, lines, err.count("\n")) == (2, [], 1)
     assert err.startswith("lightning-perf compare: ")
     assert why in err
 
 
 @pytest.mark.parametrize("threshold", ["x", "-5%", "nan", ""])
-def test_a_threshold_is_a_share(
-    leave: Any, capsys: pytest.CaptureFixture[str], threshold: str
-) -> None:
+def test_a_threshold_is_a_share(capsys: pytest.CaptureFixture[str], threshold: str) -> None:
     """The message has an example."""
     code, _, err = compare(capsys, "a", "b", f"--threshold={threshold}")
     assert code == 2

@@ -69,10 +69,10 @@ def test_the_phase_and_the_culprit_that_changed() -> None:
 
 
 def test_equal_runs_are_seldom_called_different() -> None:
-    """Of 100 pairs of runs with noise alone, about 5 have an interval without 0."""
-    pairs = [(stage(noise=0.05, seed=2 * n), stage(noise=0.05, seed=2 * n + 1)) for n in range(100)]
+    """Of 50 pairs of runs with noise alone, 2 or 3 have an interval without 0."""
+    pairs = [(stage(noise=0.05, seed=2 * n), stage(noise=0.05, seed=2 * n + 1)) for n in range(50)]
     certain = sum(compared(*pair).slowdown.certain for pair in pairs)
-    assert certain <= 12
+    assert certain <= 7
 
 
 def test_several_baselines_show_what_is_normal() -> None:
