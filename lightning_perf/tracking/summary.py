@@ -165,20 +165,22 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
 
 def _times(windows: Sequence[Mapping[str, Any]]) -> Iterator[_Row]:
     """Categories by their share of time in the first window, the largest first."""
-    spent = [window.get("timings") or {} for window in windows]
-    if not spent:
-        return
-    wholes = [sum(times.values()) for times in spent]
-    batches = [window["batches"] or 1 for window in windows]
-    order = sorted(spent[0], key=lambda name: -spent[0][name])[:_MOST_CATEGORIES]
-    for name in order:
-        if spent[0][name] > 0:
-            cells = zip(spent, wholes, batches, strict=True)
-            yield name, *(_share(times.get(name, 0.0), whole, n) for times, whole, n in cells)
+    for name in _largest(windows[0], _MOST_CATEGORIES) if windows else ():
+        yield name, *(_share(window, name) for window in windows)
 
 
-def _share(seconds: float, whole: float, batches: float) -> str:
-    return f"{seconds / whole:6.1%}  {duration(seconds / batches)} per batch" if whole > 0 else ""
+def _largest(window: Mapping[str, Any], most: int) -> list[str]:
+    """The categories that took most time."""
+    times: Mapping[str, float] = window.get("timings") or {}
+    order = sorted(times, key=times.__getitem__, reverse=True)[:most]
+    return [name for name in order if times[name] > 0]
+
+
+def _share(window: Mapping[str, Any], name: str) -> str:
+    times = window.get("timings") or {}
+    seconds, whole = times.get(name, 0.0), sum(times.values())
+    each = duration(seconds / (window["batches"] or 1))
+    return f"{seconds / whole:6.1%}  {each} per batch" if whole > 0 else ""
 
 
 def panel(summary: Summary) -> RenderableType:
@@ -231,8 +233,7 @@ def progress(summary: Summary) -> str:
         return "no report yet"
     times = window.get("timings") or {}
     whole = sum(times.values())
-    order = sorted(times, key=lambda each: -times[each])[:_MOST_COSTS]
-    shares = [f"{each} {times[each] / whole:.0%}" for each in order if times[each] > 0]
+    shares = [f"{each} {times[each] / whole:.0%}" for each in _largest(window, _MOST_COSTS)]
     verdicts = [f"{each.code} ({each.severity})" for each in _verdicts(summary)]
     parts = (headline(summary, name), ", ".join(shares), ", ".join(verdicts))
     return f"step {window['last']}: {'; '.join(part for part in parts if part)}"

@@ -53,15 +53,7 @@ def device_memory_growth(signals: Signals) -> Iterable[Verdict]:
 def _growth(
     code: str, signals: Signals, column: str, unit: float, free: float | None
 ) -> Iterable[Verdict]:
-    """Memory that grows to the end of the run.
-
-    Args:
-        code: Of the verdict.
-        signals: The run's.
-        column: A gauge.
-        unit: Its unit in bytes.
-        free: Bytes that are left; None if unknown.
-    """
+    """Memory that grows to the end: a gauge in ``unit`` bytes, and the bytes left."""
     from scipy.stats import theilslopes  # lines that a few outliers do not move
 
     times, sizes = _samples(signals, column, unit)
@@ -185,13 +177,9 @@ def launch_bound(signals: Signals) -> Iterable[Impact]:
 
 
 def _idling(signals: Signals, least: float, launches: bool, advice: str) -> Iterable[Impact]:
-    """What the host spends on computing beyond the GPU's work, if the GPU idles long enough.
+    """What the host spends on computing beyond the GPU's work, if that idles for a share ``least``.
 
-    Args:
-        signals: The run's.
-        least: Share of the time in which the GPU idles.
-        launches: Whether the host launches kernels all the time.
-        advice: With ``{busy}`` for the share of the time in which the GPU has work.
+    ``launches`` is whether the host launches kernels all the time.
     """
     if signals.setup.device != "cuda":
         return
