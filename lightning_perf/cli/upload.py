@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,41 +50,51 @@ def run(
     outside: bool = False,
 ) -> int:
     """Upload the listed files; code 1 if a file is left, 2 if the folder does not exist."""
-    from rich.console import Console
-    from rich.progress import track
-
     if not Path(folder).is_dir():
         raise Failure(f"there is no folder {folder}")
-    console = Console(stderr=True)
     target_at = cache(_target)  # each is checked once
-    done, left = 0, list[dict[str, str]]()
-    for place in _places(folder):
-        entries = {_key(entry): entry for entry in read_pending(place)}
-        errors: dict[_Key, str] = {}
-        try:
-            shown = track(entries, "uploading", console=console, disable=not console.is_terminal)
-            for key in shown:
-                errors[key] = _send(entries[key], place, tracking_uri, outside, target_at)
-        finally:
-            gone = ("", _MISSING) if forget_missing else ("",)
-            # Read again: a running training may have added entries.
-            kept = [each for each in read_pending(place) if errors.get(_key(each)) not in gone]
-            kept = [replace(each, error=errors.get(_key(each), each.error)) for each in kept]
-            rewrite_pending(place, kept)
-        for key, error in errors.items():
-            path = entries[key].path
-            done += not error
-            if error in gone[1:]:
-                print(f"{path}: the file is missing and was removed from the list", file=sys.stderr)
-            elif error:
-                left.append({"path": path, "error": error})
-    for each in left:
-        print(f"{each['path']}: {each['error']}", file=sys.stderr)
+    send = partial(_send, tracking_uri=tracking_uri, outside=outside, target_at=target_at)
+    forgotten = _MISSING if forget_missing else ""
+    sent = [each for place in _places(folder) for each in _send_all(place, send, forgotten)]
+    for path, error in sent:
+        if error:
+            gone = "the file is missing and was removed from the list"
+            print(f"{path}: {gone if error == forgotten else error}", file=sys.stderr)
+    done = sum(not error for _, error in sent)
+    left = [each for each in sent if each[1] not in ("", forgotten)]
     if json:
-        print_json({"uploaded": done, "left": left})
+        listed = [{"path": path, "error": error} for path, error in left]
+        print_json({"uploaded": done, "left": listed})
     else:
         print(f"{done} uploaded, {len(left)} left")
     return 1 if left else 0
+
+
+def _send_all(
+    place: Path, send: Callable[[PendingUpload, Path], str], forgotten: str
+) -> list[tuple[str, str]]:
+    """Upload what a folder lists; returns each path, and why it was not uploaded.
+
+    Entries stay listed for other reasons than the forgotten one.
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    entries = {_key(entry): entry for entry in read_pending(place)}
+    errors: dict[_Key, str] = {}
+    try:
+        for key in track(entries, "uploading", console=console, disable=not console.is_terminal):
+            errors[key] = send(entries[key], place)
+    finally:
+        # Read again: a running training may have added entries.
+        kept = [
+            replace(each, error=errors.get(_key(each), each.error))
+            for each in read_pending(place)
+            if errors.get(_key(each)) not in ("", forgotten)
+        ]
+        rewrite_pending(place, kept)
+    return [(entries[key].path, error) for key, error in errors.items()]
 
 
 def _places(folder: str) -> Iterator[Path]:
