@@ -175,11 +175,12 @@ def named(found: dict[str, Any]) -> tuple[int, str] | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(
-    ("ranks", "seconds"), [(2, 0.005), (2, 0.02), (2, 0.05), (3, 0.02), (4, 0.05)]
-)
+@pytest.mark.parametrize(("ranks", "seconds"), [(2, 0.005), (3, 0.02), (4, 0.05)])
 def test_a_planted_delay_is_found(tmp_path: Path, phase: str, ranks: int, seconds: float) -> None:
-    """On real ranks, rank and phase; with another seed where a busy machine delayed others more."""
+    """On real ranks, rank and phase; with another seed where a busy machine delayed others more.
+
+    ``benchmarks/stragglers.py`` counts how often.
+    """
     for seed in range(4):
         folder = tmp_path / str(seed)
         folder.mkdir()
@@ -192,19 +193,14 @@ def test_a_planted_delay_is_found(tmp_path: Path, phase: str, ranks: int, second
     assert found["straggler"]["seconds"] > seconds / 2
     last = found["seen"][-2] if not found["seen"][-1] else found["seen"][-1]
     assert last["straggler/rank"] == rank
-    assert last["straggler/phase"] == [
-        "input",
-        "forward",
-        "backward",
-        "optimizer",
-        "callback",
-    ].index(phase)
+    numbers = ("input", "forward", "backward", "optimizer", "callback")
+    assert last["straggler/phase"] == numbers.index(phase)
     (page,) = folder.rglob("ranks.html")
     assert f"rank {rank} " in page.read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("slow", ["none", "all"])
 def test_nobody_is_named_if_nothing_is_planted(tmp_path: Path, ranks: int, slow: str) -> None:
     """Nor if all ranks are equally slow. With another seed where a busy machine delayed one."""
