@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lightning_perf.profilers import processes
+from lightning_perf.background import worker
 from lightning_perf.profilers.processes import Children
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -27,7 +26,6 @@ METHODS = ["fork", "spawn", "forkserver"]
 def note(path: Path, number: int) -> Generator[None, None, None]:
     """A recorder that writes the number and the id of its process."""
     path.write_text(f"{number} {os.getpid()}")
-    yield
     yield
 
 
@@ -87,7 +85,7 @@ def recording_children(record: Any = note) -> Iterator[Children]:
 
 
 def begin(recorder: Children, *sends: Callable[[], object]) -> None:
-    """Open a window, and send the children items until they record; idle ones do not start."""
+    """Open a window, and send the children items until they record."""
     recorder.open(spool())
     until = time.monotonic() + 60
     while len(list(recorder._folders[-1].glob("*.on"))) < len(sends):
@@ -111,25 +109,13 @@ def test_a_child_records_while_a_window_is_open(method: str) -> None:
     assert list(Path().iterdir()) == []
 
 
-def test_a_slow_disk_does_not_end_a_recording_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the checking thread read before the start is not taken for the end of the window."""
-    read = processes._Watch._read_window
-
-    def slow(watch: Any) -> str:
-        found = read(watch)
-        if threading.current_thread() is threading.main_thread():
-            time.sleep(0.1)
-        return found
-
-    monkeypatch.setattr(processes._Watch, "_read_window", slow)
-    with recording_children() as recorder, child("fork") as (_, ask):
+def test_a_child_that_waits_records_too() -> None:
+    """The signal wakes it; it goes on to wait, in the window and after it."""
+    with recording_children() as recorder, child("fork") as (process, ask):
         ask()
-        begin(recorder, ask)
-        for _ in range(5):
-            time.sleep(0.02)
-            ask()
-        assert not (recorder._folders[-1] / "1").exists()
-        assert recorder.shut().wait()
+        begin(recorder, lambda: None)
+        assert set(recorder.shut().wait()) == {1}
+        assert ask()[:2] == (6, process.pid)
 
 
 def test_a_child_started_in_a_window_records_at_once() -> None:
@@ -168,7 +154,7 @@ def test_the_wait_for_a_killed_child_is_bounded(monkeypatch: pytest.MonkeyPatch)
         victim.kill()
         victim.join(60)
         files = recorder.shut()
-        monkeypatch.setattr(processes, "time", patched)
+        monkeypatch.setattr(worker, "time", patched)
         assert set(files.wait()) == {2}
 
 
