@@ -23,16 +23,7 @@ def written_whole(target: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a hidden file beside the target that is renamed to the target once it is on the disk.
 
     If the block raises, the target is unchanged. The target's folder is created if needed.
-
-    Args:
-        target: The file.
-        durable: Whether to wait for the disk, so that the file survives a crash of the machine.
-
-    Yields:
-        A binary file to write to.
-
-    Raises:
-        OSError: If the file cannot be written.
+    ``durable`` waits for the disk, so that the file survives a crash of the machine.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     # A random name: several ranks may write the same target at the same time.

@@ -69,16 +69,10 @@ class Worker:
             return len(self._queue) + self._running
 
     def submit(self, job: Callable[[], object], label: str, delay: float = 0.0) -> bool:
-        """Queue a job; never waits.
+        """Queue a job, to be run after ``delay`` seconds or when the worker is closed; never waits.
 
-        Args:
-            job: The function to run; its exceptions go to `on_error`.
-            label: The job's name in messages.
-            delay: Seconds to wait before it runs, at most until the worker is closed.
-
-        Returns:
-            False if the job was not queued: the queue is full or closed, or the thread cannot be
-            started.
+        Returns False if it was not queued: the queue is full or closed, or the thread cannot be
+        started.
         """
         with self._guard():
             if self._closed or len(self._queue) >= self._capacity or not self._start():
@@ -89,15 +83,11 @@ class Worker:
             return True
 
     def call(self, fn: Callable[[], T], timeout: float) -> T:
-        """Run a function on the worker and return its result.
-
-        Args:
-            fn: The function, which runs after all earlier jobs.
-            timeout: The longest wait, in seconds.
+        """Run a function on the worker, after all earlier jobs, and return its result.
 
         Raises:
-            TimeoutError: If there is no result in time or the job was not queued. A function that
-                has not started by then is cancelled.
+            TimeoutError: There is no result after ``timeout`` seconds, or the job was not queued.
+                A function that has not started by then is cancelled.
             Exception: The exception of the function.
         """
         future: Future[T] = Future()
@@ -117,26 +107,20 @@ class Worker:
             future.cancel()
 
     def drain(self, timeout: float, progress: Callable[[int], None] | None = None) -> bool:
-        """Wait until all jobs are done.
+        """Wait at most ``timeout`` seconds until all jobs are done; return whether they are.
 
-        Args:
-            timeout: The longest wait, in seconds.
-            progress: Called with the number of jobs left, first and at each change; its
-                exceptions go to `on_error`.
-
-        Returns:
-            Whether all jobs were done in time.
+        ``progress`` is called with the number of jobs left, first and at each change; its
+        exceptions go to `on_error`.
         """
-        deadline = time.monotonic() + timeout
-        shown = -1
+        deadline, shown = time.monotonic() + timeout, -1
         while True:
             if (left := self.pending) != shown and progress is not None:
                 self._perform("progress", partial(progress, left), Exception)
-            shown = left
-            seconds = deadline - time.monotonic()
+            shown, seconds = left, deadline - time.monotonic()
             if not left or seconds <= 0:
                 return not left
-            self._await_change(left, seconds)
+            with self._guard():
+                self._changed.wait_for(lambda: self.pending != shown, seconds)  # noqa: B023
 
     def close(self, timeout: float, progress: Callable[[int], None] | None = None) -> bool:
         """Refuse new jobs, run delayed ones now, and wait as `drain` does. May be called again.
@@ -148,39 +132,19 @@ class Worker:
             self._changed.notify_all()
         return self.drain(timeout, progress)
 
-    @contextmanager
-    def local(self) -> Iterator[None]:
-        """Mark the part of a job that needs no network; `abandon` waits for its end."""
-        with self._guard():
-            self._local += 1
-        try:
-            yield
-        finally:
-            with self._guard():
-                self._local -= 1
-                self._changed.notify_all()
-
     def abandon(self, timeout: float) -> bool:
-        """Drop all waiting jobs, and wait at most `timeout` seconds for the `local` part of one.
-
-        Returns:
-            Whether no local part is left running.
-        """
+        """Refuse new jobs, drop all that wait, and wait as `drain` does for the running one."""
         with self._guard():
             self._closed = True
             self._queue.clear()
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._local, timeout)
-
-    def _await_change(self, seen: int, timeout: float) -> None:
-        with self._guard():
-            self._changed.wait_for(lambda: self.pending != seen, timeout)
+        return self.drain(timeout)
 
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._changed = threading.Condition(threading.RLock())
         self._queue: list[_Entry] = []
-        self._running = self._local = 0
+        self._running = 0
         self._count = 0
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -238,15 +202,9 @@ def wait_until(done: Callable[[], bool], timeout: float) -> None:
 
 @contextmanager
 def waiting(what: str, jobs: int, timeout: float) -> Iterator[Callable[[int], None] | None]:
-    """Show a progress bar on a terminal, and one line elsewhere.
+    """Show a progress bar for ``jobs`` on a terminal, and one line elsewhere.
 
-    Args:
-        what: The work, such as ``finishing files``.
-        jobs: The number of jobs left.
-        timeout: The longest wait, in seconds.
-
-    Yields:
-        A function to call with the number of jobs left when it changes; None without a bar.
+    Yields a function to call with the number of jobs left when it changes; None without a bar.
     """
     from rich.console import Console
     from rich.progress import Progress

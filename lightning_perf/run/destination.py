@@ -157,16 +157,16 @@ class Reporting:
 
     def finish(self, file_worker: Worker, timeout: float) -> None:
         """Wait at most `timeout` seconds for files, and `TIMEOUTS.last_file` for the last one."""
-        self._stop(file_worker, "finishing files", timeout)
+        self._stop(file_worker, "finishing files", timeout, TIMEOUTS.last_file)
 
-    def _stop(self, worker: Worker, what: str, timeout: float) -> None:
+    def _stop(self, worker: Worker, what: str, timeout: float, last: float = 0.0) -> None:
         if worker.close(TIMEOUTS.silent):
             return
         # Only rank 0 shows its progress.
         shown = waiting(what, worker.pending, timeout) if self._first else nullcontext()
         with shown as progress:
             if not worker.close(timeout, progress):
-                worker.abandon(TIMEOUTS.last_file)
+                worker.abandon(last)
 
 
 def _destination(trainer: Trainer, worker: Worker) -> Destination:

@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """How the files of one recorder are named, compressed, uploaded and kept.
-
-    Raises:
-        ConfigError: If a format string or `num_traces_to_keep` is invalid.
-    """
+    """How the files of one recorder are named, compressed, uploaded and kept."""
 
     #: Format string of the folder.
     folder: str
@@ -60,9 +56,6 @@ class TraceOptions:
     readme: str | None = None
     #: Whether a file that was not begun when the run ends is left out.
     optional: bool = False
-
-    def __post_init__(self) -> None:
-        check_names(self.folder, self.filename, self.remote_file_name, self.num_traces_to_keep)
 
 
 def check_names(
@@ -119,13 +112,9 @@ class RunFolder:
     the run's name. So all ranks and recorders on one file system find the same folder, concurrent
     runs find different ones, and ranks without a common file system agree on the second name.
 
-    Args:
-        root: What a relative `folder` is below.
-        folder: Format string of the folder. Without ``{run_name}`` it belongs to the user: it is
-            neither marked nor renamed.
-        identity: Distinguishes the run from all others, and is the same on all its ranks; with
-            None the folder is used as it is.
-        patience: Seconds to wait for another rank that has created a marker and not yet written it.
+    A folder whose pattern has no ``{run_name}`` belongs to the user: it is neither marked nor
+    renamed, as if ``identity`` were None. ``patience`` is how many seconds to wait for another rank
+    that has created a marker and not yet written it.
     """
 
     def __init__(
@@ -141,13 +130,12 @@ class RunFolder:
         names = [run_name] if identity is None else [run_name, distinct_name(run_name, identity)]
         self._identity, self._names, self._patience = identity or "", names, patience
         self._folders = [Path(root, pattern.render(run_values(name, ranks))) for name in names]
-        # Those of rank 0, so that all ranks mark the same folder.
+        # Those of rank 0, so that all ranks mark the same folder: the part up to the run's name.
         leader = replace(ranks, global_rank=0, local_rank=0, node_rank=0)
         theirs = [Path(root, pattern.render(run_values(name, leader))) for name in names]
-        depth = _first_difference(theirs[0], theirs[-1])
-        self._marked_folders = (
-            [] if depth is None else [Path(*path.parts[:depth]) for path in theirs]
-        )
+        shared = os.path.commonpath([*theirs])
+        depth = len(Path(shared).parts) + 1
+        self._marked = [Path(*path.parts[:depth]) for path in theirs if path != Path(shared)]
         self._claimed: Path | None = None
 
     @property
@@ -168,7 +156,7 @@ class RunFolder:
 
     def _choose(self, owner_of: Callable[[Path], str]) -> Path:
         """The first folder that no other run owns, or the last one."""
-        for marked, folder in zip(self._marked_folders, self._folders, strict=False):
+        for marked, folder in zip(self._marked, self._folders, strict=False):
             if owner_of(marked) == self._identity:
                 return folder
         return self._folders[-1]
@@ -222,17 +210,12 @@ def make_folder(folder: Path) -> None:
         raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(folder)) from error
 
 
-def _first_difference(a: Path, b: Path) -> int | None:
-    """The number of parts of two paths up to and including the first that differs."""
-    pairs = enumerate(zip(a.parts, b.parts, strict=True), 1)
-    return next((depth for depth, (one, other) in pairs if one != other), None)
-
-
 class Layout:
     """The names of one recorder's files; those of stages other than train are in a subfolder."""
 
     def __init__(self, options: TraceOptions, run: TraceRun) -> None:
-        gz, remote, self._overwrite = options.compress, options.remote_file_name, options.overwrite
+        gz, remote = options.compress, options.remote_file_name
+        self._overwrite = options.overwrite
         self._file = file_format(options.filename, gz=gz)
         self._remote = None if remote is None else remote_format(remote, gz=gz)
         name, identity, ranks = run.run_name, run.identity, run.ranks
@@ -274,9 +257,8 @@ class Layout:
     ) -> tuple[Path, str | None]:
         """The local path and the remote name of a new trace; each path is given once.
 
-        A name that is taken gets a number, unless files may be overwritten. After
-        `most_remembered` other names, a name whose file was deleted may be given again. A `raw`
-        file could not be compressed: its names have no ``.gz``.
+        A name that is taken gets a number, unless files may be overwritten. A `raw` file could not
+        be compressed: its names have no ``.gz``.
         """
         values = {**self._values, **time_values(timestamp), "stage": stage}
         folder, name = _within(self._folder.folder, stage), self._file.render(values)
@@ -292,25 +274,24 @@ class Layout:
         return folder / numbered(name, number), None if remote is None else str(remote)
 
     def _take(self, folder: Path, name: str) -> int:
-        """The first number with which neither a file nor an earlier trace has the name."""
+        """The first number with which neither a file nor an earlier trace has the name.
+
+        After `most_remembered` other names, a name whose file was deleted may be given again.
+        """
         with self._lock:
             plain = str(folder / name)  # a path takes four times the memory
             number = self._numbers.pop(plain, 0) + 1
-            while (path := str(folder / numbered(name, number))) in self._numbers or (
-                os.path.lexists(path)
-            ):
+            while os.path.lexists(folder / numbered(name, number)):
                 number += 1
-            self._numbers[path] = 1
             self._numbers[plain] = number
-            while len(self._numbers) > self._most_remembered:
+            if len(self._numbers) > self._most_remembered:
                 del self._numbers[next(iter(self._numbers))]
             return number
 
     def readme(self, timestamp: Timestamp, stage: str) -> tuple[Path, str | None]:
         """The local path and the remote name of the README, in the folder that all stages share.
 
-        There is no remote name if traces are uploaded to the root of the target, where the README
-        would be among the user's files.
+        It has no remote name in the root of a target, where it would be among the user's files.
         """
         remote = self._remote_path(timestamp, stage)
         path = self._folder.folder / README

@@ -7,7 +7,7 @@ import os
 import threading
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_perf.background.files import written_whole
 from lightning_perf.errors import WarningDigest, describe, warn
@@ -56,7 +56,7 @@ class TraceRun:
 
     #: Runs uploads.
     worker: Worker
-    #: Compresses and places files, so that slow uploads do not delay them; may be `worker`.
+    #: Compresses and places files, so that slow uploads do not delay them.
     file_worker: Worker
     #: What relative folders are below.
     root: Path
@@ -79,7 +79,7 @@ class TraceRun:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One recording in the pipeline."""
+    """One recording on its way."""
 
     #: The recorder's raw file, unique to this trace.
     spooled: Path
@@ -127,28 +127,23 @@ def read_pending(root: Path) -> list[PendingUpload]:
     entries = []
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
-            entries.append(_entry(json.loads(line)))
+            fields = json.loads(line)
+            target = dict(fields.pop("target", {}))
+            if {*map(type, (*fields.values(), *target, *target.values()))} != {str}:
+                raise TypeError("an entry holds texts")
+            entries.append(PendingUpload(**fields, target=target))
         except (AttributeError, RecursionError, TypeError, ValueError):
             warn(f"line {number} of {path} is damaged and was skipped.")
     return entries
 
 
-def _entry(fields: dict[str, Any]) -> PendingUpload:
-    target = dict(fields.pop("target", {}))
-    if not all(isinstance(text, str) for text in (*fields.values(), *target, *target.values())):
-        raise TypeError("an entry holds texts")
-    return PendingUpload(**fields, target=target)
-
-
 def rewrite_pending(root: Path, entries: Iterable[PendingUpload]) -> None:
     """Replace the list in `root`; an empty list removes the file."""
-    path = root / FILE_NAME
-    lines = [_line(entry) for entry in entries]
-    if not lines:
-        path.unlink(missing_ok=True)
-        return
-    with written_whole(path) as file:
-        file.writelines(lines)
+    if lines := [_line(entry) for entry in entries]:
+        with written_whole(root / FILE_NAME) as file:
+            file.writelines(lines)
+    else:
+        (root / FILE_NAME).unlink(missing_ok=True)
 
 
 def _line(entry: PendingUpload) -> bytes:
@@ -210,27 +205,21 @@ class UploadQueue:
         return False
 
     def park(self, traces: Sequence[Trace], why: str) -> None:
-        """Stop uploading these traces: keep their files and list them for `lightning-perf upload`.
-
-        Traces that were uploaded or parked before are skipped.
-        """
+        """Stop uploading traces: keep their files and list them for `lightning-perf upload`."""
         with self._lock:
             parked = [t for t in traces if self._unsent.pop(t.spooled, None) is not None]
             for trace in parked:
                 self._prunable.pop(trace.path, None)
         if not parked:
             return
-        root = self._run.root
+        root, run_name = self._run.root, self._run.run_name
         listed = advice = f"`lightning-perf upload` sends what {root / FILE_NAME} lists"
-        for trace in parked:
-            path = str(trace.path.absolute())
-            try:
-                for target, remote in trace.sends:
-                    address = dict(target.address)
-                    entry = PendingUpload(path, remote, self._run.run_name, why, address)
-                    append_pending(root, entry)
-            except OSError as error:
-                advice = f"the list of pending uploads could not be written ({describe(error)})"
+        try:
+            for path, (target, remote) in ((t.path.absolute(), s) for t in parked for s in t.sends):
+                address = dict(target.address)
+                append_pending(root, PendingUpload(str(path), remote, run_name, why, address))
+        except OSError as error:
+            advice = f"the list of pending uploads could not be written ({describe(error)})"
         names = ", ".join(str(trace.path) for trace in parked[:_MOST_NAMED])
         more = f" and {len(parked) - _MOST_NAMED} more" if len(parked) > _MOST_NAMED else ""
         self._run.digest.once(

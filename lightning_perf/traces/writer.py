@@ -45,8 +45,7 @@ class TraceWriter:
         self._queued: dict[Path, Trace] = {}
         self._saved: dict[Path, Timestamp] = {}
         self._lock = threading.Lock()
-        self._readme_placed = False
-        self._has_readme: set[Target] = set()
+        self._readme_placed = self._readme_sent = False
 
     @property
     def run_name(self) -> str:
@@ -134,7 +133,7 @@ class TraceWriter:
         for trace in list(self._queued.values()):
             if not self._options.optional:
                 self._place_without_upload(trace, "the run ended first")
-            elif self._claim(trace):
+            elif self._queued.pop(trace.spooled, None) is not None:
                 message = f"{trace.path} was not made: the run ended first. Its source is kept."
                 self._run.digest.once("files were not made: the run ended first", message)
         self._uploads.park(self._uploads.unsent, "the run ended first")
@@ -142,14 +141,12 @@ class TraceWriter:
     # -- the pipeline -----------------------------------------------------------------------------
 
     def _process(self, trace: Trace) -> None:
-        with self._run.file_worker.local():
-            placed = self._place(trace)
+        placed = self._place(trace)
         if placed is None:
             return
-        send = partial(self._send, placed)
-        if self._run.file_worker is self._run.worker or not placed.sends:
-            send()
-        elif not self._run.worker.submit(send, placed.path.name):
+        if not placed.sends:
+            self._send(placed)
+        elif not self._run.worker.submit(partial(self._send, placed), placed.path.name):
             self._uploads.park([placed], "too many uploads wait")
 
     def _place_without_upload(self, trace: Trace, why: str) -> Path | None:
@@ -161,13 +158,9 @@ class TraceWriter:
             self._prune(placed)
         return placed.path
 
-    def _claim(self, trace: Trace) -> bool:
-        """Whether the caller is the first to process this trace."""
-        return self._queued.pop(trace.spooled, None) is not None
-
     def _place(self, trace: Trace) -> Trace | None:
         """Complete a recording and move it to its name; None if that failed or is already done."""
-        if not self._claim(trace):
+        if self._queued.pop(trace.spooled, None) is None:
             return None
         with self._warns(trace):
             if trace.prepare is not None:
@@ -258,17 +251,16 @@ class TraceWriter:
             self._readme_placed = True
 
     def _send_readme(self, trace: Trace) -> None:
-        """Send the README once to each target; a failure is retried with the next trace."""
-        if self._options.readme is None or not trace.sends:
+        """Send the README to all targets, once; a failure is retried with the next trace."""
+        if self._options.readme is None or self._readme_sent or not trace.sends:
             return
         path, remote = self._layout.readme(trace.timestamp, trace.stage)
         with suppress(Exception):
-            for target, name in self._sends(path, remote, replaces=True):
-                # A file with other content is the user's.
-                content = self._options.readme.encode()
-                if target not in self._has_readme and path.read_bytes() == content:
+            # A file with other content is the user's.
+            if path.read_bytes() == self._options.readme.encode():
+                for target, name in self._sends(path, remote, replaces=True):
                     target.send(path, name)
-                    self._has_readme.add(target)
+            self._readme_sent = True
 
     def _prune(self, trace: Trace) -> None:
         keep = self._options.num_traces_to_keep
