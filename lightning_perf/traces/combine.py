@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from lightning_perf.traces.reading import Event
+    from lightning_perf.traces.stream import Event
 
 #: Traces of ranks, as all profilers name them by default.
 TRACE_NAME = re.compile(r"rank(\d+)\.(.+\.json)(?:\.gz)?")
@@ -77,10 +77,6 @@ class Trace:
     #: How far, in microseconds, the clock may still be off; None if nothing is shared.
     error: float | None = None
 
-    def events(self) -> Iterator[Event]:
-        """The events, one at a time; fills ``head``."""
-        yield from stream(self.path, self.head)
-
 
 class Collective(NamedTuple):
     """One collective on all ranks that took part."""
@@ -126,7 +122,7 @@ def scan(trace: Trace) -> None:
     collectives: dict[str, list[Marker]] = defaultdict(list)
     steps: dict[str, list[Marker]] = defaultdict(list)
     with _damage_named(trace.path):
-        for event in trace.events():
+        for event in stream(trace.path, trace.head):
             name = event.get("name")
             if event.get("ph") != "X" or not isinstance(name, str) or "dur" not in event:
                 continue
@@ -306,7 +302,7 @@ def _renamed(trace: Trace) -> Iterator[Event]:
     """A trace's events by the shared clock, with processes and ids that no other rank has."""
     processes: dict[object, int] = {}
     named: set[int] = set()
-    for event in trace.events():
+    for event in stream(trace.path, trace.head):
         if "pid" not in event:
             continue
         old, first = event["pid"], trace.rank * _PROCESSES + 1

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_perf.traces.reading import ADDRESS, nanoseconds
-from lightning_perf.traces.stream import CutShort, TraceError, stream
+from lightning_perf.traces.stream import ADDRESS, CutShort, TraceError, nanoseconds, stream
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from lightning_perf.traces.reading import Event
+    from lightning_perf.traces.stream import Event
 
 #: The largest number of a column.
 _LARGEST = (1 << 63) - 1

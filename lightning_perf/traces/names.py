@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
 from string import Formatter
 from typing import TYPE_CHECKING
@@ -70,18 +71,14 @@ class NameFormat:
         variables: tuple[str, ...] = FILE_VARIABLES,
         example: str = _FILE_EXAMPLE,
     ) -> None:
-        self._field, self._value, self._example = field, pattern, example
+        self._error = partial(ConfigError, field, pattern, example=example)
         if not isinstance(pattern, str) or not pattern.strip() or "\0" in pattern:
             raise self._error("must be a format string of at least one character, and none of NUL")
         self._parts = self._parse(pattern, variables)
         self._check_values()
 
     def render(self, values: Mapping[str, Value]) -> str:
-        """The name for these values; separators within a value become ``_``.
-
-        Args:
-            values: A value for each variable of the pattern; others are ignored.
-        """
+        """The name for these values; separators within a value become ``_``."""
         texts = (
             literal + (_safe(format(values[name], spec)) if name else "")
             for literal, name, spec in self._parts
@@ -89,14 +86,9 @@ class NameFormat:
         return PurePosixPath("".join(texts)).as_posix()
 
     def read(self, name: str, fixed: Mapping[str, Value]) -> dict[str, float] | None:
-        """Parse the time variables out of a name.
+        """The numbers of the time variables in a name, or None if it does not match.
 
-        Args:
-            name: A name, with ``/`` between folders.
-            fixed: The values of all other variables.
-
-        Returns:
-            The number of each variable, or None if the name does not match.
+        ``fixed`` has the values of all other variables.
         """
         times = [variable for _, variable, _ in self._parts if variable in TIME_VARIABLES]
         groups = [
@@ -110,11 +102,6 @@ class NameFormat:
     def depth(self) -> int:
         """The number of folders before the file name."""
         return sum(literal.count("/") for literal, _, _ in self._parts)
-
-    @property
-    def is_absolute(self) -> bool:
-        """Whether the name starts at the root of a file system or with a drive."""
-        return bool(PureWindowsPath(self._parts[0][0]).anchor)
 
     @staticmethod
     def _group(variable: str, spec: str, fixed: Mapping[str, Value]) -> str:
@@ -153,9 +140,6 @@ class NameFormat:
         if ".." in PureWindowsPath(literals).parts:
             raise self._error("leaves its folder by '..'")
 
-    def _error(self, problem: str) -> ConfigError:
-        return ConfigError(self._field, self._value, problem, self._example)
-
 
 def folder_format(pattern: str, field: str = "folder") -> NameFormat:
     """The format of a folder, which may be absolute.
@@ -167,18 +151,13 @@ def folder_format(pattern: str, field: str = "folder") -> NameFormat:
 
 
 def file_format(pattern: str, field: str = "filename", gz: bool = False) -> NameFormat:
-    """The format of file names within their folder.
-
-    Args:
-        pattern: A format string over `FILE_VARIABLES`.
-        field: The name of the setting, for messages.
-        gz: Whether the file is compressed, so that ``.gz`` is appended once.
+    """The format of file names within their folder, ending with ``.gz`` once if ``gz``.
 
     Raises:
         ConfigError: As `NameFormat`, and if the name is absolute or ends with a slash.
     """
     name = NameFormat(pattern, field)
-    if name.is_absolute:
+    if PureWindowsPath(pattern).anchor:
         raise ConfigError(field, pattern, "leaves its folder", _FILE_EXAMPLE)
     if pattern.endswith(("/", "\\")) or not PurePosixPath(pattern).name:
         raise ConfigError(field, pattern, "has no file name", _FILE_EXAMPLE)
@@ -186,12 +165,7 @@ def file_format(pattern: str, field: str = "filename", gz: bool = False) -> Name
 
 
 def remote_format(pattern: str, field: str = "remote_file_name", gz: bool = False) -> NameFormat:
-    """The format of file names at the upload target; leading slashes are stripped.
-
-    Args:
-        pattern: A format string over `FILE_VARIABLES`, or a URL, of which the path is used.
-        field: The name of the setting, for messages.
-        gz: Whether the file is compressed, so that ``.gz`` is appended once.
+    """As `file_format`, at the upload target: leading slashes are stripped, a URL gives its path.
 
     Raises:
         ConfigError: As `file_format`, and for an invalid URL.
@@ -251,11 +225,7 @@ def with_gz(name: str) -> str:
 
 
 def numbered(name: str, number: int) -> str:
-    """Insert a number before the first dot of a file name, so that its suffixes stay.
-
-    Args:
-        name: A file name, with or without folders.
-        number: 1 leaves the name unchanged.
+    """Insert a number other than 1 before the first dot of a file name, so that its suffixes stay.
 
     Example:
         >>> numbered("traces/rank0.43.json.gz", 2)

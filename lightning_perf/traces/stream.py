@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from lightning_perf.traces.reading import Event
+Event = dict[str, Any]
+#: Addresses of objects, removed so that all calls of a function have one name.
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+#: Nanoseconds by which rounding may make a call end after its caller: one for each.
+SLACK = 2
 
 #: Bytes that are read at once of a file, and of a gzipped one.
 _CHUNK, _PACKED_CHUNK = 1 << 20, 1 << 16
@@ -32,13 +36,16 @@ class CutShort(TraceError):
     """A trace that ends early or is damaged, after the events that were read."""
 
 
+def nanoseconds(microseconds: float) -> int:
+    """A trace's microseconds as an integer: sums of floats would lose the three decimals."""
+    return round(microseconds * 1000)
+
+
 def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
     """The events of a trace, gzipped or not.
 
-    Args:
-        path: The file.
-        head: Gets what the file says of itself: those of its keys that precede the events, and at
-            the end all others.
+    ``head`` gets what the file says of itself: those of its keys that precede the events, and at
+    the end all others.
 
     Raises:
         TraceError: The file is not a trace, or is cut short (`CutShort`).
