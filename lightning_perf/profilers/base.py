@@ -121,11 +121,9 @@ class Profiler(PerfCallback):
         self.ranks = None if ranks is None else rank_list("ranks", ranks)
         self.output_path_prefix = output_path_prefix
         self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
-        for field in ("output_path_prefix", "folder", "filename", "remote_file_name"):
-            name = getattr(self, field)
-            optional = name is None and field in ("output_path_prefix", "remote_file_name")
-            if not (optional or isinstance(name, str | Path)):
-                raise ConfigError(field, name, "is not a string", '"profiles"')
+        if not isinstance(output_path_prefix, str | Path | None):
+            problem = "is not a string"
+            raise ConfigError("output_path_prefix", output_path_prefix, problem, '"profiles"')
         check_names(folder, filename, remote_file_name, num_traces_to_keep)
         check_store(remote_file_name)
         self.overwrite, self.compress = flag("overwrite", overwrite), flag("compress", compress)
@@ -199,7 +197,7 @@ class Profiler(PerfCallback):
         # Closed before the writer of recordings, which moves away what these files are made of.
         for name, (filename, remote) in self.further_files.items():
             self._add_writer(context, name, filename, remote)
-        self._writer = self._new_writer(context, *self.own_file, explains=True)
+        self._writer = self._new_writer(context, *self.own_file)
 
     @override
     def on_start(self, context: RunContext) -> None:
@@ -279,8 +277,7 @@ class Profiler(PerfCallback):
         if quiet_until - lead <= moment.timestamp.batch:
             for batches in range(1, lead + 1):
                 moment = moment.ahead(1)
-                window = self.schedule.window(moment)
-                if window is not None:
+                if (window := self.schedule.window(moment)) is not None:
                     self._start(context, window, warmup=batches)
                     return
         if not self.schedule.watches:
@@ -350,11 +347,16 @@ class Profiler(PerfCallback):
         if name not in self._further:
             own = self.remote_file_name or ""
             elsewhere = posixpath.dirname(remote or own) != posixpath.dirname(own)
-            writer = self._new_writer(context, filename, remote, False, explains=elsewhere)
+            writer = self._new_writer(context, filename, remote, explains=elsewhere)
             self._further = {**self._further, name: writer}
 
     def _new_writer(
-        self, context: RunContext, filename: str, remote: str | None, compress: bool, explains: bool
+        self,
+        context: RunContext,
+        filename: str,
+        remote: str | None,
+        compress: bool = False,
+        explains: bool = True,
     ) -> TraceWriter:
         options = TraceOptions(
             folder=self.folder,
@@ -373,9 +375,8 @@ class Profiler(PerfCallback):
         assert self._writer is not None  # made before any window opened
         # Further files first: the worker, which goes through them in order, moves the recording.
         for name in recorded.further:
-            if name not in self._further:
+            if (writer := self._further.get(name)) is None:
                 raise KeyError(f"{name} is in Recorded.further, but not in further_files")
-            writer = self._further[name]
             target = writer.spool(stage)
             writer.write(target, timestamp, stage, partial(recorded.make, name, target))
         self._writer.write(path, timestamp, stage, recorded.complete)
@@ -390,23 +391,19 @@ class Profiler(PerfCallback):
             raise ConfigError("ranks", self.ranks, problem, "[0]")
         for other in context.parts:
             if type(other) is type(self) and other is not self and _place(other) == _place(self):
-                name = type(self).__name__
-                problem = f"is also that of another {name} of this Trainer: give one of them \
-another `filename` or `folder`"
+                problem = (
+                    f"is also that of another {type(self).__name__} of this Trainer: give one of "
+                    "them another `filename` or `folder`"
+                )
                 raise ConfigError("filename", self.filename, problem, f'"second.{self.filename}"')
 
     def _warn_of_no_window(self, context: RunContext) -> None:
         """Warn, on one rank, that training ended before the first window."""
-        ended, rank = self._ended, context.ranks.global_rank
-        if (
-            ended is None
-            or ended.timestamp.batch == 0
-            or rank != min(self.ranks or [0])
-            or context.trainer.fast_dev_run  # type: ignore[attr-defined]
-        ):
+        ended, is_first = self._ended, context.ranks.global_rank == min(self.ranks or [0])
+        is_trial = context.trainer.fast_dev_run  # type: ignore[attr-defined]
+        if ended is None or not ended.timestamp.batch or not is_first or is_trial:
             return
-        first = first_window(self.schedule, ended)
-        if first is not None:
+        if first := first_window(self.schedule, ended):
             warn(
                 f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened. "
                 f"The first one would have {first}; training ended after batch "

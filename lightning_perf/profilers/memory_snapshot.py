@@ -28,28 +28,8 @@ if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
 
-class OomSnapshot:
-    """The state of the allocator at the last failed allocation, between ``watch`` and ``forget``.
-
-    Later, when the exception has ended the run, much of that memory is free again.
-    """
-
-    def __init__(self) -> None:
-        #: From ``torch.cuda.memory._snapshot()``.
-        self.snapshot: dict[str, Any] | None = None
-
-    def watch(self) -> None:
-        """Begin to keep snapshots."""
-        _watching.add(self)
-        _attach()
-
-    def forget(self) -> None:
-        """Stop, and free the snapshot."""
-        _watching.discard(self)
-        self.snapshot = None
-
-
-_watching: WeakSet[OomSnapshot] = WeakSet()
+#: Profilers that need a snapshot when an allocation fails.
+_watching: WeakSet[MemorySnapshot] = WeakSet()
 
 
 @cache
@@ -64,8 +44,8 @@ def _observe(device: int, size: int, allowed: int, free: int) -> None:
     """Runs inside of the failing allocation: an exception here would replace its error."""
     with suppress(Exception):
         snapshot = torch.cuda.memory._snapshot() if _watching else None
-        for moment in _watching:
-            moment.snapshot = snapshot
+        for profiler in _watching:
+            profiler._oom = snapshot
 
 
 #: Further files when a run ends because it is out of memory.
@@ -112,6 +92,13 @@ class MemorySnapshot(Profiler):
 - In a terminal: `python -m torch.cuda._memory_viz stats FILE.pickle`, or `trace FILE.pickle`.
 """
 
+    _of_a_run = (*Profiler._of_a_run, "_oom", "_ran_out")
+    #: The allocator at the last failed allocation, from ``torch.cuda.memory._snapshot()``: when the
+    #: exception has ended the run, much of that memory is free again.
+    _oom: dict[str, Any] | None = None
+    #: Whether the run ended because it was out of memory.
+    _ran_out = False
+
     def __init__(
         self,
         schedule: Schedule | str | None = None,
@@ -130,11 +117,6 @@ class MemorySnapshot(Profiler):
         super().__init__(**shared(locals()))
         self.html = flag("html", html)
         self.max_entries = whole("max_entries", max_entries, 1, "100000")
-        self._oom, self._ran_out = OomSnapshot(), False
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_oom": OomSnapshot(), "_ran_out": False}
 
     @property
     @override
@@ -146,9 +128,9 @@ class MemorySnapshot(Profiler):
     @override
     def prepare(self, context: RunContext) -> None:
         super().prepare(context)
-        self._ran_out = False
         if _has_cuda():
-            self._oom.watch()
+            _watching.add(self)
+            _attach()
         else:
             self._writer = None
             _warn_once()
@@ -166,29 +148,24 @@ class MemorySnapshot(Profiler):
 
     @override
     def after_batch(self, context: RunContext, batch: Any) -> None:
-        self._oom.snapshot = None  # the failed allocation did not end the run
+        self._oom = None  # the failed allocation did not end the run
         super().after_batch(context, batch)
 
     @override
     def close(self, context: RunContext, reason: str) -> None:
-        self._ran_out = reason == "exception" and isinstance(
-            sys.exception(), torch.OutOfMemoryError
-        )
-        if self._ran_out:
-            self._save_now(context)
+        error = sys.exception() if reason == "exception" else None
+        self._ran_out = isinstance(error, torch.OutOfMemoryError)
+        # The history of an open window ends with this moment anyway.
+        if self._ran_out and self._open is None and self._writer is not None and context.stage:
+            path = self._writer.spool(context.stage)
+            self.save(path, context.timestamp, context.stage, self._dump(path))
         super().close(context, reason)
-        self._oom.forget()
-
-    def _save_now(self, context: RunContext) -> None:
-        """Save a snapshot, unless a window is open, whose history ends with it anyway."""
-        if self._writer is None or self._open is not None or not context.stage:
-            return
-        path = self._writer.spool(context.stage)
-        self.save(path, context.timestamp, context.stage, self._dump(path))
+        _watching.discard(self)
+        self._oom = None
 
     def _dump(self, path: Path) -> Recorded:
-        snapshot = self._oom.snapshot if self._ran_out else None
-        path.write_bytes(pickle.dumps(snapshot or torch.cuda.memory._snapshot()))
+        snapshot = (self._ran_out and self._oom) or torch.cuda.memory._snapshot()
+        path.write_bytes(pickle.dumps(snapshot))
         wanted = ("page", *_AT_THE_END) if self._ran_out else ("page",)
         names = [name for name in wanted if name in self.further_files]
         return Recorded(further={name: partial(_MAKE[name], path) for name in names})

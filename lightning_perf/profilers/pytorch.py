@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,11 +51,14 @@ def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
         {'activities': [<ProfilerActivity.CPU: 0>]}
     """
     converted = given(options)
-    if "activities" in converted:
-        converted["activities"] = _activities(converted["activities"])
+    if (named := converted.get("activities")) is not None:
+        try:
+            converted["activities"] = [_activity(each) for each in named]
+        except (AttributeError, KeyError, TypeError):
+            problem = f"is not a list of activities: {', '.join(_ACTIVITIES)}"
+            raise ConfigError("activities", named, problem, "['cpu', 'cuda']") from None
     if isinstance(config := converted.get("experimental_config"), Mapping):
-        unknown = {key: value for key, value in config.items() if not _is_known({key: value})}
-        if unknown:
+        if unknown := {key: value for key, value in config.items() if not _is_known({key: value})}:
             problem = f"holds {unknown}, which torch {torch.__version__} does not take"
             raise ConfigError("experimental_config", config, problem, "{'verbose': True}")
         converted["experimental_config"] = ExperimentalConfig(**config)
@@ -71,42 +74,21 @@ def _is_known(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _activities(named: Any) -> list[Any]:
-    """Activities, or mappings from activities to what they collect."""
-    if isinstance(named, str) or not isinstance(named, Iterable):
-        raise _unknown(named)
-    return [
-        {_activity(name, named): types for name, types in item.items()}
-        if isinstance(item, Mapping)
-        else _activity(item, named)
-        for item in named
-    ]
-
-
-def _activity(name: Any, given: Any) -> ProfilerActivity:
-    if isinstance(name, ProfilerActivity):
-        return name
-    try:
-        return _ACTIVITIES[name.lower()]
-    except (AttributeError, KeyError):
-        raise _unknown(given) from None
-
-
-def _unknown(value: Any) -> ConfigError:
-    problem = f"is not a list of activities: {', '.join(_ACTIVITIES)}"
-    return ConfigError("activities", value, problem, "['cpu', 'cuda']")
+def _activity(named: Any) -> Any:
+    """An activity, or a mapping from activities to what they collect."""
+    if isinstance(named, Mapping):
+        return {_activity(name): types for name, types in named.items()}
+    return named if isinstance(named, ProfilerActivity) else _ACTIVITIES[named.lower()]
 
 
 class TorchFiles:
-    """The files of one recording, whose profiler has stopped.
-
-    ``on_error`` is called if torch cannot export the memory timeline of the device.
-    """
+    """The files of one recording, whose profiler has stopped."""
 
     def __init__(
         self, profiler: profile, path: Path, device: str, on_error: Callable[[Exception], None]
     ) -> None:
         self._profiler, self._path, self._device = profiler, path, device
+        #: Called if torch cannot export the memory timeline.
         self._on_error = on_error
         self._exported = False
 
@@ -125,24 +107,20 @@ class TorchFiles:
 
     def memory_timeline(self, target: Path) -> None:
         """Write the page about memory over time."""
-        points = target.with_name(f"{target.name}.points")
+        source = points = target.with_name(f"{target.name}.points")
         try:
-            source = self._points(points)
+            try:
+                # Unwrapped, to avoid a deprecation warning that users cannot act on.
+                export = inspect.unwrap(profile.export_memory_timeline)
+                export(self._profiler, str(points), self._device)
+            except Exception as error:  # newer torch lacks it; it also fails for some models
+                self._on_error(error)
+                self.trace()
+                source = self._path
             files = str(source), str(target)
             run_python("-m", "lightning_perf.charts.memory", "timeline", *files, self._device)
         finally:
             points.unlink(missing_ok=True)
-
-    def _points(self, path: Path) -> Path:
-        try:
-            # Unwrapped, to avoid a deprecation warning that users cannot act on.
-            export = inspect.unwrap(profile.export_memory_timeline)
-            export(self._profiler, str(path), self._device)
-        except Exception as error:  # newer torch does not have it; it also fails for some models
-            self._on_error(error)
-            self.trace()
-            return self._path
-        return path
 
 
 _OURS = {"schedule", "on_trace_ready", "execution_trace_observer"}
@@ -244,20 +222,16 @@ class PyTorch(Profiler):
         self._warned_totals = False
 
     def _check_memory(self) -> None:
-        names = {
-            "memory_filename": (self.memory_filename, file_format),
-            "memory_remote_file_name": (self.memory_remote_file_name, remote_format),
-        }
-        for field, (name, check) in names.items():
-            if name is not None:
+        checks = {"memory_filename": file_format, "memory_remote_file_name": remote_format}
+        for field, check in checks.items():
+            if (name := getattr(self, field)) is not None:
                 check(name, field)
                 if not name.endswith(".html"):
                     raise ConfigError(field, name, "does not end in .html", _MEMORY_EXAMPLE)
         missing = [f"{name}=True" for name in _OF_MEMORY if not getattr(self, name)]
         if self.memory_filename is not None and missing:
             problem = f"needs {' and '.join(missing)}"
-            all_three = ", ".join(f"{name}=True" for name in _OF_MEMORY)
-            example = f"{_MEMORY_EXAMPLE}, {all_three}"
+            example = ", ".join([_MEMORY_EXAMPLE, *(f"{name}=True" for name in _OF_MEMORY)])
             raise ConfigError("memory_filename", self.memory_filename, problem, example)
 
     @property
@@ -310,7 +284,7 @@ class PyTorch(Profiler):
             TraceError: The file is damaged.
             OSError: The file cannot be read, such as one that was deleted.
         """
-        paths = [path for _, saved in self.saved_traces for path in saved if path is not None]
+        paths = (path for _, saved in self.saved_traces for path in saved if path is not None)
         training = [path for path in paths if path.parent.name not in STAGES[1:]]
         if not training:
             raise LookupError("no batches of training were recorded on this rank")

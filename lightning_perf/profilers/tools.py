@@ -49,16 +49,10 @@ def defaults(tool: Any) -> dict[str, Any]:
 def check_options(
     profiler: type, options: Mapping[str, Any], known: Mapping[str, Any], tool: str
 ) -> None:
-    """Refuse unknown options, and values of the wrong kind for a bool or an int.
-
-    Args:
-        profiler: The class of the profiler.
-        options: Its ``**kwargs``.
-        known: The arguments of the tool, with their defaults.
-        tool: The name of the tool.
+    """Refuse options that a tool does not have, and values of the wrong kind for a bool or an int.
 
     Raises:
-        ConfigError: Suggests the most similar option.
+        ConfigError: Suggests the most similar of the ``known`` arguments of the tool.
 
     Example:
         >>> class Tracer: ...
@@ -128,7 +122,7 @@ def refuse_python_profiler(profiler: object) -> None:
     """Refuse to record while another tool has the hook for Python calls.
 
     Raises:
-        RecorderBusy: cProfile, another VizTracer or an old memray has it.
+        RecorderBusy: cProfile or another VizTracer has it.
     """
     other = python_profiler()
     if other is not None:
@@ -141,8 +135,6 @@ def python_profiler() -> str | None:
     From Python 3.12 on, cProfile registers with ``sys.monitoring`` instead of ``sys.setprofile``.
     """
     hook = sys.getprofile()
-    if type(hook).__module__.partition(".")[0] == "memray":  # the user's own, before 1.17
-        return "another memray tracker"
     if hook is None and sys.version_info >= (3, 12):
         hook = sys.monitoring.get_tool(sys.monitoring.PROFILER_ID)
     return None if hook is None else "another Python profiler"

@@ -51,12 +51,7 @@ def check(packed: Path) -> None:
 
 
 def calls_page(events: Sequence[Event], title: str) -> str:
-    """A page with a flame graph of each thread, in which calls of the same path are merged.
-
-    Args:
-        events: The ``traceEvents`` of a trace.
-        title: The headline.
-    """
+    """A page with a flame graph of each thread, in which calls of the same path are merged."""
     names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     calls = sorted(
         (e for e in events if e["ph"] == "X"),
@@ -72,8 +67,7 @@ def calls_page(events: Sequence[Event], title: str) -> str:
 def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
     """The stack of each call of one thread, and its nanoseconds without calls inside of it.
 
-    Args:
-        calls: Sorted by start, then by duration, the longest first.
+    Calls are sorted by start, then by duration, the longest first.
 
     Example:
         >>> outer = {"name": "f", "ts": 0, "dur": 5}

@@ -59,7 +59,6 @@ class OpenRecording:
 
     #: The one of this process.
     current: ClassVar[OpenRecording | None] = None
-    _lock: ClassVar[Lock] = Lock()
 
     def __init__(
         self,
@@ -73,13 +72,16 @@ class OpenRecording:
         self.owner, self.path, self.stage, self.warmup = owner, path, stage, warmup
         self.batches = 0
         self._recording, self._window = recording, window
-        self._claim()
+        if (current := OpenRecording.current) is not None:
+            wanted, other = type(owner).__name__, type(current.owner).__name__
+            raise RecorderBusy(wanted, f"another {other}" if other == wanted else other)
+        OpenRecording.current = self
         try:
             if not hasattr(recording, "__next__"):
                 raise TypeError("record() is not a generator: yield between start and stop")
             self.tick = next(recording)
         except BaseException:
-            self._release()
+            OpenRecording.current = None
             raise
 
     def count(self) -> None:
@@ -101,21 +103,8 @@ class OpenRecording:
         except StopIteration as stopped:
             return stopped.value if isinstance(stopped.value, Recorded) else Recorded()
         finally:
-            self._release()
+            OpenRecording.current = None
         raise RuntimeError("record() yielded twice: yield once, a function to call per batch")
-
-    def _claim(self) -> None:
-        with OpenRecording._lock:
-            current = OpenRecording.current
-            if current is not None:
-                wanted, other = type(self.owner).__name__, type(current.owner).__name__
-                raise RecorderBusy(wanted, f"another {other}" if other == wanted else other)
-            OpenRecording.current = self
-
-    def _release(self) -> None:
-        with OpenRecording._lock:
-            if OpenRecording.current is self:
-                OpenRecording.current = None
 
 
 #: Batches after the end of training that are searched for the first window.
@@ -129,26 +118,13 @@ def first_window(schedule: Schedule, moment: Moment) -> str | None:
 
     Returns a clause, or None if no window can be foreseen.
     """
-    start = _next_window(schedule, moment)
-    if start is not None:
-        return f"begun after batch {start}"
-    now = moment.timestamp
-    later = replace(
-        now,
-        sample=now.sample * _MUCH_LONGER,
-        token=now.token * _MUCH_LONGER,
-        total_wct=now.total_wct * _MUCH_LONGER,
-    )
+    now, batch = moment.timestamp, moment.timestamp.batch
+    found = moment
+    while batch <= now.batch + _FURTHEST:
+        found = found.ahead(batch - found.timestamp.batch)
+        if schedule.window(found) is not None:
+            return f"begun after batch {batch}"
+        batch = max(schedule.quiet_until(found), batch + 1)
+    totals = ("sample", "token", "total_wct")
+    later = replace(now, **{name: getattr(now, name) * _MUCH_LONGER for name in totals})
     return "come later" if schedule(replace(moment, timestamp=later, previous=now)) else None
-
-
-def _next_window(schedule: Schedule, moment: Moment) -> int | None:
-    """The number of batches before the next window, unless it is too far away."""
-    furthest = moment.timestamp.batch + _FURTHEST
-    while schedule.window(moment) is None:
-        batch = moment.timestamp.batch
-        following = max(schedule.quiet_until(moment), batch + 1)
-        if following > furthest:
-            return None
-        moment = moment.ahead(following - batch)
-    return moment.timestamp.batch

@@ -164,7 +164,7 @@ def test_a_failed_allocation_that_is_handled_leaves_no_file(
 
     profiler = MemorySnapshot(schedule=Never())
     assert fit(tmp_path, profiler, Survives()) == []
-    assert profiler._oom.snapshot is None
+    assert profiler._oom is None
     assert not memory_snapshot._watching
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import threading
 from inspect import signature
 from pathlib import Path
@@ -106,15 +105,6 @@ def test_a_tracer_that_fails_when_it_starts_leaves_no_hook(
     assert python_profiler() is None
     assert threading.getprofile() is None
     assert viztracer._recording is None
-
-
-def test_an_old_memray_is_not_taken_for_a_profiler_of_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before 1.17 its trackers had Python's hook for calls."""
-    hook = type("ProfileFunction", (), {"__module__": "memray._memray"})()
-    monkeypatch.setattr(sys, "getprofile", lambda: hook)
-    assert python_profiler() == "another memray tracker"
 
 
 KINDS = [PyTorch, VizTracer, Memray, MemorySnapshot]
