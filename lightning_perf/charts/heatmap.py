@@ -32,11 +32,8 @@ def heatmap_html(
 ) -> None:
     """Write a page that shows for each rank, over the steps, how much longer its own work takes.
 
-    Args:
-        path: The file to write.
-        steps: The last step of each window.
-        lateness: For each window one value per rank: seconds per batch above the median rank.
-        title: The headline.
+    For each window, ``steps`` has its last step, and ``lateness`` one value per rank: seconds per
+    batch above the median rank.
     """
     table = np.stack(lateness, axis=1).clip(min=0.0)
     ranks, _ = table.shape

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_perf.charts.flame import FlameGraph, fold
 from lightning_perf.charts.page import (
@@ -38,19 +38,13 @@ from lightning_perf.charts.page import (
 from lightning_perf.units import bytes_text, bytes_unit, duration, time_unit
 
 if TYPE_CHECKING:
-    from lightning_perf.traces.reading import Event
+    from lightning_perf.traces.stream import Event
 
 #: Torch's categories, in the order of its columns.
 CATEGORIES = (
-    "Parameter",
-    "Optimizer state",
-    "Input",
-    "Temporary",
-    "Activation",
-    "Gradient",
-    "Autograd detail",
-    "Unknown",
-)
+    "Parameter", "Optimizer state", "Input", "Temporary", "Activation", "Gradient",
+    "Autograd detail", "Unknown",
+)  # fmt: skip
 #: Layers in grey.
 _GREY = ("Unknown", "other lines")
 #: Windows of a chart; each shows the moment with the most memory.
@@ -151,6 +145,9 @@ def _windows(timeline: Timeline) -> list[Sequence[int]]:
 Snapshot = dict[str, Any]
 Frames = Sequence[dict[str, Any]]
 
+#: Time and size of an allocation, or of a free with a negative size, and the allocation's stack.
+_Change: TypeAlias = tuple[int, int, "Frames | None"]
+
 #: Source lines with a layer of their own; the others share one.
 _LINES = 6
 _OTHER_LINES, _BEFORE = "other lines", "allocated before the recording"
@@ -160,15 +157,6 @@ _BLOCKS = dict.fromkeys(_IN_USE, COLOURS["to_device"]) | {"active_allocated": CO
 _LIBRARIES = ("/torch/", "/lightning/", "/pytorch_lightning/", "/lightning_fabric/")
 #: Only the largest segments are drawn.
 _MOST_SEGMENTS = 500
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """An allocation, or a free with a negative size, and the stack of the allocation."""
-
-    time: int
-    size: int
-    frames: Frames | None
 
 
 def history(snapshot: Snapshot) -> str:
@@ -185,8 +173,8 @@ def history(snapshot: Snapshot) -> str:
 def _device_history(
     number: int, events: list[dict[str, Any]], segments: list[Any]
 ) -> Iterator[Part]:
-    blocks = [b for each in segments if each.get("device", 0) == number for b in _used(each)]
-    memory, stacks = of_history(events, blocks)
+    here = (each for each in segments if each.get("device", 0) == number)
+    memory, stacks = of_history(events, (b for each in here for b in each["blocks"] if _in_use(b)))
     yield Heading(f"Device {number}")
     for event in events:
         if event["action"] == "oom":
@@ -221,23 +209,23 @@ def of_history(
     ``in_use`` are the blocks that are allocated after the last event.
     """
     changes, before = _changes(events, in_use)
-    totals = list(accumulate((change.size for change in changes), initial=before))
-    peak = max(range(len(totals)), key=totals.__getitem__)
+    totals = list(accumulate((size for _, size, _ in changes), initial=before))
+    peak = totals.index(max(totals))
     by_stack: Counter[tuple[str, ...]] = Counter()
     by_line: Counter[str] = Counter()
-    for change in changes[:peak]:
-        by_stack[_stack(change.frames)] += change.size
-        by_line[_line(change.frames)] += change.size
+    for _, size, frames in changes[:peak]:
+        by_stack[_stack(frames)] += size
+        by_line[_line(frames)] += size
     by_line.pop(_BEFORE, None)
     largest = [name for name, size in by_line.most_common(_LINES) if size > 0]
     names = [*largest, _OTHER_LINES, _BEFORE]
-    place = {name: index for index, name in enumerate(names)}
-    sizes = [0] * (len(names) - 1) + [before]
-    rows, times = [tuple(sizes)], [changes[0].time if changes else 0]
-    for change in changes:
-        sizes[place.get(_line(change.frames), len(names) - 2)] += change.size
-        rows.append(tuple(sizes))
-        times.append(change.time)
+    sizes = dict.fromkeys(names, 0) | {_BEFORE: before}
+    rows, times = [tuple(sizes.values())], [changes[0][0] if changes else 0]
+    for time, size, frames in changes:
+        line = _line(frames)
+        sizes[line if line in sizes else _OTHER_LINES] += size
+        rows.append(tuple(sizes.values()))
+        times.append(time)
     stacks = [(list(stack), size) for stack, size in by_stack.items() if stack and size > 0]
     kept = before + by_stack[()]
     if kept > 0:
@@ -250,27 +238,19 @@ def _changes(
 ) -> tuple[list[_Change], int]:
     """Allocations and frees, and the bytes that were allocated before the first of them."""
     live: dict[int, Frames] = {}
-    changes, before = [], 0
+    changes: list[_Change] = []
+    before = 0
     for number, event in enumerate(events):
         action, time = event["action"], event.get("time_us", number)
         if action == "alloc":
             live[event["addr"]] = event["frames"]
-            changes.append(_Change(time, event["size"], event["frames"]))
+            changes.append((time, event["size"], event["frames"]))
         elif action == "free_completed":
             frames = live.pop(event["addr"], None)
             before += event["size"] if frames is None else 0
-            changes.append(_Change(time, -event["size"], frames))
+            changes.append((time, -event["size"], frames))
     before += sum(block["size"] for block in in_use if block["address"] not in live)
     return changes, before
-
-
-def _used(segment: dict[str, Any]) -> list[dict[str, Any]]:
-    """Blocks in use, with their addresses, which old versions of torch omit."""
-    starts = accumulate((block["size"] for block in segment["blocks"]), initial=segment["address"])
-    placed = (
-        {"address": start, **block} for start, block in zip(starts, segment["blocks"], strict=False)
-    )
-    return [block for block in placed if _in_use(block)]
 
 
 def _in_use(block: dict[str, Any]) -> int:

@@ -199,7 +199,6 @@ def _top(steps: Numbers, totals: Numbers) -> tuple[float, str]:
 
 def _costs(table: Sequence[TableRow]) -> Table:
     """Callbacks and loggers, the most costly first."""
-    rows = [(name, _time(seconds), calls, _time(share)) for name, seconds, calls, share in table]
     return Table(
         ("name", "seconds", "calls", "per call", "share of the run", ""),
         [
@@ -211,13 +210,9 @@ def _costs(table: Sequence[TableRow]) -> Table:
                 f"{share:.1%}",
                 Bar([(min(share, 1.0), "var(--faint)", f"{share:.1%}")]),
             )
-            for name, seconds, calls, share in sorted(rows, key=lambda row: -row[1])
+            for name, seconds, calls, share in sorted(table, key=lambda row: -row[1])
         ],
     )
-
-
-def _time(value: float) -> float:
-    return value if isfinite(value) and value > 0 else 0.0
 
 
 def _draw(axes: Axes, shown: Areas) -> None:

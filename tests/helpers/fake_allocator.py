@@ -35,6 +35,7 @@ HISTORY = {
 def segment(address: int, frames: list[dict[str, Any]], size: int) -> dict[str, Any]:
     """Four MiB of the device that hold one block."""
     block = {"size": size, "requested_size": size, "state": "active_allocated", "frames": frames}
+    block["address"] = address
     free = {"size": 4 * MIB - size, "requested_size": 0, "state": "inactive", "frames": []}
     return {"address": address, "stream": 0, "total_size": 4 * MIB, "blocks": [block, free]}
 
