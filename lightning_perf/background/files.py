@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import os
 import shutil
@@ -56,7 +55,7 @@ def compress(source: Path, target: Path) -> None:
 
 
 def place(source: Path, target: Path) -> None:
-    """Move a file by a rename, or by a copy to another file system.
+    """Rename a file once it is on the disk.
 
     Raises:
         OSError: If the source cannot be read or the target cannot be written; the source stays.
@@ -64,14 +63,7 @@ def place(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb+") as raw:
         _sync(raw)
-    try:
-        source.replace(target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        with source.open("rb") as raw, written_whole(target) as file:
-            shutil.copyfileobj(raw, file, _CHUNK)
-        source.unlink()
+    source.replace(target)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -16,13 +16,10 @@ from lightning_perf.units import duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
     from lightning_perf.traces.events import Events
-
-    Numbers: TypeAlias = NDArray[np.float64]
 
 #: Events of the host, and of the devices, that are used at most.
 MOST_EVENTS = 3_000_000
@@ -233,104 +230,52 @@ def _kernels(events: Events, device: Table) -> list[Operator]:
 def _device_time(
     events: Events, device: Table, kinds: NDArray[Any], begin: int, end: int
 ) -> DeviceTime:
-    length, names = (end - begin) / 1e9, [name for _, name in events.names]
-
-    def union(table: Table, rows: NDArray[Any]) -> Intervals:
-        starts, ends = ((times[rows] - begin) / 1e9 for times in (table.start, table.end))
-        return Intervals.union(starts, ends, length)
+    host, names = events.host, [name for _, name in events.names]
 
     def are(test: Callable[[str], object], table: Table) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = np.array([bool(test(name)) for name in names])[table.name]
         return found
 
-    host, kernels = events.host, kinds[device.name] == Kind.KERNEL
     loading = are(lambda name: name.startswith(_INPUT), host)
     loading &= kinds[host.name] == Kind.ANNOTATION
-    working = np.isin(kinds[host.name], [Kind.OPERATOR, Kind.CALL])
-    waits_for_data, active = union(host, loading), union(host, loading | working)
-    talks = are(_COMMUNICATION.match, device)
-    computes = kernels & ~talks
-    seconds = (device.end - device.start) / 1e9
-    fast = are(
+    working = loading | np.isin(kinds[host.name], [Kind.OPERATOR, Kind.CALL])
+    communicates, is_kernel = are(_COMMUNICATION.match, device), kinds[device.name] == Kind.KERNEL
+    computes = is_kernel & ~communicates
+    on_tensor_cores = computes & are(
         lambda name: _TENSOR_CORES.search(name) and not _NO_TENSOR_CORES.search(name), device
     )
-    times = []
-    places = np.unique(device.place)
-    for place in places:
-        here = device.place == place
-        busy, talking = union(device, here), union(device, here & talks)
-        idle = busy.gaps(length)
-        waiting, launching = idle.overlap(waits_for_data), idle.overlap(active)
-        hidden = talking.overlap(union(device, here & computes))
-        times.append({
-            "busy": busy.total,
-            "idle_input": waiting,
-            "idle_launch": launching - waiting,
-            "idle_other": idle.total - launching,
-            "communication": talking.total,
-            "exposed_communication": talking.total - hidden,
-            "kernels": float(seconds[here & computes].sum()),
-            "tensor_cores": float(seconds[here & computes & fast].sum()),
-        })  # fmt: skip
-    return DeviceTime(len(times), **{key: fmean(each[key] for each in times) for key in times[0]})
+    times = np.r_[device.start, device.end, host.start[working], host.end[working], begin, end]
+    points = np.unique(times.clip(begin, end))
+    lengths = np.diff(points) / 1e9
 
-
-# -- sets of times ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Intervals:
-    """Times at which something happened, without overlaps and in order."""
-
-    starts: Numbers
-    ends: Numbers
-
-    @classmethod
-    def union(cls, starts: Numbers, ends: Numbers, length: float) -> Intervals:
-        """The union of intervals, as far as it is between 0 and a length.
-
-        Example:
-            >>> found = Intervals.union(np.array([5.0, -1.0, 1.0]), np.array([9.0, 2.0, 3.0]), 8.0)
-            >>> found.starts.tolist(), found.ends.tolist(), found.total
-            ([0.0, 5.0], [3.0, 8.0], 6.0)
-        """
-        starts, ends = np.maximum(starts, 0.0), np.minimum(ends, length)
-        order = np.argsort(starts[starts < ends])
-        starts, ends = starts[starts < ends][order], ends[starts < ends][order]
-        if not len(starts):
-            return cls(starts, ends)
-        ends = np.maximum.accumulate(ends)
-        apart = starts[1:] > ends[:-1]
-        return cls(starts[np.r_[True, apart]], ends[np.r_[apart, True]])
-
-    @property
-    def total(self) -> float:
-        """Their whole length."""
-        return float((self.ends - self.starts).sum())
-
-    def gaps(self, length: float) -> Intervals:
-        """What they leave free between 0 and a length."""
-        return Intervals.union(np.r_[0.0, self.ends], np.r_[self.starts, length], length)
-
-    def overlap(self, other: Intervals) -> float:
-        """How long both happened at once.
-
-        Example:
-            >>> one = Intervals(np.array([0.0, 5.0]), np.array([3.0, 8.0]))
-            >>> one.overlap(Intervals(np.array([2.0]), np.array([6.0])))
-            2.0
-        """
-        return float((other._before(self.ends) - other._before(self.starts)).sum())
-
-    def _before(self, times: Numbers) -> Numbers:
-        """Their length before each time."""
-        if not len(self.starts):
-            return np.zeros_like(times)
-        knots = np.column_stack([self.starts, self.ends]).ravel()
-        lengths = np.cumsum(self.ends - self.starts)
-        before = np.column_stack([np.r_[0.0, lengths[:-1]], lengths]).ravel()
-        found: Numbers = np.interp(times, knots, before)
+    def during(table: Table, rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Whether one of these events runs, from each of the points to the next."""
+        begun, over = (
+            np.searchsorted(np.sort(each[rows]), points[:-1], "right")
+            for each in (table.start, table.end)
+        )
+        found: NDArray[np.bool_] = begun > over
         return found
+
+    in_loader, in_operators = during(host, loading), during(host, working)
+    seconds = (device.end - device.start) / 1e9
+    each_device = []
+    for place in np.unique(device.place):
+        here = device.place == place
+        busy, talking = during(device, here), during(device, here & communicates)
+        exposed = talking & ~during(device, here & computes)
+        each_device.append({
+            "busy": lengths[busy].sum(),
+            "idle_input": lengths[~busy & in_loader].sum(),
+            "idle_launch": lengths[~busy & in_operators & ~in_loader].sum(),
+            "idle_other": lengths[~busy & ~in_operators].sum(),
+            "communication": lengths[talking].sum(),
+            "exposed_communication": lengths[exposed].sum(),
+            "kernels": seconds[here & computes].sum(),
+            "tensor_cores": seconds[here & on_tensor_cores].sum(),
+        })  # fmt: skip
+    mean = {key: fmean(float(each[key]) for each in each_device) for key in each_device[0]}
+    return DeviceTime(len(each_device), **mean)
 
 
 # -- views ----------------------------------------------------------------------------------------

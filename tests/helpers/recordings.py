@@ -37,6 +37,12 @@ def after(worker, written):
     return written
 
 
+def tried(worker):
+    """Wait until the files are placed, and their uploads, which follow then, were tried once."""
+    for _ in range(2):
+        worker.call(lambda: None, PATIENCE)
+
+
 def files(folder):
     """All files below a folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

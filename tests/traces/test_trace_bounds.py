@@ -6,7 +6,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record
+from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, tried
 
 from lightning_perf.background.files import written_whole
 from lightning_perf.errors import PerfWarning, WarningDigest
@@ -59,7 +59,7 @@ def test_a_warning_names_ten_files(make_writer, worker, tmp_path):
     writer = make_writer(targets=[Target(Server(99))], backoff=(3600.0,))
     for batch in range(12):
         record(writer, batch)
-    worker.call(lambda: None, PATIENCE)
+    tried(worker)
     with pytest.warns(PerfWarning, match=r"rank0\.9\.json and 2 more; ") as warned:
         writer.close()
     assert len(warned) == 1
