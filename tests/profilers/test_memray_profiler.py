@@ -17,13 +17,12 @@ import torch
 import yaml
 from helpers.configuration import parse
 from helpers.data_workers import Loading, Work
-from helpers.outcome import outcome
 from helpers.small import Records, Small, left_in, ours, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 from torch.utils.data import DataLoader
 
-from lightning_perf import ConfigError, Cyclic, Every, Fixed, Memray, PerfWarning
+from lightning_perf import Cyclic, Every, Fixed, Memray, PerfWarning
 
 MEGABYTES = 5_000_000
 #: Without the summary, which a separate process makes.
@@ -146,34 +145,6 @@ def test_a_tracker_of_the_user_continues(tmp_path: Path) -> None:
     assert len(ours(caught)) == 1
     assert found == []
     assert meals(tmp_path / "theirs.bin") == 16
-
-
-def test_training_is_bitwise_identical(tmp_path: Path) -> None:
-    """Recording changes no loss, weight or random number."""
-    plain = outcome(tmp_path / "plain", logger=Records())
-    watched = outcome(tmp_path / "on", Capture(schedule="every 9ba for 2ba"), logger=Records())
-    assert files(tmp_path / "on")
-    assert plain["losses"] == watched["losses"]
-    assert torch.equal(plain["rng"], watched["rng"])
-    assert all(map(torch.equal, plain["weights"], watched["weights"]))
-
-
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        (
-            "native_trace",
-            "native_trace=True is not an option of Memray: did you mean native_traces?",
-        ),
-        ("trace_python_allocator", "did you mean trace_python_allocators?"),
-        ("zzz", "zzz=True is not an option of Memray; memray has file_format"),
-    ],
-)
-def test_an_unknown_option_gets_a_suggestion(option: str, expected: str) -> None:
-    """Arguments of Memray and of memray.Tracker are suggested."""
-    with pytest.raises(ConfigError) as caught:
-        Memray(**{option: True})
-    assert expected in str(caught.value)
 
 
 def test_options_reach_memray(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import memray
 import pytest
 import torch
 import yaml
+from helpers.outcome import outcome
 from helpers.small import Records, Small, ours, trainer
 
 from lightning_perf import (
@@ -178,3 +179,51 @@ def test_copies_can_be_made_at_any_time_and_record(tmp_path: Path, make: Any) ->
     run = trainer(tmp_path / "copy", copies[4], logger=Records(), limit_train_batches=5)
     run.fit(Small())
     assert len(copies[4].saved_traces) == len(profiler.saved_traces)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "expected"),
+    [
+        (Memray, "native_trace", "of Memray: did you mean native_traces?"),
+        (Memray, "trace_python_allocator", "did you mean trace_python_allocators?"),
+        (Memray, "zzz", "is not an option of Memray; memray has file_format"),
+        (PyTorch, "record_shape", "of PyTorch: did you mean record_shapes?"),
+        (PyTorch, "num_trace_to_keep", "did you mean num_traces_to_keep?"),
+        (PyTorch, "acc_event", "did you mean acc_events?"),
+        (PyTorch, "zzz", "is not an option of PyTorch; torch.profiler has acc_events"),
+        (VizTracer, "log_torchs", "of VizTracer: did you mean log_torch?"),
+        (VizTracer, "batch_per_trace", "did you mean batches_per_trace?"),
+        (VizTracer, "zzz", "is not an option of VizTracer; viztracer has exclude_files"),
+        (VizTracer, "register_global", "is not an option of VizTracer"),
+    ],
+)
+def test_an_unknown_option_gets_a_suggestion(kind: Any, option: str, expected: str) -> None:
+    """Arguments of the profiler and of its tool are suggested; those that we set are refused."""
+    with pytest.raises(ConfigError) as caught:
+        kind(**{option: True})
+    assert str(caught.value).startswith(f"{option}=True ")
+    assert expected in str(caught.value)
+    assert "Try" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Memray(schedule="every 9ba for 2ba"),
+        lambda: VizTracer(schedule="every 9ba for 2ba"),
+        lambda: PyTorch(
+            schedule="every 9ba for 2ba", key_averages=True, with_stack=True, record_shapes=True,
+            memory_filename="rank{rank}.{batch}.html",
+        ),
+    ],
+    ids=["Memray", "VizTracer", "PyTorch"],
+)  # fmt: skip
+def test_training_is_bitwise_identical(tmp_path: Path, make: Any) -> None:
+    """Recording changes no loss, weight or random number."""
+    plain, profiler = outcome(tmp_path / "plain", logger=Records()), make()
+    watched = outcome(tmp_path / "on", profiler, logger=Records())
+    assert profiler.saved_traces
+    assert plain["losses"] == watched["losses"]
+    assert torch.equal(plain["rng"], watched["rng"])
+    assert all(map(torch.equal, plain["weights"], watched["weights"]))

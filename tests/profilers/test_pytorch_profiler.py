@@ -193,26 +193,6 @@ def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field
         PyTorch(**options)
 
 
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        (
-            "record_shape",
-            "record_shape=True is not an option of PyTorch: did you mean record_shapes?",
-        ),
-        ("num_trace_to_keep", "did you mean num_traces_to_keep?"),
-        ("acc_event", "did you mean acc_events?"),
-        ("zzz", "zzz=True is not an option of PyTorch; torch.profiler has acc_events"),
-    ],
-)
-def test_an_unknown_option_gets_a_suggestion(option: str, expected: str) -> None:
-    """Arguments of PyTorch and of torch.profiler are suggested."""
-    with pytest.raises(ConfigError) as caught:
-        PyTorch(**{option: True})
-    assert expected in str(caught.value)
-    assert "Try" not in str(caught.value)
-
-
 def test_runs_of_the_same_name_do_not_share_a_folder(tmp_path: Path) -> None:
     """Loggers of the same name and version have different folders."""
     for logs in ("a", "b", "c"):

@@ -19,7 +19,6 @@ import torch
 import yaml
 from helpers.configuration import parse
 from helpers.data_workers import Loading, Work
-from helpers.outcome import outcome
 from helpers.recordings import theirs_in
 from helpers.small import Records, Small, left_in, ours, trainer
 from torch.utils.data import DataLoader
@@ -32,7 +31,6 @@ from lightning_perf import (
     Every,
     Fixed,
     PerfWarning,
-    PyTorch,
     VizTracer,
 )
 from lightning_perf.profilers.tools import python_profiler
@@ -104,16 +102,6 @@ def test_tracer_entries_limits_a_file(tmp_path: Path) -> None:
     assert 90 < len(events) < 110
 
 
-def test_conflicting_windows_are_left_out(tmp_path: Path) -> None:
-    """A window during another profiler's recording is left out, with one warning."""
-    torchs = PyTorch(schedule=Fixed(2, 4))
-    with pytest.warns(PerfWarning, match="VizTracer cannot record while PyTorch does") as caught:
-        found = fit(tmp_path, torchs, VizTracer(schedule="every 4ba"))
-    assert len(ours(caught)) == 1
-    assert sorted(found) == ["rank0.13.json.gz", "rank0.9.json.gz"]
-    assert len(torchs.saved_traces) == 1
-
-
 def test_a_profiler_of_the_user_continues(tmp_path: Path) -> None:
     """Beside cProfile, windows are left out, with one warning."""
     watch = cProfile.Profile()
@@ -126,32 +114,6 @@ def test_a_profiler_of_the_user_continues(tmp_path: Path) -> None:
     finally:
         watch.disable()
     assert found == {}
-
-
-def test_training_is_bitwise_identical(tmp_path: Path) -> None:
-    """Recording changes no loss, weight or random number."""
-    plain = outcome(tmp_path / "plain", logger=Records())
-    watched = outcome(tmp_path / "on", VizTracer(schedule="every 9ba for 2ba"), logger=Records())
-    assert list((tmp_path / "on").rglob("*.json.gz"))
-    assert plain["losses"] == watched["losses"]
-    assert torch.equal(plain["rng"], watched["rng"])
-    assert all(map(torch.equal, plain["weights"], watched["weights"]))
-
-
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("log_torchs", "log_torchs=True is not an option of VizTracer: did you mean log_torch?"),
-        ("batch_per_trace", "did you mean batches_per_trace?"),
-        ("zzz", "zzz=True is not an option of VizTracer; viztracer has exclude_files"),
-        ("register_global", "register_global=True is not an option of VizTracer"),
-    ],
-)
-def test_an_unknown_option_gets_a_suggestion(option: str, expected: str) -> None:
-    """Arguments of both classes are suggested; those that we set are refused."""
-    with pytest.raises(ConfigError) as caught:
-        VizTracer(**{option: True})
-    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
