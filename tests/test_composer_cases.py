@@ -40,7 +40,7 @@ from lightning_perf.schedule import Cyclic, Every
 from lightning_perf.system import Sampler
 from lightning_perf.system.gpus import gpus
 from lightning_perf.system.host import Traffic, disks
-from lightning_perf.traces import file_format, remote_format, split_url
+from lightning_perf.traces.names import file_format, remote_format, split_url
 
 CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
 

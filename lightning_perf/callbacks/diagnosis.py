@@ -33,7 +33,7 @@ from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
 from lightning_perf.timing.pauses import GcTimer, run_queue
 from lightning_perf.timing.totals import Totals
-from lightning_perf.traces import check_names
+from lightning_perf.traces.folder import check_names
 from lightning_perf.traces.stream import TraceError
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from lightning_perf.tracking.tracker import tracker_at
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lightning_perf.traces import Target
+    from lightning_perf.traces.uploads import Target
 
 _Key = tuple[str, str, frozenset[tuple[str, str]]]
 _MISSING = "the file is missing; --forget-missing removes it from the list"

@@ -21,13 +21,13 @@ from lightning_perf.run.artifacts import new_writer
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.trainer_info import resumes
 from lightning_perf.schedule import Cyclic, Schedule, as_schedule
-from lightning_perf.traces import TraceOptions, check_names
+from lightning_perf.traces.folder import TraceOptions, check_names
 from lightning_perf.tracking.stores import check_store
 
 if TYPE_CHECKING:
     from lightning_perf.core.progress import Moment, Timestamp
     from lightning_perf.run.context import RunContext
-    from lightning_perf.traces import TraceWriter
+    from lightning_perf.traces.writer import TraceWriter
 
 
 #: Files that are made of a recording, which exists without them.

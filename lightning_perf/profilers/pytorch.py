@@ -30,7 +30,7 @@ from lightning_perf.profilers.tools import (
 )
 from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
-from lightning_perf.traces import file_format, remote_format
+from lightning_perf.traces.names import file_format, remote_format
 from lightning_perf.traces.summary import TraceSummary, summarize
 
 if TYPE_CHECKING:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_perf.traces import TraceOptions, TraceRun, TraceWriter
+from lightning_perf.traces.folder import TraceOptions
+from lightning_perf.traces.uploads import TraceRun
+from lightning_perf.traces.writer import TraceWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lightning_perf.run.callback import PerfCallback
     from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
-    from lightning_perf.traces import Target
+    from lightning_perf.traces.uploads import Target
 
 
 _log = logging.getLogger("lightning_perf")

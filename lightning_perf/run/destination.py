@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.background.worker import Worker
-    from lightning_perf.traces import Target
+    from lightning_perf.traces.uploads import Target
 
 
 @dataclass(frozen=True, slots=True)

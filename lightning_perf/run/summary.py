@@ -23,7 +23,7 @@ from lightning_perf.errors import describe, warn
 from lightning_perf.run import artifacts
 from lightning_perf.run.trainer_info import setup_of
 from lightning_perf.timing.totals import CATEGORIES
-from lightning_perf.traces import TraceOptions
+from lightning_perf.traces.folder import TraceOptions
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     RUNNING,

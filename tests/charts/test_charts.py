@@ -22,9 +22,8 @@ from helpers.browser import needs_browser, text_from_browser, without_policy
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lightning_perf.charts import Row, stacked_html, stacked_png
 from lightning_perf.charts.page import COLOURS, colour_of
-from lightning_perf.charts.stacked import MAX_POINTS, stack
+from lightning_perf.charts.stacked import MAX_POINTS, Row, stack, stacked_html, stacked_png
 
 #: Batches of up to 50 ms.
 ROWS: list[Row] = [
@@ -278,7 +277,7 @@ def test_drawing_libraries_are_imported_when_something_is_drawn(tmp_path: Path) 
     """Importing the package imports neither matplotlib nor jinja2, and nothing imports pyplot."""
     code = """
 import sys
-from lightning_perf.charts import (stacked_html, stacked_png)
+from lightning_perf.charts.stacked import stacked_html, stacked_png
 assert not {"matplotlib", "jinja2", "torch"} & set(sys.modules)
 stacked_png(sys.argv[1] + "/time.png", [(1, {"forward": 1.0})])
 stacked_html(sys.argv[1] + "/time.html", [(1, {"forward": 1.0})])

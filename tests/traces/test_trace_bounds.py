@@ -10,7 +10,7 @@ from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, 
 
 from lightning_perf.background.files import written_whole
 from lightning_perf.errors import PerfWarning, WarningDigest
-from lightning_perf.traces import Target, read_pending
+from lightning_perf.traces.uploads import Target, read_pending
 
 
 @pytest.mark.parametrize("keep", [-1, 3])

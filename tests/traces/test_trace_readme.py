@@ -5,7 +5,7 @@ from helpers.recordings import CONTENT, Server, after, files, record
 
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import PerfWarning
-from lightning_perf.traces import Target
+from lightning_perf.traces.uploads import Target
 
 TEXT = "Drag the files onto https://ui.perfetto.dev.\n"
 

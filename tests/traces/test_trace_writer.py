@@ -15,14 +15,14 @@ from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, 
 from lightning_perf.background.files import compress, place
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
-from lightning_perf.traces import (
+from lightning_perf.traces.folder import check_names
+from lightning_perf.traces.uploads import (
+    Mirror,
     PendingUpload,
     Target,
-    check_names,
     read_pending,
     rewrite_pending,
 )
-from lightning_perf.traces.uploads import Mirror
 from lightning_perf.tracking.mlflow import MlflowRun
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_perf import PerfWarning, PyTorch, Timings
 from lightning_perf.background.worker import Worker
 from lightning_perf.run import artifacts, destination
-from lightning_perf.traces import TraceRun, read_pending
+from lightning_perf.traces.uploads import TraceRun, read_pending
 
 # A warning of Matplotlib, which `pytest.warns` re-emits.
 pytestmark = pytest.mark.filterwarnings("ignore:Passing individual properties")

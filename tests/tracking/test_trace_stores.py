@@ -19,8 +19,8 @@ from mlflow import MlflowClient
 
 from lightning_perf import PyTorch, VizTracer
 from lightning_perf.errors import ConfigError, PerfWarning
-from lightning_perf.traces import read_pending
 from lightning_perf.traces.folder import distinct_name
+from lightning_perf.traces.uploads import read_pending
 from lightning_perf.tracking.stores import store_target
 
 

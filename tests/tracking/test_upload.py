@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 
 from lightning_perf import PyTorch
 from lightning_perf.errors import PerfWarning
-from lightning_perf.traces import PendingUpload, Target, read_pending, rewrite_pending
+from lightning_perf.traces.uploads import PendingUpload, Target, read_pending, rewrite_pending
 from lightning_perf.tracking.mlflow import MlflowRun
 
 
