@@ -7,27 +7,20 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning_perf.errors import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 T = TypeVar("T")
-
-
-@dataclass(order=True, slots=True)
-class _Entry:
-    #: On `time.monotonic`.
-    due: float
-    number: int
-    label: str = field(compare=False)
-    job: Callable[[], object] = field(compare=False)
+Job = Callable[[], object]
 
 
 def _warn(label: str, error: BaseException) -> None:
@@ -68,7 +61,7 @@ class Worker:
         with self._guard():
             return len(self._queue) + self._running
 
-    def submit(self, job: Callable[[], object], label: str, delay: float = 0.0) -> bool:
+    def submit(self, job: Job, label: str, delay: float = 0.0) -> bool:
         """Queue a job, to be run after ``delay`` seconds or when the worker is closed; never waits.
 
         Returns False if it was not queued: the queue is full or closed, or the thread cannot be
@@ -77,8 +70,8 @@ class Worker:
         with self._guard():
             if self._closed or len(self._queue) >= self._capacity or not self._start():
                 return False
-            self._count += 1
-            heapq.heappush(self._queue, _Entry(time.monotonic() + delay, self._count, label, job))
+            due = time.monotonic() + delay
+            heapq.heappush(self._queue, (due, next(self._numbers), label, job))
             self._changed.notify_all()
             return True
 
@@ -143,9 +136,10 @@ class Worker:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._changed = threading.Condition(threading.RLock())
-        self._queue: list[_Entry] = []
+        #: When they are due, their number (so that no jobs are compared), labels and jobs.
+        self._queue: list[tuple[float, int, str, Job]] = []
+        self._numbers = count()
         self._running = 0
-        self._count = 0
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -167,24 +161,24 @@ class Worker:
 
     def _loop(self) -> None:
         while (entry := self._take()) is not None:
-            self._perform(entry.label, entry.job, BaseException)
+            self._perform(*entry, BaseException)
             del entry  # an idle worker must not keep the objects of its last job alive
             with self._changed:
                 self._running = 0
                 self._changed.notify_all()
 
-    def _take(self) -> _Entry | None:
-        """Wait for the next due job; None when the queue is closed and empty."""
+    def _take(self) -> tuple[str, Job] | None:
+        """Wait for the next due job and its label; None when the queue is closed and empty."""
         with self._changed:
             while self._queue or not self._closed:
-                wait = self._queue[0].due - time.monotonic() if self._queue else None
+                wait = self._queue[0][0] - time.monotonic() if self._queue else None
                 if wait is not None and (self._closed or wait <= 0):
                     self._running = 1
-                    return heapq.heappop(self._queue)
+                    return heapq.heappop(self._queue)[2:]
                 self._changed.wait(wait)
             return None
 
-    def _perform(self, label: str, job: Callable[[], object], caught: type[BaseException]) -> None:
+    def _perform(self, label: str, job: Job, caught: type[BaseException]) -> None:
         try:
             job()
         except caught as error:

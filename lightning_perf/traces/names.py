@@ -22,14 +22,8 @@ _FILE_EXAMPLE = "'rank{rank}.{batch}.json'"
 _URL_EXAMPLE = "'s3://bucket/{run_name}/rank{rank}.{batch}.json'"
 
 #: Constant during a run.
-FOLDER_VARIABLES = (
-    "run_name",
-    "rank",
-    "local_rank",
-    "world_size",
-    "local_world_size",
-    "node_rank",
-)
+RANK_VARIABLES = ("local_rank", "world_size", "local_world_size", "node_rank")
+FOLDER_VARIABLES = ("run_name", "rank", *RANK_VARIABLES)
 #: These only grow, so they order traces in time.
 TOTALS = ("epoch", "batch", "sample", "token", "step", "total_wct")
 #: These restart with each epoch.
@@ -240,14 +234,8 @@ def numbered(name: str, number: int) -> str:
 
 def run_values(run_name: str, ranks: Ranks) -> dict[str, Value]:
     """The values of `FOLDER_VARIABLES`; `run_name` may hold any characters."""
-    return {
-        "run_name": run_name,
-        "rank": ranks.global_rank,
-        "local_rank": ranks.local_rank,
-        "world_size": ranks.world_size,
-        "local_world_size": ranks.local_world_size,
-        "node_rank": ranks.node_rank,
-    }
+    own = {name: getattr(ranks, name) for name in RANK_VARIABLES}
+    return {"run_name": run_name, "rank": ranks.global_rank, **own}
 
 
 def time_values(timestamp: Timestamp) -> dict[str, Value]:
