@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,14 +19,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from lightning_perf.background.worker import wait_until
-
 #: Records into a file, by path and number of the child: the first ``next`` starts the recorder,
 #: the second stops it.
 ChildRecord = Callable[[Path, int], Generator[None, None, None]]
 
-#: Seconds to wait for a child's file.
-_PATIENCE = 5.0
+#: Seconds to wait for a child's file, and between two looks for it.
+_PATIENCE, _INTERVAL = 5.0, 0.02
 #: A process that does not handle it ignores it.
 _SIGNAL = getattr(signal, "SIGURG", None)
 
@@ -66,7 +65,8 @@ class Children:
         self._marker.unlink(missing_ok=True)
         self._announce()
         folder = self._folders[-1]
-        return Files(folder, tuple(sorted(int(path.stem) for path in folder.glob("*.on"))))
+        numbers = tuple(sorted(int(path.stem) for path in folder.glob("*.on")))
+        return Files(folder, numbers, self._announce)
 
     def _announce(self) -> None:
         for process in list(self._processes):
@@ -97,11 +97,15 @@ class Files:
     _folder: Path
     #: Children that recorded.
     numbers: tuple[int, ...]
+    _announce: Callable[[], None] = lambda: None
 
     def wait(self) -> dict[int, Path]:
         """The files by number; those of killed children are missing, after some seconds."""
+        until = time.monotonic() + _PATIENCE
         files = {number: self._folder / str(number) for number in self.numbers}
-        wait_until(lambda: all(path.exists() for path in files.values()), _PATIENCE)
+        while not all(path.exists() for path in files.values()) and time.monotonic() < until:
+            time.sleep(_INTERVAL)
+            self._announce()  # a signal just before a call that blocks does not interrupt it
         return {number: path for number, path in files.items() if path.exists()}
 
 

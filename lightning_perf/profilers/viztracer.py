@@ -70,12 +70,6 @@ def ready_tracer(rank: int, entries: int, options: Mapping[str, Any], child: int
 @cache
 def _tracer(pid: int, entries: int) -> Any:
     """The tracer of a process (a forked child has its own) and a buffer size."""
-    kind = _reusable()
-    return kind.__new__(kind, entries)
-
-
-@cache
-def _reusable() -> Any:
     from viztracer import VizTracer as Tracer  # type: ignore[import-untyped]
     from viztracer.snaptrace import Tracer as Core  # type: ignore[import-untyped]
 
@@ -90,7 +84,7 @@ def _reusable() -> Any:
     class Reusable(Tracer, Once):  # type: ignore[misc]
         """Can be initialized again, with other options."""
 
-    return Reusable
+    return Reusable.__new__(Reusable, entries)
 
 
 def start(tracer: Any) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import memray
 import pytest
 import torch
-import yaml
-from helpers.configuration import parse
 from helpers.data_workers import Loading, Work
 from helpers.small import Records, Small, left_in, ours, trainer
 from lightning.pytorch.loggers import MLFlowLogger
@@ -120,19 +118,6 @@ def test_capture_and_flame_graph_are_uploaded(tmp_path: Path, mlflow_database: s
     found = MlflowClient(mlflow_database).list_artifacts(logger.run_id, "crow/memray")
     names = sorted(Path(entry.path).name for entry in found)
     assert names == ["README.md", "rank0.16.bin", "rank0.16.html"]
-
-
-def test_a_failing_page_warns_and_keeps_the_capture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The warning has memray's message."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
-    (tmp_path / "broken" / "memray").mkdir(parents=True)
-    (tmp_path / "broken" / "memray" / "__main__.py").write_text("raise SystemExit('planted')")
-    (tmp_path / "broken" / "memray" / "__init__.py").touch()
-    with pytest.warns(PerfWarning, match=r"rank0\.1\.html was not finished.*planted"):
-        found = fit(tmp_path, Capture(schedule="first 1ba", flamegraph=True))
-    assert found == ["rank0.1.bin"]
 
 
 def test_a_tracker_of_the_user_continues(tmp_path: Path) -> None:
@@ -259,20 +244,6 @@ def test_the_aggregated_format_has_a_summary_without_totals(tmp_path: Path) -> N
     }
 
 
-def test_a_failing_summary_warns_and_keeps_the_capture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is one warning."""
-    monkeypatch.setattr("lightning_perf.profilers.memray.run_python", _broken)
-    with pytest.warns(PerfWarning, match=r"rank0\.1\.txt was not finished.*planted"):
-        found = fit(tmp_path, Memray(schedule="first 1ba"))
-    assert found == ["rank0.1.bin"]
-
-
-def _broken(*_: str) -> str:
-    raise OSError("planted")
-
-
 def test_metrics_of_the_last_window_reach_mlflow(tmp_path: Path, mlflow_database: str) -> None:
     """They are logged although no batch follows."""
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="owl")
@@ -333,21 +304,6 @@ def test_a_worker_started_in_a_window_is_captured(tmp_path: Path) -> None:
     for capture in [*captures, folder / "rank0.22.bin"]:
         with memray.FileReader(capture) as reader:
             assert list(reader.get_allocation_records())
-
-
-def test_yaml(tmp_path: Path) -> None:
-    """Arguments of memray are in dict_kwargs."""
-    written = yaml.safe_load("""
-        class_path: lightning_perf.Memray
-        init_args: {schedule: every 100ba for 3ba, flamegraph: true, follow_fork: true}
-        dict_kwargs: {trace_python_allocators: true}
-    """)
-    (profiler,) = (c for c in parse(tmp_path, [written]).trainer.callbacks if isinstance(c, Memray))
-    assert profiler.schedule == Every("100ba", lasting="3ba")
-    assert (profiler.flamegraph, profiler.follow_fork, profiler.summary) == (True, True, True)
-    with pytest.warns(PerfWarning, match="after batch 100; training ended after batch 16"):
-        fit(tmp_path, profiler)
-    assert profiler._tracker_options() == {"native_traces": False, "trace_python_allocators": True}
 
 
 def test_writers_for_children_are_made_on_demand(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from helpers.pages import loaded_from_elsewhere
-from helpers.small import Records, Small, trainer
+from helpers.small import Records, Small, left_in, ours, trainer
 from torch.cuda import _memory_viz
 
-from lightning_perf import Memray, Profiler, PyTorch, VizTracer
+from lightning_perf import Memray, PerfWarning, Profiler, PyTorch, VizTracer
 from lightning_perf.charts.memory import history, of_history, segments
 
 MIB = 1 << 20
@@ -79,6 +79,37 @@ def test_pages_load_nothing(tmp_path: Path, profiler: Any) -> None:
     (page,) = tmp_path.rglob("*.html")
     assert "<svg" in page.read_text() or "<script" in page.read_text()
     assert loaded_from_elsewhere(page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "files"),
+    [
+        (
+            lambda: PyTorch(schedule="first 1ba", key_averages=True),
+            ["rank0.1.pt.trace.json.gz", "rank0.1.pt.trace.txt"],
+        ),
+        (lambda: VizTracer(schedule="first 1ba", html=True), ["rank0.1.json.gz", "rank0.1.html"]),
+        (lambda: Memray(schedule="first 1ba"), ["rank0.1.bin", "rank0.1.txt"]),
+        (
+            lambda: Memray(schedule="first 1ba", flamegraph=True, summary=False),
+            ["rank0.1.bin", "rank0.1.html"],
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_made_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, files: list[str]
+) -> None:
+    """It has the message of the program, and the recording is kept."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho planted >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    recording, further = files
+    with pytest.warns(PerfWarning, match="was not finished.*planted") as caught:
+        trainer(tmp_path / "run", make(), logger=Records()).fit(Small())
+    (message,) = ours(caught)
+    assert further in message
+    assert [path.name for path in left_in(tmp_path / "run")] == [recording]
 
 
 def test_remote_addresses_are_detected() -> None:

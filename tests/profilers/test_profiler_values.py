@@ -13,11 +13,13 @@ import memray
 import pytest
 import torch
 import yaml
+from helpers.configuration import parse
 from helpers.outcome import outcome
 from helpers.small import Records, Small, ours, trainer
 
 from lightning_perf import (
     ConfigError,
+    Every,
     Fixed,
     MemorySnapshot,
     Memray,
@@ -227,3 +229,24 @@ def test_training_is_bitwise_identical(tmp_path: Path, make: Any) -> None:
     assert plain["losses"] == watched["losses"]
     assert torch.equal(plain["rng"], watched["rng"])
     assert all(map(torch.equal, plain["weights"], watched["weights"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "own", "tool"),
+    [
+        (Memray, {"flamegraph": True, "follow_fork": True}, {"trace_python_allocators": True}),
+        (VizTracer, {"patch": True, "html": True}, {"ignore_c_function": True}),
+    ],
+)
+def test_yaml(tmp_path: Path, kind: Any, own: dict[str, Any], tool: dict[str, Any]) -> None:
+    """Arguments of the tool are in dict_kwargs."""
+    node = {
+        "class_path": f"lightning_perf.{kind.__name__}",
+        "init_args": {"schedule": "every 8ba for 2ba", **own},
+        "dict_kwargs": tool,
+    }
+    (profiler,) = (c for c in parse(tmp_path, [node]).trainer.callbacks if isinstance(c, kind))
+    assert profiler.schedule == Every("8ba", lasting="2ba")
+    assert {name: getattr(profiler, name) for name in own} == own
+    assert {name: value for name, value in profiler.options.items() if value is not None} == tool

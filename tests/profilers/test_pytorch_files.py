@@ -156,17 +156,6 @@ def test_a_table_of_operators_beside_each_trace(tmp_path: Path) -> None:
     assert calls["aten::addmm"] == 6
 
 
-def test_a_failing_table_warns_and_keeps_the_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One warning has the message of the process."""
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.warns(PerfWarning, match=r"rank0\.1\.pt\.trace\.txt was not finished") as caught:
-        found = fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True))
-    assert len(ours(caught)) == 1
-    assert list(found) == ["rank0.1.pt.trace.json.gz"]
-
-
 def test_files_are_made_while_a_server_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from helpers.configuration import parse
 from helpers.data_workers import Loading, Work
 from helpers.recordings import theirs_in
 from helpers.small import Records, Small, left_in, ours, trainer
@@ -28,7 +26,6 @@ from lightning_perf import (
     Always,
     ConfigError,
     Cyclic,
-    Every,
     Fixed,
     PerfWarning,
     VizTracer,
@@ -190,23 +187,6 @@ def test_a_page_of_flame_graphs_works_offline(tmp_path: Path) -> None:
     assert set(re.findall(r"https?://[^\"]+", page)) == {"http://www.w3.org/2000/svg"}
     assert "<link" not in page
     assert "src=" not in page
-
-
-def test_yaml(tmp_path: Path) -> None:
-    """Arguments of viztracer are in dict_kwargs."""
-    written = yaml.safe_load("""
-        class_path: lightning_perf.VizTracer
-        init_args: {schedule: every 8ba for 2ba, patch: true, html: true}
-        dict_kwargs: {ignore_c_function: true}
-    """)
-    (profiler,) = (
-        c for c in parse(tmp_path, [written]).trainer.callbacks if isinstance(c, VizTracer)
-    )
-    assert profiler.schedule == Every("8ba", lasting="2ba")
-    assert (profiler.patch, profiler.html) == (True, True)
-    (events,) = fit(tmp_path, profiler).values()
-    assert calls(events, "Small.training_step") == 2
-    assert not calls(events, "builtins.len")
 
 
 THOUSANDS = """
