@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -84,7 +84,8 @@ def _tracer(pid: int, entries: int) -> Any:
     class Reusable(Tracer, Once):  # type: ignore[misc]
         """Can be initialized again, with other options."""
 
-    return Reusable.__new__(Reusable, entries)
+    kind: Any = Reusable
+    return kind.__new__(kind, entries)
 
 
 def start(tracer: Any) -> None:
@@ -273,43 +274,36 @@ class VizTracer(RecordsChildren):
         finally:
             children = self.shut_children()
         stop(tracer, path)
-        trace = _Trace(path, children)
+        merge = cache(partial(_merge, path, children))  # once, for the trace and its page
+        draw = partial(_draw, path, merge)
         return Recorded(
-            partial(trace.finish, compress=self.compress),
-            dict.fromkeys(self.further_files, trace.draw),
+            partial(_finish, path, merge, self.compress), dict.fromkeys(self.further_files, draw)
         )
 
 
-class _Trace:
-    """Processes a trace on the worker thread."""
+def _merge(path: Path, children: Files) -> None:
+    """Add the traces of child processes."""
+    if files := [str(child) for child in children.wait().values()]:
+        run_python("-m", _REPORT, "merge", str(path), *files)
 
-    def __init__(self, path: Path, children: Files) -> None:
-        self._path, self._children = path, children
-        self._merged = False
 
-    def finish(self, compress: bool) -> None:
-        self._merge()
-        check_whole(self._path)
-        if compress:
-            raw, packed = (self._path.with_name(f"{self._path.name}{s}") for s in (".json", ".cvf"))
-            self._path.replace(raw)
-            try:
-                run_python("-m", "viztracer", "--quiet", "--compress", str(raw), "-o", str(packed))
-                run_python("-m", _REPORT, "check", str(packed))
-            finally:
-                raw.replace(self._path)
-            packed.replace(self._path)
+def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
+    merge()
+    check_whole(path)
+    if compress:
+        raw, packed = (path.with_name(f"{path.name}{suffix}") for suffix in (".json", ".cvf"))
+        path.replace(raw)
+        try:
+            run_python("-m", "viztracer", "--quiet", "--compress", str(raw), "-o", str(packed))
+            run_python("-m", _REPORT, "check", str(packed))
+        finally:
+            raw.replace(path)
+        packed.replace(path)
 
-    def draw(self, page: Path) -> None:
-        self._merge()
-        run_python("-m", _REPORT, "page", str(self._path), str(page))
 
-    def _merge(self) -> None:
-        """Add the traces of child processes, once."""
-        if not self._merged:
-            self._merged = True
-            if files := [str(path) for path in self._children.wait().values()]:
-                run_python("-m", _REPORT, "merge", str(self._path), *files)
+def _draw(path: Path, merge: Callable[[], None], page: Path) -> None:
+    merge()
+    run_python("-m", _REPORT, "page", str(path), str(page))
 
 
 def _known() -> dict[str, Any]:
