@@ -116,7 +116,8 @@ class Memray(RecordsChildren):
         native_traces: Whether to record C and C++ frames too, which costs more.
         follow_fork: Whether to capture child processes that multiprocessing starts during the run,
             such as data loader workers, forked or spawned, each into a file of its own
-            (``.child1.bin``).
+            (``.child1.bin``). Each of them has a thread that checks fifty times per second whether
+            a window is open.
         summary: Whether to write a text beside each file, with the source lines that allocated the
             most, and to log metrics. A process of low priority makes it.
         **kwargs: Further arguments of ``memray.Tracker``: ``trace_python_allocators``,

@@ -1,31 +1,32 @@
 """Records child processes, such as data loader workers, in the windows of their parent.
 
-The target of each new process is wrapped, for all start methods. When a window opens or closes, the
-parent sends a signal to these processes; its handler starts or stops the recorder.
+The target of each new process is wrapped, for all start methods. In the child a thread checks
+whether a window is open, and makes the main thread start and stop the recorder.
 """
 
 from __future__ import annotations
 
+import _thread
 import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
-#: Records into a file, by path and number of the child: the first ``next`` starts the recorder,
-#: the second stops it.
+#: Records into a file, by path and number of the child: the first ``next`` starts the recorder on
+#: the main thread, the second stops it on any thread, the third cleans up on the main thread.
 ChildRecord = Callable[[Path, int], Generator[None, None, None]]
 
-#: Seconds to wait for a child's file, and between two looks for it.
-_PATIENCE, _INTERVAL = 5.0, 0.02
-#: A process that does not handle it ignores it.
+#: Seconds between two checks for a window, and of the wait for a child's file.
+_INTERVAL, _PATIENCE = 0.02, 5.0
+#: Handled by the main thread when another thread of the process simulates it; never sent.
 _SIGNAL = getattr(signal, "SIGURG", None)
 
 SUPPORTED = _SIGNAL is not None
@@ -39,15 +40,14 @@ class Children:
 
     def __init__(self, record: ChildRecord) -> None:
         self._record = record
-        # A link to the folder of the open window.
+        # Names the folder of the open window. On a local disk, since children read it often.
         self._marker = Path(tempfile.mkdtemp(prefix="lightning_perf-")) / "open"
         self._folders: list[Path] = []
-        self._processes: WeakSet[BaseProcess] = WeakSet()
         self._count = 0
         _patch(self)
 
     def open(self, path: Path) -> None:
-        """Open a window: children begin to record.
+        """Open a window: children begin to record within hundredths of a second.
 
         Their files are in a folder beside ``path``, the parent's recording.
 
@@ -57,22 +57,14 @@ class Children:
         folder = path.with_name(f"{path.name}.children").absolute()
         folder.mkdir()
         self._folders.append(folder)
-        self._marker.symlink_to(folder)
-        self._announce()
+        self._marker.with_suffix(".next").write_text(str(folder), encoding="utf-8")
+        self._marker.with_suffix(".next").replace(self._marker)
 
     def shut(self) -> Files:
         """Close the window, and with it the recordings of the children."""
         self._marker.unlink(missing_ok=True)
-        self._announce()
         folder = self._folders[-1]
-        numbers = tuple(sorted(int(path.stem) for path in folder.glob("*.on")))
-        return Files(folder, numbers, self._announce)
-
-    def _announce(self) -> None:
-        for process in list(self._processes):
-            with suppress(OSError, ValueError):  # it has ended; the user has closed it
-                if process.is_alive():
-                    os.kill(process.pid, _SIGNAL)  # type: ignore[arg-type]
+        return Files(folder, tuple(sorted(int(path.stem) for path in folder.glob("*.on"))))
 
     def leave(self) -> None:
         """Do not record processes that are started from now on."""
@@ -83,11 +75,10 @@ class Children:
         for folder in (self._marker.parent, *self._folders):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def recorder(self, process: BaseProcess) -> _Recorder:
-        """What records a process that is about to start."""
-        self._processes.add(process)
+    def wrap(self, target: Callable[..., Any]) -> Callable[..., Any]:
+        """The target of a process that is about to start, wrapped."""
         self._count += 1
-        return _Recorder(self._record, self._marker, self._count)
+        return _Target(target, self._record, self._marker, self._count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +88,6 @@ class Files:
     _folder: Path
     #: Children that recorded.
     numbers: tuple[int, ...]
-    _announce: Callable[[], None] = lambda: None
 
     def wait(self) -> dict[int, Path]:
         """The files by number; those of killed children are missing, after some seconds."""
@@ -105,75 +95,110 @@ class Files:
         files = {number: self._folder / str(number) for number in self.numbers}
         while not all(path.exists() for path in files.values()) and time.monotonic() < until:
             time.sleep(_INTERVAL)
-            self._announce()  # a signal just before a call that blocks does not interrupt it
         return {number: path for number, path in files.items() if path.exists()}
 
 
 class _Target:
-    """The target of a process, which records, too."""
+    """The target of a process, which records, too. Errors of the recorder are ignored."""
 
-    def __init__(self, target: Callable[..., Any], recorders: Sequence[_Recorder]) -> None:
-        self._target, self._recorders = target, recorders
-        self._turning = self._again = False
+    def __init__(
+        self, target: Callable[..., Any], record: ChildRecord, marker: Path, number: int
+    ) -> None:
+        self.target, self.record, self.marker, self.number = target, record, marker, number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert _SIGNAL is not None  # checked by the profilers, by SUPPORTED
-        _active.clear()  # a forked child does not record its own children
-        before = signal.signal(_SIGNAL, self._turn)
-        self._turn()  # a window may be open
+        watch = None
+        with suppress(Exception):
+            _active.clear()  # a forked child does not record its own children
+            watch = _Watch(self.record, self.marker, self.number)
         try:
-            return self._target(*args, **kwargs)
+            return self.target(*args, **kwargs)
         finally:
-            signal.signal(_SIGNAL, before)
-            for each in self._recorders:
-                each.stop()
-
-    def _turn(self, *_: object) -> None:
-        self._again = True
-        while self._again and not self._turning:  # a signal may interrupt this
-            self._turning, self._again = True, False
-            for each in self._recorders:
-                each.stop_if_closed()
-            for each in self._recorders:
-                each.start_if_open()
-            self._turning = False
+            with suppress(Exception):
+                if watch is not None:
+                    watch.end()
 
 
-class _Recorder:
-    """Records this process while a window of its parent is open; ignores errors of the tool."""
+#: The recorder in use, of several profilers of the parent: only one can be active.
+_recorder: _Watch | None = None
+
+
+class _Watch:
+    """Records this process while a window of its parent is open."""
 
     def __init__(self, record: ChildRecord, marker: Path, number: int) -> None:
         self._record, self._marker, self._number = record, marker, number
-        self._folder: Path | None = None
+        self._lock = threading.RLock()
+        #: Folder of the last window that was seen, or an empty string.
+        self._window = ""
         self._running: Generator[None, None, None] | None = None
+        self._stopped: Generator[None, None, None] | None = None
+        self._over = threading.Event()
+        assert _SIGNAL is not None  # checked by the profilers, by SUPPORTED
+        self._signal = _SIGNAL
+        self._handler = signal.signal(self._signal, self._turn)
+        self._turn()
+        threading.Thread(target=self._check, name="lightning_perf", daemon=True).start()
 
-    def stop_if_closed(self) -> None:
-        if self._folder is not None and self._folder != self._open_folder():
-            self.stop()
+    def end(self) -> None:
+        """Stop: the process is about to end."""
+        self._over.set()
+        self._stop()
+        signal.signal(self._signal, self._handler)
 
-    def start_if_open(self) -> None:
-        folder = self._open_folder()
-        if folder is None or folder == self._folder:
-            return
-        self._folder = folder
-        with suppress(Exception):
-            self._running = self._record(folder / f"{self._number}.part", self._number)
-            next(self._running)
-            (folder / f"{self._number}.on").touch()
+    def _check(self) -> None:
+        while not self._over.wait(_INTERVAL):
+            with self._lock:  # the main thread may be about to begin this window
+                changed = self._read_window() != self._window
+                if changed:
+                    self._stop()  # on this thread, since the main thread may wait for work
+            if changed:
+                _thread.interrupt_main(self._signal)
 
-    def stop(self) -> None:
-        """Stop, and leave the file."""
-        running, self._running, folder, self._folder = self._running, None, self._folder, None
-        if running is not None and folder is not None:
-            with suppress(Exception):
-                next(running, None)
-                (folder / f"{self._number}.part").replace(folder / str(self._number))
-
-    def _open_folder(self) -> Path | None:
+    def _read_window(self) -> str:
         try:
-            return self._marker.readlink()
+            return self._marker.read_text(encoding="utf-8")
         except OSError:
-            return None
+            return ""
+
+    def _turn(self, *_: object) -> None:
+        """Clean up after the last window and begin the present one, on the main thread."""
+        with suppress(Exception), self._lock:
+            window = "" if self._over.is_set() else self._read_window()
+            if window != self._window:
+                self._stop()
+            if self._stopped is not None:
+                self._clean_up(self._stopped)
+            if window != self._window and _recorder is None:  # otherwise at the next check
+                self._window = window
+                if window:
+                    self._begin()
+        other = getattr(self._handler, "__self__", None)
+        if isinstance(other, _Watch):
+            other._turn()
+
+    def _begin(self) -> None:
+        global _recorder
+        self._running = self._record(self._file(".part"), self._number)
+        if next(self._running, self) is not self:  # it yielded, so it records
+            _recorder = self
+            self._file(".on").touch()
+
+    def _clean_up(self, stopped: Generator[None, None, None]) -> None:
+        global _recorder
+        self._stopped = _recorder = None
+        next(stopped, None)
+
+    def _stop(self) -> None:
+        """Stop, and leave the file; any thread may call it."""
+        with suppress(Exception), self._lock:
+            if self._running is not None:
+                self._stopped, self._running = self._running, None
+                next(self._stopped, None)
+                self._file(".part").replace(self._file())
+
+    def _file(self, suffix: str = "") -> Path:
+        return Path(self._window) / f"{self._number}{suffix}"
 
 
 _active: list[Children] = []
@@ -183,10 +208,10 @@ _plain_start: Callable[[BaseProcess], None] | None = None
 def _start(process: BaseProcess) -> None:
     assert _plain_start is not None  # set before this is called
     target = getattr(process, "_target", None)
-    if target is None or not _active or process._parent_pid != os.getpid():  # type: ignore[attr-defined]
+    if target is None or process._parent_pid != os.getpid():  # type: ignore[attr-defined]
         return _plain_start(process)
-    recorders = [children.recorder(process) for children in _active]
-    process._target = _Target(target, recorders)  # type: ignore[attr-defined]
+    for children in _active:
+        process._target = children.wrap(process._target)  # type: ignore[attr-defined]
     try:
         _plain_start(process)
     except BaseException:

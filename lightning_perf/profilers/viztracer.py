@@ -135,6 +135,9 @@ def record_child(
     start(tracer)
     yield
     stop(tracer, path)
+    yield
+    if sys.getprofile() is tracer:  # each thread has its own hook
+        sys.setprofile(None)
 
 
 @contextmanager
@@ -178,7 +181,8 @@ class VizTracer(RecordsChildren):
             ``viztracer --decompress`` reads, instead of ``.json.gz``, which Perfetto opens.
         tracer_entries: Maximum number of calls per process and file; the last ones are kept.
         patch: Whether to record child processes that multiprocessing starts during the run, such
-            as data loader workers, in the same file. Programs that ``subprocess`` starts are not
+            as data loader workers, in the same file. Each of them has a thread that checks fifty
+            times per second whether a window is open. Programs that ``subprocess`` starts are not
             recorded.
         html: Whether to write a page beside each file, which works offline: a flame graph of each
             thread, in which calls of the same path are merged.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ METHODS = ["fork", "spawn", "forkserver"]
 def note(path: Path, number: int) -> Generator[None, None, None]:
     """A recorder that writes the number and the id of its process."""
     path.write_text(f"{number} {os.getpid()}")
+    yield
     yield
 
 
@@ -85,7 +87,7 @@ def recording_children(record: Any = note) -> Iterator[Children]:
 
 
 def begin(recorder: Children, *sends: Callable[[], object]) -> None:
-    """Open a window, and send the children items until they record; idle ones may miss it."""
+    """Open a window, and send the children items until they record; idle ones do not start."""
     recorder.open(spool())
     until = time.monotonic() + 60
     while len(list(recorder._folders[-1].glob("*.on"))) < len(sends):
@@ -107,6 +109,27 @@ def test_a_child_records_while_a_window_is_open(method: str) -> None:
             assert found.is_relative_to(Path.cwd())  # the system's folder may be small
     assert process.exitcode == 0
     assert list(Path().iterdir()) == []
+
+
+def test_a_slow_disk_does_not_end_a_recording_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the checking thread read before the start is not taken for the end of the window."""
+    read = processes._Watch._read_window
+
+    def slow(watch: Any) -> str:
+        found = read(watch)
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(processes._Watch, "_read_window", slow)
+    with recording_children() as recorder, child("fork") as (_, ask):
+        ask()
+        begin(recorder, ask)
+        for _ in range(5):
+            time.sleep(0.02)
+            ask()
+        assert not (recorder._folders[-1] / "1").exists()
+        assert recorder.shut().wait()
 
 
 def test_a_child_started_in_a_window_records_at_once() -> None:
