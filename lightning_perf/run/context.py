@@ -306,7 +306,7 @@ class RunContext:
     def _select_stage(self) -> None:
         """Another stage is the present one."""
         self.stage = self.stages.stage
-        self.windows.resume()
+        self.windows.quiet_until = 0
         if self.stage:
             self.counters = self.stages.counters
 
