@@ -78,7 +78,7 @@ class SpanRecorder:
         # Weak: a patched logger or metric may outlive the module.
         self._trainer: Trainer = weakref.proxy(trainer)
         self._module: LightningModule = weakref.proxy(module)  # type: ignore[assignment]
-        self._clock = Clock()
+        self.clock = Clock()
         self._nested = False
         #: Times on the device, where it has a clock of its own.
         self.device = DeviceSegmentTimer() if clocked(trainer.strategy.root_device) else None
@@ -99,17 +99,8 @@ class SpanRecorder:
     def totals(self) -> Totals:
         """Exclusive times since this was constructed, up to now."""
         device = self.device.costs if self.device is not None else {}
-        self.latest = Totals(self._clock.costs, self._clock.whole, device)
+        self.latest = Totals(self.clock.costs, self.clock.whole, device)
         return self.latest
-
-    @property
-    def running(self) -> Action:
-        """What the training thread does now."""
-        return self._clock.running
-
-    def add_up(self) -> None:
-        """Bound what is kept between two readings of the totals."""
-        self._clock.add_up()
 
     def enter(self, stage: str) -> None:
         """A stage begins; empty: the last one has ended."""
@@ -119,12 +110,12 @@ class SpanRecorder:
 
     def close(self) -> None:
         """Stop recording; spans that are still held do nothing."""
-        self._clock.stop()
+        self.clock.stop()
         self._patches.restore()
         self._backward.restore()
 
     def _begin(self, stage: str) -> None:
-        self._clock.begin(stage)
+        self.clock.begin(stage)
         if self.device is not None:
             self.device.begin(stage)
 
@@ -134,7 +125,7 @@ class SpanRecorder:
         if self._trainer.sanity_checking or self._nested:
             yield
             return
-        outer, self._nested = self._clock.stage, True
+        outer, self._nested = self.clock.stage, True
         self._begin(stage)
         try:
             yield
@@ -151,7 +142,7 @@ class SpanRecorder:
         if what is None:
             return NOTHING if name.startswith("[") else UntrackedSpan(name)
         category, label = what
-        clock = self._clock
+        clock = self.clock
         if label == "run_training_batch":
             return InclusiveSpan(clock, what, name)
         if label == "save_checkpoint":
@@ -174,7 +165,7 @@ class SpanRecorder:
 
     def _begin_epoch(self) -> None:
         """An epoch begins by making the loader's iterator; its first fetch has its own name."""
-        self._clock.run(*_ITER)
+        self.clock.run(*_ITER)
         if self._first_fetch is None:
             what, usual = ("dataloader_next", "first fetch"), self.cache[_FETCH]
 
@@ -183,15 +174,15 @@ class SpanRecorder:
                 if self.device is not None:
                     self.device.mark("dataloader_next")
 
-            self._first_fetch = SpanWithCallbacks(self._clock, what, _FETCH, left=fetched)
+            self._first_fetch = SpanWithCallbacks(self.clock, what, _FETCH, left=fetched)
         self.cache[_FETCH] = self._first_fetch
 
     def _wait(self) -> bool:
         """From now on, backward waits for the other ranks' gradients."""
         if not getattr(self._trainer.strategy.model, "require_backward_grad_sync", True):
             return False  # they are accumulated
-        if get_ident() == self._clock.thread:
-            self._clock.run("backward", GRADIENTS)
+        if get_ident() == self.clock.thread:
+            self.clock.run("backward", GRADIENTS)
         if self.device is not None:
             self.device.mark("backward")
             self._waiting = True
@@ -234,11 +225,7 @@ class SpanRecorder:
 
 
 class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
-    """Spans by their keys: only the first look-up of a key calls our code.
-
-    Args:
-        make: Makes the span of a key.
-    """
+    """Spans by their keys: only the first look-up of a key calls our code."""
 
     def __init__(self, make: Callable[[Key], AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -255,10 +242,6 @@ class Spans:
     """Replaces the trainer's profiler while the run's context lives.
 
     Where nobody needs timings and the trainer has no profiler, spans cost less than without us.
-
-    Args:
-        trainer: The run's.
-        module: What is trained.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -283,7 +266,7 @@ class Spans:
     @property
     def running(self) -> Action | None:
         """What the training thread does now; None if it is not timed."""
-        return self.recorder.running if self.recorder is not None else None
+        return self.recorder.clock.running if self.recorder is not None else None
 
     def require(self) -> SpanRecorder:
         """Record times from now on."""
@@ -325,9 +308,6 @@ class SpanSignal:
     """Seconds by category as columns.
 
     Training's columns hold all of the run, validation inside of it as one category.
-
-    Args:
-        recorder: Measures them.
     """
 
     gauges: frozenset[str] = frozenset()

@@ -40,8 +40,7 @@ class GradientsReady(MethodPatch):
 
     Args:
         original: The strategy's ``backward``, which takes the loss first.
-        ready: What to call; it returns whether this thread waits now. On a GPU it runs on
-            autograd's thread.
+        ready: Returns whether this thread waits now. On a GPU it runs on autograd's thread.
         waited: Receives the seconds of waiting.
     """
 
@@ -80,12 +79,7 @@ class GradientsReady(MethodPatch):
 
 
 class WaitSignal:
-    """Seconds of waiting for other ranks, as columns, and each rank's node.
-
-    Args:
-        recorder: Measures them.
-        node_rank: The node's number.
-    """
+    """Seconds of waiting for other ranks, as columns, and each rank's node."""
 
     gauges = frozenset({"waits/node_rank"})
 

@@ -9,7 +9,7 @@ from fnmatch import filter as matching
 from functools import partial
 from itertools import pairwise
 from math import inf, nan
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -39,16 +39,13 @@ class Signal(Protocol):
     @property
     def columns(self) -> tuple[str, ...]:
         """The same names, in the same order, on every rank."""
-        ...
 
     @property
     def gauges(self) -> frozenset[str]:
         """Columns that are not running totals: a window holds their value at its end."""
-        ...
 
     def totals(self, stage: str) -> Sequence[float]:
         """The value of each column for a stage, since the run began."""
-        ...
 
 
 class _Columns:
@@ -134,11 +131,12 @@ class Windows:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._gatherer = Gatherer(trainer)
+        self.gatherer = Gatherer(trainer)
         #: Reports that are on their way.
-        self.pending: Collection[object] = self._gatherer.pending
+        self.pending: Collection[object] = self.gatherer.pending
         self._rank, self._alone = trainer.global_rank, trainer.world_size == 1
-        self._sources: dict[str, Callable[[], Signal]] = {}
+        #: Start the signal of a prefix, such as ``timings``, once a callback subscribes to it.
+        self.sources: dict[str, Callable[[], Signal]] = {}
         self._signals: dict[str, Signal] = {}
         # By signal and stage: where its columns count from, and its totals at the last report.
         self._origins: dict[tuple[Signal, str], Sequence[float]] = {}
@@ -151,32 +149,16 @@ class Windows:
         # By stage: its beginning, and the last reports of all signals.
         self._began: dict[str, _Report] = {}
         self._recent: defaultdict[str, deque[_Report]] = defaultdict(partial(deque, maxlen=3))
-        self._histories: defaultdict[str, StageHistory] = defaultdict(StageHistory)
+        #: By stage, for the summary of the run; on rank 0.
+        self.histories: defaultdict[str, StageHistory] = defaultdict(StageHistory)
 
     # -- set-up -------------------------------------------------------------------------------
-
-    def offer(self, prefix: str, source: Callable[[], Signal]) -> None:
-        """Offer a signal, which starts when a callback subscribes to one of its columns.
-
-        Args:
-            prefix: The first part of the columns' names, such as ``"timings"``.
-            source: Starts the signal.
-        """
-        self._sources[prefix] = source
-
-    def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers; all ranks call it together, at set-up."""
-        return self._gatherer.largest(number)
 
     def subscribe(self, callback: WindowCallback, columns: Iterable[str]) -> None:
         """Deliver windows of some columns to a callback from now on.
 
-        Args:
-            callback: Receives them in ``on_window``.
-            columns: Names, or patterns such as ``"timings/*"``.
-
-        Raises:
-            ConfigError: No signal has such a column.
+        Columns are names, or patterns such as ``"timings/*"``; one that no signal has is a
+        ConfigError.
         """
         if isinstance(columns, str) and columns:
             problem = "is one string, expected a tuple or list of names"
@@ -194,9 +176,9 @@ class Windows:
     def _signal(self, column: str) -> Signal:
         prefix = column.partition("/")[0]
         if prefix not in self._signals:
-            if prefix not in self._sources:
-                raise _unknown_column(column, [f"{each}/*" for each in self._sources])
-            self._signals[prefix] = self._sources[prefix]()
+            if prefix not in self.sources:
+                raise _unknown_column(column, [f"{each}/*" for each in self.sources])
+            self._signals[prefix] = self.sources[prefix]()
         return self._signals[prefix]
 
     # -- stages and batches -------------------------------------------------------------------
@@ -220,18 +202,10 @@ class Windows:
             for name, first, value, last in zip(signal.columns, origin, now, reported, strict=True)
         ]
 
-    def poll(self) -> None:
-        """Deliver what has arrived from other ranks."""
-        self._gatherer.poll()
-
     def report(self, context: RunContext, at_end: bool) -> None:
         """Gather a snapshot for the callbacks that are due.
 
         What is due follows from what all ranks share, so every rank sends the same messages.
-
-        Args:
-            context: The run's.
-            at_end: Whether the stage ends.
         """
         subscriptions = self._subscriptions
         due = [each for each in subscriptions if each.callback.window_due(context, at_end)]
@@ -240,7 +214,7 @@ class Windows:
         )
         if not due:
             return
-        last = at_end and not context.nested
+        last = at_end and not context.stages.nested
         if last:
             context.batches.wait()
         sent = subscriptions if last else due
@@ -249,7 +223,7 @@ class Windows:
         when = LAST if last else _NESTED_END if at_end else context.counters.batch
         deliver = partial(self._deliver, context, report, ended)
         layout = report.layout
-        self._gatherer.gather((layout.number, when), report.rows[0], deliver, layout.in_last)
+        self.gatherer.gather((layout.number, when), report.rows[0], deliver, layout.in_last)
 
     def _report(
         self, context: RunContext, stage: str, sent: Sequence[_Subscription], at_end: bool = False
@@ -293,7 +267,7 @@ class Windows:
         recent = self._recent[report.stage]
         if not recent or len(report.layout.signals) >= len(recent[-1].layout.signals):
             recent.append(report)
-            history, batch = self._histories[report.stage], report.stamp.batch
+            history, batch = self.histories[report.stage], report.stamp.batch
             if self._rank == 0 and history.due(batch, report.at_end):
                 history.add(report.step, batch, report.layout.at, rows, context.spans.latest)
         found: dict[str, float] = {}
@@ -303,10 +277,6 @@ class Windows:
             found |= callback.call(callback.receive, window) or {}
         if found:
             context.log(found, report.step)
-
-    def history(self, stage: str) -> dict[str, Any]:
-        """The windows of a stage, for the summary of the run; on rank 0."""
-        return self._histories[stage].table()
 
     def recap(self, context: RunContext, stage: str) -> list[tuple[int, Window]]:
         """The whole run of a stage, and its last window with batches if that is shorter.
@@ -329,21 +299,3 @@ class Windows:
             if window.batches:
                 return [*found, (before.step + 1, window)]
         return found
-
-    def finish(self, timeout: float) -> None:
-        """Wait a bounded time for windows that are on their way; none is gathered afterwards.
-
-        Args:
-            timeout: Seconds at most.
-        """
-        self._gatherer.finish(timeout)
-
-    def close(self, timeout: float) -> None:
-        """End.
-
-        Args:
-            timeout: Seconds to wait for other ranks' last numbers.
-        """
-        if timeout:
-            self._gatherer.finish(timeout)
-        self._gatherer.close()

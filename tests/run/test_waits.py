@@ -77,7 +77,7 @@ def spans(clocked: bool) -> Any:
     }  # fmt: skip
     totals = Totals(host, 0.0, device if clocked else {})
     return SimpleNamespace(
-        device=clocked, totals=totals, exchange=SimpleNamespace(total=lambda: 3.5)
+        device=clocked, totals=lambda: totals, exchange=SimpleNamespace(total=lambda: 3.5)
     )
 
 
