@@ -58,17 +58,12 @@ def node_gpus(trainer: Trainer, ranks: Ranks) -> int:
 
 def _gpu_options(trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     # torch calls AMD devices "cuda" too, but NVML does not support them.
-    on_gpu = trainer.strategy.root_device.type == "cuda" and torch.version.hip is None
-    return {
-        "visible": _visible() if on_gpu else None,
-        "ranks": ranks.local_world_size if on_gpu else 0,
-    }
-
-
-def _visible() -> list[str]:
-    """Return the UUIDs of the GPUs that torch sees, after CUDA_VISIBLE_DEVICES."""
+    if trainer.strategy.root_device.type != "cuda" or torch.version.hip is not None:
+        return {"visible": None, "ranks": 0}
+    # Those that torch sees, after CUDA_VISIBLE_DEVICES.
     numbers = range(torch.cuda.device_count())
-    return [str(torch.cuda.get_device_properties(number).uuid) for number in numbers]
+    visible = [str(torch.cuda.get_device_properties(number).uuid) for number in numbers]
+    return {"visible": visible, "ranks": ranks.local_world_size}
 
 
 def cuda_memory(device: torch.device) -> dict[str, float]:
