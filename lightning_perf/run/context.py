@@ -25,10 +25,9 @@ from lightning_perf.run.batches import BatchTotals, ProgressSignal
 from lightning_perf.run.destination import Reporting, saved_by
 from lightning_perf.run.flop_meter import FlopMeter
 from lightning_perf.run.hardware import MemorySignal, NodeSignal, node_gpus, node_sampler
-from lightning_perf.run.spans import Spans, SpanSignal
+from lightning_perf.run.spans import Spans, SpanSignal, WaitSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
 from lightning_perf.run.summary import LiveSummary, end_summary
-from lightning_perf.run.waits import WaitSignal
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked

@@ -1,18 +1,20 @@
-"""Times Lightning's profiler spans and patched methods as exclusive time."""
+"""Times Lightning's profiler spans, patched methods and waits for other ranks as exclusive time."""
 
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import get_ident
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.profilers import PassThroughProfiler
+from torch.autograd import Variable
 from torchmetrics import Metric
 
 from lightning_perf.flops import is_compiled
-from lightning_perf.patches import PatchSet
+from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.lightning_spans import (
     NullProfiler,
@@ -20,7 +22,6 @@ from lightning_perf.run.lightning_spans import (
     TeeProfiler,
     classify,
 )
-from lightning_perf.run.waits import BUFFERS, GRADIENTS, START, GradientsReady
 from lightning_perf.timing.clock import (
     NOTHING,
     Clock,
@@ -31,15 +32,13 @@ from lightning_perf.timing.clock import (
     UntrackedSpan,
 )
 from lightning_perf.timing.cuda_events import DeviceSegmentTimer, clocked
-from lightning_perf.timing.totals import CATEGORIES, Floor, Totals
+from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Floor, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
-
-    from lightning_perf.timing.totals import Action
 
     #: Lightning's name of a span, or the category and the name of a method that has none.
     Key = str | tuple[str, str]
@@ -66,6 +65,19 @@ _UNMARKED = {
     "on_after_batch_transfer",
     "iter",
 }
+#: The action, within backward, of waiting for the other ranks' gradients.
+GRADIENTS = "DistributedDataParallel.gradients"
+#: The action, within forward, of waiting for the buffers of rank 0.
+BUFFERS = "DistributedDataParallel.buffers"
+#: The action, at the start of a batch, of waiting for rank 0.
+START = "Trainer.broadcast_sigterm"
+#: By column of waiting: the category and name of an action; on the device, the name.
+_WAITS = {
+    "waits/start": ("other", START),
+    "waits/forward": ("forward", BUFFERS),
+    "waits/backward": ("backward", GRADIENTS),
+}
+_DEVICE_WAITS = {"waits/device/start": START, "waits/device/backward": GRADIENTS}
 _ITER = ("dataloader_next", "iter")
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 _MOVE = ("from_device", "predictions")
@@ -224,6 +236,52 @@ class SpanRecorder:
         )
 
 
+class GradientsReady(MethodPatch):
+    """Calls a function in each backward when this rank's gradients are computed.
+
+    DDP waits for the other ranks in a function that runs after the backward pass, queued when the
+    last gradient is ready. A hook of the loss, which runs first, queues ours ahead of it.
+
+    Args:
+        original: The strategy's ``backward``, which takes the loss first.
+        ready: Returns whether this thread waits now. On a GPU it runs on autograd's thread.
+        waited: Receives the seconds of waiting.
+    """
+
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        ready: Callable[[], bool],
+        waited: Callable[[float], None],
+    ) -> None:
+        super().__init__(original)
+        self._ready, self._waited = ready, waited
+        self._began: float | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward."""
+        hook = None
+        with suppress(Exception):  # not a tensor, or without gradients: the original will say so
+            hook = args[0].register_hook(self._queue)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            if hook is not None:
+                hook.remove()
+            began, self._began = self._began, None
+            if began is not None:
+                self._waited(perf_counter() - began)
+
+    def _queue(self, _gradient: object) -> None:
+        with suppress(Exception):  # private: no waits are measured without it
+            Variable._execution_engine.queue_callback(self._computed)
+
+    def _computed(self) -> None:
+        with suppress(Exception):  # in C++, an error would end the backward
+            if self._ready():
+                self._began = perf_counter()
+
+
 class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
     """Spans by their keys: only the first look-up of a key calls our code."""
 
@@ -332,3 +390,23 @@ class SpanSignal:
             values += [seconds.get(name, 0.0) for name in DEVICE_COLUMNS]
             values.append(spent["other"].calls if "other" in spent else 0)
         return values
+
+
+class WaitSignal:
+    """Seconds of waiting for other ranks, as columns, and each rank's node."""
+
+    gauges = frozenset({"waits/node_rank"})
+
+    def __init__(self, recorder: SpanRecorder, node_rank: int) -> None:
+        self._recorder, self._node = recorder, node_rank
+        self._device = tuple(_DEVICE_WAITS.values()) if recorder.device else ()
+        device = tuple(_DEVICE_WAITS) if recorder.device else ()
+        self.columns = ("waits/node_rank", "waits/exchange", *_WAITS, *device)
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """Seconds of a stage, without stages within it."""
+        totals, none = self._recorder.totals(), Cost(0.0, 0)
+        host = [totals.costs.get(Action(stage, *action), none) for action in _WAITS.values()]
+        device = [totals.device.get(Action(stage, name, "device"), none) for name in self._device]
+        exchange = self._recorder.exchange.total() if stage == "train" else 0.0
+        return [self._node, exchange, *(cost.seconds for cost in (*host, *device))]
