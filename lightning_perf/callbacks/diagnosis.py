@@ -24,11 +24,11 @@ from lightning_perf.diagnosis.signals import Setup
 from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.profilers.pytorch import PyTorch
-from lightning_perf.run import artifacts
+from lightning_perf.run import destination
 from lightning_perf.run.batches import TIMED
 from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.compat import compilations, survey
 from lightning_perf.run.hardware import sample_ranks
-from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
 from lightning_perf.timing.pauses import GcTimer, run_queue
@@ -187,7 +187,7 @@ class Diagnosis(WindowCallback):
             job = partial(self._analyse, self._signals(context), context, window.step)
             if not context.file_worker.submit(job, "the diagnosis"):
                 self._analysing = False
-        context.deliver()
+        context.reporting.deliver()
         return None
 
     def _wanted(self, window: Window, context: RunContext) -> bool:
@@ -238,7 +238,7 @@ class Diagnosis(WindowCallback):
             key = f"diagnosis/{verdict.code}"
             shares[key] = max(verdict.share, shares.get(key, 0.0))
         self.metrics = shares
-        context.log_from_worker(shares, step)
+        context.reporting.log_from_worker(shares, step)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -258,11 +258,11 @@ class Diagnosis(WindowCallback):
         if reason == "failure" or self._start is None or context.ranks.global_rank != 0:
             return
         if reason != "exception":
-            context.windows.finish(_LAST_WINDOW_TIMEOUT)
+            context.windows.gatherer.finish(_LAST_WINDOW_TIMEOUT)
         context.batches.fold("train")
         signals = self._signals(context)
         self._analyse(signals, context, context.step)
-        context.deliver()
+        context.reporting.deliver()
         self._leave_files(context, signals)
 
     def _leave_files(self, context: RunContext, signals: Signals) -> None:
@@ -273,7 +273,7 @@ class Diagnosis(WindowCallback):
         }
         writes = {name: partial(_write, text) for name, text in files.items()}
         try:
-            artifacts.leave(context, self.folder, writes, "train")
+            destination.write_files(context, self.folder, writes, "train")
         except OSError as error:
             warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
 

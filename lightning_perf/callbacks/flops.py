@@ -96,7 +96,7 @@ class Flops(WindowCallback):
                 formula_for(self.formula, context.module), context.batches.sharing
             )
             context.batches.listeners.append(signal.fold)
-            context.windows.offer("formula", lambda: signal)
+            context.windows.sources["formula"] = lambda: signal
             self.columns = ("flops/*", "formula/*")
         super().prepare(context)
 
@@ -111,7 +111,7 @@ class Flops(WindowCallback):
 
     @override
     def window_due(self, context: RunContext, at_end: bool) -> bool:
-        if not at_end and not context.nested and context.first_batch:
+        if not at_end and not context.stages.nested and context.counters.batches == 1:
             self.trigger.request()
             return True
         return super().window_due(context, at_end)

@@ -106,7 +106,7 @@ class SpeedMonitor(WindowCallback):
         context.meter.require(self.gpu_flops_available, "gpu_flops_available")
         rolling = context.batches.rolling(self.window_size)
         self._prefix = f"rolling_{self.window_size}"
-        context.windows.offer(self._prefix, lambda: rolling)
+        context.windows.sources[self._prefix] = lambda: rolling
         self.columns = (
             f"{self._prefix}/*",
             "batch/count",
@@ -123,7 +123,7 @@ class SpeedMonitor(WindowCallback):
         if context.stage == "train":
             validations, start = progress.stages["validate"].epoch, context.timestamp
             self._remaining = RemainingTime(context.limits, start, validations, self.window_size)
-        elif self._remaining is not None and context.nested:
+        elif self._remaining is not None and context.stages.nested:
             batch = progress.stages["train"].batch
             self._remaining.validation_begins(batch, progress.validation_seconds)
 

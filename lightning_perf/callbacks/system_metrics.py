@@ -108,12 +108,12 @@ class SystemMetrics(WindowCallback):
     @override
     def on_start(self, context: RunContext) -> None:
         super().on_start(context)
-        if not context.nested:
+        if not context.stages.nested:
             self._sampled = False
 
     @override
     def window_due(self, context: RunContext, at_end: bool) -> bool:
-        if context.nested:
+        if context.stages.nested:
             return False
         if at_end and not self._sampled and context.sampler is not None:
             context.sampler.refresh(_PATIENCE)

@@ -18,7 +18,7 @@ from lightning_perf.checks import install_command, is_installed
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.diagnosis.stragglers import PHASES, Straggler, Work, straggler_of, work_of
 from lightning_perf.errors import describe, warn
-from lightning_perf.run import artifacts
+from lightning_perf.run import destination
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Schedule
 from lightning_perf.timing.totals import (
@@ -193,7 +193,7 @@ class Timings(WindowCallback):
         batches = context.progress.timestamp(self._stage).batch - batch
         if batches and context.ranks.global_rank == 0:
             if reason != "exception":
-                context.windows.finish(_LAST_WINDOW_TIMEOUT)
+                context.windows.gatherer.finish(_LAST_WINDOW_TIMEOUT)
             self._leave_files(context, batches)
 
     def _leave_files(self, context: RunContext, batches: int) -> None:
@@ -208,7 +208,7 @@ class Timings(WindowCallback):
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
             # For the web page of a tracker: matplotlib takes 0.15 s for it.
-            if context.targets(None):
+            if context.reporting.targets(None):
                 if is_installed("matplotlib"):
                     files["timings.png"] = partial(stacked_png, rows=rows, first=first)
                 else:
@@ -218,7 +218,7 @@ class Timings(WindowCallback):
             steps, lateness = zip(*self._lateness, strict=True)
             files["ranks.html"] = partial(heatmap_html, steps=steps, lateness=lateness)
         try:
-            artifacts.leave(context, _FOLDER, files, self._stage)
+            destination.write_files(context, _FOLDER, files, self._stage)
         except OSError as error:
             warn(f"timings were not written ({describe(error)}): see Timings.table and .rows.")
 

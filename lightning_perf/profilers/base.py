@@ -17,9 +17,9 @@ from lightning_perf.checks import flag, rank_list, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers.processes import SUPPORTED, Children, Files
 from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording, first_window
-from lightning_perf.run.artifacts import new_writer
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.run.trainer_info import resumes
+from lightning_perf.run.compat import resumes
+from lightning_perf.run.destination import new_writer
 from lightning_perf.schedule import Cyclic, Schedule, as_schedule
 from lightning_perf.traces.folder import TraceOptions, check_names
 from lightning_perf.tracking.stores import check_store
@@ -204,7 +204,7 @@ class Profiler(PerfCallback):
         if self._writer is None:
             return
         self._stop(context)  # validation inside of fit ends the training window
-        if not context.nested:
+        if not context.stages.nested:
             inside = ["validate"] if context.stage == "train" else []
             now = {stage: context.progress.timestamp(stage) for stage in [context.stage, *inside]}
             self._writer.check(now, resumes(context.trainer))
@@ -229,7 +229,7 @@ class Profiler(PerfCallback):
             if context.stage == "train":
                 self._ended = context.moment
             # After validation inside of fit, the training window continues with the next batch.
-            self._reopen = context.nested
+            self._reopen = context.stages.nested
 
     @override
     def close(self, context: RunContext, reason: str) -> None:
@@ -286,7 +286,7 @@ class Profiler(PerfCallback):
     def _start(self, context: RunContext, window: Hashable, warmup: int = 0) -> None:
         assert self._writer is not None  # or no window would be looked for
         self._opened = self._opened or not warmup
-        with context.exclude_from_batch_time():
+        with context.stages.exclude_from_batch_time():
             try:
                 self._finish_other(context)
                 path = self._writer.spool(context.stage)
@@ -313,7 +313,7 @@ class Profiler(PerfCallback):
         running, self._open = self._open, None
         if running is None:
             return
-        with context.exclude_from_batch_time():
+        with context.stages.exclude_from_batch_time():
             try:
                 recorded = running.stop()
             except OSError as error:

@@ -206,7 +206,7 @@ class Memray(RecordsChildren):
 
     @override
     def after_batch(self, context: RunContext, batch: Any) -> None:
-        context.deliver()
+        context.reporting.deliver()
         super().after_batch(context, batch)
 
     def _tracker_options(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class Memray(RecordsChildren):
         if self.flamegraph:
             further["flamegraph"] = partial(_flamegraph, path)
         if self.summary:
-            log = partial(context.log_from_worker, step=context.step)
+            log = partial(context.reporting.log_from_worker, step=context.step)
             further["summary"] = partial(_summarize, path, self._prefix(context), log)
         files = self.shut_children()
         for place, number in enumerate(files.numbers[:_MOST_CHILDREN], 1):

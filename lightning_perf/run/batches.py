@@ -71,9 +71,7 @@ class _Stage:
 class BatchTotals:
     """The signal of batches: collects one record per batch and folds them at reports.
 
-    Args:
-        timer: Times batches on the device, where it has a clock of its own.
-        sharing: How many ranks train on each batch. Each counts its part of the samples and tokens.
+    Where the device has a clock of its own, a timer times batches there.
     """
 
     columns = (*TIMED, "flops/known_batches", *LAST)
@@ -101,12 +99,7 @@ class BatchTotals:
         return RollingBatches(self, size)
 
     def end_batch(self, stage: str, record: BatchRecord) -> None:
-        """Keep the record of a batch.
-
-        Args:
-            stage: The stage.
-            record: Its figures, by the host's clock.
-        """
+        """Keep the record of a batch: its figures by the host's clock."""
         timed = None if self._timer is None else self._timer.end()
         if not self.wanted:
             return
@@ -175,12 +168,7 @@ class BatchTotals:
 
 
 class RollingBatches:
-    """The signal of the last batches of a stage: each rank takes the differences before it sends.
-
-    Args:
-        batches: The totals.
-        size: Batches that a window holds at most.
-    """
+    """The signal of a stage's last batches: each rank takes differences before it sends."""
 
     def __init__(self, batches: BatchTotals, size: int) -> None:
         self._batches, self._size = batches, size
@@ -247,11 +235,7 @@ def _resolved(
 
 
 class ProgressSignal:
-    """The signal of progress: all batches and seconds of a stage, whether timed or not.
-
-    Args:
-        progress: Counts them, also across resume.
-    """
+    """The signal of progress: all batches and seconds of a stage, whether timed or not."""
 
     columns = (
         "progress/batches",

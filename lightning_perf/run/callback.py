@@ -92,7 +92,7 @@ def _batch_end(stage: str) -> Callable[..., None]:
                 except Exception as error:
                     part.disable("after_batch", error)
         if context.report_possible and context.members[-1] is self:
-            self._run_shared(context.report, False)
+            self._run_shared(context.windows.report, context, False)
 
     return batch_end
 
@@ -183,9 +183,7 @@ class PerfCallback(Callback):
     def close(self, context: RunContext, reason: str) -> None:
         """Release everything; may be called more than once.
 
-        Args:
-            context: The run's.
-            reason: ``"teardown"``, ``"exception"`` or ``"failure"`` (of this callback).
+        The reason is ``"teardown"``, ``"exception"`` or ``"failure"`` (of this callback).
         """
 
     def summary_sections(self) -> Mapping[str, Any]:
@@ -195,12 +193,9 @@ class PerfCallback(Callback):
     # -- dispatch -----------------------------------------------------------------------------
 
     def call(self, method: Callable[..., Any], *args: Any, reraise: bool = False) -> Any:
-        """Call a method of this callback so that its failure does not reach training.
+        """Call a bound method of this callback so that its failure does not reach training.
 
-        Args:
-            method: A bound method.
-            *args: Its arguments.
-            reraise: Raise errors that the user can fix instead of disabling the callback.
+        With ``reraise``, errors that the user can fix are raised instead of disabling the callback.
 
         Returns:
             What it returns; None if it failed or this callback is disabled.
@@ -216,12 +211,7 @@ class PerfCallback(Callback):
             return None
 
     def disable(self, method: str, error: Exception) -> None:
-        """Take no further part in this run, nor do those that this callback hosts.
-
-        Args:
-            method: The name of the method that failed.
-            error: What it raised.
-        """
+        """Take no further part in this run, nor do those that this callback hosts."""
         theirs = isinstance(error, OSError | ConfigError)
         theirs = theirs or not type(self).__module__.startswith("lightning_perf.")
         ours = "" if theirs else " Please report this."
@@ -252,17 +242,13 @@ class PerfCallback(Callback):
                     "give each Trainer its own callback."
                 )
             self.leave("teardown")
-        self._settle_keys()
+        for each in self.with_parts:  # from now on checkpoints keep their state
+            each._settled = True
+            vars(each).pop("state_key", None)
         context = RunContext.join(trainer, pl_module, self)
         self._attach(context)
         self._skip_hooks(*_UNUSED)
         context.describe({key: v for part in self.parts for key, v in part.settings().items()})
-
-    def _settle_keys(self) -> None:
-        """Use the keys of these kinds of callbacks, under which checkpoints keep their state."""
-        for each in self.with_parts:
-            each._settled = True
-            vars(each).pop("state_key", None)
 
     def _attach(self, context: RunContext) -> None:
         """Prepare for a run; errors that the user can fix are raised."""
@@ -299,13 +285,8 @@ class PerfCallback(Callback):
         left_out = {*self._skipped_hooks, *_ATTACHED, "state_key"}
         own = {name: value for name, value in vars(self).items() if name not in left_out}
         none = {"_context": None, "_progress": None, "_hosted": False, "_settled": False}
-        return {
-            **own,
-            **none,
-            "_before_batch_parts": [],
-            "_after_batch_parts": [],
-            "_skipped_hooks": [],
-        }
+        lists = ("_before_batch_parts", "_after_batch_parts", "_skipped_hooks")
+        return own | none | {name: [] for name in lists}
 
     def settings(self) -> dict[str, object]:
         """The constructor's arguments, for the run's params."""
@@ -336,11 +317,7 @@ class PerfCallback(Callback):
         self.leave("exception")
 
     def leave(self, reason: str) -> None:
-        """Close, and leave the run context, if there is one.
-
-        Args:
-            reason: As for ``close``.
-        """
+        """Close, and leave the run context, if there is one; ``reason`` as for ``close``."""
         context = self._context
         if self._hosted:
             return
@@ -370,7 +347,7 @@ class PerfCallback(Callback):
             self._skip_hooks(f"on_{word}_batch_end")
         # Before training starts an error may still stop it; validation inside of fit comes later.
         for part in self.parts:
-            part.call(part.on_start, context, reraise=not context.nested)
+            part.call(part.on_start, context, reraise=not context.stages.nested)
 
     def _end(self, stage: str) -> None:
         context = self._context
@@ -379,7 +356,7 @@ class PerfCallback(Callback):
         for part in self.parts:
             part.call(part.on_end, context)
         if context.members[-1] is self:
-            self._run_shared(context.report, True)
+            self._run_shared(context.windows.report, context, True)
             self._run_shared(context.exit)
 
     def _run_shared(self, step: Callable[..., None], *args: Any) -> None:

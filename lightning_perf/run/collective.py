@@ -57,14 +57,6 @@ class _Report:
     number: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Message:
-    report: _Report
-    work: Any
-    #: One row a rank.
-    table: torch.Tensor
-
-
 class Gatherer:
     """Gathers over a gloo group of its own, so that the accelerator is never synchronised.
 
@@ -90,21 +82,18 @@ class Gatherer:
         #: Reports that were not handed over yet, in their order.
         self.pending: deque[_Report] = deque()
         self._waiting: deque[_Report] = deque()
-        self._sent: deque[_Message] = deque()
+        # With the work under way and its table, one row a rank.
+        self._sent: deque[tuple[_Report, Any, torch.Tensor]] = deque()
         # Reports whose second part is to be sent.
         self._long: deque[_Report] = deque()
         self._count = 0
         self._ended = self._lost = False
         # Whether this rank's last report was sent, and other ranks may not have sent theirs.
         self._repeats = False
-        self._group = _new_group() if self._world_size > 1 and _initialized() else None
+        self._group = _new_group() if self._world_size > 1 else None
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers; waits for all of them.
-
-        Args:
-            number: This rank's.
-        """
+        """The largest of all ranks' numbers; waits for all of them."""
         if self._world_size == 1:
             return number
         mine = torch.tensor([number])
@@ -152,25 +141,21 @@ class Gatherer:
 
     def poll(self) -> bool:
         """Deliver what has arrived, in the order of sending; returns whether that is everything."""
-        while self._sent and self._sent[0].work.is_completed():
-            message = self._sent.popleft()
+        while self._sent and self._sent[0][1].is_completed():
+            report, work, table = self._sent.popleft()
             try:
-                message.work.wait()  # completed: raises if it failed
+                work.wait()  # completed: raises if it failed
             except RuntimeError as error:
                 self._give_up(f"another rank is gone ({describe(error)})")
                 return True
-            self._receive(message.report, message.table.numpy())
+            self._receive(report, table.numpy())
             self._send()
         while self.pending and self.pending[0].complete:
             self._deliver(self.pending.popleft())
         return not (self.pending or self._sent)
 
     def finish(self, timeout: float) -> None:
-        """Wait a bounded time for what is under way; nothing is gathered afterwards.
-
-        Args:
-            timeout: Seconds at most.
-        """
+        """Wait ``timeout`` seconds at most for what is under way; it is the last of the run."""
         self._ended = True
         if self._group is not None:
             self._send()
@@ -203,7 +188,7 @@ class Gatherer:
             self._count += 1
             table = row.new_empty(self._world_size, len(row))
             work = dist.all_gather(list(table), row, group=self._group, async_op=True)
-            self._sent.append(_Message(report, work, table))
+            self._sent.append((report, work, table))
 
     def _gather_now(self, row: torch.Tensor) -> Table:
         gathered = self._trainer.strategy.all_gather(row)
@@ -280,11 +265,9 @@ def _ignore(rows: Rows) -> None:
     """The message has no content."""
 
 
-def _initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _new_group() -> Any:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     while _retired:
         with suppress(Exception):  # the whole world of an earlier run may be gone

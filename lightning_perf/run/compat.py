@@ -1,17 +1,32 @@
-"""Private attributes of Lightning that we read, each with a fallback."""
+"""What we read of a Trainer and its process, with fallbacks for private attributes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import os
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_perf.core.progress import Limits, Ranks
+from lightning_perf.diagnosis.signals import COMPILE, Loader, Setup
+from lightning_perf.flops import device_name, is_compiled
+from lightning_perf.system.cgroup import Cgroup
+from lightning_perf.timing.totals import Action, Cost
+from lightning_perf.tracking.summary import installed_version
 from lightning_perf.units import three_digits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from lightning.pytorch import Trainer
+
+    from lightning_perf.run.context import RunContext
+
+#: How torch names the time of one compilation.
+_COMPILED = "_compile.compile_inner"
+#: Restart counters of SLURM and torchrun.
+_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
 class TrainingLoop:
@@ -108,41 +123,24 @@ def profiler_name(trainer: Trainer) -> str:
     return str(getattr(trainer, "profiler", None).__class__.__name__)
 
 
-def precision(trainer: Trainer) -> str:
-    """Return the precision of the trainer, such as ``bf16-mixed``."""
-    value: Any = getattr(trainer, "precision", None) or "32-true"
-    return str(value)
-
-
-class Unspanned(NamedTuple):
-    """A method that Lightning's profiler spans do not cover, with its category and name."""
-
-    owner: object
-    method: str
-    category: str
-    name: str
-
-
-def unspanned(trainer: Trainer) -> Iterator[Unspanned]:
-    """Yield the methods of Lightning that its profiler spans do not cover."""
+def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
+    """Yield the methods that Lightning's spans do not cover: owner, method, category, name."""
     fit = getattr(trainer, "fit_loop", None)
     epoch = getattr(fit, "epoch_loop", None)
     if trainer.world_size > 1:
-        yield Unspanned(epoch, "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm")
+        yield epoch, "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm"
     # These create the iterators and, in the first epoch, fetch the first batches of unsized data.
-    yield Unspanned(fit, "setup_data", "dataloader_next", "iter")
+    yield fit, "setup_data", "dataloader_next", "iter"
     loops = ("validate_loop", "test_loop", "predict_loop")
     for loop in (validation_loop(trainer), *(getattr(trainer, name, None) for name in loops)):
-        yield Unspanned(loop, "setup_data", "dataloader_next", "iter")
-        yield Unspanned(loop, "reset", "dataloader_next", "iter")
+        yield loop, "setup_data", "dataloader_next", "iter"
+        yield loop, "reset", "dataloader_next", "iter"
     # The first two copy logged values to the host, the others reduce them.
     connector = getattr(trainer, "_logger_connector", None)
-    yield Unspanned(connector, "on_batch_end", "from_device", "Trainer.logged_values")
-    yield Unspanned(connector, "log_metrics", "from_device", "Trainer.logged_values")
-    yield Unspanned(connector, "on_epoch_end", "reduce_metrics", "Trainer.epoch_values")
-    yield Unspanned(
-        connector, "update_eval_epoch_metrics", "reduce_metrics", "Trainer.epoch_values"
-    )
+    yield connector, "on_batch_end", "from_device", "Trainer.logged_values"
+    yield connector, "log_metrics", "from_device", "Trainer.logged_values"
+    yield connector, "on_epoch_end", "reduce_metrics", "Trainer.epoch_values"
+    yield connector, "update_eval_epoch_metrics", "reduce_metrics", "Trainer.epoch_values"
 
 
 #: Metrics that callbacks of Lightning can watch, and their names on the progress bar.
@@ -175,7 +173,106 @@ def validation_loop(trainer: Trainer) -> Any:
     return getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
 
 
-def train_dataloader(trainer: Trainer) -> Any:
-    """Return the training's DataLoader, the first one of several, or None."""
-    loader: Any = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
-    return next(iter(getattr(loader, "flattened", None) or ()), None)
+def ranks_of(trainer: Trainer) -> Ranks:
+    """Where this process stands among the processes of the run."""
+    return Ranks(
+        trainer.global_rank,
+        trainer.local_rank,
+        trainer.node_rank,
+        trainer.world_size,
+        trainer.world_size // max(trainer.num_nodes, 1),
+    )
+
+
+def limits_of(trainer: Trainer, owners: Iterable[object] = (), sharing: int = 1) -> Limits:
+    """The limits of the training, where ``sharing`` ranks train on each batch.
+
+    An owner may define ``num_samples``, the samples of an epoch on all ranks.
+    """
+    given = (getattr(owner, "num_samples", None) for owner in owners)
+    samples = next((value for value in given if isinstance(value, int) and value > 0), None)
+    return Limits(
+        _positive(trainer.max_steps),
+        _positive(trainer.max_epochs),
+        max_seconds(trainer),
+        _positive(trainer.num_training_batches),
+        samples * sharing // trainer.world_size if samples else None,
+        trainer.accumulate_grad_batches,
+    )
+
+
+def resumes(trainer: Trainer) -> bool:
+    """Whether the run continues an earlier one, which may have written later files.
+
+    A job that was preempted before its first checkpoint starts over, and is still the same run.
+    """
+    counts = (os.environ.get(name, "") for name in _RESTARTS)
+    return trainer.ckpt_path is not None or any(count not in ("", "0") for count in counts)
+
+
+def setup_of(trainer: Trainer) -> dict[str, object]:
+    """Device, precision and strategy, for the run's params."""
+    return {
+        "version": installed_version("lightning_perf"),
+        "device": device_name(trainer.strategy.root_device),
+        "world_size": trainer.world_size,
+        "precision": str(trainer.precision),
+        "strategy": type(trainer.strategy).__name__,
+    }
+
+
+def _positive(value: float | None) -> int | None:
+    return int(value) if value is not None and 0 < value < float("inf") else None
+
+
+def survey(context: RunContext) -> Setup:
+    """The settings of a training that begins."""
+    trainer, limits = context.trainer, context.limits
+    return Setup(
+        device=trainer.strategy.root_device.type,
+        world_size=context.ranks.world_size,
+        cpus=usable_cpus(),
+        threads=torch.get_num_threads(),
+        precision=str(trainer.precision),
+        compiled=is_compiled(context.module),
+        log_every_n_steps=log_every_n_steps(trainer),
+        batches_per_epoch=limits.batches_per_epoch,
+        first_batch_in_epoch=context.timestamp.batch_in_epoch,
+        loader=_loader(trainer),
+        ours=frozenset(
+            type(each).__name__ for member in context.members for each in member.with_parts
+        ),
+    )
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    quota = Cgroup().quota()
+    return count if quota is None else max(min(count, round(quota[0])), 1)
+
+
+def compilations() -> Mapping[Action, Cost]:
+    """Seconds and number of torch.compile's compilations in this process so far."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    times = getattr(utils, "compilation_time_metrics", {}).get(_COMPILED)
+    if not times:
+        return {}
+    return {Action(COMPILE, "forward", "torch.compile"): Cost(sum(times), len(times))}
+
+
+def _loader(trainer: Trainer) -> Loader | None:
+    """The training's DataLoader, the first one of several."""
+    loaders: Any = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
+    loader: Any = next(iter(getattr(loaders, "flattened", None) or ()), None)
+    if not hasattr(loader, "num_workers"):
+        return None
+    owners = loader, getattr(loader, "batch_sampler", None)
+    sizes = (getattr(owner, "batch_size", None) for owner in owners)
+    return Loader(
+        num_workers=int(loader.num_workers),
+        batch_size=next((size for size in sizes if isinstance(size, int)), None),
+        pin_memory=bool(getattr(loader, "pin_memory", False)),
+        persistent_workers=bool(getattr(loader, "persistent_workers", False)),
+    )

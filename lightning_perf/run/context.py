@@ -22,21 +22,18 @@ from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
 from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchTotals, ProgressSignal
-from lightning_perf.run.destination import Reporting
+from lightning_perf.run.destination import Reporting, saved_by
 from lightning_perf.run.flop_meter import FlopMeter
 from lightning_perf.run.hardware import MemorySignal, NodeSignal, node_gpus, node_sampler
-from lightning_perf.run.spans import Spans, SpanSignal
+from lightning_perf.run.spans import Spans, SpanSignal, WaitSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
 from lightning_perf.run.summary import LiveSummary, end_summary
-from lightning_perf.run.trainer_info import limits_of, owners_of, ranks_of, setup_of
-from lightning_perf.run.waits import WaitSignal
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Mapping
 
     from lightning.pytorch import LightningModule, Trainer
 
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
     from lightning_perf.run.callback import PerfCallback
     from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
-    from lightning_perf.traces.uploads import Target
 
 
 _log = logging.getLogger("lightning_perf")
@@ -73,8 +69,8 @@ class RunContext:
         self.members: list[PerfCallback] = []
         # All callbacks that ever joined.
         self._joined: list[Any] = []
-        self.ranks = ranks_of(trainer)
-        self.limits = limits_of(trainer)
+        self.ranks = compat.ranks_of(trainer)
+        self.limits = compat.limits_of(trainer)
         #: One thread talks to servers, the other makes files.
         self.worker, self.file_worker = Worker("lightning_perf"), Worker("lightning_perf maker")
         #: Collects the warnings of trace writers.
@@ -116,14 +112,7 @@ class RunContext:
         atexit.register(_leave_at_exit)
 
     def share_batches(self, data_parallel_size: int) -> None:
-        """Count samples, tokens and declared FLOPs once where several ranks train on one batch.
-
-        Args:
-            data_parallel_size: How many different batches the ranks train on at a time.
-
-        Raises:
-            ConfigError: The ranks cannot be divided into that many groups.
-        """
+        """Count samples, tokens and declared FLOPs once where several ranks train on one batch."""
         ranks = self.ranks.world_size
         if ranks % data_parallel_size:
             problem = f"does not divide the world size, {ranks}"
@@ -136,7 +125,7 @@ class RunContext:
         if self.ranks.world_size > 1:
             # Nodes may differ, and all ranks must have the same columns. They agree now, because
             # a callback may fail on one rank before it subscribes.
-            gpus = partial(int, self.windows.largest(gpus()))
+            gpus = partial(int, self.windows.gatherer.largest(gpus()))
         offers: dict[str, Callable[[], Signal]] = {
             "batch": self._start_batches,
             "flops": self._start_flops,
@@ -148,8 +137,7 @@ class RunContext:
                 self.trainer.strategy.root_device, self._start_sampler(), self.ranks.node_rank
             ),
         }
-        for prefix, source in offers.items():
-            self.windows.offer(prefix, source)
+        self.windows.sources |= offers
 
     def _start_batches(self) -> BatchTotals:
         self.batches.start()
@@ -199,13 +187,13 @@ class RunContext:
             return
         del _CONTEXTS[id(self.trainer)]
         self._patches.restore()
-        self.windows.close(0 if reason == "exception" else GATHER_TIMEOUT)
+        if reason != "exception":
+            self.windows.gatherer.finish(GATHER_TIMEOUT)
+        self.windows.gatherer.close()
         summary = end_summary(self, self._joined, reason)
         self.meter.close()
         self.spans.restore()
-        self.reporting.flush()
-        self.reporting.finish(self.file_worker, FILE_TIMEOUT[reason])
-        self.reporting.close(UPLOAD_TIMEOUT[reason])
+        self.reporting.close(self.file_worker, FILE_TIMEOUT[reason], UPLOAD_TIMEOUT[reason])
         for finish in self._on_close:
             try:
                 finish()
@@ -223,12 +211,7 @@ class RunContext:
         """Log where the metrics and files are, since there is no logger."""
         named = [f"{type(p).__name__}.metrics" for p in self._joined if getattr(p, "metrics", None)]
         run = Path(self.trainer.default_root_dir, self.run_name)
-        saved = [
-            path
-            for p in self._joined
-            for _, paths in getattr(p, "saved_traces", ())
-            for path in paths
-        ]
+        saved = saved_by(self._joined)
         root = self.reporting.root(None)
         own = [str(run)] if run.exists() else []
         if root.mirror is not None:
@@ -236,8 +219,7 @@ class RunContext:
         elsewhere = {
             str(path.parent)
             for path in saved
-            if path
-            and run not in path.parents
+            if run not in path.parents
             and not (root.mirror is not None and root.path in path.parents)
         }
         folders = [*own, *sorted(elsewhere)]
@@ -255,19 +237,9 @@ class RunContext:
     # -- where the run is ---------------------------------------------------------------------
 
     @property
-    def nested(self) -> bool:
-        """Whether the present stage is validation inside of fit."""
-        return self.stages.nested
-
-    @property
-    def first_batch(self) -> bool:
-        """Whether the last batch is the first one of its stage in this run."""
-        return self.counters.batches == 1
-
-    @property
     def timestamp(self) -> Timestamp:
         """Where the present stage stands."""
-        return self.stages.timestamp
+        return self.counters.timestamp()
 
     @property
     def moment(self) -> Moment:
@@ -284,7 +256,8 @@ class RunContext:
     def enter(self, stage: str) -> None:
         """A stage begins."""
         self.spans.enter(stage)
-        owners = owners_of(self.trainer, self.module, self.parts)
+        # By precedence.
+        owners = [self.module, getattr(self.trainer, "datamodule", None), *self.parts]
         if self._counter is None:
             self._counter = BatchCounter(owners)
             self.describe({"units": _units(self.parts)})
@@ -292,21 +265,21 @@ class RunContext:
         self._loop = compat.TrainingLoop(self.trainer)
         self.meter.start(stage)
         if stage == "train":
-            limits = self.limits = limits_of(self.trainer, owners[1:], self.batches.sharing)
+            limits = self.limits = compat.limits_of(self.trainer, owners[1:], self.batches.sharing)
             self._catch_up()
             peak = self.meter.peaks.setup() if self.meter.wanted else {}
-            self.describe(setup_of(self.trainer) | peak)
+            self.describe(compat.setup_of(self.trainer) | peak)
         self._log_every = compat.log_every_n_steps(self.trainer)
         self.stages.enter(stage, limits)
         self._select_stage()
-        if not self.nested:  # the step of the first batch
+        if not self.stages.nested:  # the step of the first batch
             self.step = self._loop.step + (stage != "train")
         self.windows.enter(self)
 
     def _select_stage(self) -> None:
         """Another stage is the present one."""
         self.stage = self.stages.stage
-        self.windows.resume()
+        self.windows.quiet_until = 0
         if self.stage:
             self.counters = self.stages.counters
 
@@ -326,19 +299,19 @@ class RunContext:
             self.report_due = due and not self._loop.accumulating
         else:
             seconds = counters.add(samples, tokens, 0, False)
-            self.report_due = every > 0 and not self.nested and counters.batches % every == 0
-            if not self.nested:
+            self.report_due = every > 0 and not self.stages.nested and counters.batches % every == 0
+            if not self.stages.nested:
                 self.step = self._loop.step + counters.batches
         record = (seconds, samples, tokens, meter.work, meter.counted, counters.batches == 1)
         self.batches.end_batch(self.stage, record)
         windows = self.windows
         if windows.pending:
-            windows.poll()
+            windows.gatherer.poll()
         self.report_possible = self.report_due or counters.batch >= windows.quiet_until
         recorder = self.spans.recorder
         if recorder is not None:
             if counters.batches % SPANS_EVERY == 0:
-                recorder.add_up()
+                recorder.clock.add_up()
             if recorder.device is not None:
                 recorder.device.end_batch()
 
@@ -354,14 +327,10 @@ class RunContext:
                 "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", names
             )
 
-    def report(self, at_end: bool) -> None:
-        """Deliver the windows that are due; all members have handled the batch or stage end."""
-        self.windows.report(self, at_end)
-
     def end_epoch(self) -> None:
         """An epoch of training is over."""
         self.meter.resume(self.stage)
-        self.stages.end_epoch()
+        self.counters.end_epoch()
 
     def exit(self) -> None:
         """The present stage is over."""
@@ -378,15 +347,6 @@ class RunContext:
         """The run's name in files and reports, the same on every rank."""
         return self.reporting.run_name
 
-    def targets(self, remote_file_name: str | None) -> Sequence[Target]:
-        """Where files with a remote name are sent: the store of a URL, else all MLflow runs."""
-        return self.reporting.targets(remote_file_name)
-
-    @property
-    def identity(self) -> str:
-        """Distinguishes this run from others of the same name, the same on every rank."""
-        return self.reporting.identity
-
     def on_close(self, finish: Callable[[], None]) -> None:
         """Call a function at the end of the run, after the workers have stopped."""
         self._on_close.append(finish)
@@ -396,10 +356,6 @@ class RunContext:
         """What schedules may read of the run."""
         reporting = self.reporting
         return Context(self.ranks, self.limits, reporting.tags.read, reporting.reached)
-
-    def exclude_from_batch_time(self) -> AbstractContextManager[None]:
-        """A context whose time, which is ours, is left out of the batch's seconds."""
-        return self.stages.exclude_from_batch_time()
 
     @cached_property
     def sampler(self) -> Sampler | None:
@@ -421,14 +377,6 @@ class RunContext:
         compat.show_metrics(self.trainer, metrics)
         self.reporting.log(metrics, step)
         self._live.refresh(self)
-
-    def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log this rank's metrics, under its own keys, from the worker thread."""
-        self.reporting.log_from_worker(metrics, step)
-
-    def deliver(self) -> None:
-        """Pass metrics of the worker thread to loggers that need the calling thread."""
-        self.reporting.deliver()
 
     def _catch_up(self) -> None:
         """Reconcile with Lightning after a resume: its epoch always, its counts if we have none."""

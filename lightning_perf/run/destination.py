@@ -1,4 +1,4 @@
-"""Where the results of a run go: MLflow runs, other loggers, local folders and stores."""
+"""Where the results and files of a run go: MLflow runs, other loggers, folders and stores."""
 
 from __future__ import annotations
 
@@ -6,38 +6,35 @@ import os
 import time
 from collections import deque
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.background.worker import waiting
 from lightning_perf.errors import describe, warn
+from lightning_perf.traces.folder import TraceOptions
+from lightning_perf.traces.uploads import TraceRun
+from lightning_perf.traces.writer import TraceWriter
 from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, TagReader, is_mlflow
 from lightning_perf.tracking.stores import Root, root_of, store_target, trial_root
 from lightning_perf.tracking.tracker import Tracker, trackers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from lightning.pytorch import Trainer
 
     from lightning_perf.background.worker import Worker
+    from lightning_perf.run.context import RunContext
     from lightning_perf.traces.uploads import Target
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Seconds."""
-
-    #: For MLflow to return the run's name at set-up.
-    run_name: float = 10.0
-    #: For the file that is being made when all other waits are over.
-    last_file: float = 300.0
-    #: Before a wait at the end of the run is shown.
-    silent: float = 2.0
-
-
-TIMEOUTS = Timeouts()
+#: Seconds for MLflow to return the run's name at set-up, and for the file that is being made when
+#: all other waits are over.
+_NAME_TIMEOUT, _LAST_FILE_TIMEOUT = 10.0, 300.0
+#: Seconds before a wait at the end of the run is shown.
+SILENT = 2.0
 
 
 class Destination(NamedTuple):
@@ -137,15 +134,15 @@ class Reporting:
             for target in self._mlflow:
                 target.describe(text)
 
-    def flush(self) -> None:
-        """Send the waiting metrics now, while the last files of the run are made."""
-        for target in self._own:
-            target.flush()
-
-    def close(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds for uploads, and warn about metrics that were not sent."""
-        self.flush()
-        self._stop(self._worker, "uploading", timeout)
+    def close(self, file_worker: Worker, file_timeout: float, timeout: float) -> None:
+        """Wait at most so many seconds for files and uploads; warn about metrics not sent."""
+        for worker, what, seconds, last in (
+            (file_worker, "finishing files", file_timeout, _LAST_FILE_TIMEOUT),
+            (self._worker, "uploading", timeout, 0.0),
+        ):
+            for target in self._own:
+                target.flush()
+            self._stop(worker, what, seconds, last)
         for target in self._own:
             target.warn_lost()
         self.deliver()
@@ -155,12 +152,8 @@ class Reporting:
         for root in self._roots.values():
             root.close()
 
-    def finish(self, file_worker: Worker, timeout: float) -> None:
-        """Wait at most `timeout` seconds for files, and `TIMEOUTS.last_file` for the last one."""
-        self._stop(file_worker, "finishing files", timeout, TIMEOUTS.last_file)
-
-    def _stop(self, worker: Worker, what: str, timeout: float, last: float = 0.0) -> None:
-        if worker.close(TIMEOUTS.silent):
+    def _stop(self, worker: Worker, what: str, timeout: float, last: float) -> None:
+        if worker.close(SILENT):
             return
         # Only rank 0 shows its progress.
         shown = waiting(what, worker.pending, timeout) if self._first else nullcontext()
@@ -178,10 +171,12 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
         if runs and isinstance(runs[0], MlflowRun):
             return Destination(runs, _mlflow_name(runs[0], worker), runs[0].run_id)
         for logger in trainer.loggers:
-            parts = (logger.name, None if logger.version is None else _version(logger.version))
+            version = logger.version
+            if isinstance(version, int):
+                version = f"version_{version}"
             # Without a version, all runs have the logger's name. DummyLogger has neither.
-            if parts[1]:
-                name = "-".join(part for part in parts if part)
+            if version:
+                name = "-".join(str(part) for part in (logger.name, version) if part)
                 return Destination(runs, name, f"{logger.save_dir}/{name}")
     except Exception as error:
         warn(f"a logger's run is unknown ({describe(error)}): files are written to {generated}.")
@@ -195,7 +190,7 @@ _NAMES: dict[str, str] = {}
 def _mlflow_name(run: MlflowRun, worker: Worker) -> str:
     if run.run_id not in _NAMES:
         try:
-            _NAMES[run.run_id] = worker.call(run.name, TIMEOUTS.run_name)
+            _NAMES[run.run_id] = worker.call(run.name, _NAME_TIMEOUT)
         except Exception as error:
             _NAMES[run.run_id] = run.run_id
             why = describe(error)
@@ -208,5 +203,56 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {key: float(value) for key, value in metrics.items() if isfinite(value)}
 
 
-def _version(version: Any) -> str:
-    return f"version_{version}" if isinstance(version, int) else str(version)
+def new_writer(
+    context: RunContext, options: TraceOptions, prefix: str | None = None
+) -> TraceWriter:
+    """A trace writer that is closed at the end of the run.
+
+    Its folder is below ``prefix``, by default the trainer's ``default_root_dir``.
+    """
+    root = context.reporting.root(prefix)
+    run = TraceRun(
+        worker=context.worker,
+        file_worker=context.file_worker,
+        root=root.path,
+        ranks=context.ranks,
+        run_name=context.run_name,
+        identity=context.reporting.identity,
+        mirror=root.mirror,
+        digest=context.warnings_digest,
+    )
+    writer = TraceWriter(options, run, context.reporting.targets(options.remote_file_name))
+    # After the worker has stopped, the writer places the files that a slow server delayed.
+    context.on_close(writer.close)
+    return writer
+
+
+def saved_by(callbacks: Iterable[object]) -> list[Path]:
+    """The traces that these callbacks have written on this rank."""
+    saved = (paths for each in callbacks for _, paths in getattr(each, "saved_traces", ()))
+    return [path for paths in saved for path in paths if path is not None]
+
+
+def write_files(
+    context: RunContext,
+    folder: str,
+    files: Mapping[str, Callable[[Path], None]],
+    stage: str,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write files below the trainer's ``default_root_dir``, and to MLflow as artifacts.
+
+    Each name has a function that writes the file, on the worker thread; ``folder`` is a format
+    string, and ``stage`` what they describe, as for traces.
+    """
+    for filename, write in files.items():
+        options = TraceOptions(
+            folder=folder,
+            filename=filename,
+            remote_file_name=f"{folder}/{filename}",
+            overwrite=overwrite,
+        )
+        writer = new_writer(context, options)
+        spooled = writer.spool(stage)
+        writer.write(spooled, context.progress.timestamp(stage), stage, partial(write, spooled))

@@ -15,7 +15,6 @@ from lightning_perf.flops.peaks import PeakResolver
 from lightning_perf.flops.shadow import ShadowError, count_on_shadow, is_compiled
 from lightning_perf.flops.signature import Signature, signature
 from lightning_perf.patches import MethodPatch, PatchSet
-from lightning_perf.run.compat import precision
 from lightning_perf.timing.clock import NOTHING
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class FlopMeter:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
-        self.peaks = PeakResolver(trainer.strategy.root_device, precision(trainer))
+        self.peaks = PeakResolver(trainer.strategy.root_device, str(trainer.precision))
         self.wanted = False
         #: How many ranks train on each batch, whose declared FLOPs they share.
         self.sharing = 1
@@ -75,19 +74,18 @@ class FlopMeter:
         self._cache_is_stale = True
         self._signature: Signature = ()
         self._warned_unpredictable = False
-        self._steps = _StepHooks(trainer.strategy, self._on_step)
+        #: Counts the FLOPs of the current batch, if they are not known.
+        self.counter: FlopCounter | None = None
+        # Whether a backward ran under the counter.
+        self._backward_seen = False
+        self._steps, self._backward = PatchSet(), PatchSet()
         #: Whether the step of the current batch has begun.
         self._begun = False
 
     def require(self, peak: float | str | None, name: str) -> None:
-        """Request FLOPs, optionally with the peak to compare them with.
+        """Request FLOPs, optionally with the device's peak, which an argument ``name`` gave.
 
-        Args:
-            peak: FLOP/s of one device, ``"measure"``, or None for the default.
-            name: The argument that gave the peak, for messages.
-
-        Raises:
-            ConfigError: If the peak is not valid or contradicts another callback's.
+        ConfigError if the peak is not valid or contradicts another callback's.
         """
         self.wanted = True
         if peak is not None:
@@ -103,7 +101,8 @@ class FlopMeter:
         self._declared_flops = None
         self._compiled = is_compiled(self._module)
         if not (self._declared and stage == "train"):
-            self._steps.watch(stage)
+            step = partial(_Step, stage=stage, meter=self)
+            self._steps.wrap(self._trainer.strategy, STEPS[stage], step)
         self.peaks.get(self.peaks.dtype)
 
     def resume(self, stage: str) -> None:
@@ -114,9 +113,11 @@ class FlopMeter:
     def close(self) -> None:
         """Stop counting and restore the strategy."""
         self._stage = ""
-        self._steps.close()
+        self._stop_counting()
+        self._steps.restore()
 
-    def _on_step(self, stage: str, batch: Any) -> None:
+    def on_step(self, stage: str, batch: Any) -> None:
+        """A step begins; a batch has several if its step has several closures. Never raises."""
         # Sanity-check validation runs steps too, but is not a stage.
         if self._begun or stage != self._stage:
             return
@@ -153,7 +154,17 @@ class FlopMeter:
         elif cache.tries and self._compiled:
             self._count_on_shadow(batch)
         elif cache.tries:
-            self._steps.count(FlopCounter())
+            self.counter, self._backward_seen = FlopCounter(), False
+            strategy = self._trainer.strategy
+            self._backward.wrap_in_context(strategy, "backward", self._in_backward)
+
+    def _in_backward(self) -> AbstractContextManager[Any]:
+        self._backward_seen = True
+        return self.counter or NOTHING
+
+    def _stop_counting(self) -> None:
+        self.counter = None
+        self._backward.restore()
 
     def _warn_unpredictable(self, message: str) -> None:
         if not self._warned_unpredictable:
@@ -185,10 +196,10 @@ class FlopMeter:
         if not self._begun:  # Lightning skipped the batch
             self.work, self.counted = None, False
         self._begun = False
-        if self._steps.counter is not None:
-            counts, self.counted = self._steps.counter.counts, True
-            self._steps.stop_counting()
-            self._store(counts, whole=self._steps.backward_seen)
+        if self.counter is not None:
+            counts, self.counted = self.counter.counts, True
+            self._stop_counting()
+            self._store(counts, whole=self._backward_seen)
         elif self._declared and self._stage == "train":
             self.work = self._declared_work(batch)
 
@@ -229,61 +240,20 @@ class FlopMeter:
         return self._declared_cost
 
 
-class _StepHooks:
-    """Patches ``strategy.*_step`` to announce each batch and to count its FLOPs on request.
+class _Step(MethodPatch):
+    """Announces a batch to the meter and runs the step, under the counter if there is one.
 
     A Lightning hook would announce the batch too, but takes several times as long to call.
-
-    Args:
-        strategy: The strategy to patch.
-        on_step: Called with the stage and the batch before each step, several times if a step has
-            several closures. Must not raise.
     """
 
-    def __init__(self, strategy: Any, on_step: Callable[[str, Any], None]) -> None:
-        self.on_step = on_step
-        #: The active counter, if any.
-        self.counter: FlopCounter | None = None
-        #: Whether a backward ran under the counter.
-        self.backward_seen = False
-        self._strategy = strategy
-        self._steps, self._backward = PatchSet(), PatchSet()
-
-    def watch(self, stage: str) -> None:
-        """Patch the step method of a stage. Idempotent."""
-        self._steps.wrap(self._strategy, STEPS[stage], partial(_Step, stage=stage, hooks=self))
-
-    def count(self, counter: FlopCounter) -> None:
-        """Run the steps and backwards of the current batch under a counter."""
-        self.counter, self.backward_seen = counter, False
-        self._backward.wrap_in_context(self._strategy, "backward", self._in_backward)
-
-    def _in_backward(self) -> AbstractContextManager[Any]:
-        self.backward_seen = True
-        return self.counter or NOTHING
-
-    def stop_counting(self) -> None:
-        """Remove the counter."""
-        self.counter = None
-        self._backward.restore()
-
-    def close(self) -> None:
-        """Remove the counter and all patches."""
-        self.stop_counting()
-        self._steps.restore()
-
-
-class _Step(MethodPatch):
-    """Calls ``on_step``, then the original step, under the counter if there is one."""
-
-    def __init__(self, original: Callable[..., Any], stage: str, hooks: _StepHooks) -> None:
+    def __init__(self, original: Callable[..., Any], stage: str, meter: FlopMeter) -> None:
         super().__init__(original)
-        self._stage, self._hooks = stage, hooks
+        self._stage, self._meter = stage, meter
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hooks = self._hooks
-        hooks.on_step(self._stage, args[0] if args else None)
-        if hooks.counter is None:
+        meter = self._meter
+        meter.on_step(self._stage, args[0] if args else None)
+        if meter.counter is None:
             return self.original(*args, **kwargs)
-        with hooks.counter:
+        with meter.counter:
             return self.original(*args, **kwargs)

@@ -58,32 +58,18 @@ def node_gpus(trainer: Trainer, ranks: Ranks) -> int:
 
 def _gpu_options(trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     # torch calls AMD devices "cuda" too, but NVML does not support them.
-    on_gpu = trainer.strategy.root_device.type == "cuda" and torch.version.hip is None
-    return {
-        "visible": _visible() if on_gpu else None,
-        "ranks": ranks.local_world_size if on_gpu else 0,
-    }
-
-
-def _visible() -> list[str] | None:
-    """Return the UUIDs of the GPUs that torch sees, after CUDA_VISIBLE_DEVICES."""
-    try:
-        return [
-            str(torch.cuda.get_device_properties(number).uuid)
-            for number in range(torch.cuda.device_count())
-        ]
-    except AttributeError:  # an older torch
-        return None
+    if trainer.strategy.root_device.type != "cuda" or torch.version.hip is not None:
+        return {"visible": None, "ranks": 0}
+    # Those that torch sees, after CUDA_VISIBLE_DEVICES.
+    numbers = range(torch.cuda.device_count())
+    visible = [str(torch.cuda.get_device_properties(number).uuid) for number in numbers]
+    return {"visible": visible, "ranks": ranks.local_world_size}
 
 
 def cuda_memory(device: torch.device) -> dict[str, float]:
-    """Return the state of CUDA's caching allocator; empty for other devices.
+    """The state of CUDA's caching allocator by Composer's names; empty for other devices.
 
-    Args:
-        device: The device of this rank.
-
-    Returns:
-        Gigabytes to five significant digits, and the number of retries, by Composer's names.
+    Gigabytes to five significant digits, and the number of retries.
     """
     if device.type != "cuda":
         return {}
@@ -118,12 +104,8 @@ class NodeSignal:
     """The node's sensors as columns: value x seconds, and the seconds beside it.
 
     Each GPU has a slot, in the order in which they are first sampled; ``system/gpu_slot_0`` is the
-    number of the GPU in it. Its values share one column of seconds. Ranks that do not sample have
-    zeros.
-
-    Args:
-        sampler: The node's, on the rank that samples.
-        slots: How many GPUs there may be, the same on every rank.
+    number of the GPU in it. Its values share one column of seconds. There are as many slots on
+    every rank; ranks that do not sample have zeros.
     """
 
     def __init__(self, sampler: Sampler | None, slots: int) -> None:
@@ -163,13 +145,7 @@ class NodeSignal:
 
 
 class MemorySignal:
-    """Memory of this rank's allocator in gigabytes, and of its node's processes in bytes.
-
-    Args:
-        device: The rank's.
-        sampler: The node's, on the rank that samples.
-        node_rank: The node's number.
-    """
+    """Memory of this rank's allocator in gigabytes, and of its node's processes in bytes."""
 
     def __init__(self, device: torch.device, sampler: Sampler | None, node_rank: int) -> None:
         self._device, self._sampler, self._node = device, sampler, node_rank

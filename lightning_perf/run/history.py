@@ -12,7 +12,7 @@ import numpy as np
 from lightning_perf.timing.totals import CATEGORIES, TABLED, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from lightning_perf.core.window import Rows
 
@@ -57,7 +57,7 @@ class StageHistory:
             return True
         return batch - self._points[-1].batch >= (1 if at_end else self._every)
 
-    def add(self, step: int, batch: int, columns: Sequence[str], rows: Rows, costs: Totals) -> None:
+    def add(self, step: int, batch: int, columns: Iterable[str], rows: Rows, costs: Totals) -> None:
         """Keep a report: its step, the batches so far, totals of each rank, and named costs."""
         means = rows[0] if len(rows) == 1 else np.mean(rows, axis=0).tolist()
         totals = {

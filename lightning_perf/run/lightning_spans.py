@@ -51,14 +51,10 @@ _MODULES = ("[LightningModule]", "[LightningDataModule]")
 
 
 def classify(action: str, trainer: Trainer) -> tuple[str, str] | None:
-    """Return the category and the name under which a span is recorded.
+    """The category and the name under which a span of Lightning is recorded.
 
-    Args:
-        action: Lightning's name of the span.
-        trainer: Its callbacks and modules show which hooks are overridden.
-
-    Returns:
-        None for spans that are not recorded: empty hooks, and the user's own spans.
+    None for spans that are not: empty hooks, which the trainer's callbacks and modules do not
+    override, and the user's own spans.
     """
     owner, _, hook = action.rpartition(".")
     if owner.startswith("[Callback]"):
@@ -111,11 +107,7 @@ class NullProfiler(PassThroughProfiler):
 
 
 class SpanProfiler(PassThroughProfiler):
-    """Records every span of a trainer without a profiler.
-
-    Args:
-        find: Returns our span for Lightning's name of it.
-    """
+    """Records every span of a trainer without a profiler; ``find`` returns ours by its name."""
 
     def __init__(self, find: Find) -> None:
         super().__init__()
@@ -139,10 +131,6 @@ class TeeProfiler:
     """Records every span and forwards it to the user's profiler.
 
     All other attributes, ``__class__`` included, are those of the user's profiler.
-
-    Args:
-        theirs: The user's profiler.
-        find: Returns our span for Lightning's name of it.
     """
 
     def __init__(self, theirs: Any, find: Find) -> None:

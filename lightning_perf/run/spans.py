@@ -1,18 +1,20 @@
-"""Times Lightning's profiler spans and patched methods as exclusive time."""
+"""Times Lightning's profiler spans, patched methods and waits for other ranks as exclusive time."""
 
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import get_ident
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.profilers import PassThroughProfiler
+from torch.autograd import Variable
 from torchmetrics import Metric
 
 from lightning_perf.flops import is_compiled
-from lightning_perf.patches import PatchSet
+from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.lightning_spans import (
     NullProfiler,
@@ -20,7 +22,6 @@ from lightning_perf.run.lightning_spans import (
     TeeProfiler,
     classify,
 )
-from lightning_perf.run.waits import BUFFERS, GRADIENTS, START, GradientsReady
 from lightning_perf.timing.clock import (
     NOTHING,
     Clock,
@@ -31,15 +32,13 @@ from lightning_perf.timing.clock import (
     UntrackedSpan,
 )
 from lightning_perf.timing.cuda_events import DeviceSegmentTimer, clocked
-from lightning_perf.timing.totals import CATEGORIES, Floor, Totals
+from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Floor, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
-
-    from lightning_perf.timing.totals import Action
 
     #: Lightning's name of a span, or the category and the name of a method that has none.
     Key = str | tuple[str, str]
@@ -66,6 +65,19 @@ _UNMARKED = {
     "on_after_batch_transfer",
     "iter",
 }
+#: The action, within backward, of waiting for the other ranks' gradients.
+GRADIENTS = "DistributedDataParallel.gradients"
+#: The action, within forward, of waiting for the buffers of rank 0.
+BUFFERS = "DistributedDataParallel.buffers"
+#: The action, at the start of a batch, of waiting for rank 0.
+START = "Trainer.broadcast_sigterm"
+#: By column of waiting: the category and name of an action; on the device, the name.
+_WAITS = {
+    "waits/start": ("other", START),
+    "waits/forward": ("forward", BUFFERS),
+    "waits/backward": ("backward", GRADIENTS),
+}
+_DEVICE_WAITS = {"waits/device/start": START, "waits/device/backward": GRADIENTS}
 _ITER = ("dataloader_next", "iter")
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 _MOVE = ("from_device", "predictions")
@@ -78,7 +90,7 @@ class SpanRecorder:
         # Weak: a patched logger or metric may outlive the module.
         self._trainer: Trainer = weakref.proxy(trainer)
         self._module: LightningModule = weakref.proxy(module)  # type: ignore[assignment]
-        self._clock = Clock()
+        self.clock = Clock()
         self._nested = False
         #: Times on the device, where it has a clock of its own.
         self.device = DeviceSegmentTimer() if clocked(trainer.strategy.root_device) else None
@@ -99,17 +111,8 @@ class SpanRecorder:
     def totals(self) -> Totals:
         """Exclusive times since this was constructed, up to now."""
         device = self.device.costs if self.device is not None else {}
-        self.latest = Totals(self._clock.costs, self._clock.whole, device)
+        self.latest = Totals(self.clock.costs, self.clock.whole, device)
         return self.latest
-
-    @property
-    def running(self) -> Action:
-        """What the training thread does now."""
-        return self._clock.running
-
-    def add_up(self) -> None:
-        """Bound what is kept between two readings of the totals."""
-        self._clock.add_up()
 
     def enter(self, stage: str) -> None:
         """A stage begins; empty: the last one has ended."""
@@ -119,12 +122,12 @@ class SpanRecorder:
 
     def close(self) -> None:
         """Stop recording; spans that are still held do nothing."""
-        self._clock.stop()
+        self.clock.stop()
         self._patches.restore()
         self._backward.restore()
 
     def _begin(self, stage: str) -> None:
-        self._clock.begin(stage)
+        self.clock.begin(stage)
         if self.device is not None:
             self.device.begin(stage)
 
@@ -134,7 +137,7 @@ class SpanRecorder:
         if self._trainer.sanity_checking or self._nested:
             yield
             return
-        outer, self._nested = self._clock.stage, True
+        outer, self._nested = self.clock.stage, True
         self._begin(stage)
         try:
             yield
@@ -151,7 +154,7 @@ class SpanRecorder:
         if what is None:
             return NOTHING if name.startswith("[") else UntrackedSpan(name)
         category, label = what
-        clock = self._clock
+        clock = self.clock
         if label == "run_training_batch":
             return InclusiveSpan(clock, what, name)
         if label == "save_checkpoint":
@@ -174,7 +177,7 @@ class SpanRecorder:
 
     def _begin_epoch(self) -> None:
         """An epoch begins by making the loader's iterator; its first fetch has its own name."""
-        self._clock.run(*_ITER)
+        self.clock.run(*_ITER)
         if self._first_fetch is None:
             what, usual = ("dataloader_next", "first fetch"), self.cache[_FETCH]
 
@@ -183,15 +186,15 @@ class SpanRecorder:
                 if self.device is not None:
                     self.device.mark("dataloader_next")
 
-            self._first_fetch = SpanWithCallbacks(self._clock, what, _FETCH, left=fetched)
+            self._first_fetch = SpanWithCallbacks(self.clock, what, _FETCH, left=fetched)
         self.cache[_FETCH] = self._first_fetch
 
     def _wait(self) -> bool:
         """From now on, backward waits for the other ranks' gradients."""
         if not getattr(self._trainer.strategy.model, "require_backward_grad_sync", True):
             return False  # they are accumulated
-        if get_ident() == self._clock.thread:
-            self._clock.run("backward", GRADIENTS)
+        if get_ident() == self.clock.thread:
+            self.clock.run("backward", GRADIENTS)
         if self.device is not None:
             self.device.mark("backward")
             self._waiting = True
@@ -233,12 +236,54 @@ class SpanRecorder:
         )
 
 
-class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
-    """Spans by their keys: only the first look-up of a key calls our code.
+class GradientsReady(MethodPatch):
+    """Calls a function in each backward when this rank's gradients are computed.
+
+    DDP waits for the other ranks in a function that runs after the backward pass, queued when the
+    last gradient is ready. A hook of the loss, which runs first, queues ours ahead of it.
 
     Args:
-        make: Makes the span of a key.
+        original: The strategy's ``backward``, which takes the loss first.
+        ready: Returns whether this thread waits now. On a GPU it runs on autograd's thread.
+        waited: Receives the seconds of waiting.
     """
+
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        ready: Callable[[], bool],
+        waited: Callable[[float], None],
+    ) -> None:
+        super().__init__(original)
+        self._ready, self._waited = ready, waited
+        self._began: float | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward."""
+        hook = None
+        with suppress(Exception):  # not a tensor, or without gradients: the original will say so
+            hook = args[0].register_hook(self._queue)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            if hook is not None:
+                hook.remove()
+            began, self._began = self._began, None
+            if began is not None:
+                self._waited(perf_counter() - began)
+
+    def _queue(self, _gradient: object) -> None:
+        with suppress(Exception):  # private: no waits are measured without it
+            Variable._execution_engine.queue_callback(self._computed)
+
+    def _computed(self) -> None:
+        with suppress(Exception):  # in C++, an error would end the backward
+            if self._ready():
+                self._began = perf_counter()
+
+
+class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
+    """Spans by their keys: only the first look-up of a key calls our code."""
 
     def __init__(self, make: Callable[[Key], AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -255,10 +300,6 @@ class Spans:
     """Replaces the trainer's profiler while the run's context lives.
 
     Where nobody needs timings and the trainer has no profiler, spans cost less than without us.
-
-    Args:
-        trainer: The run's.
-        module: What is trained.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -283,7 +324,7 @@ class Spans:
     @property
     def running(self) -> Action | None:
         """What the training thread does now; None if it is not timed."""
-        return self.recorder.running if self.recorder is not None else None
+        return self.recorder.clock.running if self.recorder is not None else None
 
     def require(self) -> SpanRecorder:
         """Record times from now on."""
@@ -325,9 +366,6 @@ class SpanSignal:
     """Seconds by category as columns.
 
     Training's columns hold all of the run, validation inside of it as one category.
-
-    Args:
-        recorder: Measures them.
     """
 
     gauges: frozenset[str] = frozenset()
@@ -352,3 +390,23 @@ class SpanSignal:
             values += [seconds.get(name, 0.0) for name in DEVICE_COLUMNS]
             values.append(spent["other"].calls if "other" in spent else 0)
         return values
+
+
+class WaitSignal:
+    """Seconds of waiting for other ranks, as columns, and each rank's node."""
+
+    gauges = frozenset({"waits/node_rank"})
+
+    def __init__(self, recorder: SpanRecorder, node_rank: int) -> None:
+        self._recorder, self._node = recorder, node_rank
+        self._device = tuple(_DEVICE_WAITS.values()) if recorder.device else ()
+        device = tuple(_DEVICE_WAITS) if recorder.device else ()
+        self.columns = ("waits/node_rank", "waits/exchange", *_WAITS, *device)
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """Seconds of a stage, without stages within it."""
+        totals, none = self._recorder.totals(), Cost(0.0, 0)
+        host = [totals.costs.get(Action(stage, *action), none) for action in _WAITS.values()]
+        device = [totals.device.get(Action(stage, name, "device"), none) for name in self._device]
+        exchange = self._recorder.exchange.total() if stage == "train" else 0.0
+        return [self._node, exchange, *(cost.seconds for cost in (*host, *device))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
@@ -27,11 +26,7 @@ _INFERRED: dict[str, _Counter] = {
 
 
 class Counters:
-    """Progress of one stage, updated in place so that a batch creates no Timestamp.
-
-    Args:
-        stamp: The progress to start from.
-    """
+    """Progress of one stage, updated in place so that a batch creates no Timestamp."""
 
     __slots__ = (
         "_earlier_began", "_epoch_began", "_last_epoch", "batch", "batches", "epoch", "epoch_ends",
@@ -68,16 +63,9 @@ class Counters:
         self.batches, self.mark, self.epoch_ends = 0, now, False
 
     def add(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> float:
-        """Count a batch, which ends now.
+        """Count a batch, which ends now, and return its seconds.
 
-        Args:
-            samples: Samples in it, None if unknown.
-            tokens: Tokens in it, None if unknown.
-            step: Optimizer steps so far, including this batch.
-            epoch_ends: Whether it is the last batch of its epoch.
-
-        Returns:
-            Its duration in seconds.
+        ``step`` counts optimizer steps, including this batch; unknown samples and tokens are None.
         """
         now = time.perf_counter()
         seconds = now - self.mark
@@ -167,10 +155,8 @@ class Progress:
 class BatchCounter:
     """Counts the samples and tokens of a batch, with the user's functions or by inference.
 
-    A count that fails is None, with one warning for samples and one for tokens.
-
-    Args:
-        owners: Objects that may define the user's functions; the first takes precedence.
+    The first of ``owners`` that defines a function takes precedence. A count that fails is None,
+    with one warning for samples and one for tokens.
     """
 
     def __init__(self, owners: Iterable[object]) -> None:
@@ -204,7 +190,11 @@ class BatchCounter:
         except Exception as error:
             if what not in self._warned:
                 self._warned.add(what)
-                _warn(what, error)
+                warn(
+                    f"cannot count the {what} of a batch ({type(error).__name__}: {error}): {what} "
+                    f"per second are not reported. Define get_num_{what}_in_batch(batch) -> int on "
+                    "the LightningModule or the LightningDataModule."
+                )
             return None
 
 
@@ -212,20 +202,8 @@ def _find(owners: list[object], name: str) -> _Counter:
     for owner in owners:
         counter = getattr(owner, name, None)
         if callable(counter):
-            return partial(_checked, counter, name)
+            return lambda batch: checked_count(counter(batch), name)
     return _INFERRED[name]
-
-
-def _checked(counter: Callable[[Any], object], name: str, batch: Any) -> int:
-    return checked_count(counter(batch), name)
-
-
-def _warn(what: str, error: Exception) -> None:
-    warn(
-        f"cannot count the {what} of a batch ({type(error).__name__}: {error}): {what} per "
-        f"second are not reported. Define get_num_{what}_in_batch(batch) -> int on the "
-        "LightningModule or the LightningDataModule."
-    )
 
 
 class _Stage(NamedTuple):
@@ -238,14 +216,7 @@ class _Stage(NamedTuple):
 
 
 class StageStack:
-    """The active stages, with their progress and the durations of their batches.
-
-    Args:
-        progress: The counters, which outlive this object.
-        ranks: The ranks of this process.
-        run_name: The name of the run.
-        device_timer: Measures batches on the device, if it supports events.
-    """
+    """The active stages, with their progress and the durations of their batches."""
 
     def __init__(
         self,
@@ -277,11 +248,6 @@ class StageStack:
         return self._stages[-1].counters
 
     @property
-    def timestamp(self) -> Timestamp:
-        """The progress of the current stage."""
-        return self.counters.timestamp()
-
-    @property
     def moment(self) -> Moment:
         """The current moment, before the next batch: in the next epoch if this one is over.
 
@@ -311,10 +277,6 @@ class StageStack:
         self._moment = None
         if self._device_timer is not None:
             self._device_timer.enter()
-
-    def end_epoch(self) -> None:
-        """End an epoch of the current stage."""
-        self.counters.end_epoch()
 
     def exit(self) -> None:
         """End the current stage."""

@@ -20,8 +20,7 @@ from lightning_perf.background.files import written_whole
 from lightning_perf.core.metrics import throughput, utilization
 from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import describe, warn
-from lightning_perf.run import artifacts
-from lightning_perf.run.trainer_info import setup_of
+from lightning_perf.run import compat, destination
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.folder import TraceOptions
 from lightning_perf.tracking.summary import (
@@ -77,9 +76,7 @@ def end_summary(
             sections["overhead"] = _overhead(culprits, callbacks)
         summary = RunSummary(context, _STATUS[reason], _windows(context), sections, callbacks)
         _EARLIER[context.trainer] = summary.content
-        recorded = summary.folder.exists() or any(
-            getattr(callback, "saved_traces", ()) for callback in callbacks
-        )
+        recorded = summary.folder.exists() or destination.saved_by(callbacks)
         if not (summary.content["stages"] or recorded):
             return None
         summary.write()
@@ -124,7 +121,7 @@ class LiveSummary:
             summary = RunSummary(context, RUNNING, windows, {"verdicts": verdicts})
             if self._folder is None:
                 options = TraceOptions(folder="{run_name}", filename=FILE_NAME, overwrite=True)
-                self._folder = artifacts.new_writer(context, options).spool("train").parent
+                self._folder = destination.new_writer(context, options).spool("train").parent
                 # `watch PID` finds the folder since it is open to the end of the run.
                 with suppress(OSError):  # Windows does not open folders
                     held = os.open(self._folder, os.O_RDONLY)
@@ -136,15 +133,7 @@ class LiveSummary:
 
 
 class RunSummary:
-    """What `summary.json` holds.
-
-    Args:
-        context: The run.
-        status: Whether the run goes on, or how it ended.
-        windows: Of each stage.
-        sections: What callbacks add.
-        callbacks: All callbacks, at the end of the run.
-    """
+    """What `summary.json` holds: ``callbacks`` are known at the end of the run only."""
 
     def __init__(
         self,
@@ -171,7 +160,7 @@ class RunSummary:
             **sections,
         }
         stage, figures = main_stage(content)
-        if history := context.windows.history(stage):
+        if history := context.windows.histories[stage].table():
             figures["windows"] = history
         #: What is shown: of this function alone.
         self._own = content
@@ -196,39 +185,27 @@ class RunSummary:
             if name in sys.modules
         }
         versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
-        setup = setup_of(context.trainer) | peak
+        setup = compat.setup_of(context.trainer) | peak
         del setup["version"]
         return setup | {"nodes": context.trainer.num_nodes, "versions": versions}
-
-    def files(self, folder: Path) -> list[str]:
-        """The run's files so far, below the root: traces of this rank, and those of a folder."""
-        root = self._root.path
-        found = {
-            path
-            for callback in self._callbacks
-            for _, paths in getattr(callback, "saved_traces", ())
-            for path in paths
-            if path is not None
-        }
-        found |= {path for path in folder.rglob("*") if path.is_file()}
-        return sorted(
-            path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
-            for path in found
-            if not path.name.startswith(".") and path.name not in _OTHERS
-        )
 
     def write(self) -> None:
         """Write the file after all others of the run, and the description in MLflow."""
         write = {FILE_NAME: self._write}
-        artifacts.leave(self._context, "{run_name}", write, "train", overwrite=True)
+        destination.write_files(self._context, "{run_name}", write, "train", overwrite=True)
         self._context.reporting.describe(description(self.content))
 
     def _write(self, path: Path) -> None:
         """On the thread that makes files, whose last job this is."""
         self.folder = path.parent  # its name may include a part of the run's id
-        files = self.files(self.folder)
-        kinds = {"traces": _TRACES, "pages": _PAGES}
-        for kind, endings in kinds.items():
+        root, found = self._root.path, set(destination.saved_by(self._callbacks))
+        found |= {each for each in self.folder.rglob("*") if each.is_file()}
+        files = sorted(
+            each.relative_to(root).as_posix() if each.is_relative_to(root) else str(each)
+            for each in found
+            if not each.name.startswith(".") and each.name not in _OTHERS
+        )
+        for kind, endings in {"traces": _TRACES, "pages": _PAGES}.items():
             listed = [file for file in files if file.removesuffix(".gz").endswith(endings)]
             self.content[kind] = listed[-_MOST_FILES:]
         path.write_text(text_of(self.content), encoding="utf-8")

@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 class ReportTrigger:
     """Decides after each batch whether a callback reports.
 
-    Ranks may disagree about a schedule that depends on clocks or on the rank. With such a
-    schedule all ranks meet when Lightning logs, and each remembers whether it wanted to report.
-
-    Args:
-        schedule: When to report; None for every ``Trainer(log_every_n_steps)``.
+    Ranks may disagree about a schedule that depends on clocks or on the rank. With such a schedule
+    all ranks meet when Lightning logs, and each remembers whether it wanted to report. Without a
+    schedule, reports are at every ``Trainer(log_every_n_steps)``.
     """
 
     def __init__(self, schedule: Schedule | None) -> None:
@@ -36,11 +34,7 @@ class ReportTrigger:
         self.quiet_until: float = 0
 
     def setup(self, context: RunContext) -> None:
-        """Start to follow a run.
-
-        Raises:
-            ConfigError: The schedule cannot work in this run.
-        """
+        """Start to follow a run; ConfigError if the schedule cannot work in it."""
         self._wanted, self.quiet_until = False, 0
         if self._schedule is None:
             self.quiet_until = inf
@@ -150,7 +144,7 @@ class WindowCallback(PerfCallback):
 
     @override
     def on_start(self, context: RunContext) -> None:
-        if not context.nested:
+        if not context.stages.nested:
             self.trigger.start(context)
 
     @override
@@ -159,7 +153,7 @@ class WindowCallback(PerfCallback):
 
     def window_due(self, context: RunContext, at_end: bool) -> bool:
         """Whether a window ends now: the same on every rank, also where this callback failed."""
-        if at_end or context.nested:
+        if at_end or context.stages.nested:
             return at_end
         return self.trigger.due(context)
 

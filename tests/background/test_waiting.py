@@ -65,7 +65,7 @@ def test_only_a_long_wait_is_shown(
     patience: float,
     lines: int,
 ) -> None:
-    """A wait for an upload is shown after `Timeouts.silent` seconds, and not before."""
+    """A wait for an upload is shown after `SILENT` seconds, and not before."""
     gate = threading.Event()
 
     def slow(*args: Any) -> None:
@@ -77,7 +77,7 @@ def test_only_a_long_wait_is_shown(
 
     monkeypatch.setattr(MlflowRun, "upload", slow)
     monkeypatch.setattr(destination, "waiting", opened)
-    monkeypatch.setattr(destination, "TIMEOUTS", destination.Timeouts(silent=patience))
+    monkeypatch.setattr(destination, "SILENT", patience)
     if not lines:
         gate.set()
     logger = MLFlowLogger("waiting", tracking_uri=mlflow_database)
@@ -111,7 +111,7 @@ def test_a_file_that_is_being_made_is_finished(
         return abandon(self, timeout)
 
     monkeypatch.setattr(Worker, "abandon", abandoned)
-    monkeypatch.setattr(destination, "TIMEOUTS", destination.Timeouts(silent=0.0))
+    monkeypatch.setattr(destination, "SILENT", 0.0)
     monkeypatch.setitem(context.FILE_TIMEOUT, "teardown", 0.0)
     trainer(tmp_path, Finishing(lambda: bool(abandoning.wait(30)))).fit(Small())
     assert len(list(tmp_path.rglob("rank0.1.pt.trace.json.gz"))) == 1
@@ -142,7 +142,7 @@ def test_pages_that_were_not_begun_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a run, waiting pages are dropped with a warning; recordings stay."""
-    monkeypatch.setattr(destination, "TIMEOUTS", destination.Timeouts(silent=0.0))
+    monkeypatch.setattr(destination, "SILENT", 0.0)
     monkeypatch.setitem(context.FILE_TIMEOUT, "teardown", 0.0)
     gate = threading.Event()
     abandon = Worker.abandon

@@ -280,7 +280,7 @@ def test_a_run_that_ends_while_a_page_is_made_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recording is not moved away from what the worker is making of it."""
-    monkeypatch.setattr(destination, "TIMEOUTS", destination.Timeouts(silent=0.0))
+    monkeypatch.setattr(destination, "SILENT", 0.0)
     monkeypatch.setattr(context, "UPLOAD_TIMEOUT", {"teardown": 0.0})
     paged = Paged()
     wait = Planted("on_train_end", paged.await_page, 16)

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from helpers.small import Small
-from lightning_perf.run import stages, waits
+from lightning_perf.run import spans, stages
 from lightning_perf.timing import clock, pauses
 
 
@@ -32,7 +32,7 @@ class FakeClock:
         """Time spans, batches and garbage collections by this clock."""
         patch.setattr(clock, "perf_counter", self)
         patch.setattr(pauses, "perf_counter", self)
-        patch.setattr(waits, "perf_counter", self)
+        patch.setattr(spans, "perf_counter", self)
         patch.setattr(stages, "time", SimpleNamespace(perf_counter=self))
 
 

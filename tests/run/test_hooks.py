@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -215,22 +214,6 @@ def test_one_logger_that_fails_starves_no_other(tmp_path: Path) -> None:
     assert len(healthy.of("time/train")) == 16
 
 
-def test_a_used_suite_can_be_copied_and_pickled(tmp_path: Path) -> None:
-    """Spawning strategies pickle callbacks, before a first run and after it."""
-    suite = Suite([SpeedMonitor(4), Flops()])
-    trainer(tmp_path, suite).fit(Small())
-    again = pickle.loads(pickle.dumps(copy.deepcopy(suite)))
-    trainer(tmp_path, again).fit(Small())
-    assert again.callbacks[1].metrics["batch_flops"]
-
-
-def test_the_same_measurement_twice_is_refused(tmp_path: Path) -> None:
-    """A SpeedMonitor beside a Suite that has one would log every key twice."""
-    run = trainer(tmp_path, Suite([SpeedMonitor()]), SpeedMonitor())
-    with pytest.raises(ValueError, match=r"two of SpeedMonitor.*attached already"):
-        run.fit(Small())
-
-
 @pytest.mark.parametrize("every", [16, 7], ids=["epoch end", "mid-epoch"])
 def test_a_resumed_epoch_is_lightning_s(tmp_path: Path, every: int) -> None:
     """A checkpoint of an epoch's last batch resumes in the next epoch, not in a long one."""
@@ -249,18 +232,6 @@ def test_a_resumed_epoch_is_lightning_s(tmp_path: Path, every: int) -> None:
     )  # fmt: skip
     assert (last.batch, last.epoch, last.batch_in_epoch) == (32, 1, 16)
     assert diary.moments[-1].fraction == 1.0
-
-
-def test_a_suite_reports_what_its_parts_report(tmp_path: Path) -> None:
-    """One callback for Lightning, all keys for the user, and the state of each part."""
-    apart, together = Records(), Records()
-    trainer(tmp_path, SpeedMonitor(4), Flops(), logger=apart).fit(Small())
-    run = trainer(tmp_path, Suite([SpeedMonitor(4), Flops()]), logger=together)
-    run.fit(Small())
-    assert apart.keys == together.keys
-    run.save_checkpoint(tmp_path / "suite.ckpt")
-    state = torch.load(tmp_path / "suite.ckpt", weights_only=True)["callbacks"]
-    assert state["lightning_perf.Suite"]["lightning_perf.Flops"]["progress"]
 
 
 def test_hooks_that_no_verb_needs_stay_the_user_s(tmp_path: Path) -> None:

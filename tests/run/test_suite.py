@@ -74,6 +74,7 @@ def test_a_part_hears_what_it_would_hear_alone(tmp_path: Path, fails: bool) -> N
     assert "of_a_part" in keys or fails
     assert states["lightning_perf.SpanProfiler"].keys() == state.keys()
     assert states["lightning_perf.SpanProfiler"]["heard"] == state["heard"]
+    assert states["lightning_perf.SpanProfiler"]["progress"]
     assert hosted._context is None
 
 
@@ -91,15 +92,15 @@ def test_nothing_is_forwarded_where_nobody_listens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [SpeedMonitor, Flops, Timings])
-@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("hosted", [0, 1, 2])
 def test_two_of_a_kind_are_refused_in_our_words(
-    tmp_path: Path, kind: type[Any], hosted: bool
+    tmp_path: Path, kind: type[Any], hosted: int
 ) -> None:
-    """The Trainer can be made, and the run says what to do."""
-    callbacks = [Suite([kind()]), Suite([SpeedMonitor()])] if hosted else [kind(), kind()]
+    """The Trainer can be made, and the run says what to do, also of those in a Suite."""
+    callbacks = [Suite([kind()]) if number < hosted else kind() for number in range(2)]
     run = trainer(tmp_path, *callbacks)
-    what = "two of (Suite|SpeedMonitor)" if hosted else f"two of {kind.__name__}"
-    with pytest.raises(ConfigError, match=what):
+    what = f"two of {'Suite' if hosted == 2 else kind.__name__}"
+    with pytest.raises(ConfigError, match=f"{what}: one is attached already"):
         run.fit(Small())
     trainer(tmp_path, callbacks[0], limit_train_batches=1).fit(Small())
 

@@ -128,12 +128,6 @@ def test_traces_and_pages_are_listed(tmp_path: Path) -> None:
     assert found["stages"] == {}
 
 
-def test_a_trial_leaves_nothing(tmp_path: Path) -> None:
-    """fast_dev_run writes no file."""
-    trainer(tmp_path, *callbacks(), fast_dev_run=True).fit(Small())
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_terminal_shows_it_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

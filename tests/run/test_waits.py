@@ -9,8 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_perf.run.spans import DEVICE_COLUMNS, SpanSignal
-from lightning_perf.run.waits import BUFFERS, GRADIENTS, START, GradientsReady, WaitSignal
+from lightning_perf.run.spans import (
+    BUFFERS,
+    DEVICE_COLUMNS,
+    GRADIENTS,
+    START,
+    GradientsReady,
+    SpanSignal,
+    WaitSignal,
+)
 from lightning_perf.timing.totals import Action, Cost, Totals
 
 
@@ -77,7 +84,7 @@ def spans(clocked: bool) -> Any:
     }  # fmt: skip
     totals = Totals(host, 0.0, device if clocked else {})
     return SimpleNamespace(
-        device=clocked, totals=totals, exchange=SimpleNamespace(total=lambda: 3.5)
+        device=clocked, totals=lambda: totals, exchange=SimpleNamespace(total=lambda: 3.5)
     )
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_perf import PerfWarning, PyTorch, Timings
 from lightning_perf.background.worker import Worker
-from lightning_perf.run import artifacts, destination
+from lightning_perf.run import destination
 from lightning_perf.traces.uploads import TraceRun, read_pending
 
 # A warning of Matplotlib, which `pytest.warns` re-emits.
@@ -154,7 +154,7 @@ def test_files_that_a_remote_root_refuses_stay(
     """They are listed, and `lightning-perf upload` sends them to the same place."""
     memory = type(fsspec.filesystem("memory"))
     put = memory.put_file
-    monkeypatch.setattr(artifacts, "TraceRun", partial(TraceRun, backoff=(0.0,)))
+    monkeypatch.setattr(destination, "TraceRun", partial(TraceRun, backoff=(0.0,)))
 
     def gone(*args: Any, **options: Any) -> None:
         raise ConnectionError("gone")
