@@ -369,11 +369,21 @@ class Cyclic(Schedule):
         return (timestamp.epoch, cycle) if self.per_epoch else cycle
 
     def quiet_until(self, moment: Moment) -> int:
-        """Return the first batch of the next active part, or the next batch if ``per_epoch``."""
-        if self.per_epoch:
+        """Return the first batch of the next active part."""
+        timestamp, length = moment.timestamp, moment.limits.batches_per_epoch
+        if not self.per_epoch:
+            return self._active_from(timestamp.batch)
+        if length is None:
             return super().quiet_until(moment)
+        begins = self._active_from(timestamp.batch_in_epoch)
+        if begins >= length:
+            begins = length + self._active_from(0)
+        return max(timestamp.batch - timestamp.batch_in_epoch + begins, timestamp.batch + 1)
+
+    def _active_from(self, batch: int) -> int:
+        """Return where the active part of the cycle of an inactive batch begins."""
         inactive = self.wait + self.warmup
         length = inactive + self.active
-        cycle = max(0, (moment.timestamp.batch - self.skip_first) // length)
+        cycle = max(0, (batch - self.skip_first) // length)
         begins = self.skip_first + cycle * length + inactive
         return FOREVER if self.repeat and cycle >= self.repeat else begins
