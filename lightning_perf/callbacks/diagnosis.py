@@ -27,8 +27,8 @@ from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.run import destination
 from lightning_perf.run.batches import TIMED
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.run.compat import compilations, survey
 from lightning_perf.run.hardware import sample_ranks
+from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
 from lightning_perf.timing.pauses import GcTimer, run_queue
