@@ -136,7 +136,7 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(len(KEYS), 1, sharex=True, figsize=(9, 8))
+    figure, axes = plt.subplots(len(KEYS), 1, sharex=True, figsize=(9, 8), layout="constrained")
     for axis, (key, unit) in zip(axes, KEYS.items(), strict=True):
         axis.plot([row["at"] for row in rows], [row[key] for row in rows])
         axis.set_ylabel(f"{key} {unit}")
