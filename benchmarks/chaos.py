@@ -363,9 +363,10 @@ def dying_recorders(chance: Chance, _: Path) -> Iterator[None]:
             when = chance.random.choice(["start", "stop", "never"]) if chance.strikes() else ""
             if when == "start":
                 raise RuntimeError("the recorder died at its start (planted)")
-            yield from original(self, *args)
+            recorded = yield from original(self, *args)
             if when == "stop":
                 raise MemoryError("the recorder died at its end (planted)")
+            return recorded
 
         return record
 
