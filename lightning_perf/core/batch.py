@@ -57,7 +57,7 @@ def checked_count(value: Any, name: str) -> int:
     """Return the result of a user's counter as an int.
 
     Raises:
-        ValueError: If it is no whole number from 0, or tensor without dimensions that contains one.
+        ValueError: If it is neither a non-negative int nor a tensor that contains just one.
     """
     number = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:

@@ -85,7 +85,14 @@ class Timestamp:
         duration: float | timedelta = 0.0,
         steps: int = 0,
     ) -> Timestamp:
-        """Return the timestamp after one more batch, which took ``duration`` seconds."""
+        """Return the timestamp after one more batch.
+
+        Args:
+            samples: Samples in the batch.
+            tokens: Tokens in the batch; 0 if not tracked.
+            duration: Seconds that it took.
+            steps: Optimizer steps that it completed.
+        """
         if isinstance(duration, timedelta):
             duration = duration.total_seconds()
         # Positional, because this runs for every batch: dataclasses.replace is four times slower.
@@ -104,7 +111,11 @@ class Timestamp:
         )
 
     def to_next_epoch(self, duration: float | timedelta = 0.0) -> Timestamp:
-        """Return the timestamp after the end of an epoch, ``duration`` seconds after its batch."""
+        """Return the timestamp after the end of an epoch, with the counts within it reset.
+
+        Args:
+            duration: Seconds since the last batch.
+        """
         if isinstance(duration, timedelta):
             duration = duration.total_seconds()
         return Timestamp(

@@ -58,10 +58,6 @@ _NOT_A_TIME = "is not a valid time", '"10ba", "0.5dur" or "1h30m"'
 _CLOCK = re.compile(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
 
 
-def _constructor(unit: TimeUnit) -> classmethod[Time, [float], Time]:
-    return classmethod(lambda cls, value: cls(value, unit))
-
-
 @total_ordering
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class Time:
@@ -149,14 +145,40 @@ class Time:
         hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return cls(hours * 3600 + minutes * 60 + seconds, TimeUnit.SECOND)
 
-    # Each creates a time in its unit from a number.
-    from_epoch = _constructor(TimeUnit.EPOCH)
-    from_batch = _constructor(TimeUnit.BATCH)
-    from_sample = _constructor(TimeUnit.SAMPLE)
-    from_token = _constructor(TimeUnit.TOKEN)
-    from_step = _constructor(TimeUnit.STEP)
-    from_duration = _constructor(TimeUnit.DURATION)
-    from_second = _constructor(TimeUnit.SECOND)
+    @classmethod
+    def from_epoch(cls, epoch: int) -> Time:
+        """Create a time in epochs."""
+        return cls(epoch, TimeUnit.EPOCH)
+
+    @classmethod
+    def from_batch(cls, batch: int) -> Time:
+        """Create a time in batches."""
+        return cls(batch, TimeUnit.BATCH)
+
+    @classmethod
+    def from_sample(cls, sample: int) -> Time:
+        """Create a time in samples."""
+        return cls(sample, TimeUnit.SAMPLE)
+
+    @classmethod
+    def from_token(cls, token: int) -> Time:
+        """Create a time in tokens."""
+        return cls(token, TimeUnit.TOKEN)
+
+    @classmethod
+    def from_step(cls, step: int) -> Time:
+        """Create a time in optimizer steps."""
+        return cls(step, TimeUnit.STEP)
+
+    @classmethod
+    def from_duration(cls, duration: float) -> Time:
+        """Create a time as a fraction of the whole training."""
+        return cls(duration, TimeUnit.DURATION)
+
+    @classmethod
+    def from_second(cls, second: int) -> Time:
+        """Create a time in seconds."""
+        return cls(second, TimeUnit.SECOND)
 
     def to_timestring(self) -> str:
         """Return the string that `from_timestring` parses to this time."""

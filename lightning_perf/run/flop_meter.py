@@ -154,9 +154,10 @@ class FlopMeter:
         elif cache.tries and self._compiled:
             self._count_on_shadow(batch)
         elif cache.tries:
-            self.counter, self._backward_seen = FlopCounter(), False
             strategy = self._trainer.strategy
             self._backward.wrap_in_context(strategy, "backward", self._in_backward)
+            # Last: after an error above, nothing would stop it.
+            self.counter, self._backward_seen = FlopCounter(), False
 
     def _in_backward(self) -> AbstractContextManager[Any]:
         self._backward_seen = True

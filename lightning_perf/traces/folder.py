@@ -281,10 +281,14 @@ class Layout:
         with self._lock:
             plain = str(folder / name)  # a path takes four times the memory
             number = self._numbers.pop(plain, 0) + 1
-            while os.path.lexists(folder / numbered(name, number)):
+            # Another trace that is on its way may have this name with a number.
+            while (path := str(folder / numbered(name, number))) in self._numbers or (
+                os.path.lexists(path)
+            ):
                 number += 1
+            self._numbers[path] = 1
             self._numbers[plain] = number
-            if len(self._numbers) > self._most_remembered:
+            while len(self._numbers) > self._most_remembered:
                 del self._numbers[next(iter(self._numbers))]
             return number
 

@@ -125,8 +125,9 @@ def test_from_input_accepts_all_forms_of_a_time():
 @pytest.mark.parametrize("unit", TimeUnit)
 def test_has_a_constructor_for_each_unit(unit):
     """Time.from_epoch and the other constructors use their unit."""
-    constructor = getattr(Time, f"from_{unit.name.lower()}")
-    assert constructor(3) == Time(3, unit)
+    name = unit.name.lower()
+    constructor = getattr(Time, f"from_{name}")
+    assert constructor(3) == constructor(**{name: 3}) == Time(3, unit)
     assert int(constructor(3)) == 3
 
 
