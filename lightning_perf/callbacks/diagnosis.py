@@ -32,7 +32,6 @@ from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
 from lightning_perf.timing.pauses import GcTimer, run_queue
-from lightning_perf.timing.totals import Totals
 from lightning_perf.traces.folder import check_names
 from lightning_perf.traces.stream import TraceError
 
@@ -124,6 +123,8 @@ class Diagnosis(WindowCallback):
         self._record = Record()
         self._setup = Setup()
         self._gc: GcTimer | None = None
+        # Named costs besides those of spans, by the batches up to a report that is on its way.
+        self._others: dict[int, Costs] = {}
         self._next = self._diagnosed = 0
         self._analysing = False
         # When training began, and CPU seconds of analyses since.
@@ -159,18 +160,19 @@ class Diagnosis(WindowCallback):
         super().on_start(context)
         if context.stage == "train" and self._start is None:
             self._start = time.monotonic()
-            self._record.origin = self._costs(context.spans.totals)
+            self._record.origin = {**context.spans.totals.costs, **self._other_costs()}
             self._setup = survey(context)
             self._next = context.counters.batch + _FEWEST_BATCHES
 
     @override
     def window_due(self, context: RunContext, at_end: bool) -> bool:
-        due = super().window_due(context, at_end)
-        if at_end or not due:
-            return due
-        if context.counters.batch < self._next:
+        batch = context.counters.batch
+        if not super().window_due(context, at_end) or (batch < self._next and not at_end):
             return False
-        self._next = context.counters.batch + _FEWEST_BATCHES
+        self._next = batch + _FEWEST_BATCHES
+        if context.stage == "train" and context.ranks.global_rank == 0:
+            # Not when the report is delivered: costs belong to the window in which they arose.
+            self._others[batch] = self.call(self._other_costs) or {}
         return True
 
     @override
@@ -181,7 +183,8 @@ class Diagnosis(WindowCallback):
         sample_ranks(context.sampler, window)
         if window.rank != 0:
             return None
-        self._record.add(window, self._costs(context.spans.latest))
+        others = self._others.pop(window.last.batch, {})
+        self._record.add(window, {**context.windows.costs.costs, **others})
         if not window.at_end and not self._analysing and self._wanted(window, context):
             self._analysing = True
             job = partial(self._analyse, self._signals(context), context, window.step)
@@ -205,10 +208,10 @@ class Diagnosis(WindowCallback):
             first = next((record[0] for record in records if record[5]), None)
             self._record.add_steps([nan if slowed else s for s, *_, slowed, _ in records], first)
 
-    def _costs(self, spans: Totals) -> Costs:
-        """What every named action cost up to now. To be called on the training thread."""
+    def _other_costs(self) -> Costs:
+        """What compilations, waiting for a CPU and garbage collections cost up to now."""
         collections = self._gc.costs if self._gc is not None else {}
-        return {**spans.costs, **compilations(), **run_queue(), **collections}
+        return {**compilations(), **run_queue(), **collections}
 
     def _signals(self, context: RunContext) -> Signals:
         mfu = None

@@ -34,17 +34,24 @@ _MOST_OBJECTS = 256
 _HEAP_TYPE = 1 << 9
 
 
-def signature(*args: object) -> Signature:
-    """Return a hashable description of the shapes and dtypes of all tensors in the arguments.
+def signature(value: object) -> Signature:
+    """Return a hashable description of the shapes and dtypes of all tensors in a value.
 
     Walks lists, tuples, mappings, arrays and attributes of objects. Numbers, strings and similar
     values count by type only: batches that differ in a number have the same signature. Objects that
     cannot be inspected (iterators, objects without attributes) make the signature unique.
     """
+    kind = type(value)
+    if kind is tuple or kind is list:  # of tensors: in place, since it is done at every batch
+        found: list[Any] = [kind, len(value)]  # type: ignore[arg-type]
+        for item in value:  # type: ignore[attr-defined]
+            if type(item) is not Tensor or item.is_nested:
+                break
+            found += (item.dtype, item.shape)
+        else:
+            return tuple(found)
     parts: list[Any] = []
-    seen: set[int] = set()
-    for arg in args:
-        _describe(arg, parts, seen)
+    _describe(value, parts, set())
     return tuple(parts)
 
 
@@ -55,10 +62,7 @@ def _describe(value: Any, parts: list[Any], seen: set[int]) -> None:
     elif kind is tuple or kind is list:
         parts += (kind, len(value))
         for item in value:
-            if type(item) is Tensor and not item.is_nested:  # saves a call
-                parts += (item.dtype, item.shape)
-            else:
-                _describe(item, parts, seen)
+            _describe(item, parts, seen)
     else:
         _describe_rare(value, kind, parts, seen)
 

@@ -324,6 +324,7 @@ class PerfCallback(Callback):
         if context is None:
             self._detach()  # set-up did not get here, but Lightning has attached its methods
             return
+        self._run_shared(context.windows.gatherer.flush)
         for part in self.parts:
             part.call(part.close, context, reason)
         self._detach()

@@ -147,13 +147,18 @@ _SHOWN = {
 
 
 def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Put MFU and throughput on progress bars and into ``trainer.callback_metrics``."""
+    """Put MFU and throughput on progress bars and into ``trainer.callback_metrics``.
+
+    Not those that the module logs under the same key.
+    """
     connector = getattr(trainer, "_logger_connector", None)
     watched = getattr(connector, "_callback_metrics", None)
     on_bar = getattr(connector, "_progress_bar_metrics", None)
     if not (isinstance(watched, dict) and isinstance(on_bar, dict)):
         return
-    shown = {key: metrics[key] for key in _SHOWN if key in metrics}
+    results = getattr(trainer, "_results", None) or {}
+    theirs = {getattr(getattr(each, "meta", None), "name", None) for each in results.values()}
+    shown = {key: metrics[key] for key in _SHOWN if key in metrics and key not in theirs}
     if shown:
         watched.update(zip(shown, torch.tensor([*shown.values()]).unbind(), strict=True))
     for key, value in shown.items():

@@ -255,6 +255,7 @@ class RunContext:
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
+        self.windows.gatherer.flush()
         self.spans.enter(stage)
         # By precedence.
         owners = [self.module, getattr(self.trainer, "datamodule", None), *self.parts]
@@ -329,6 +330,7 @@ class RunContext:
 
     def end_epoch(self) -> None:
         """An epoch of training is over."""
+        self.windows.gatherer.flush()
         self.meter.resume(self.stage)
         self.counters.end_epoch()
 

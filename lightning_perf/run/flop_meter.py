@@ -70,8 +70,8 @@ class FlopMeter:
         self._declared_flops: float | None = None
         self._declared_cost: BatchCost | None = None
         self._caches: dict[Hashable, FlopCache] = {}
-        self._cache = FlopCache(tries=0)
-        self._cache_is_stale = True
+        #: The costs of this stage's signatures; None until its next step.
+        self._cache: FlopCache | None = None
         self._signature: Signature = ()
         self._warned_unpredictable = False
         #: Counts the FLOPs of the current batch, if they are not known.
@@ -107,7 +107,7 @@ class FlopMeter:
 
     def resume(self, stage: str) -> None:
         """Continue a stage, or begin its next epoch: other parameters may be frozen now."""
-        self._stage, self._cache_is_stale = stage, True
+        self._stage, self._cache = stage, None
         self.work, self.counted, self._begun = None, False, False
 
     def close(self) -> None:
@@ -123,7 +123,14 @@ class FlopMeter:
             return
         self._begun, self.counted, self.work = True, False, None
         try:
-            self._look_up(batch)
+            if self._cache is None:
+                trainable = tuple(each.requires_grad for each in self._module.parameters())
+                cache = FlopCache(_TRIES[stage])
+                self._cache = self._caches.setdefault((stage, trainable), cache)
+            self._signature = signature(batch)
+            self.work = self._cache.costs.get(self._signature)
+            if self.work is None:
+                self._find_cost(self._cache, batch)
         except Exception as error:
             self.wanted = False
             warn(
@@ -131,17 +138,8 @@ class FlopMeter:
                 "Please report this."
             )
 
-    def _look_up(self, batch: Any) -> None:
-        """Find the cost of the batch, or start counting it."""
-        if self._cache_is_stale:
-            self._cache_is_stale = False
-            trainable = tuple(each.requires_grad for each in self._module.parameters())
-            key = self._stage, trainable
-            self._cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage]))
-        cache, self._signature = self._cache, signature(batch)
-        self.work = cache.costs.get(self._signature)
-        if self.work is not None:
-            return
+    def _find_cost(self, cache: FlopCache, batch: Any) -> None:
+        """Predict the cost of a batch with a new signature, or start counting it."""
         predicted = cache.predict(self._signature)
         if predicted is not None:
             self.work = self.peaks.cost_of(predicted)
@@ -152,7 +150,7 @@ class FlopMeter:
                 "counted ones: such batches are excluded from mfu."
             )
         elif cache.tries and self._compiled:
-            self._count_on_shadow(batch)
+            self._count_on_shadow(cache, batch)
         elif cache.tries:
             strategy = self._trainer.strategy
             self._backward.wrap_in_context(strategy, "backward", self._in_backward)
@@ -172,18 +170,18 @@ class FlopMeter:
             self._warned_unpredictable = True
             warn(f"{message} {_DEFINE}")
 
-    def _count_on_shadow(self, batch: Any) -> None:
+    def _count_on_shadow(self, cache: FlopCache, batch: Any) -> None:
         self.counted = True
         try:
             counts = count_on_shadow(self._module, batch, self._step)
         except ShadowError as error:
-            self._cache.tries = 0
+            cache.tries = 0
             self._warn_unpredictable(
                 f"the FLOPs of this compiled module cannot be counted ({error}): mfu is not "
                 "reported."
             )
             return
-        self._store(counts, whole=True)
+        self._store(cache, counts, whole=True)
 
     def _step(self, module: Any, batch: Any) -> Any:
         """Run the stage's step of a module in the precision plugin's context."""
@@ -200,21 +198,22 @@ class FlopMeter:
         if self.counter is not None:
             counts, self.counted = self.counter.counts, True
             self._stop_counting()
-            self._store(counts, whole=self._backward_seen)
+            if self._cache is not None:
+                self._store(self._cache, counts, whole=self._backward_seen)
         elif self._declared and self._stage == "train":
             self.work = self._declared_work(batch)
 
-    def _store(self, counts: Counts, whole: bool) -> None:
+    def _store(self, cache: FlopCache, counts: Counts, whole: bool) -> None:
         # A skipped step has no backward: count the next batch instead.
         skipped = self._stage == "train" and self._module.automatic_optimization and not whole
         if counts.model_flops and not skipped:
             self.untracked |= counts.untracked_names.keys()
             self.work = self.peaks.cost_of(counts)
-            self._cache.counts[self._signature] = counts
-            self._cache.store(self._signature, self.work)
+            cache.counts[self._signature] = counts
+            cache.store(self._signature, self.work)
             return
-        self._cache.tries -= 1
-        if not self._cache.tries and self._stage == "train":
+        cache.tries -= 1
+        if not cache.tries and self._stage == "train":
             warn(f"no FLOPs were found in the first batches: mfu is not reported. {_DEFINE}")
 
     def _declared_work(self, batch: Any) -> BatchCost | None:

@@ -125,9 +125,9 @@ class WindowCallback(PerfCallback):
     def on_window(self, window: Window) -> Mapping[str, float] | None:
         """The metrics of a window.
 
-        It is called in every stage: a metric of training alone checks ``window.stage``. With
-        several ranks it is called some batches after the window's end, on every rank; what rank 0
-        returns is logged.
+        It is called in every stage: a metric of training alone checks ``window.stage``. It may be
+        called some batches after the window's end, with several ranks on every rank; what rank 0
+        returns is logged at the window's step.
 
         Args:
             window: The values of all ranks since this callback's last window of the stage.

@@ -17,6 +17,7 @@ from lightning_perf.core.window import LazyRows, Rows, Window
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run.collective import LAST, Gatherer
 from lightning_perf.run.history import StageHistory
+from lightning_perf.timing.totals import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -100,6 +101,8 @@ class _Report:
     stamp: Timestamp
     at_end: bool
     layout: _Layout
+    #: What named actions cost on this rank.
+    costs: Totals
     #: Of each rank, once they have arrived. Empty at the beginning of a stage.
     rows: Rows
 
@@ -149,6 +152,8 @@ class Windows:
         # By stage: its beginning, and the last reports of all signals.
         self._began: dict[str, _Report] = {}
         self._recent: defaultdict[str, deque[_Report]] = defaultdict(partial(deque, maxlen=3))
+        #: What named actions cost up to the report that is being delivered.
+        self.costs = Totals({})
         #: By stage, for the summary of the run; on rank 0.
         self.histories: defaultdict[str, StageHistory] = defaultdict(StageHistory)
 
@@ -186,7 +191,7 @@ class Windows:
     def enter(self, context: RunContext) -> None:
         """A stage begins."""
         stage, layout = context.stage, self._layout(self._subscriptions)
-        began = _Report(stage, context.step, context.timestamp, False, layout, ())
+        began = _Report(stage, context.step, context.timestamp, False, layout, Totals({}), ())
         self._began.setdefault(stage, began)
         for subscription in self._subscriptions:
             subscription.last.setdefault(stage, began)
@@ -236,7 +241,8 @@ class Windows:
             now = self._reported[key] = self._totals(signal, stage)
             values += [value - first for value, first in zip(now, self._origins[key], strict=True)]
         stamp = context.progress.timestamp(stage)
-        return _Report(stage, context.step, stamp, at_end, layout, [values])
+        costs = context.spans.latest
+        return _Report(stage, context.step, stamp, at_end, layout, costs, [values])
 
     def _layout(self, sent: Sequence[_Subscription]) -> _Layout:
         key = tuple(map(id, sent))
@@ -262,14 +268,14 @@ class Windows:
     def _deliver(
         self, context: RunContext, report: _Report, ended: Sequence[_Subscription], rows: Rows
     ) -> None:
-        """Hand out windows; with several ranks some batches after the report."""
-        report.rows = rows
+        """Hand out windows, some batches after the report."""
+        report.rows, self.costs = rows, report.costs
         recent = self._recent[report.stage]
         if not recent or len(report.layout.signals) >= len(recent[-1].layout.signals):
             recent.append(report)
             history, batch = self.histories[report.stage], report.stamp.batch
             if self._rank == 0 and history.due(batch, report.at_end):
-                history.add(report.step, batch, report.layout.at, rows, context.spans.latest)
+                history.add(report.step, batch, report.layout.at, rows, report.costs)
         found: dict[str, float] = {}
         for callback, columns, last in ended:
             window = columns.window(last[report.stage], report, self._rank)

@@ -243,6 +243,7 @@ class WaitsFor(Model):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.usefixtures("no_hold")
 def test_verdicts_come_while_training_runs(tmp_path: Path) -> None:
     """A rule of the user's own is applied every 20 batches, of 30 at least, and at the end."""
     mine = Mine()
@@ -275,6 +276,7 @@ def test_analyses_take_at_most_a_hundredth_of_the_time(tmp_path: Path) -> None:
     assert sum(allowed) <= 0.05 + 0.01 * (time.time() - began)
 
 
+@pytest.mark.usefixtures("no_hold")
 def test_the_verdicts_of_the_end_are_final(tmp_path: Path) -> None:
     """An analysis that was under way when training ended does not replace them."""
     ended, late = threading.Event(), threading.Event()
@@ -303,6 +305,7 @@ def test_the_verdicts_of_the_end_are_final(tmp_path: Path) -> None:
     assert records.of("diagnosis/mine") == [(79, 0.5)]
 
 
+@pytest.mark.usefixtures("no_hold")
 def test_a_verdict_starts_a_recording(tmp_path: Path) -> None:
     """A profiler records once after the verdict, not again when it is repeated."""
     diagnosis = Diagnosis(rules=[Mine()], schedule="every 20ba", terminal=False)

@@ -48,6 +48,7 @@ class Mine:
         return [Verdict("mine", "critical" if signals.batches >= 60 else "warning", 0.5)]
 
 
+@pytest.mark.usefixtures("no_hold")
 @pytest.mark.parametrize(
     ("capture", "first", "count"),
     [

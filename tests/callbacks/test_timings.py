@@ -125,6 +125,7 @@ def test_the_parts_add_up_to_the_wall_time(name: str, tmp_path: Path) -> None:
     assert ("train_batch" in costs) == trains
 
 
+@pytest.mark.usefixtures("no_hold")
 def test_what_is_logged_has_determined_s_names(tmp_path: Path, records: Records) -> None:
     """Its six keys are there, and the others, at Lightning's steps; nothing else is."""
     options: dict[str, Any] = {"limit_val_batches": 2, "log_every_n_steps": 4}

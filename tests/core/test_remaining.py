@@ -19,6 +19,8 @@ from lightning_perf.core.metrics import RemainingTime
 from lightning_perf.core.progress import Limits, Timestamp
 from lightning_perf.run import stages
 
+pytestmark = pytest.mark.usefixtures("no_hold")
+
 KEY = "time/remaining_estimate"
 #: Seconds that a batch of training and a whole validation of four batches take.
 BATCH, VALIDATION = 0.5, 8.0
