@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_perf.core.time import Time as Time
     from lightning_perf.core.time import TimeUnit as TimeUnit
     from lightning_perf.core.window import Window as Window
-    from lightning_perf.diagnosis.verdicts import Verdict as Verdict
+    from lightning_perf.diagnosis import Verdict as Verdict
     from lightning_perf.errors import ConfigError as ConfigError
     from lightning_perf.errors import PerfWarning as PerfWarning
     from lightning_perf.errors import RecorderBusy as RecorderBusy
@@ -60,7 +60,7 @@ _HOMES = {
     "callbacks.system_metrics": ["SystemMetrics"],
     "callbacks.timings": ["Timings"],
     "core.window": ["Window"],
-    "diagnosis.verdicts": ["Verdict"],
+    "diagnosis": ["Verdict"],
     "errors": ["ConfigError", "PerfWarning", "RecorderBusy"],
     "profilers.memory_snapshot": ["MemorySnapshot"],
     "profilers.memray": ["Memray"],

@@ -16,12 +16,9 @@ from typing_extensions import override
 from lightning_perf.checks import flag
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
-from lightning_perf.diagnosis.page import report_page
-from lightning_perf.diagnosis.record import Record
-from lightning_perf.diagnosis.report import document
-from lightning_perf.diagnosis.rules import RULES, Findings, Rule, diagnose
-from lightning_perf.diagnosis.signals import Setup
-from lightning_perf.diagnosis.verdicts import Verdict
+from lightning_perf.diagnosis.report import document, report_page
+from lightning_perf.diagnosis.rules import RULES, Findings, Rule, Verdict, diagnose
+from lightning_perf.diagnosis.signals import Record, Setup
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.run import destination

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules.base import Impact, known
+from lightning_perf.diagnosis.rules.base import Impact, Verdict, known
 from lightning_perf.diagnosis.signals import COMPUTE, WAITING, Signals, Unknown
-from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.units import bytes_text, duration
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_perf.diagnosis import stats
-from lightning_perf.diagnosis.rules.base import CRITICAL, LEAST, Impact, known
+from lightning_perf.diagnosis.rules.base import CRITICAL, LEAST, Impact, Verdict, known
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, Signals, Unknown
-from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import duration
 
