@@ -262,5 +262,5 @@ def _flamegraph(source: Path, page: Path) -> None:
 def _summarize(
     source: Path, prefix: str, log: Callable[[Mapping[str, float]], None], text: Path
 ) -> None:
-    output = run_python("-m", "lightning_perf.profilers.memray_summary", str(source), str(text))
+    output = run_python("-m", "lightning_perf.profilers.programs", "memory", str(source), str(text))
     log({f"{prefix}{key}": value for key, value in json.loads(output).items()})

@@ -167,7 +167,7 @@ _OURS = {
     "dump_raw", "log_sparse", "output_file", "pid_suffix", "process_name", "register_global",
     "trace_self", "verbose",
 }  # fmt: skip
-_REPORT = "lightning_perf.profilers.viztracer_report"
+_PROGRAMS = "lightning_perf.profilers.programs"
 
 
 class VizTracer(RecordsChildren):
@@ -288,7 +288,7 @@ class VizTracer(RecordsChildren):
 def _merge(path: Path, children: Files) -> None:
     """Add the traces of child processes."""
     if files := [str(child) for child in children.wait().values()]:
-        run_python("-m", _REPORT, "merge", str(path), *files)
+        run_python("-m", _PROGRAMS, "merge", str(path), *files)
 
 
 def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
@@ -299,7 +299,7 @@ def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
         path.replace(raw)
         try:
             run_python("-m", "viztracer", "--quiet", "--compress", str(raw), "-o", str(packed))
-            run_python("-m", _REPORT, "check", str(packed))
+            run_python("-m", _PROGRAMS, "check", str(packed))
         finally:
             raw.replace(path)
         packed.replace(path)
@@ -307,7 +307,7 @@ def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
 
 def _draw(path: Path, merge: Callable[[], None], page: Path) -> None:
     merge()
-    run_python("-m", _REPORT, "page", str(path), str(page))
+    run_python("-m", _PROGRAMS, "page", str(path), str(page))
 
 
 def _known() -> dict[str, Any]:
