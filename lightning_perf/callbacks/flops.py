@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_perf.core.metrics import utilization
-from lightning_perf.core.window import Window
+from lightning_perf.core.window import Window, utilization
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak, formula_for
 from lightning_perf.run.window_callback import WindowCallback
