@@ -28,7 +28,7 @@ from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
-from lightning_perf.timing.pauses import GcTimer, run_queue
+from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.traces.folder import check_names
 from lightning_perf.traces.stream import TraceError
 

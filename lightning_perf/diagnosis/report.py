@@ -10,7 +10,7 @@ import numpy as np
 from lightning_perf.charts.page import Areas, Heading, Part, Table, page
 from lightning_perf.charts.stacked import stack
 from lightning_perf.diagnosis.rules.base import known
-from lightning_perf.timing.pauses import QUEUE
+from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.summary import facts, tables
 from lightning_perf.units import bytes_text, duration, three_digits

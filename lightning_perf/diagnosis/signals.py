@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis import stats
-from lightning_perf.timing.pauses import QUEUE
+from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 if TYPE_CHECKING:

@@ -48,7 +48,17 @@ CODES = (*(rule.code for rule in RULES), "healthy")
 #: Batches that a diagnosis needs.
 _FEWEST_BATCHES = 30
 
-__all__ = ["CODES", "RULES", "Findings", "FunctionRule", "Impact", "Rule", "diagnose", "judge"]
+__all__ = [
+    "CODES",
+    "RULES",
+    "Findings",
+    "FunctionRule",
+    "Impact",
+    "Rule",
+    "Verdict",
+    "diagnose",
+    "judge",
+]
 
 
 @dataclass(frozen=True, slots=True)
