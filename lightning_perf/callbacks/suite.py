@@ -215,26 +215,21 @@ def _read(value: str) -> list[PerfCallback]:
         content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise _unusable(value, error) from error
-    nodes = _nodes(content)
-    if not nodes:
+    # Those of a Trainer, under `callbacks`, or the whole file.
+    for key in ("trainer", "callbacks"):
+        if isinstance(content, dict) and key in content:
+            content = content[key]
+    if not content or not isinstance(content, list):
         problem = "is a file without a list of callbacks"
         raise ConfigError(_VARIABLE, value, problem, "configs/always_on.yaml")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--callbacks", type=list[PerfCallback])
     try:
-        found = parser.instantiate(parser.parse_object({"callbacks": nodes}))
+        found = parser.instantiate(parser.parse_object({"callbacks": content}))
     except (ArgumentError, ValueError, TypeError) as error:
         raise _unusable(value, error) from error
     callbacks: list[PerfCallback] = found.callbacks
     return callbacks
-
-
-def _nodes(content: Any) -> Any:
-    """The callbacks of a file: those of a Trainer, under ``callbacks``, or the whole file."""
-    for key in ("trainer", "callbacks"):
-        if isinstance(content, dict) and key in content:
-            content = content[key]
-    return content if isinstance(content, list) else None
 
 
 def _unusable(value: str, error: Exception) -> ConfigError:

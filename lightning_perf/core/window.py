@@ -25,13 +25,9 @@ PerRank = np.ndarray[tuple[int], np.dtype[np.float64]]
 class LazyRows:
     """Columns of a table of many ranks, less those of an earlier one, computed when they are read.
 
-    A report is wide, and each callback reads few of its columns.
-
-    Args:
-        now: The table.
-        at: Where the columns are.
-        before: The earlier table, and where they are in it.
-        gauges: Columns from which nothing is subtracted.
+    A report is wide, and each callback reads few of its columns. ``at`` is where the columns are in
+    the table, ``before`` the earlier table and where they are in it; from gauges nothing is
+    subtracted.
     """
 
     def __init__(
@@ -78,11 +74,7 @@ class Spread(NamedTuple):
     worst_rank: int
 
     def metrics(self, key: str) -> dict[str, float]:
-        """The spread of a time as metrics: ``/min``, ``/median``, ``/max`` and ``/slowest_rank``.
-
-        Args:
-            key: What their keys begin with.
-        """
+        """The spread of a time as ``KEY/min``, ``/median``, ``/max`` and ``/slowest_rank``."""
         names = ("min", "median", "max", "slowest_rank")
         return {f"{key}/{name}": float(value) for name, value in zip(names, self, strict=True)}
 
@@ -214,16 +206,15 @@ class Window:
             per: A column that it is divided by, such as the number of batches. Ranks where that is
                 not above 0 are left out; it must be on one.
         """
-        values, ranks = self[name], None
+        values, ranks = self[name], np.arange(self.world_size)
         if per is not None:
             divisors = self[per]
             ranks = np.flatnonzero(divisors > 0)
             values = values[ranks] / divisors[ranks]
-        worst = int(values.argmax())
+        worst = int(ranks[values.argmax()])
         ordered = np.sort(values)
         middle = len(ordered) // 2
         median = (ordered[middle] + ordered[-1 - middle]) / 2
-        worst = worst if ranks is None else int(ranks[worst])
         return Spread(float(ordered[0]), float(median), float(ordered[-1]), worst)
 
     def worst_rank(self, name: str) -> int:
@@ -243,8 +234,7 @@ def throughput(window: Window, prefix: str = "") -> dict[str, float]:
     """Rates of all ranks together, and in training those of one device on average.
 
     All are per second, except MFU, which is a fraction of the peak. What some rank does not know is
-    left out. The window holds the columns ``batch/...`` and ``flops/...`` of timed batches; the
-    prefix is that of their names, such as ``"rolling_100/"``.
+    left out. The columns ``batch/...`` and ``flops/...`` of timed batches begin with the prefix.
     """
     ranks, per = window.world_size, f"{prefix}batch/seconds"
     # Every rank takes part in every batch, so batches are averaged where samples are summed.

@@ -35,10 +35,7 @@ class Timer:
 class Span:
     """Runs a timer while it is the innermost span. Reusable; other threads are ignored.
 
-    Args:
-        clock: The clock that records it.
-        what: Category and name of the action.
-        name: The value of the ``with`` statement.
+    ``what`` is category and name of the action, ``name`` the value of the ``with`` statement.
     """
 
     __slots__ = ("_clock", "_name", "timer", "what")
@@ -238,11 +235,7 @@ class Clock:
         self._mark = now
 
     def add_up(self, wait: bool = True) -> None:
-        """Add up what was recorded since the last time.
-
-        Args:
-            wait: Whether to wait for another thread that is doing so; else return at once.
-        """
+        """Add up what was recorded; ``wait`` for another thread that is doing so, or return."""
         if not self._adding.acquire(wait):
             return
         try:
@@ -285,11 +278,7 @@ QUEUE = "run queue"
 
 
 def run_queue(stat: Path = Path("/proc/thread-self/schedstat")) -> dict[Action, Cost]:
-    """Seconds that this thread ran, and that it was ready to run and waited for a CPU.
-
-    Returns:
-        Nothing where the kernel does not say.
-    """
+    """Seconds that this thread ran and waited for a CPU; nothing where the kernel has no figure."""
     try:
         with stat.open("rb", buffering=0) as file:  # no text: far faster
             ran, waited, times = map(int, file.read().split())
