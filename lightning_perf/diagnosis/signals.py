@@ -167,12 +167,9 @@ class Signals:
         return np.array([window.total(name) for window in self.windows])
 
     def average(self, name: str, weight: str | None = None, latest: bool = False) -> float | None:
-        """The mean of a sensor over the run or its last sample; None if it was not sampled.
+        """The mean of a sensor over the run, or its ``latest`` window; None if it was not sampled.
 
-        Args:
-            name: Its column.
-            weight: The column of its seconds, by default ``NAME/seconds``.
-            latest: Whether of the last window in which it was sampled.
+        ``weight`` is the column of its seconds, by default ``NAME/seconds``.
         """
         values, seconds = self.column(name), self.column(weight or f"{name}/seconds")
         if values is None or seconds is None or not seconds.sum() > 0:
@@ -317,18 +314,11 @@ class Signals:
         The second value is in seconds per window. Rare events have names: checkpoints, callbacks
         and loggers that work now and then, collections and compilations.
         """
-        steps = self.within_epochs
-        known = np.flatnonzero(np.isfinite(steps))
-        found = stats.stalls(steps[known])
-        index = known[found.positions]
-        ends = np.cumsum(self.counts)
-        window = np.searchsorted(ends, index + self.dropped, side="right").clip(
-            0, max(len(ends) - 1, 0)
-        )
+        found, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
+        window = np.searchsorted(ends, found.positions + self.dropped, side="right")
+        window = window.clip(0, max(len(ends) - 1, 0))
         excess = np.bincount(window, weights=found.excess, minlength=len(ends)).astype(float)
-        gaps = np.diff(index)
-        period = float(np.median(gaps)) if found.period is not None and len(gaps) else None
-        return found._replace(positions=index, period=period), np.maximum(excess - self._rare, 0.0)
+        return found, np.maximum(excess - self._rare, 0.0)
 
     @cached_property
     def _rare(self) -> Numbers:
@@ -402,16 +392,9 @@ class Record:
 
     def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
         """What was collected so far; cheap, and safe to use on another thread."""
-        return Signals(
-            windows=[window for window, _ in self._windows],
-            origin=self.origin,
-            costs=[costs for _, costs in self._windows],
-            steps=np.array(self._steps, dtype=float),
-            dropped=self._count - len(self._steps),
-            first_step=self._first,
-            mfu=mfu,
-            setup=setup,
-        )
+        windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
+        steps, dropped = np.array(self._steps, dtype=float), self._count - len(self._steps)
+        return Signals(windows, costs, self.origin, steps, dropped, self._first, mfu, setup)
 
 
 def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:

@@ -246,7 +246,7 @@ def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
 
 
 def _template(signature: Signature) -> Signature:
-    """Return a signature without its sizes."""
+    """A signature without its sizes."""
     return tuple((Size, len(part)) if isinstance(part, Size) else part for part in signature)
 
 

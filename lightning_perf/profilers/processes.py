@@ -55,9 +55,6 @@ class Children:
         """Open a window: children begin to record within hundredths of a second.
 
         Their files are in a folder beside ``path``, the parent's recording.
-
-        Raises:
-            OSError: The folder cannot be created.
         """
         folder = path.with_name(f"{path.name}.children").absolute()
         folder.mkdir()

@@ -197,19 +197,10 @@ def _nothing_collects() -> bool:
 def run_python(*arguments: str) -> str:
     """Run a Python program in a process of its own, so that training keeps the GIL.
 
-    The arguments are those after ``python`` on the command line; returns the standard output.
-
-    Raises:
-        OSError: It failed, with the end of its error message.
-        TimeoutExpired: It took longer than five minutes.
+    Returns its standard output. OSError has the end of its error message.
     """
-    done = subprocess.run(  # noqa: S603  (our own arguments, and no shell)
-        [sys.executable, "-P", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT,
-        check=False,
-    )
+    command = [sys.executable, "-P", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)  # noqa: S603
     if done.returncode:
         program = " ".join(arguments[:3])
         raise OSError(f"{program}: {(done.stderr or done.stdout).strip()[-200:]}")

@@ -38,11 +38,7 @@ class Events(Generic[Tag]):
     other streams. Work captured into a CUDA graph has no events. After an error of the device, no
     more events are recorded, with one warning.
 
-    Args:
-        loss: What is lost if events fail, for the warning.
-        most: Maximum number of pending events.
-        make: Creates an event with ``record``, ``query`` and ``elapsed_time`` (milliseconds).
-        capturing: Returns whether the stream is being captured, when events must not be used.
+    ``loss`` says in the warning what is lost, and ``most`` is the number of pending events.
     """
 
     def __init__(

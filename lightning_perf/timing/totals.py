@@ -252,11 +252,8 @@ def _merge(rows: Sequence[_Row]) -> _Row:
 def windows_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, dict[str, Any]]:
     """Return the whole run and its last report, for a run that ended without writing them.
 
-    Each report is weighted by the number of steps since the previous one; the first report like
-    the second.
-
-    Args:
-        points: Steps and seconds per batch by key. Each key ends in a category.
+    The points are steps and seconds per batch by key, which ends in a category. Each report is
+    weighted by the number of steps since the previous one; the first report like the second.
 
     Example:
         >>> points = {"timings/forward": [(9, 1.0), (19, 2.0), (24, 6.0)]}

@@ -73,13 +73,7 @@ class Findings:
 
 
 def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
-    """Apply rules to what was measured.
-
-    A rule that fails, or cannot tell, is listed with its reason.
-
-    Args:
-        signals: What was measured.
-        rules: The rules.
+    """Apply rules to what was measured; one that fails, or cannot tell, is listed with its reason.
 
     Example:
         >>> from lightning_perf.diagnosis.signals import Signals

@@ -132,11 +132,7 @@ class FunctionRule:
 def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iterable[Verdict]:
     """The verdict on an impact, if it is large enough and certain enough.
 
-    Args:
-        code: Of the verdict.
-        threshold: Share of the wall time that is worth a warning.
-        signals: The run's.
-        impact: What the cause costs.
+    ``threshold`` is the share of the wall time that is worth a warning.
     """
     start = 0 if impact.whole_run else signals.start
     seconds, wall = impact.seconds[start:], signals.wall[start:]
@@ -164,6 +160,11 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
         code, severity, min(share, 1.0), culprit=impact.culprit, rank=impact.rank,
         phase=impact.phase, evidence=evidence, advice=impact.advice,
     )  # fmt: skip
+
+
+def graded(share: float, worth: bool = True) -> str:
+    """The severity of a share of the wall time; ``info`` if it is not worth a warning."""
+    return "info" if not worth else "critical" if share >= CRITICAL else "warning"
 
 
 def known(**values: float | str | None) -> dict[str, float | str]:

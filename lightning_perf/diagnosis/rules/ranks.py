@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules.base import CRITICAL, LEAST, Impact, Verdict
+from lightning_perf.diagnosis.rules.base import LEAST, Impact, Verdict, graded
 from lightning_perf.diagnosis.signals import Unknown
 from lightning_perf.units import duration
 
@@ -301,9 +301,7 @@ def straggler(signals: Signals) -> Iterable[Verdict]:
     )
     # Other programs that use the CPUs make any rank late now and then.
     certain = found.share * (1 if found.chronic else 1 - _taken(signals))
-    severity = "info"
-    if certain >= _STRAGGLER:
-        severity = "critical" if certain >= CRITICAL else "warning"
+    severity = graded(certain, certain >= _STRAGGLER)
     yield Verdict(
         "straggler", severity, found.share, culprit=who, rank=found.rank, phase=found.phase,
         evidence=evidence, advice=advice,
