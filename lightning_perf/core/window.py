@@ -206,7 +206,8 @@ class Window:
             per: A column that it is divided by, such as the number of batches. Ranks where that is
                 not above 0 are left out; it must be on one.
         """
-        values, ranks = self[name], np.arange(self.world_size)
+        ranks: Any = range(self.world_size)
+        values = self[name]
         if per is not None:
             divisors = self[per]
             ranks = np.flatnonzero(divisors > 0)
