@@ -59,8 +59,8 @@ class Diagnosis(WindowCallback):
     the wall time that would be saved, if there is one.
 
     Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
-    on a background thread of rank 0 and takes at most 0.2 % of the time: with very short steps it is
-    less frequent than the schedule says.
+    on a background thread of rank 0 and takes at most 0.2 % of the time: with very short steps it
+    is less frequent than the schedule says.
 
     Args:
         folder: Format string of the folder.
