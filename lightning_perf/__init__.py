@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_perf.callbacks.always_on import always_on as always_on
     from lightning_perf.callbacks.diagnosis import Diagnosis as Diagnosis
     from lightning_perf.callbacks.flops import Flops as Flops
     from lightning_perf.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from lightning_perf.callbacks.suite import Suite as Suite
+    from lightning_perf.callbacks.suite import always_on as always_on
     from lightning_perf.callbacks.system_metrics import SystemMetrics as SystemMetrics
     from lightning_perf.callbacks.timings import Timings as Timings
     from lightning_perf.core.progress import Moment as Moment
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_perf.core.time import Time as Time
     from lightning_perf.core.time import TimeUnit as TimeUnit
     from lightning_perf.core.window import Window as Window
-    from lightning_perf.diagnosis.verdicts import Verdict as Verdict
+    from lightning_perf.diagnosis import Verdict as Verdict
     from lightning_perf.errors import ConfigError as ConfigError
     from lightning_perf.errors import PerfWarning as PerfWarning
     from lightning_perf.errors import RecorderBusy as RecorderBusy
@@ -52,15 +52,14 @@ if TYPE_CHECKING:
     from lightning_perf.tracking.tracker import Tracker as Tracker
 
 _HOMES = {
-    "callbacks.always_on": ["always_on"],
     "callbacks.diagnosis": ["Diagnosis"],
     "callbacks.flops": ["Flops"],
     "callbacks.speed_monitor": ["SpeedMonitor"],
-    "callbacks.suite": ["Suite"],
+    "callbacks.suite": ["Suite", "always_on"],
     "callbacks.system_metrics": ["SystemMetrics"],
     "callbacks.timings": ["Timings"],
     "core.window": ["Window"],
-    "diagnosis.verdicts": ["Verdict"],
+    "diagnosis": ["Verdict"],
     "errors": ["ConfigError", "PerfWarning", "RecorderBusy"],
     "profilers.memory_snapshot": ["MemorySnapshot"],
     "profilers.memray": ["Memray"],

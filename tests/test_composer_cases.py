@@ -31,8 +31,8 @@ from lightning_perf import (
     SpeedMonitor,
     SystemMetrics,
 )
+from lightning_perf.callbacks.speed_monitor import elapsed
 from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
-from lightning_perf.core.metrics import elapsed
 from lightning_perf.core.progress import Limits, Moment, Timestamp
 from lightning_perf.core.time import Time, TimeUnit, ensure_time
 from lightning_perf.run.hardware import gigabytes

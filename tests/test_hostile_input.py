@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lightning_perf import ConfigError, PerfWarning, always_on
-from lightning_perf.callbacks.always_on import from_environment
+from lightning_perf.callbacks.suite import from_environment
 from lightning_perf.cli import Failure, upload, watch
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.schedule import as_schedule

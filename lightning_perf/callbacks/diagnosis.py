@@ -16,12 +16,9 @@ from typing_extensions import override
 from lightning_perf.checks import flag
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
-from lightning_perf.diagnosis.page import report_page
-from lightning_perf.diagnosis.record import Record
-from lightning_perf.diagnosis.report import document
-from lightning_perf.diagnosis.rules import RULES, Findings, Rule, diagnose
-from lightning_perf.diagnosis.signals import Setup
-from lightning_perf.diagnosis.verdicts import Verdict
+from lightning_perf.diagnosis.report import document, report_page
+from lightning_perf.diagnosis.rules import RULES, Findings, Rule, Verdict, diagnose
+from lightning_perf.diagnosis.signals import Record, Setup
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.run import destination
@@ -31,7 +28,7 @@ from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
-from lightning_perf.timing.pauses import GcTimer, run_queue
+from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.traces.folder import check_names
 from lightning_perf.traces.stream import TraceError
 
@@ -62,8 +59,8 @@ class Diagnosis(WindowCallback):
     the wall time that would be saved, if there is one.
 
     Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
-    on a background thread of rank 0 and takes at most 0.2 % of the time: with very short steps it is
-    less frequent than the schedule says.
+    on a background thread of rank 0 and takes at most 0.2 % of the time: with very short steps it
+    is less frequent than the schedule says.
 
     Args:
         folder: Format string of the folder.

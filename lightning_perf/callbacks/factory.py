@@ -15,6 +15,6 @@ def callbacks() -> list[Any]:
     value = os.environ.get("LIGHTNING_PERF", "").strip()
     if value.lower() in ("", "0", "false", "no", "off"):
         return []
-    from lightning_perf.callbacks.always_on import from_environment
+    from lightning_perf.callbacks.suite import from_environment
 
     return [*from_environment(value)]

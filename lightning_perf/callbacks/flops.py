@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_perf.core.metrics import utilization
-from lightning_perf.core.window import Window
+from lightning_perf.core.window import Window, utilization
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak, formula_for
 from lightning_perf.run.window_callback import WindowCallback
@@ -124,7 +123,10 @@ class Flops(WindowCallback):
             return None
         found = utilization(window)
         if self._formula is not None and window.total("formula/batch"):
-            found |= utilization_by_formula(window)
+            found["batch_flops_from_formula"] = window.total("formula/batch")
+            rate = window.rate("formula/ideal_seconds", "flops/seconds") / window.world_size
+            if rate > 0:
+                found["mfu_from_formula"] = rate
         if "mfu" in found:
             self._reported.add(window.stage)
             if self._context is not None:
@@ -133,12 +135,7 @@ class Flops(WindowCallback):
 
 
 class FormulaSignal:
-    """The signal of a formula's FLOPs, for the batches of training.
-
-    Args:
-        formula: FLOPs of a batch.
-        sharing: How many ranks train on each batch.
-    """
+    """The signal of a formula's FLOPs, for the batches of training, each of ``sharing`` ranks."""
 
     columns = ("formula/ideal_seconds", "formula/batch")
     gauges = frozenset({"formula/batch"})
@@ -168,10 +165,3 @@ class FormulaSignal:
     def totals(self, stage: str) -> Sequence[float]:
         """Seconds at the peak, and FLOPs of the last batch."""
         return (self._ideal_seconds, self._last) if stage == "train" else (0.0, 0.0)
-
-
-def utilization_by_formula(window: Window) -> dict[str, float]:
-    """The metrics of a formula beside the counted ones."""
-    found = {"batch_flops_from_formula": window.total("formula/batch")}
-    rate = window.rate("formula/ideal_seconds", "flops/seconds") / window.world_size
-    return found | ({"mfu_from_formula": rate} if rate > 0 else {})

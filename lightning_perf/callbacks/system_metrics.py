@@ -9,7 +9,6 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from lightning_perf.core.time import Time, TimeUnit
@@ -140,26 +139,19 @@ def _seconds(interval: object) -> float:
         if fine := _FINE.fullmatch(interval):
             seconds = float(fine[1]) / _PER_SECOND[fine[2].lower()]
         else:
-            seconds = _clock_time(interval, example)
+            try:
+                time = Time.from_timestring(interval)
+            except (ValueError, TypeError):
+                raise ConfigError("interval", interval, "is not a time", example) from None
+            if time.unit is not TimeUnit.SECOND:
+                raise ConfigError("interval", interval, "is not a wall-clock time", example)
+            seconds = time.value
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not isfinite(seconds):
         raise ConfigError("interval", interval, "is not a number of seconds", example)
     if seconds < _SHORTEST:
         problem = f"is too short to measure anything: at least {_SHORTEST} s"
         raise ConfigError("interval", interval, problem, example)
     return float(seconds)
-
-
-def _clock_time(interval: str, example: str) -> float:
-    try:
-        time = Time.from_timestring(interval)
-    except (ValueError, TypeError):
-        raise ConfigError("interval", interval, "is not a time", example) from None
-    if time.unit is not TimeUnit.SECOND:
-        raise ConfigError("interval", interval, "is not a wall-clock time", example)
-    return time.value
-
-
-FloatArray = npt.NDArray[np.float64]
 
 
 class _Layout(NamedTuple):
@@ -211,7 +203,7 @@ def _averages(window: Window) -> dict[str, float]:
     return found
 
 
-def _spread(layout: _Layout, nodes: PerRank, rows: FloatArray) -> Iterator[tuple[str, float]]:
+def _spread(layout: _Layout, nodes: PerRank, rows: Any) -> Iterator[tuple[str, float]]:
     """How the nodes, or the GPUs of all nodes, differ in each figure."""
     # Nodes x slots x figures; not finite where nothing was sampled.
     with np.errstate(divide="ignore", invalid="ignore"):

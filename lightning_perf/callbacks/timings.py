@@ -16,7 +16,7 @@ from lightning_perf.charts.heatmap import heatmap_html
 from lightning_perf.charts.stacked import stacked_html, stacked_png
 from lightning_perf.checks import install_command, is_installed
 from lightning_perf.core.window import PerRank, Window
-from lightning_perf.diagnosis.stragglers import PHASES, Straggler, Work, straggler_of, work_of
+from lightning_perf.diagnosis.rules.ranks import PHASES, Straggler, Work, straggler_of, work_of
 from lightning_perf.errors import describe, warn
 from lightning_perf.run import destination
 from lightning_perf.run.window_callback import WindowCallback

@@ -119,13 +119,9 @@ class Timestamp:
         if isinstance(duration, timedelta):
             duration = duration.total_seconds()
         return Timestamp(
-            epoch=self.epoch + 1,
-            batch=self.batch,
-            sample=self.sample,
-            token=self.token,
-            step=self.step,
+            self.epoch + 1, self.batch, self.sample, self.token, self.step,
             total_wct=self.total_wct + duration,
-        )
+        )  # fmt: skip
 
     def get(self, unit: TimeUnit | str) -> Time:
         """Return the total in one unit; seconds are rounded down.
@@ -268,14 +264,9 @@ class Moment:
             previous, timestamp = timestamp, self._next(timestamp)
         # Positional for speed, because profilers look ahead after every batch.
         return Moment(
-            self.stage,
-            timestamp,
-            previous,
-            self.limits,
-            self.ranks,
-            self.run_name,
+            self.stage, timestamp, previous, self.limits, self.ranks, self.run_name,
             self.batch_seconds,
-        )
+        )  # fmt: skip
 
     def _next(self, timestamp: Timestamp) -> Timestamp:
         limits, batch = self.limits, timestamp.batch_in_epoch + 1

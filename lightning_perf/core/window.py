@@ -1,4 +1,4 @@
-"""What all ranks measured between two reports, in named columns."""
+"""What all ranks measured between two reports, in named columns, and rates from them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,9 @@ PerRank = np.ndarray[tuple[int], np.dtype[np.float64]]
 class LazyRows:
     """Columns of a table of many ranks, less those of an earlier one, computed when they are read.
 
-    A report is wide, and each callback reads few of its columns.
-
-    Args:
-        now: The table.
-        at: Where the columns are.
-        before: The earlier table, and where they are in it.
-        gauges: Columns from which nothing is subtracted.
+    A report is wide, and each callback reads few of its columns. ``at`` is where the columns are in
+    the table, ``before`` the earlier table and where they are in it; from gauges nothing is
+    subtracted.
     """
 
     def __init__(
@@ -78,11 +74,7 @@ class Spread(NamedTuple):
     worst_rank: int
 
     def metrics(self, key: str) -> dict[str, float]:
-        """The spread of a time as metrics: ``/min``, ``/median``, ``/max`` and ``/slowest_rank``.
-
-        Args:
-            key: What their keys begin with.
-        """
+        """The spread of a time as ``KEY/min``, ``/median``, ``/max`` and ``/slowest_rank``."""
         names = ("min", "median", "max", "slowest_rank")
         return {f"{key}/{name}": float(value) for name, value in zip(names, self, strict=True)}
 
@@ -214,16 +206,16 @@ class Window:
             per: A column that it is divided by, such as the number of batches. Ranks where that is
                 not above 0 are left out; it must be on one.
         """
-        values, ranks = self[name], None
+        ranks: Any = range(self.world_size)
+        values = self[name]
         if per is not None:
             divisors = self[per]
             ranks = np.flatnonzero(divisors > 0)
             values = values[ranks] / divisors[ranks]
-        worst = int(values.argmax())
+        worst = int(ranks[values.argmax()])
         ordered = np.sort(values)
         middle = len(ordered) // 2
         median = (ordered[middle] + ordered[-1 - middle]) / 2
-        worst = worst if ranks is None else int(ranks[worst])
         return Spread(float(ordered[0]), float(median), float(ordered[-1]), worst)
 
     def worst_rank(self, name: str) -> int:
@@ -237,3 +229,54 @@ class Window:
             near = get_close_matches(name, self.columns, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise KeyError(f"the window has no column {name!r}{hint}") from None
+
+
+def throughput(window: Window, prefix: str = "") -> dict[str, float]:
+    """Rates of all ranks together, and in training those of one device on average.
+
+    All are per second, except MFU, which is a fraction of the peak. What some rank does not know is
+    left out. The columns ``batch/...`` and ``flops/...`` of timed batches begin with the prefix.
+    """
+    ranks, per = window.world_size, f"{prefix}batch/seconds"
+    # Every rank takes part in every batch, so batches are averaged where samples are summed.
+    rates = {"batches_per_sec": window.rate(f"{prefix}batch/count", per) / ranks}
+    for name, column, uncounted in (
+        ("samples", "batch/samples", "batch/uncounted_samples"),
+        ("tokens", "batch/tokens", "batch/uncounted_tokens"),
+        ("flops", "flops/model", "flops/uncounted_batches"),
+    ):
+        # One batch that could not be counted would make the rate too low.
+        if not window.total(prefix + uncounted):
+            rate = window.rate(prefix + column, per)
+            if rate > 0:
+                rates[f"{name}_per_sec"] = rate
+    found = {f"throughput/{key}": value for key, value in rates.items()}
+    if window.stage == "train":  # Composer's keys are those of training
+        found |= {f"throughput/device/{key}": value / ranks for key, value in rates.items()}
+    if window.least(f"{prefix}flops/ideal_seconds") > 0 and "flops_per_sec" in rates:
+        found["throughput/device/mfu"] = window.rate(f"{prefix}flops/ideal_seconds", per) / ranks
+    return found
+
+
+def utilization(window: Window) -> dict[str, float]:
+    """The metrics of ``Flops`` from the columns ``flops/...``; what is unknown is left out."""
+    flops, peak = window.total("flops/batch"), window.total("flops/peak")
+    found = {
+        "batch_flops": flops,
+        "tracked_operations": window.total("flops/tracked_operations"),
+        "untracked_operations": window.total("flops/untracked_operations"),
+    }
+    if window.least("flops/peak") > 0:
+        found |= {"total_flops": peak, "max_batches_per_sec": peak / flops}
+    if window.least("flops/seconds") > 0:
+        rates = {
+            "actual_batches_per_sec": ("flops/batches", 1.0),
+            "tflops_per_device": ("flops/model", 1e12),
+            "mfu": ("flops/ideal_seconds", 1.0),
+            "hfu": ("flops/hardware_ideal_seconds", 1.0),
+        }
+        for key, (column, unit) in rates.items():
+            rate = window.rate(column, "flops/seconds") / window.world_size / unit
+            if rate > 0:
+                found[key] = rate
+    return found

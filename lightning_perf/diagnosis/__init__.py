@@ -1,8 +1,7 @@
 """Why a run is slow: signals -> rules -> verdicts -> report. No torch, no Lightning."""
 
-from lightning_perf.diagnosis.rules import CODES, RULES, FunctionRule, Impact, Rule, judge
+from lightning_perf.diagnosis.rules import CODES, RULES, FunctionRule, Impact, Rule, Verdict, judge
 from lightning_perf.diagnosis.signals import Signals, Unknown
-from lightning_perf.diagnosis.verdicts import Verdict
 
 __all__ = [
     "CODES",

@@ -174,11 +174,9 @@ def _figures(run: Measured, windows: Mapping[str, Any]) -> _Figures:
 
 
 def _ratios(windows: Mapping[str, Any], known: Mapping[str, Any]) -> _Figures:
-    """The figures of windows.
+    """The figures of a summary's windows.
 
-    Args:
-        windows: A list per name, as in a summary.
-        known: The rates of the whole run: others could not be counted in each batch.
+    ``known`` are the rates of the whole run: others could not be counted in each batch.
     """
     flat = {("", name): values for name, values in windows.items() if isinstance(values, list)}
     for group in ("timings", "culprits"):

@@ -1,22 +1,27 @@
-"""What a diagnosis leaves: a block in the terminal, and a JSON document."""
+"""What a diagnosis leaves: a block in the terminal, a JSON document, and an HTML page."""
 
 from __future__ import annotations
 
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from lightning_perf.charts.page import Areas, Heading, Part, Table, page
+from lightning_perf.charts.stacked import stack
 from lightning_perf.diagnosis.rules.base import known
+from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.traces.summary import facts, tables
 from lightning_perf.units import bytes_text, duration, three_digits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rich.console import RenderableType
 
-    from lightning_perf.diagnosis.rules import Findings
+    from lightning_perf.diagnosis.rules import Findings, Verdict
     from lightning_perf.diagnosis.signals import Signals
-    from lightning_perf.diagnosis.verdicts import Verdict
     from lightning_perf.traces.summary import TraceSummary
 
 #: Version of the JSON document.
@@ -32,6 +37,15 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "watts": lambda value: f"{value:.0f} W",
     "mhz": lambda value: f"{value:.0f} MHz",
 }
+#: Named actions listed at most.
+_MOST_ACTIONS = 20
+#: Sensors of the machine, and how the page shows them.
+_SENSORS = (
+    ("cpu_util_simple", "CPUs in use", "{:.0f} %".format),
+    ("cpu_iowait", "CPUs waiting for I/O", "{:.0f} %".format),
+    ("process_cpu", "CPU of this training (100 % is one CPU)", "{:.0f} %".format),
+    ("free_memory", "free memory", bytes_text),
+)
 
 
 def panel(
@@ -113,13 +127,12 @@ def document(
             "wall_seconds": float(signals.wall.sum()),
             "seconds": {name: float(signals.category(name).sum()) for name in CATEGORIES},
         }
-    sensors = ("cpu_util_simple", "cpu_iowait", "process_cpu", "free_memory")
     found = {
         "version": VERSION,
         "verdicts": [verdict.as_dict() for verdict in findings.verdicts],
         "abstained": dict(findings.abstained),
         "timings": timings,
-        "system": known(**{name: signals.average(f"system/{name}") for name in sensors}),
+        "system": known(**{name: signals.average(f"system/{name}") for name, *_ in _SENSORS}),
         "overhead": overhead(signals),
     }
     if isinstance(captured, str):
@@ -139,3 +152,74 @@ def overhead(signals: Signals) -> dict[str, float]:
         "seconds_per_batch": seconds / max(signals.batches, 1),
         "share": seconds / wall if wall else 0.0,
     }
+
+
+def report_page(
+    signals: Signals, findings: Findings, captured: TraceSummary | str | None = None
+) -> str:
+    """The page, with a captured trace, or why there is none, unless none was wanted."""
+    return page("Why this training is not faster", _parts(signals, findings, captured))
+
+
+def _parts(
+    signals: Signals, findings: Findings, captured: TraceSummary | str | None
+) -> Iterator[Part]:
+    for verdict in findings.verdicts:
+        yield Heading(headline(verdict))
+        yield from filter(None, (verdict.advice, evidence_text(verdict)))
+    if findings.abstained:
+        yield Heading("Not diagnosed")
+        yield from (f"{code}: {why}." for code, why in findings.abstained.items())
+    if signals.windows:
+        yield Heading("Where the time of a batch went")
+        yield _timeline(signals)
+        yield Heading("What named actions cost")
+        yield _actions(signals)
+        if machine := list(_machine(signals)):
+            yield Heading("The machine")
+            yield Table(("sensor", "mean"), machine)
+        ours = overhead(signals)
+        yield Heading("What lightning_perf cost")
+        each, share = duration(ours["seconds_per_batch"]), ours["share"]
+        yield f"{each} per batch in hooks, {share:.1%} of the time."
+    if captured is not None:
+        yield Heading("Captured steps")
+    if isinstance(captured, str):
+        yield f"There is no trace: {captured}."
+    elif captured is not None:
+        yield Table(("", "value"), list(facts(captured)))
+        for title, headings, rows in tables(captured):
+            yield Heading(title)
+            yield Table(headings, rows)
+        yield from (f"Note: {note}." for note in captured.notes)
+
+
+def _timeline(signals: Signals) -> Areas:
+    """Seconds per batch by category over the steps."""
+    counts = np.maximum(signals.counts, 1)
+    seconds = {name: signals.category(name) / counts for name in CATEGORIES}
+    return stack([
+        (window.step, {name: float(each[number]) for name, each in seconds.items()})
+        for number, window in enumerate(signals.windows)
+    ])  # fmt: skip
+
+
+def _actions(signals: Signals) -> Table:
+    wall = float(signals.wall.sum()) or 1.0
+    # Waiting for a CPU is part of the others.
+    rows = [row for row in signals.actions if row.stage not in ("", QUEUE)]
+    rows.sort(key=signals.seconds, reverse=True)
+    cells = []
+    for row in rows[:_MOST_ACTIONS]:
+        seconds, calls = signals.seconds(row), signals.actions[row].calls.sum()
+        cells.append((" / ".join(row), duration(seconds), f"{calls:,.0f}", f"{seconds / wall:.1%}"))
+    return Table(("action", "time", "calls", "share"), cells)
+
+
+def _machine(signals: Signals) -> Iterator[tuple[str, str]]:
+    for name, what, text in _SENSORS:
+        value = signals.average(f"system/{name}")
+        if value is not None:
+            yield what, text(value)
+    if signals.gpu_idle is not None:
+        yield "GPUs in use", f"{1 - signals.gpu_idle:.0%}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections import deque
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
 from math import inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lightning_perf.diagnosis import stats
-from lightning_perf.timing.pauses import QUEUE
+from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ _FULL = 90.0
 _RARE = 0.9
 #: Windows that are left when the first one is dropped, as warm-up.
 _FEWEST_WINDOWS = 2
+#: Windows kept at most, and numbers in all of them; steps whose times are kept.
+_MOST_WINDOWS, _FEWEST_KEPT, _MOST_NUMBERS, _MOST_STEPS = 512, 16, 1_000_000, 20_000
+#: Columns that are not running totals, or their first part.
+_GAUGES = ("memory/", "waits/node_rank")
 
 
 class Unknown(Exception):
@@ -162,12 +167,9 @@ class Signals:
         return np.array([window.total(name) for window in self.windows])
 
     def average(self, name: str, weight: str | None = None, latest: bool = False) -> float | None:
-        """The mean of a sensor over the run or its last sample; None if it was not sampled.
+        """The mean of a sensor over the run, or its ``latest`` window; None if it was not sampled.
 
-        Args:
-            name: Its column.
-            weight: The column of its seconds, by default ``NAME/seconds``.
-            latest: Whether of the last window in which it was sampled.
+        ``weight`` is the column of its seconds, by default ``NAME/seconds``.
         """
         values, seconds = self.column(name), self.column(weight or f"{name}/seconds")
         if values is None or seconds is None or not seconds.sum() > 0:
@@ -312,18 +314,11 @@ class Signals:
         The second value is in seconds per window. Rare events have names: checkpoints, callbacks
         and loggers that work now and then, collections and compilations.
         """
-        steps = self.within_epochs
-        known = np.flatnonzero(np.isfinite(steps))
-        found = stats.stalls(steps[known])
-        index = known[found.positions]
-        ends = np.cumsum(self.counts)
-        window = np.searchsorted(ends, index + self.dropped, side="right").clip(
-            0, max(len(ends) - 1, 0)
-        )
+        found, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
+        window = np.searchsorted(ends, found.positions + self.dropped, side="right")
+        window = window.clip(0, max(len(ends) - 1, 0))
         excess = np.bincount(window, weights=found.excess, minlength=len(ends)).astype(float)
-        gaps = np.diff(index)
-        period = float(np.median(gaps)) if found.period is not None and len(gaps) else None
-        return found._replace(positions=index, period=period), np.maximum(excess - self._rare, 0.0)
+        return found, np.maximum(excess - self._rare, 0.0)
 
     @cached_property
     def _rare(self) -> Numbers:
@@ -351,3 +346,61 @@ class Signals:
                 distance = float(np.abs(seconds - base * counts - wanted).sum())
                 best = min(best, (distance, name))
         return best[1] if best[0] <= 0.5 * wanted.sum() else None
+
+
+class Record:
+    """Collects the windows, named costs and latest step times of a training, in bounded memory.
+
+    Neighbouring windows are merged when there are too many.
+    """
+
+    def __init__(self) -> None:
+        #: Named costs before the first window.
+        self.origin: Costs = {}
+        # Each window with the named costs up to its end.
+        self._windows: list[tuple[Window, Costs]] = []
+        self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
+        self._count = 0
+        self._first: float | None = None
+
+    def add(self, window: Window, costs: Costs) -> None:
+        """Add a window, and the named costs up to its end.
+
+        One without batches, after the last batch, extends the window before it.
+        """
+        if self._windows and not window.batches:
+            self._windows[-1] = _merged(self._windows[-1], (window, costs))
+            return
+        self._windows.append((window, costs))
+        numbers = window.world_size * len(window.columns)
+        most = min(max(_MOST_NUMBERS // max(numbers, 1), _FEWEST_KEPT), _MOST_WINDOWS)
+        if len(self._windows) > most:
+            # The first one stays alone: it holds the warm-up.
+            first, *rest = self._windows
+            pairs = (rest[i : i + 2] for i in range(0, len(rest), 2))
+            self._windows = [first, *(reduce(_merged, pair) for pair in pairs)]
+
+    def add_steps(self, seconds: Sequence[float], first: float | None = None) -> None:
+        """Add the times of batches, in order, NaN for those that do not count.
+
+        ``first`` is the time of the run's first batch, if it is among them.
+        """
+        if not self._steps:
+            self._first = first
+        self._steps.extend(seconds)
+        self._count += len(seconds)
+
+    def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
+        """What was collected so far; cheap, and safe to use on another thread."""
+        windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
+        steps, dropped = np.array(self._steps, dtype=float), self._count - len(self._steps)
+        return Signals(windows, costs, self.origin, steps, dropped, self._first, mfu, setup)
+
+
+def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:
+    (before, _), (after, costs) = early, late
+    gauge = [name.startswith(_GAUGES) for name in after.columns]
+    one, two = np.asarray(before.rows, dtype=float), np.asarray(after.rows, dtype=float)
+    rows = np.where(gauge, two, one + two)
+    rows = rows if len(rows) > 1 else rows.tolist()
+    return replace(after, first=before.first, rows=rows), costs

@@ -28,18 +28,11 @@ _MOST_MEDIANS, FEWEST_STEPS = 200, 5
 def lower_share(
     parts: Numbers, wholes: Numbers, events: float | None = None, waits: Numbers | None = None
 ) -> float:
-    """A lower bound of ``sum(parts) / sum(wholes)``, by a block bootstrap over windows.
+    """The 5th percentile of ``sum(parts) / sum(wholes)``, by a block bootstrap over windows.
 
-    Args:
-        parts: Seconds in each window.
-        wholes: All seconds of each window.
-        events: How often the cause occurred. Rare events lie in few windows, so windows are merged
-            until each holds about two.
-        waits: Seconds of each window in which the thread waited for a CPU. The bound is then that
-            of the share without this waiting: see `_uncontended`.
-
-    Returns:
-        The 5th percentile; the ratio itself if there are too few windows for an interval.
+    The ratio itself if there are too few windows. Rare ``events`` lie in few windows, so windows
+    are merged until each holds about two. ``waits`` are seconds in which the thread waited for a
+    CPU; the share is then that without this waiting.
 
     Example:
         A part that takes longer by as much as the thread waited:
@@ -159,18 +152,22 @@ class Stalls(NamedTuple):
 def stalls(values: Numbers) -> Stalls:
     """Values above the median by more than 8 times the median deviation, and by half of it.
 
+    NaN are left out.
+
     Example:
         >>> values = np.where(np.arange(100) % 20 == 7, 5.0, 1.0)
         >>> found = stalls(values)
         >>> len(found.positions), float(found.excess.sum()), found.period
         (5, 20.0, 20.0)
     """
-    if not len(values):
-        return Stalls(np.empty(0, dtype=np.int64), np.empty(0), None)
+    known = np.flatnonzero(np.isfinite(values))
+    if not len(known):
+        return Stalls(known, np.empty(0), None)
+    values = values[known]
     median = np.median(values)
     limit = median + max(8 * np.median(np.abs(values - median)), median / 2)
     index = np.flatnonzero(values > limit)
     gaps = np.diff(index)
     regular = len(gaps) >= 2 and np.median(np.abs(gaps - np.median(gaps))) <= 0.2 * np.median(gaps)
-    period = float(np.median(gaps)) if regular else None
-    return Stalls(index, values[index] - median, period)
+    period = float(np.median(np.diff(known[index]))) if regular else None
+    return Stalls(known[index], values[index] - median, period)

@@ -196,9 +196,6 @@ def formula_for(spec: object, module: object = None) -> BatchFormula:
             4 with recomputation of the forward (activation checkpointing).
         module: Provides the sizes if ``spec`` does not: in its ``config`` or else its ``hparams``.
 
-    Raises:
-        ConfigError: If the formula is unknown or a size is missing.
-
     Example:
         >>> sizes = dict(layers=2, hidden=64, heads=4, vocab=256)
         >>> formula = formula_for({"kind": "palm", "config": sizes})

@@ -56,11 +56,6 @@ def measure_peak(
 
     Uses no random numbers and does not change autocast, gradients or settings.
 
-    Args:
-        device: The device, such as ``"cpu"``.
-        dtype: Operand dtype, such as ``"bfloat16"``.
-        budget_seconds: Approximate time limit.
-
     Returns:
         FLOP/s, or None if the device does not exist or does not support the dtype, or if the result
         is implausible, as on a busy machine.
@@ -173,9 +168,7 @@ def _seconds(run: _Product, device: torch.device) -> float:
 
 
 def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _on_one_thread(search: Callable[[], float]) -> float | None:

@@ -23,7 +23,7 @@ from lightning_perf.errors import ConfigError, warn
 from lightning_perf.flops.measure import measure_peak
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from lightning_perf.flops.counter import Counts
 
@@ -52,7 +52,7 @@ class DevicePeaks:
 
     name: str
     #: Regular expressions; the name of the device matches at least one.
-    patterns: tuple[str, ...]
+    patterns: Sequence[str]
     fp64: float | None
     #: Without the matrix units, if different.
     fp64_vector: float | None
@@ -83,13 +83,9 @@ class DevicePeaks:
 def table() -> tuple[DevicePeaks, ...]:
     """Return all known devices in the order of matching."""
     text = resources.files(__package__).joinpath("device_peaks.json").read_text("utf-8")
-    known = {field.name for field in fields(DevicePeaks)} - {"patterns"}
+    known = {field.name for field in fields(DevicePeaks)}
     return tuple(
-        DevicePeaks(
-            name=name,
-            patterns=tuple(row["patterns"]),
-            **{key: value for key, value in row.items() if key in known},
-        )
+        DevicePeaks(name, **{key: value for key, value in row.items() if key in known})
         for name, row in json.loads(text).items()
     )
 

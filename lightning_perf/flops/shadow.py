@@ -168,14 +168,9 @@ def count_on_shadow(
     """Count the FLOPs of a step on fake tensors, without computing it.
 
     Parameters, gradients, buffers, random state and compiled code do not change, and no weights are
-    copied. Side effects of the step on objects outside the module do happen.
-
-    Args:
-        module: Compiled or not. The shadow of a LightningModule can read numbers and flags of its
-            trainer.
-        batch: Any nesting of tensors that can be copied.
-        step: Called with the shadow and a fake batch, in the current grad mode. The backward of the
-            returned loss is counted too, except with manual optimization.
+    copied. Side effects of the step on objects outside the module do happen. It is called with the
+    shadow and a fake batch, in the current grad mode; the backward of the returned loss is counted
+    too, except with manual optimization.
 
     Raises:
         ShadowError: If the module cannot be copied or its FLOPs depend on values.

@@ -8,6 +8,7 @@ import posixpath
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -449,8 +450,7 @@ def shared(arguments: Mapping[str, Any]) -> dict[str, Any]:
 _SHARED = frozenset(inspect.signature(Profiler.__init__).parameters) - {"self"}
 
 
-def _place(profiler: Profiler) -> tuple[str | None, str, str]:
-    return profiler.output_path_prefix, profiler.folder, profiler.filename
+_place = attrgetter("output_path_prefix", "folder", "filename")
 
 
 def _with_suffix(name: str, suffix: str) -> str:

@@ -48,14 +48,6 @@ def _observe(device: int, size: int, allowed: int, free: int) -> None:
             profiler._oom = snapshot
 
 
-#: Further files when a run ends because it is out of memory.
-_AT_THE_END = {
-    "segment_plot": "_segment_plot.html",
-    "segment_flamegraph": "_segment_flamegraph.svg",
-    "memory_flamegraph": "_memory_flamegraph.svg",
-}
-
-
 class MemorySnapshot(Profiler):
     """Records the history of CUDA memory in the windows of a schedule, and out-of-memory errors.
 
@@ -121,9 +113,11 @@ class MemorySnapshot(Profiler):
     @property
     @override
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        suffixes = {"page": ".html"} | _AT_THE_END
-        names = {name: self.beside(suffix) for name, suffix in suffixes.items()}
-        return {name: file for name, file in names.items() if self.html or file[0].endswith(".svg")}
+        return {
+            name: self.beside(suffix)
+            for name, (suffix, _) in _FURTHER.items()
+            if self.html or suffix.endswith(".svg")
+        }
 
     @override
     def prepare(self, context: RunContext) -> None:
@@ -166,9 +160,8 @@ class MemorySnapshot(Profiler):
     def _dump(self, path: Path) -> Recorded:
         snapshot = (self._ran_out and self._oom) or torch.cuda.memory._snapshot()
         path.write_bytes(pickle.dumps(snapshot))
-        wanted = ("page", *_AT_THE_END) if self._ran_out else ("page",)
-        names = [name for name in wanted if name in self.further_files]
-        return Recorded(further={name: partial(_MAKE[name], path) for name in names})
+        names = [name for name in self.further_files if self._ran_out or name == "page"]
+        return Recorded(further={name: partial(_FURTHER[name][1], path) for name in names})
 
 
 def _has_cuda() -> bool:
@@ -193,9 +186,12 @@ def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Pa
     picture.write_text(stacks_of(snapshot, format_flamegraph=draw), encoding="utf-8")
 
 
-_MAKE: Mapping[str, Callable[[Path, Path], None]] = {
-    "page": partial(_plot, "history"),
-    "segment_plot": partial(_plot, "segments"),
-    "segment_flamegraph": partial(_flames, "Contents of each segment", _memory_viz.segments),
-    "memory_flamegraph": partial(_flames, "Memory in use", _memory_viz.memory),
+_segments = partial(_flames, "Contents of each segment", _memory_viz.segments)
+_memory = partial(_flames, "Memory in use", _memory_viz.memory)
+#: What is made of a snapshot; all but the page only if the run ends because it is out of memory.
+_FURTHER: Mapping[str, tuple[str, Callable[[Path, Path], None]]] = {
+    "page": (".html", partial(_plot, "history")),
+    "segment_plot": ("_segment_plot.html", partial(_plot, "segments")),
+    "segment_flamegraph": ("_segment_flamegraph.svg", _segments),
+    "memory_flamegraph": ("_memory_flamegraph.svg", _memory),
 }

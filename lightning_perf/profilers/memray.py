@@ -60,11 +60,7 @@ def new_tracker(path: Path, options: Mapping[str, Any]) -> Any:
 
 
 def start(tracker: Any) -> None:
-    """Start a ``memray.Tracker``.
-
-    Raises:
-        RuntimeError: Another tracker records.
-    """
+    """Start a ``memray.Tracker``; RuntimeError if another one records."""
     global _recording
     # On a thread with an empty stack: memray notes the depth of the stack where it is entered, and
     # its readers cut as many frames off every stack of the main thread.
@@ -166,7 +162,10 @@ class Memray(RecordsChildren):
         super().__init__(**shared(locals()))
         needs("Memray", "memray")
         check_options(Memray, kwargs, _OPTIONS, "memray")
-        _check_format(kwargs.get("file_format"))
+        form = kwargs.get("file_format")
+        if form is not None and getattr(form, "name", str(form)).lower() not in _FORMATS:
+            problem = f"is not one of {', '.join(_FORMATS)}"
+            raise ConfigError("file_format", form, problem, '"aggregated_allocations"')
         self.check_supported("follow_fork", follow_fork)
         self.flamegraph = flag("flamegraph", flamegraph)
         self.native_traces = flag("native_traces", native_traces)
@@ -239,13 +238,6 @@ class Memray(RecordsChildren):
         return f"{stage}memray/" if rank == first else f"{stage}memray/rank{rank}/"
 
 
-def _check_format(value: Any) -> None:
-    name = value if isinstance(value, str) else getattr(value, "name", "")
-    if value is not None and name.lower() not in _FORMATS:
-        problem = f"is not one of {', '.join(_FORMATS)}"
-        raise ConfigError("file_format", value, problem, '"aggregated_allocations"')
-
-
 def _take(files: Files, number: int, target: Path) -> None:
     found = files.wait()
     if number not in found:
@@ -262,5 +254,5 @@ def _flamegraph(source: Path, page: Path) -> None:
 def _summarize(
     source: Path, prefix: str, log: Callable[[Mapping[str, float]], None], text: Path
 ) -> None:
-    output = run_python("-m", "lightning_perf.profilers.memray_summary", str(source), str(text))
+    output = run_python("-m", "lightning_perf.profilers.programs", "memory", str(source), str(text))
     log({f"{prefix}{key}": value for key, value in json.loads(output).items()})

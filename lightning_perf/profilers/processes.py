@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -39,20 +40,21 @@ class Children:
     """
 
     def __init__(self, record: ChildRecord) -> None:
+        global _plain_start
         self._record = record
         # Names the folder of the open window. On a local disk, since children read it often.
         self._marker = Path(tempfile.mkdtemp(prefix="lightning_perf-")) / "open"
         self._folders: list[Path] = []
         self._count = 0
-        _patch(self)
+        _active.append(self)
+        if _plain_start is None:
+            _plain_start = BaseProcess.start
+            BaseProcess.start = _start  # type: ignore[method-assign, assignment]
 
     def open(self, path: Path) -> None:
         """Open a window: children begin to record within hundredths of a second.
 
         Their files are in a folder beside ``path``, the parent's recording.
-
-        Raises:
-            OSError: The folder cannot be created.
         """
         folder = path.with_name(f"{path.name}.children").absolute()
         folder.mkdir()
@@ -68,7 +70,12 @@ class Children:
 
     def leave(self) -> None:
         """Do not record processes that are started from now on."""
-        _unpatch(self)
+        global _plain_start
+        if self in _active:
+            _active.remove(self)
+        # If another library has patched it since, ours stays below and does nothing.
+        if not _active and BaseProcess.start is _start:
+            BaseProcess.start, _plain_start = _plain_start, None  # type: ignore
 
     def remove(self) -> None:
         """Remove the files that were not collected."""
@@ -78,7 +85,7 @@ class Children:
     def wrap(self, target: Callable[..., Any]) -> Callable[..., Any]:
         """The target of a process that is about to start, wrapped."""
         self._count += 1
-        return _Target(target, self._record, self._marker, self._count)
+        return partial(_run, target, self._record, self._marker, self._count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,25 +105,21 @@ class Files:
         return {number: path for number, path in files.items() if path.exists()}
 
 
-class _Target:
-    """The target of a process, which records, too. Errors of the recorder are ignored."""
-
-    def __init__(
-        self, target: Callable[..., Any], record: ChildRecord, marker: Path, number: int
-    ) -> None:
-        self.target, self.record, self.marker, self.number = target, record, marker, number
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        watch = None
+def _run(
+    target: Callable[..., Any], record: ChildRecord, marker: Path, number: int, /, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Run the target of a process, and record it. Errors of the recorder are ignored."""
+    watch = None
+    with suppress(Exception):
+        _active.clear()  # a forked child does not record its own children
+        watch = _Watch(record, marker, number)
+    try:
+        return target(*args, **kwargs)
+    finally:
         with suppress(Exception):
-            _active.clear()  # a forked child does not record its own children
-            watch = _Watch(self.record, self.marker, self.number)
-        try:
-            return self.target(*args, **kwargs)
-        finally:
-            with suppress(Exception):
-                if watch is not None:
-                    watch.end()
+            if watch is not None:
+                watch.end()
 
 
 #: The recorder in use, of several profilers of the parent: only one can be active.
@@ -129,8 +132,7 @@ class _Watch:
     def __init__(self, record: ChildRecord, marker: Path, number: int) -> None:
         self._record, self._marker, self._number = record, marker, number
         self._lock = threading.RLock()
-        #: Folder of the last window that was seen, or an empty string.
-        self._window = ""
+        self._window = ""  # folder of the last one that was seen
         self._running: Generator[None, None, None] | None = None
         self._stopped: Generator[None, None, None] | None = None
         self._over = threading.Event()
@@ -163,31 +165,24 @@ class _Watch:
 
     def _turn(self, *_: object) -> None:
         """Clean up after the last window and begin the present one, on the main thread."""
+        global _recorder
         with suppress(Exception), self._lock:
             window = "" if self._over.is_set() else self._read_window()
             if window != self._window:
                 self._stop()
             if self._stopped is not None:
-                self._clean_up(self._stopped)
+                stopped, self._stopped, _recorder = self._stopped, None, None
+                next(stopped, None)
             if window != self._window and _recorder is None:  # otherwise at the next check
                 self._window = window
                 if window:
-                    self._begin()
+                    self._running = self._record(self._file(".part"), self._number)
+                    if next(self._running, self) is not self:  # it yielded, so it records
+                        _recorder = self
+                        self._file(".on").touch()
         other = getattr(self._handler, "__self__", None)
         if isinstance(other, _Watch):
             other._turn()
-
-    def _begin(self) -> None:
-        global _recorder
-        self._running = self._record(self._file(".part"), self._number)
-        if next(self._running, self) is not self:  # it yielded, so it records
-            _recorder = self
-            self._file(".on").touch()
-
-    def _clean_up(self, stopped: Generator[None, None, None]) -> None:
-        global _recorder
-        self._stopped = _recorder = None
-        next(stopped, None)
 
     def _stop(self) -> None:
         """Stop, and leave the file; any thread may call it."""
@@ -217,20 +212,3 @@ def _start(process: BaseProcess) -> None:
     except BaseException:
         process._target = target  # type: ignore[attr-defined]
         raise
-
-
-def _patch(children: Children) -> None:
-    global _plain_start
-    _active.append(children)
-    if _plain_start is None:
-        _plain_start = BaseProcess.start
-        BaseProcess.start = _start  # type: ignore[method-assign, assignment]
-
-
-def _unpatch(children: Children) -> None:
-    global _plain_start
-    if children in _active:
-        _active.remove(children)
-    # If another library has patched it since, ours stays below and does nothing.
-    if not _active and BaseProcess.start is _start:
-        BaseProcess.start, _plain_start = _plain_start, None  # type: ignore

@@ -292,17 +292,10 @@ class PyTorch(Profiler):
 
     def _metadata(self, context: RunContext) -> dict[str, Any]:
         ranks, stamp = context.ranks, context.timestamp
-        return {
-            "rank": ranks.global_rank,
-            "local_rank": ranks.local_rank,
-            "node_rank": ranks.node_rank,
-            "world_size": ranks.world_size,
-            "run_name": self._writer.run_name if self._writer is not None else context.run_name,
-            "stage": context.stage,
-            "epoch": stamp.epoch,
-            "batch": stamp.batch,
-            "step": stamp.step,
-        }
+        named = {"run_name": self._writer.run_name if self._writer else context.run_name}
+        placed = {name: getattr(ranks, name) for name in ("local_rank", "node_rank", "world_size")}
+        counts = {name: getattr(stamp, name) for name in ("epoch", "batch", "step")}
+        return {"rank": ranks.global_rank, **placed, **named, "stage": context.stage, **counts}
 
     def _warn(self, error: Exception) -> None:
         """Warn once that pages about memory have no categories."""

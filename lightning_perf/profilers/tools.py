@@ -97,47 +97,34 @@ REMOVE_ONE = "remove one of the two"
 
 
 def refuse_torch_profiler(profiler: object, context: RunContext) -> None:
-    """Refuse to start torch.profiler beside another one: each would empty the other's trace.
-
-    Raises:
-        RecorderBusy: Another one records, or will record the next batch.
-    """
+    """Refuse to start torch.profiler beside another one: each would empty the other's trace."""
     refuse_lightnings(profiler, context)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         raise RecorderBusy(type(profiler).__name__, "another torch.profiler", REMOVE_ONE)
 
 
 def refuse_lightnings(profiler: object, context: RunContext) -> None:
-    """Refuse to record the next batch beside Lightning's PyTorchProfiler.
-
-    Raises:
-        RecorderBusy: It records or warms up, or will start to in that batch.
-    """
+    """Refuse to record a batch in which Lightning's PyTorchProfiler records or warms up."""
     name, theirs = compat.profiler_name(context.trainer), vars(context.trainer).get("profiler")
     if name == "PyTorchProfiler" and _takes_next(theirs, context.stage):
         raise RecorderBusy(type(profiler).__name__, f"Trainer(profiler={name}())")
 
 
 def refuse_python_profiler(profiler: object) -> None:
-    """Refuse to record while another tool has the hook for Python calls.
-
-    Raises:
-        RecorderBusy: cProfile or another VizTracer has it.
-    """
-    other = python_profiler()
-    if other is not None:
-        raise RecorderBusy(type(profiler).__name__, other, REMOVE_ONE)
+    """Refuse to record while cProfile or another VizTracer has the hook for Python calls."""
+    if has_python_profiler():
+        raise RecorderBusy(type(profiler).__name__, "another Python profiler", REMOVE_ONE)
 
 
-def python_profiler() -> str | None:
-    """The tool that has the hook for Python calls on this thread, or None.
+def has_python_profiler() -> bool:
+    """Whether another tool has the hook for Python calls on this thread.
 
     From Python 3.12 on, cProfile registers with ``sys.monitoring`` instead of ``sys.setprofile``.
     """
     hook = sys.getprofile()
     if hook is None and sys.version_info >= (3, 12):
         hook = sys.monitoring.get_tool(sys.monitoring.PROFILER_ID)
-    return None if hook is None else "another Python profiler"
+    return hook is not None
 
 
 def _takes_next(theirs: Any, stage: str) -> bool:
@@ -149,26 +136,18 @@ def _takes_next(theirs: Any, stage: str) -> bool:
         if running.current_action != ProfilerAction.NONE:
             return True
         if schedule is None:
-            following = running.schedule(running.step_num + 1)
-        else:
-            following = _following(theirs, schedule, STEPS[stage])
+            return bool(running.schedule(running.step_num + 1) != ProfilerAction.NONE)
+        ahead = copy(schedule)  # a call counts the batch
+        ahead.pre_step(STEPS[stage])
+        theirs._schedule = ahead
+        try:
+            # With fewer batches than its schedule needs, it records all of them.
+            overridden = theirs._should_override_schedule()
+        finally:
+            theirs._schedule = schedule
+        return bool(overridden or ahead(0) != ProfilerAction.NONE)
     except (AttributeError, AssertionError, NotImplementedError):
         return True  # an unknown version of Lightning: assume that it is active
-    return bool(following != ProfilerAction.NONE)
-
-
-def _following(theirs: Any, schedule: Any, step: str) -> ProfilerAction:
-    """What Lightning's profiler does after the next batch, read from a copy of its schedule."""
-    ahead = copy(schedule)  # a call counts the batch
-    ahead.pre_step(step)
-    theirs._schedule = ahead
-    try:
-        # With fewer batches than its schedule needs, it records all of them.
-        overridden = theirs._should_override_schedule()
-    finally:
-        theirs._schedule = schedule
-    following: ProfilerAction = ahead(0)
-    return ProfilerAction.RECORD if overridden else following
 
 
 def check_whole(path: Path) -> None:
@@ -204,10 +183,10 @@ def no_collection(timeout: float = 5.0) -> Iterator[None]:
 
 def _nothing_collects() -> bool:
     # While another thread collects, gc.collect() returns without calling the callbacks.
-    ran: list[str] = []
+    ran: list[object] = []
 
-    def note(phase: str, _: object) -> None:
-        ran.append(phase)
+    def note(*event: object) -> None:
+        ran.append(event)
 
     gc.callbacks.append(note)
     gc.collect(0)
@@ -218,19 +197,10 @@ def _nothing_collects() -> bool:
 def run_python(*arguments: str) -> str:
     """Run a Python program in a process of its own, so that training keeps the GIL.
 
-    The arguments are those after ``python`` on the command line; returns the standard output.
-
-    Raises:
-        OSError: It failed, with the end of its error message.
-        TimeoutExpired: It took longer than five minutes.
+    Returns its standard output. OSError has the end of its error message.
     """
-    done = subprocess.run(  # noqa: S603  (our own arguments, and no shell)
-        [sys.executable, "-P", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT,
-        check=False,
-    )
+    command = [sys.executable, "-P", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)  # noqa: S603
     if done.returncode:
         program = " ".join(arguments[:3])
         raise OSError(f"{program}: {(done.stderr or done.stdout).strip()[-200:]}")

@@ -24,7 +24,7 @@ from lightning_perf.profilers.tools import (
     check_whole,
     defaults,
     given,
-    python_profiler,
+    has_python_profiler,
     refuse_lightnings,
     refuse_python_profiler,
     refuse_torch_profiler,
@@ -54,12 +54,7 @@ def ready_tracer(rank: int, entries: int, options: Mapping[str, Any], child: int
     name = f"rank {rank} {multiprocessing.current_process().name}" if child else f"rank {rank}"
     with _unhooked():
         tracer.__init__(
-            entries,
-            process_name=name,
-            dump_raw=True,
-            register_global=False,
-            verbose=0,
-            **options,
+            entries, process_name=name, dump_raw=True, register_global=False, verbose=0, **options
         )
     tracer.clear()
     # Process ids of several nodes may coincide, and VizTracer ignores 0.
@@ -74,17 +69,14 @@ def _tracer(pid: int, entries: int) -> Any:
     from viztracer.snaptrace import Tracer as Core  # type: ignore[import-untyped]
 
     class Once(Core):  # type: ignore[misc]
-        """Allocates the buffer and the pthread key at the first initialization only."""
-
+        # Allocates the buffer and the pthread key at the first initialization only.
         def __init__(self, entries: int) -> None:
             if "taken" not in self.__dict__:
                 super().__init__(entries)
                 self.taken = True
 
-    class Reusable(Tracer, Once):  # type: ignore[misc]
-        """Can be initialized again, with other options."""
-
-    kind: Any = Reusable
+    # Can be initialized again, with other options.
+    kind: Any = type("Reusable", (Tracer, Once), {})
     return kind.__new__(kind, entries)
 
 
@@ -129,7 +121,7 @@ def record_child(
     rank: int, entries: int, options: Mapping[str, Any], path: Path, number: int
 ) -> Generator[None, None, None]:
     """Record a child process, as `ChildRecord` says."""
-    if python_profiler() is not None:
+    if has_python_profiler():
         return
     tracer = ready_tracer(rank, entries, options, number)
     start(tracer)
@@ -165,9 +157,9 @@ if hasattr(os, "register_at_fork"):
 #: Arguments of VizTracer that this package sets, and sparse tracing, which needs changed code.
 _OURS = {
     "dump_raw", "log_sparse", "output_file", "pid_suffix", "process_name", "register_global",
-    "trace_self", "verbose",
+    "trace_self", "tracer_entries", "verbose",
 }  # fmt: skip
-_REPORT = "lightning_perf.profilers.viztracer_report"
+_PROGRAMS = "lightning_perf.profilers.programs"
 
 
 class VizTracer(RecordsChildren):
@@ -229,7 +221,10 @@ class VizTracer(RecordsChildren):
     ) -> None:
         super().__init__(**shared(locals()))
         needs("VizTracer", "viztracer")
-        check_options(VizTracer, kwargs, _known(), "viztracer")
+        from viztracer import VizTracer as Tracer
+
+        known = {name: value for name, value in defaults(Tracer).items() if name not in _OURS}
+        check_options(VizTracer, kwargs, known, "viztracer")
         if compress and kwargs.get("log_torch"):
             problem = "cannot hold the operators that log_torch records"
             raise ConfigError("compress", compress, problem, "False")
@@ -288,7 +283,7 @@ class VizTracer(RecordsChildren):
 def _merge(path: Path, children: Files) -> None:
     """Add the traces of child processes."""
     if files := [str(child) for child in children.wait().values()]:
-        run_python("-m", _REPORT, "merge", str(path), *files)
+        run_python("-m", _PROGRAMS, "merge", str(path), *files)
 
 
 def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
@@ -299,7 +294,7 @@ def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
         path.replace(raw)
         try:
             run_python("-m", "viztracer", "--quiet", "--compress", str(raw), "-o", str(packed))
-            run_python("-m", _REPORT, "check", str(packed))
+            run_python("-m", _PROGRAMS, "check", str(packed))
         finally:
             raw.replace(path)
         packed.replace(path)
@@ -307,14 +302,7 @@ def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
 
 def _draw(path: Path, merge: Callable[[], None], page: Path) -> None:
     merge()
-    run_python("-m", _REPORT, "page", str(path), str(page))
-
-
-def _known() -> dict[str, Any]:
-    from viztracer import VizTracer as Tracer
-
-    ours = _OURS | {"tracer_entries"}
-    return {name: value for name, value in defaults(Tracer).items() if name not in ours}
+    run_python("-m", _PROGRAMS, "page", str(path), str(page))
 
 
 def _cvf(name: str) -> str:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe, warn
 from lightning_perf.flops.counter import Counts, FlopCounter
-from lightning_perf.flops.fit import MOST_COUNTED, FlopCache
 from lightning_perf.flops.peaks import BatchCost as BatchCost
 from lightning_perf.flops.peaks import PeakResolver
 from lightning_perf.flops.shadow import ShadowError, count_on_shadow, is_compiled
-from lightning_perf.flops.signature import Signature, signature
+from lightning_perf.flops.shapes import MOST_COUNTED, FlopCache, Signature, signature
 from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.timing.clock import NOTHING
 

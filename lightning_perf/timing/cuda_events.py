@@ -38,11 +38,7 @@ class Events(Generic[Tag]):
     other streams. Work captured into a CUDA graph has no events. After an error of the device, no
     more events are recorded, with one warning.
 
-    Args:
-        loss: What is lost if events fail, for the warning.
-        most: Maximum number of pending events.
-        make: Creates an event with ``record``, ``query`` and ``elapsed_time`` (milliseconds).
-        capturing: Returns whether the stream is being captured, when events must not be used.
+    ``loss`` says in the warning what is lost, and ``most`` is the number of pending events.
     """
 
     def __init__(
@@ -72,11 +68,7 @@ class Events(Generic[Tag]):
         self._connected = False
 
     def mark(self, tag: Tag) -> bool:
-        """Record an event that ends an interval.
-
-        Returns:
-            Whether the time of the interval will be known: not after `cut` or a failure.
-        """
+        """End an interval; return whether its time will be known: not after `cut` or a failure."""
         preceded, self._connected = self._connected, False
         try:
             if self.failed or self._capturing() or len(self._pending) >= self._most:
@@ -91,28 +83,22 @@ class Events(Generic[Tag]):
         return preceded
 
     def read(self, due: Callable[[Tag], bool] = lambda _: True) -> list[tuple[Tag, float]]:
-        """Return the completed intervals in order, as tag and seconds.
-
-        Args:
-            due: Whether the event of a tag may be queried already.
-        """
+        """The completed intervals whose tag is due, in order, as tag and seconds."""
         found: list[tuple[Tag, float]] = []
+        pending = self._pending
         try:
-            if not (self.failed or self._capturing()):
-                self._read(due, found)
+            if self.failed or self._capturing():
+                return found
+            while pending and due(pending[0][0]) and pending[0][2].query():
+                tag, preceded, event = pending.popleft()
+                if preceded:
+                    found.append((tag, self._last.elapsed_time(event) / 1e3))
+                if self._last is not None:
+                    self._free.append(self._last)
+                self._last = event
         except Exception as error:
             self._fail(error)
         return found
-
-    def _read(self, due: Callable[[Tag], bool], found: list[tuple[Tag, float]]) -> None:
-        pending = self._pending
-        while pending and due(pending[0][0]) and pending[0][2].query():
-            tag, preceded, event = pending.popleft()
-            if preceded:
-                found.append((tag, self._last.elapsed_time(event) / 1e3))
-            if self._last is not None:
-                self._free.append(self._last)
-            self._last = event
 
     def _fail(self, error: Exception) -> None:
         self.failed = True
@@ -130,11 +116,7 @@ _END = "other"
 
 
 class DeviceSegmentTimer:
-    """Measures the segments of a batch on the device.
-
-    Args:
-        events: Records the ends of segments, tagged with batch and action.
-    """
+    """Measures the segments of a batch on the device."""
 
     def __init__(self, events: Events[tuple[int, Action]] | None = None) -> None:
         self._events = events or Events(_SEGMENTS_LOST, _MOST_SEGMENTS_WAITING)
@@ -162,14 +144,11 @@ class DeviceSegmentTimer:
         """End a batch and read the events of earlier ones."""
         self.mark(_END)
         self._batch += 1
-        for (_, ended), spent in self._events.read(self._due):
+        for (_, ended), spent in self._events.read(lambda tag: tag[0] + _LAG < self._batch):
             seconds, calls = self._costs.get(ended, Cost(0.0, 0))
             self._costs[ended] = Cost(seconds + spent, calls + 1)
             if ended.category in self.floors:
                 self.floors[ended.category].add(spent)
-
-    def _due(self, tag: tuple[int, Action]) -> bool:
-        return tag[0] + _LAG < self._batch
 
 
 #: Maximum of pending events: more than a GPU can queue.
@@ -189,11 +168,7 @@ class DeviceBatchTime:
 
 
 class DeviceBatchTimer:
-    """Device times of batches. Nested validation pauses the enclosing training batch.
-
-    Args:
-        events: Records boundaries, tagged with the batch and whether they end it.
-    """
+    """Device times of batches. Nested validation pauses the enclosing training batch."""
 
     def __init__(self, events: Events[tuple[DeviceBatchTime, bool]] | None = None) -> None:
         self._events = events or Events(_BATCHES_LOST, _MOST_BATCHES_WAITING)
@@ -229,11 +204,7 @@ class DeviceBatchTimer:
             self._events.mark((self._open[-1], False))
 
     def end(self) -> DeviceBatchTime | None:
-        """End a batch.
-
-        Returns:
-            Its device time, filled in later; None if it is not measured.
-        """
+        """End a batch; return its device time, filled in later, or None if not measured."""
         device_time, self._open[-1] = self._open[-1], DeviceBatchTime()
         if not self.wanted or self.failed:
             return None

@@ -112,11 +112,7 @@ class Totals:
         return found
 
     def table(self, categories: Iterable[str]) -> list[Share]:
-        """Return the costs of classes' methods and of checkpoints, the highest first.
-
-        Args:
-            categories: The categories to include.
-        """
+        """Costs of classes' methods and of checkpoints in some categories, the highest first."""
         wanted, wall = set(categories), self.seconds or 1.0
         found: dict[str, Cost] = {}
         for action, cost in self.costs.items():
@@ -186,10 +182,7 @@ class Window(NamedTuple):
 
 
 class History:
-    """Seconds per batch by category, one row per report.
-
-    Args:
-        most: Maximum number of rows; beyond it, neighbours are merged.
+    """Seconds per batch by category, one row per report; beyond ``most``, neighbours are merged.
 
     Example:
         >>> history = History(most=2)
@@ -233,13 +226,7 @@ class History:
         return Window(self.first, step, batches, seconds)
 
     def add(self, step: int, batches: float, seconds: Mapping[str, float]) -> None:
-        """Add a report.
-
-        Args:
-            step: The step at which it is logged.
-            batches: Number of batches.
-            seconds: Seconds per batch, by category.
-        """
+        """Add the report of a step: a number of batches, and seconds per batch by category."""
         whole = {key: value * batches for key, value in seconds.items()}
         first = self._rows[-1][0] + 1 if self._rows else max(step - int(batches) + 1, 0)
         self.last = Window(min(first, step), step, batches, whole)
@@ -248,11 +235,7 @@ class History:
             self._rows = [_merge(self._rows[i : i + 2]) for i in range(0, len(self._rows), 2)]
 
     def extend(self, seconds: Mapping[str, float]) -> None:
-        """Replace the last report, to include the time after its last batch.
-
-        Args:
-            seconds: Seconds per batch of the same batches, by category.
-        """
+        """Replace the seconds per batch of the last report, to include the time after it."""
         if self.last is None:
             return
         step, batches, before = self._rows[-1]
@@ -269,11 +252,8 @@ def _merge(rows: Sequence[_Row]) -> _Row:
 def windows_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, dict[str, Any]]:
     """Return the whole run and its last report, for a run that ended without writing them.
 
-    Each report is weighted by the number of steps since the previous one; the first report like
-    the second.
-
-    Args:
-        points: Steps and seconds per batch by key. Each key ends in a category.
+    The points are steps and seconds per batch by key, which ends in a category. Each report is
+    weighted by the number of steps since the previous one; the first report like the second.
 
     Example:
         >>> points = {"timings/forward": [(9, 1.0), (19, 2.0), (24, 6.0)]}
@@ -307,9 +287,6 @@ _NEGLIGIBLE = 0.001
 def folded(table: Sequence[Share]) -> list[Share]:
     """Merge the rows of a table with negligible costs into one last row.
 
-    Args:
-        table: The rows.
-
     Example:
         >>> costs = [("A.log", 0.2), ("B.log", 0.0004), ("C.log", 0.0002)]
         >>> [row.name for row in folded([Share(name, share, 5, share) for name, share in costs])]
@@ -324,12 +301,7 @@ def folded(table: Sequence[Share]) -> list[Share]:
 
 
 def as_markdown(table: Sequence[Share], batches: int) -> str:
-    """Format a table as Markdown.
-
-    Args:
-        table: The rows.
-        batches: Number of batches, for the milliseconds per batch.
-    """
+    """Format a table as Markdown, with milliseconds per batch."""
     lines = ["| what | seconds | ms per batch | calls | share |", "|---|---:|---:|---:|---:|"]
     for row in table:
         each = 1e3 * row.seconds / max(batches, 1)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from lightning_perf.diagnosis.verdicts import Verdict
+    from lightning_perf.diagnosis import Verdict
 
     #: The content of the file.
     Summary = Mapping[str, Any]
@@ -196,7 +196,7 @@ def panel(summary: Summary) -> RenderableType:
 
 def _verdicts(summary: Summary) -> list[Verdict]:
     # Imported at the end of a run, since each callback would import the rules at the start.
-    from lightning_perf.diagnosis.verdicts import Verdict
+    from lightning_perf.diagnosis import Verdict
 
     return [Verdict(**each) for each in summary.get("verdicts", ())]
 

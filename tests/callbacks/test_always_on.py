@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import ConfigError, Flops, PyTorch, SpeedMonitor, Suite, Timings, always_on
-from lightning_perf.callbacks.always_on import EnvironmentSuite
 from lightning_perf.callbacks.factory import callbacks
+from lightning_perf.callbacks.suite import EnvironmentSuite
 from lightning_perf.core.progress import STAGES
 
 KINDS = ["SpeedMonitor", "Flops", "Timings", "SystemMetrics", "Diagnosis"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.windows import window_of
 
-from lightning_perf.core.metrics import throughput, utilization
+from lightning_perf.core.window import throughput, utilization
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from helpers.late import PHASES, Late, find
 from helpers.windows import ranks_window, window_of
 
 from lightning_perf import Window
-from lightning_perf.diagnosis.stragglers import find_straggler
+from lightning_perf.diagnosis.rules.ranks import find_straggler
 from lightning_perf.timing.totals import CATEGORIES
 
 

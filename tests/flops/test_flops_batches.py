@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor
-from lightning_perf.flops.fit import MOST_COUNTED
+from lightning_perf.flops.shapes import MOST_COUNTED
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)
 

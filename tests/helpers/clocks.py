@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from helpers.small import Small
 from lightning_perf.run import spans, stages
-from lightning_perf.timing import clock, pauses
+from lightning_perf.timing import clock
 
 
 class FakeClock:
@@ -31,7 +31,6 @@ class FakeClock:
     def replace_clocks(self, patch: pytest.MonkeyPatch) -> None:
         """Time spans, batches and garbage collections by this clock."""
         patch.setattr(clock, "perf_counter", self)
-        patch.setattr(pauses, "perf_counter", self)
         patch.setattr(spans, "perf_counter", self)
         patch.setattr(stages, "time", SimpleNamespace(perf_counter=self))
 

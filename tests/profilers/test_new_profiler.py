@@ -12,7 +12,7 @@ from helpers.small import Records, Small, ours, trainer
 
 from lightning_perf import ConfigError, PerfWarning, Profiler, Suite, VizTracer
 from lightning_perf.profilers.base import shared
-from lightning_perf.profilers.tools import python_profiler, refuse_python_profiler
+from lightning_perf.profilers.tools import has_python_profiler, refuse_python_profiler
 from lightning_perf.profilers.windows import Recorded, Recording
 
 if TYPE_CHECKING:
@@ -138,4 +138,4 @@ def test_an_incomplete_profiler_is_off_and_says_why(
     """Training continues, and no hook is left."""
     with pytest.warns(PerfWarning, match=message):
         trainer(tmp_path, kind(schedule="first 2ba"), logger=Records()).fit(Small())
-    assert python_profiler() is None
+    assert not has_python_profiler()

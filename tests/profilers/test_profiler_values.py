@@ -30,7 +30,7 @@ from lightning_perf import (
     VizTracer,
 )
 from lightning_perf.profilers import viztracer
-from lightning_perf.profilers.tools import python_profiler
+from lightning_perf.profilers.tools import has_python_profiler
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_options_that_a_tool_refuses_are_reported_and_leave_no_hook(
     (message,) = ours(caught)
     assert option in message
     assert "report" not in message
-    assert python_profiler() is None
+    assert not has_python_profiler()
     assert threading.getprofile() is None
 
 
@@ -105,7 +105,7 @@ def test_a_tracer_that_fails_when_it_starts_leaves_no_hook(
     monkeypatch.setattr(Tracer, "start", start)
     with pytest.warns(PerfWarning, match="planted"):
         trainer(tmp_path, VizTracer(schedule=Fixed(2, 2)), logger=Records()).fit(Small())
-    assert python_profiler() is None
+    assert not has_python_profiler()
     assert threading.getprofile() is None
     assert viztracer._recording is None
 

@@ -30,7 +30,7 @@ from lightning_perf import (
     PerfWarning,
     VizTracer,
 )
-from lightning_perf.profilers.tools import python_profiler
+from lightning_perf.profilers.tools import has_python_profiler
 
 
 def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -107,7 +107,7 @@ def test_a_profiler_of_the_user_continues(tmp_path: Path) -> None:
         with pytest.warns(PerfWarning, match="while another Python profiler does") as caught:
             found = fit(tmp_path, VizTracer(schedule="every 3ba"))
         assert len(ours(caught)) == 1
-        assert python_profiler() is not None
+        assert has_python_profiler()
     finally:
         watch.disable()
     assert found == {}
@@ -165,7 +165,7 @@ def test_a_process_forked_in_a_window_does_not_record(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             pid = os.fork()
             if pid == 0:
-                os.write(writer, b"." if python_profiler() is None else b"!")
+                os.write(writer, b"!" if has_python_profiler() else b".")
                 os._exit(0)
             os.waitpid(pid, 0)
             return super().training_step(batch, batch_idx)

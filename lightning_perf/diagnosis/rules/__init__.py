@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lightning_perf.diagnosis.rules import batches, machine, overhead, ranks, steps
-from lightning_perf.diagnosis.rules.base import FunctionRule, Impact, Rule, judge
+from lightning_perf.diagnosis.rules import costs, machine, ranks, steps
+from lightning_perf.diagnosis.rules.base import FunctionRule, Impact, Rule, Verdict, judge
 from lightning_perf.diagnosis.signals import Unknown
-from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.errors import describe
 
 if TYPE_CHECKING:
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
 
 #: All rules of the package.
 RULES: tuple[Rule, ...] = (
-    FunctionRule("input-bound", batches.input_bound, 0.10),
-    FunctionRule("transfer-bound", batches.transfer_bound, 0.10),
-    FunctionRule("epoch-restart", batches.epoch_restart, 0.05),
-    FunctionRule("callback-bound", overhead.callback_bound, 0.05),
-    FunctionRule("logger-bound", overhead.logger_bound),
-    FunctionRule("checkpoint-bound", overhead.checkpoint_bound, overhead.CHECKPOINTS),
-    FunctionRule("validation-bound", overhead.validation_bound, 0.15),
+    FunctionRule("input-bound", costs.input_bound, 0.10),
+    FunctionRule("transfer-bound", costs.transfer_bound, 0.10),
+    FunctionRule("epoch-restart", costs.epoch_restart, 0.05),
+    FunctionRule("callback-bound", costs.callback_bound, 0.05),
+    FunctionRule("logger-bound", costs.logger_bound),
+    FunctionRule("checkpoint-bound", costs.checkpoint_bound, costs.CHECKPOINTS),
+    FunctionRule("validation-bound", costs.validation_bound, 0.15),
     FunctionRule("warmup", steps.warmup),
     FunctionRule("recompile", steps.recompile, 0.05),
     FunctionRule("gc-pauses", steps.gc_pauses, 0.03),
@@ -49,7 +48,17 @@ CODES = (*(rule.code for rule in RULES), "healthy")
 #: Batches that a diagnosis needs.
 _FEWEST_BATCHES = 30
 
-__all__ = ["CODES", "RULES", "Findings", "FunctionRule", "Impact", "Rule", "diagnose", "judge"]
+__all__ = [
+    "CODES",
+    "RULES",
+    "Findings",
+    "FunctionRule",
+    "Impact",
+    "Rule",
+    "Verdict",
+    "diagnose",
+    "judge",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +73,7 @@ class Findings:
 
 
 def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
-    """Apply rules to what was measured.
-
-    A rule that fails, or cannot tell, is listed with its reason.
-
-    Args:
-        signals: What was measured.
-        rules: The rules.
+    """Apply rules to what was measured; one that fails, or cannot tell, is listed with its reason.
 
     Example:
         >>> from lightning_perf.diagnosis.signals import Signals

@@ -1,12 +1,11 @@
-"""What a rule is: a code, a signal, a threshold and advice."""
+"""What a rule is, and the verdicts that it reaches: a cause, what it costs, and what to do."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_perf.diagnosis.stats import lower_share
-from lightning_perf.diagnosis.verdicts import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +21,45 @@ _INFO = 1 / 3
 _NOISE = 0.9
 #: A share of this many times the threshold, and of ``CRITICAL``, is critical.
 _CRITICAL_RATIO, CRITICAL = 2.0, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One cause of lost time.
+
+    Example:
+        >>> verdict = Verdict("callback-bound", "critical", 0.25, culprit="Plots.setup")
+        >>> round(verdict.predicted_speedup, 2)
+        1.33
+    """
+
+    #: One of ``CODES``, or the code of a user's own rule.
+    code: str
+    #: ``info``, ``warning`` or ``critical``.
+    severity: str
+    #: Fraction of the wall time that would be saved without the cause.
+    share: float = 0.0
+    #: Wall time now divided by wall time without the cause; by default ``1 / (1 - share)``.
+    predicted_speedup: float = 0.0
+    #: ``Class.hook``, ``Class.method`` or another name.
+    culprit: str | None = None
+    #: The rank concerned, if it is one rank.
+    rank: int | None = None
+    #: The category of time, such as ``forward``.
+    phase: str | None = None
+    #: Measured values by name. The name ends in the unit: ``_seconds``, ``_share``, ``_bytes``;
+    #: other values are counts or words.
+    evidence: Mapping[str, float | str] = field(default_factory=dict, hash=False)
+    #: What to do about it.
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.predicted_speedup:
+            object.__setattr__(self, "predicted_speedup", 1 / (1 - min(self.share, 0.99)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return {**asdict(self), "evidence": dict(self.evidence)}
 
 
 class Rule(Protocol):
@@ -94,11 +132,7 @@ class FunctionRule:
 def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iterable[Verdict]:
     """The verdict on an impact, if it is large enough and certain enough.
 
-    Args:
-        code: Of the verdict.
-        threshold: Share of the wall time that is worth a warning.
-        signals: The run's.
-        impact: What the cause costs.
+    ``threshold`` is the share of the wall time that is worth a warning.
     """
     start = 0 if impact.whole_run else signals.start
     seconds, wall = impact.seconds[start:], signals.wall[start:]
@@ -126,6 +160,11 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
         code, severity, min(share, 1.0), culprit=impact.culprit, rank=impact.rank,
         phase=impact.phase, evidence=evidence, advice=impact.advice,
     )  # fmt: skip
+
+
+def graded(share: float, worth: bool = True) -> str:
+    """The severity of a share of the wall time; ``info`` if it is not worth a warning."""
+    return "info" if not worth else "critical" if share >= CRITICAL else "warning"
 
 
 def known(**values: float | str | None) -> dict[str, float | str]:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules.base import Impact, known
+from lightning_perf.diagnosis.rules.base import Impact, Verdict, known
 from lightning_perf.diagnosis.signals import COMPUTE, WAITING, Signals, Unknown
-from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.units import bytes_text, duration
 
 if TYPE_CHECKING:
@@ -135,10 +134,8 @@ def throttled(signals: Signals) -> Iterable[Verdict]:
         raise Unknown("NVML's throttle reasons were not sampled")
     if share < _THROTTLED:
         return
-    power, thermal, hardware = (
-        signals.gpu_average(f"gpu_throttled_{kind}") or 0.0
-        for kind in ("power", "thermal", "hardware")
-    )
+    kinds = ("power", "thermal", "hardware")
+    power, thermal, hardware = (signals.gpu_average(f"gpu_throttled_{k}") or 0.0 for k in kinds)
     clock = signals.gpu_average("gpu_sm_clock")
     evidence = known(
         throttled_percent=share, power_percent=power, thermal_percent=thermal,

@@ -1,27 +1,272 @@
-"""Rules about several ranks: one that the others wait for, and communication."""
+"""Rules on several ranks: which one, or which node, makes the others wait, and communication."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import add
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules.base import CRITICAL, LEAST, Impact
+from lightning_perf.diagnosis.rules.base import LEAST, Impact, Verdict, graded
 from lightning_perf.diagnosis.signals import Unknown
-from lightning_perf.diagnosis.stragglers import find_straggler
-from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from lightning_perf.core.window import Window
     from lightning_perf.diagnosis.signals import Signals
+    from lightning_perf.diagnosis.stats import Numbers
 
+#: What a rank does by itself in a batch: the columns that are added, and those that are waiting.
+#: With `_WAITS` these are all columns of the wall time.
+PHASES = {
+    "input": (("dataloader_next", "to_device"), ()),
+    "forward": (("forward",), ("waits/forward",)),
+    "backward": (("backward",), ("waits/backward",)),
+    "optimizer": (("optimizer_step", "step_lr_schedulers"), ()),
+    "callback": (("callbacks", "logging", "checkpoint", "from_device", "other"), ("waits/start",)),
+    "validation": (("validation",), ()),
+}
+#: The same on a GPU, which does not wait for its host as long as it has work.
+_DEVICE_PHASES = {
+    "input": (("exposed_input", "device/to_device"), ()),
+    "forward": (("device/forward",), ()),
+    "backward": (("device/backward",), ("waits/device/backward",)),
+    "optimizer": (("device/optimizer_step",), ()),
+    "callback": (("device/other",), ("waits/device/start",)),
+}
+#: Collectives of metrics: all of this is waiting.
+_WAITS = "timings/reduce_metrics"
+
+#: The own excess explains at least this part of the others' waiting.
+_EXPLAINED = 0.8
+#: A chronic straggler is the same in at least this part of the windows, and of so many windows.
+_CHRONIC, _FEWEST_WINDOWS = 0.7, 3
+#: Less waiting is not worth a name: share of the wall time, and seconds per batch.
+_LEAST_SHARE, _LEAST_SECONDS = 0.05, 1e-3
+#: The share of a rank that is late now and then.
+_LEAST_ONCE = 0.1
+#: Every rank of a slow node has at least this part of the node's excess, and a slow host at least
+#: this part of its device's.
+_UNIFORM = 0.5
+#: Phases in which a GPU computes, and the part of the largest excess from which on one counts.
+_COMPUTED, _COUNTS = ("forward", "backward", "optimizer"), 0.25
 #: Share of the time that the others wait for a straggler, for a warning.
 _STRAGGLER = 0.10
 #: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
 _TIME_SLICE = 4e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank, or all ranks of a node, that the others wait for."""
+
+    #: None if the whole node is slow.
+    rank: int | None
+    node: int
+    #: One of ``PHASES``.
+    phase: str
+    #: Share of the wall time that the others wait for it.
+    share: float
+    #: Seconds per batch that they wait.
+    seconds: float
+    #: Whether it is the same in most windows; otherwise it was slow once, or now and then.
+    chronic: bool
+    #: Whether its GPU is slow, such as one with a throttled clock, and not its host.
+    on_gpu: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What each rank did by itself in a window, and how long it waited, in seconds."""
+
+    #: One row per rank, one column per phase, by the host's clock.
+    own: Numbers
+    #: The same by the GPU's clock; None without one.
+    device: Numbers | None
+    #: Per rank.
+    waits: Numbers
+    nodes: Numbers
+    #: Mean over ranks.
+    wall: float
+    batches: float
+
+    @property
+    def measured(self) -> Numbers:
+        """By the GPU's clock if there is one."""
+        return self.own if self.device is None else self.device
+
+    @property
+    def lateness(self) -> Numbers:
+        """Per rank, seconds per batch of own work above the median rank."""
+        totals: Numbers = self.measured.sum(axis=1)
+        late: Numbers = (totals - np.median(totals)) / self.batches
+        return late
+
+    @cached_property
+    def latest(self) -> Mapping[bool, _Late]:
+        """The latest rank (False), and the latest node (True) if all of its ranks are late."""
+        found = {False: _latest(self.measured / self.batches, self.waits / self.batches)}
+        node = _late_node(self)
+        return found if node is None else found | {True: node}
+
+    def __add__(self, other: Work) -> Work:
+        one, two = self.device, other.device
+        return Work(
+            self.own + other.own, None if one is None or two is None else one + two,
+            self.waits + other.waits, self.nodes, self.wall + other.wall,
+            self.batches + other.batches,
+        )  # fmt: skip
+
+
+class _Late(NamedTuple):
+    """A rank or node that is late, in seconds per batch."""
+
+    number: int
+    #: Own excess over the median of the others in each phase, and in all.
+    phases: Numbers
+    excess: float
+    #: What the others wait longer than it.
+    waiting: float
+
+
+def find_straggler(windows: Sequence[Window]) -> Straggler | None:
+    """The rank or node that makes the others wait, if it is always or mostly the same.
+
+    Windows are of training, without the warm-up, with the columns ``timings/*``, ``waits/*`` and
+    ``progress/batches``.
+    """
+    works = [work_of(window) for window in windows if window.batches and window.world_size > 1]
+    return straggler_of(works)
+
+
+def straggler_of(works: Sequence[Work]) -> Straggler | None:
+    """The same from what `work_of` returned for each window."""
+    if len(works) < _FEWEST_WINDOWS:
+        return None
+    # Nobody may be late in most windows, but one so late now and then that their sum shows it.
+    for windows, chronic, least in (
+        (works, True, _LEAST_SHARE),
+        ([reduce(add, works)], False, _LEAST_ONCE),
+    ):
+        for is_node in (True, False):
+            found = _common(windows, is_node, chronic)
+            if found is not None and found.share >= least:
+                return found
+    return None
+
+
+def _common(works: Sequence[Work], is_node: bool, chronic: bool) -> Straggler | None:
+    """Who is the latest in most windows, if the others wait for it in a typical one of these."""
+    late = [
+        (work, found)
+        for work in works
+        if (found := work.latest.get(is_node)) is not None
+        and found.excess >= _enough(work.wall / work.batches)
+    ]
+    numbers = Counter(each.number for _, each in late)
+    number = max(numbers, key=numbers.__getitem__, default=-1)
+    if numbers[number] < _CHRONIC * len(works):
+        return None
+    late = [(work, each) for work, each in late if each.number == number]
+    wall, excess, waiting = np.median(
+        [(work.wall / work.batches, each.excess, each.waiting) for work, each in late], axis=0
+    )
+    seconds = min(excess, waiting)
+    if seconds < _enough(wall) or excess < _EXPLAINED * waiting:
+        return None
+    whole = reduce(add, (work for work, _ in late))
+    mine = whole.nodes == number if is_node else np.arange(len(whole.own)) == number
+    phases = np.median([each.phases for _, each in late], axis=0)
+    windows = len(late) / len(works)
+    return Straggler(
+        None if is_node else number,
+        int(whole.nodes[mine][0]),
+        list(PHASES)[int(phases.argmax())],
+        float(windows * seconds / wall),
+        float(windows * seconds),
+        chronic,
+        on_gpu=whole.device is not None and _slow_gpu(whole.own, whole.device, mine),
+    )
+
+
+def work_of(window: Window) -> Work:
+    """What each rank did and how long it waited in a window, as in `find_straggler`."""
+    own, waits = _phases(window, PHASES)
+    waits = waits + window[_WAITS]
+    wall = float(own.sum(axis=1).mean() + waits.mean())
+    device = None
+    if "waits/device/backward" in window.columns and window.least("timings/device/batches") > 0:
+        device, waits = _phases(window, _DEVICE_PHASES)
+    batches = window.mean("progress/batches")
+    return Work(own, device, waits, window["waits/node_rank"], wall, batches)
+
+
+def _phases(
+    window: Window, phases: dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+) -> tuple[Numbers, Numbers]:
+    """Seconds of each rank in each phase without waiting, and seconds of waiting."""
+    own, waits = [], np.zeros(window.world_size)
+    for columns, waiting in phases.values():
+        waited = sum((window[name] for name in waiting), np.zeros(window.world_size))
+        own.append(sum((window[f"timings/{name}"] for name in columns), -waited))
+        waits = waits + waited
+    return np.maximum(np.stack(own, axis=1), 0.0), waits
+
+
+def _enough(wall: float) -> float:
+    """The least lateness that is worth a name, in seconds per batch."""
+    return max(_LEAST_SHARE * wall, _LEAST_SECONDS)
+
+
+def _latest(own: Numbers, waits: Numbers) -> _Late:
+    """The row with the most own work, compared with the others."""
+    totals = own.sum(axis=1)
+    number = int(totals.argmax())
+    return _Late(
+        number,
+        own[number] - np.median(np.delete(own, number, axis=0), axis=0),
+        float(totals[number] - np.median(np.delete(totals, number))),
+        float(np.median(np.delete(waits, number)) - waits[number]),
+    )
+
+
+def _late_node(work: Work) -> _Late | None:
+    """The latest node, if all of its ranks are late."""
+    numbers, index = np.unique(work.nodes, return_inverse=True)
+    members = [np.flatnonzero(index == node) for node in range(len(numbers))]
+    if len(numbers) < 2 or min(map(len, members)) < 2:
+        return None
+    own, waits = work.measured / work.batches, work.waits / work.batches
+    late = _latest(
+        np.stack([np.median(own[each], axis=0) for each in members]),
+        np.array([np.median(waits[each]) for each in members]),
+    )
+    others = np.median(np.delete(own.sum(axis=1), members[late.number]))
+    least = own[members[late.number]].sum(axis=1).min() - others
+    if least < _UNIFORM * late.excess:
+        return None
+    return late._replace(number=int(numbers[late.number]))
+
+
+def _slow_gpu(host: Numbers, device: Numbers, late: NDArray[np.bool_]) -> bool:
+    """Whether the device is late in computing where its host is not.
+
+    A late host starves its device, so both are late in the same phases. A host that reads a result
+    of a slow device waits for it in one phase, but not in the others.
+    """
+    own, on_device = (
+        np.median(each[late], axis=0) - np.median(each[~late], axis=0) for each in (host, device)
+    )
+    phases = [list(PHASES).index(phase) for phase in _COMPUTED]
+    counts = on_device >= _COUNTS * on_device.max()
+    return any(counts[phase] and own[phase] <= _UNIFORM * on_device[phase] for phase in phases)
 
 
 def _windows(signals: Signals) -> Sequence[Window]:
@@ -56,9 +301,7 @@ def straggler(signals: Signals) -> Iterable[Verdict]:
     )
     # Other programs that use the CPUs make any rank late now and then.
     certain = found.share * (1 if found.chronic else 1 - _taken(signals))
-    severity = "info"
-    if certain >= _STRAGGLER:
-        severity = "critical" if certain >= CRITICAL else "warning"
+    severity = graded(certain, certain >= _STRAGGLER)
     yield Verdict(
         "straggler", severity, found.share, culprit=who, rank=found.rank, phase=found.phase,
         evidence=evidence, advice=advice,

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_perf.diagnosis import stats
-from lightning_perf.diagnosis.rules.base import CRITICAL, LEAST, Impact, known
+from lightning_perf.diagnosis.rules.base import LEAST, Impact, Verdict, graded, known
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, Signals, Unknown
-from lightning_perf.diagnosis.verdicts import Verdict
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import duration
 
@@ -66,8 +65,7 @@ def warmup(signals: Signals) -> Iterable[Verdict]:
     )
     if evidence["compile_seconds"] > 0.5 * first:
         advice += " Most of it is compilation, which torch.compile's cache can save."
-    severity = "critical" if share >= CRITICAL else "warning"
-    yield Verdict("warmup", severity, share, phase=phase, evidence=evidence, advice=advice)
+    yield Verdict("warmup", graded(share), share, phase=phase, evidence=evidence, advice=advice)
 
 
 def recompile(signals: Signals) -> Iterable[Impact]:
@@ -166,9 +164,7 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
         f"{duration(before)}.{where} Look for state that grows, for throttling, and "
         "for other programs on the machine."
     )
-    severity = "info"
-    if share >= _SLOWDOWN or after >= 2 * before:
-        severity = "critical" if share >= CRITICAL else "warning"
+    severity = graded(share, share >= _SLOWDOWN or after >= 2 * before)
     yield Verdict(
         "slowdown", severity, share, culprit=culprit, phase=phase, evidence=evidence, advice=advice
     )

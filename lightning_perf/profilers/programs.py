@@ -1,0 +1,192 @@
+"""Programs that process the files of memray and VizTracer, which takes seconds and holds the GIL.
+
+``python -m lightning_perf.profilers.programs COMMAND SOURCE FILE...`` runs one: ``memory CAPTURE
+TEXT`` writes a summary of a memray capture and prints its metrics; ``merge TRACE CHILD...`` adds
+VizTracer's traces of child processes to that of their parent; ``page TRACE PAGE`` draws flame
+graphs; ``check PACKED`` reads a ``.cvf`` file.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lightning_perf.charts.flame import FlameGraph, fold
+from lightning_perf.charts.page import page
+from lightning_perf.units import bytes_text
+
+#: Source lines in each table of memory.
+_LINES = 15
+_UNKNOWN = ("<no Python frame>", "", 0)
+_SUMMARY = """Time by call path, summed over the window. Click a frame to zoom in, the root to zoom
+out; the field finds a name. The trace itself, for ui.perfetto.dev or vizviewer, holds the time of
+each call."""
+
+Location = tuple[str, str, int]  # function, file, line
+Event = dict[str, Any]
+
+
+def summarize(capture: Path) -> tuple[str, dict[str, float]]:
+    """The text, and the metrics that ``Memray`` documents.
+
+    Raises:
+        OSError: The capture cannot be read.
+    """
+    from memray import FileReader
+
+    with FileReader(capture) as reader:
+        peak = _by_location(reader.get_high_watermark_allocation_records(merge_threads=True))
+        unfreed = _by_location(reader.get_leaked_allocation_records(merge_threads=True))
+    figures = {"peak_memory": peak.total(), "unfreed_memory": unfreed.total()}
+    tables = [
+        *_table("Largest at the peak", peak),
+        *_table("Allocated in this window and not freed", unfreed),
+    ]
+    total = _statistics(capture)
+    if total is not None:
+        figures |= {
+            "total_memory": total.total_memory_allocated,
+            "total_allocations": total.total_num_allocations,
+        }
+        tables += _table(
+            "Allocated in all, freed or not", Counter(dict(total.top_locations_by_size))
+        )
+    head = [
+        f"{name.replace('_', ' '):<18}{_number(name, value)}" for name, value in figures.items()
+    ]
+    return "\n".join([*head, *tables, ""]), {key: float(value) for key, value in figures.items()}
+
+
+def _statistics(capture: Path) -> Any:
+    """Totals; None for aggregated captures and where memray lacks this private function."""
+    try:
+        from memray._memray import compute_statistics
+
+        return compute_statistics(str(capture), num_largest=_LINES)
+    except (ImportError, NotImplementedError, TypeError):
+        return None
+
+
+def _by_location(records: Iterable[Any]) -> Counter[Location]:
+    """Bytes by the innermost Python source line."""
+    sizes: Counter[Location] = Counter()
+    for record in records:
+        stack = record.stack_trace(max_stacks=1)
+        sizes[stack[0] if stack else _UNKNOWN] += record.size
+    return sizes
+
+
+def _table(title: str, sizes: Counter[Location]) -> Iterator[str]:
+    yield f"\n{title}\n{'-' * len(title)}"
+    for (function, file, line), size in sorted(sizes.items(), key=lambda x: (-x[1], x[0]))[:_LINES]:
+        place = f"{file}:{line}" if file else ""
+        yield f"{bytes_text(size):>10}  {function}  {place}"
+        source = linecache.getline(file, line).strip() if file else ""
+        if source:
+            yield f"{'':12}{source[:88]}"
+
+
+def _number(name: str, value: int) -> str:
+    return f"{value:,}" if name == "total_allocations" else f"{bytes_text(value)} ({value:,} bytes)"
+
+
+def merge(target: Path, others: Sequence[Path]) -> None:
+    """Add events of other traces of this machine, within the time span of the first one."""
+    whole = json.loads(target.read_bytes())
+    calls = [event for event in whole["traceEvents"] if event["ph"] == "X"]
+    first = min((call["ts"] for call in calls), default=0.0)
+    last = max((call["ts"] + call["dur"] for call in calls), default=0.0)
+    for other in others:
+        part = json.loads(other.read_bytes())
+        whole["traceEvents"] += (
+            event
+            for event in part["traceEvents"]
+            if event["ph"] == "M" or first <= event["ts"] + event.get("dur", 0.0) <= last
+        )
+        if part["viztracer_metadata"].get("overflow"):
+            whole["viztracer_metadata"]["overflow"] = True
+    target.write_text(json.dumps(whole))
+
+
+def check(packed: Path) -> None:
+    """Fail on a truncated ``.cvf``, which VizTracer leaves on a full disk without an error."""
+    from viztracer.vcompressor import VCompressor  # type: ignore[import-untyped]
+
+    VCompressor().decompress(str(packed))
+
+
+def calls_page(events: Sequence[Event], title: str) -> str:
+    """A page with a flame graph of each thread, in which calls of the same path are merged."""
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    calls = sorted(
+        (e for e in events if e["ph"] == "X"),
+        key=lambda e: (e["pid"], e["tid"], e["ts"], -e["dur"]),
+    )
+    graphs = [
+        FlameGraph(fold(self_times(list(thread))), _title(names, *key), _milliseconds)
+        for key, thread in groupby(calls, key=lambda e: (e["pid"], e["tid"]))
+    ]
+    return page(title, [_SUMMARY, *graphs])
+
+
+def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
+    """The stack of each call of one thread, and its nanoseconds without calls inside of it.
+
+    Calls are sorted by start, then by duration, the longest first.
+
+    Example:
+        >>> outer = {"name": "f", "ts": 0, "dur": 5}
+        >>> inner = {"name": "g", "ts": 1, "dur": 3}
+        >>> list(self_times([outer, inner]))
+        [(['f', 'g'], 3000), (['f'], 2000)]
+    """
+    stack: list[tuple[str, float, list[float]]] = []  # name, end, [its own time]
+
+    def leave() -> tuple[list[str], int]:
+        names = [name for name, _, _ in stack]
+        return names, max(0, round(stack.pop()[2][0] * 1000))
+
+    for call in calls:
+        while stack and stack[-1][1] <= call["ts"]:
+            yield leave()
+        if stack:
+            stack[-1][2][0] -= call["dur"]
+        stack.append((call["name"], call["ts"] + call["dur"], [call["dur"]]))
+    while stack:
+        yield leave()
+
+
+def _title(names: Mapping[tuple[str, int, int], str], pid: int, tid: int) -> str:
+    process = (name for (kind, of, _), name in names.items() if (kind, of) == ("process_name", pid))
+    return f"{next(process, pid)}, {names.get(('thread_name', pid, tid), tid)}"
+
+
+def _milliseconds(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:,.3f} ms"
+
+
+def _main(command: str, source: Path, *others: Path) -> None:
+    os.nice(10)  # training comes first
+    match command:
+        case "memory":
+            text, numbers = summarize(source)
+            others[0].write_text(text, encoding="utf-8")
+            sys.stdout.write(json.dumps(numbers))
+        case "merge":
+            merge(source, others)
+        case "check":
+            check(source)
+        case "page":
+            traced = json.loads(source.read_bytes())["traceEvents"]
+            others[0].write_text(calls_page(traced, "Python calls"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], *map(Path, sys.argv[2:]))
