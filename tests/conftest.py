@@ -62,7 +62,7 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def worker() -> Iterator[Any]:
     """A worker whose jobs must not raise."""
-    from lightning_perf.background.worker import Worker
+    from lightning_perf.background import Worker
 
     errors: list[Any] = []
     worker = Worker("test worker", on_error=lambda *what: errors.append(what))

@@ -13,8 +13,8 @@ from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_perf.background.files import written_whole
 from lightning_perf.errors import describe
+from lightning_perf.traces.folder import written_whole
 from lightning_perf.traces.stream import TraceError, stream
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_perf.background.files import compress, place, written_whole
 from lightning_perf.errors import describe, warn
-from lightning_perf.traces.folder import Layout, TraceOptions
+from lightning_perf.traces.folder import Layout, TraceOptions, compress, place, written_whole
 from lightning_perf.traces.uploads import Sends, Target, Trace, TraceRun, UploadQueue
 
 if TYPE_CHECKING:

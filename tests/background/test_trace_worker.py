@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from lightning_perf.background.worker import Worker
+from lightning_perf.background import Worker
 from lightning_perf.errors import PerfWarning
 
 PATIENCE = 60.0

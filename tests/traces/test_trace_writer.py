@@ -12,10 +12,9 @@ import weakref
 import pytest
 from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, tried
 
-from lightning_perf.background.files import compress, place
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
-from lightning_perf.traces.folder import check_names
+from lightning_perf.traces.folder import check_names, compress, place
 from lightning_perf.traces.uploads import (
     Mirror,
     PendingUpload,
