@@ -21,17 +21,18 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_perf.charts.flame import FlameGraph, fold
-from lightning_perf.charts.page import (
+from lightning_perf.charts import (
     COLOURS,
     OTHER,
     PALETTE,
     Areas,
     Bar,
+    FlameGraph,
     Heading,
     Layer,
     Part,
     Table,
+    fold,
     page,
     ticks,
 )

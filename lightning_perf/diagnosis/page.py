@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.charts.page import Areas, Heading, Part, Table, page
+from lightning_perf.charts import Areas, Heading, Part, Table, page
 from lightning_perf.charts.stacked import stack
 from lightning_perf.diagnosis.report import evidence_text, headline, overhead
 from lightning_perf.timing.pauses import QUEUE
