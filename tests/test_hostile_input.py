@@ -27,9 +27,9 @@ from lightning_perf.cli import Failure, upload, watch
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.schedule import as_schedule
 from lightning_perf.traces import combine
+from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.folder import RunFolder
 from lightning_perf.traces.names import file_format, run_values, time_values
-from lightning_perf.traces.stream import TraceError
 from lightning_perf.traces.summary import summarize, tables
 from lightning_perf.traces.uploads import (
     FILE_NAME,

@@ -39,7 +39,7 @@ from lightning_perf.charts import (
 from lightning_perf.units import bytes_text, bytes_unit, duration, time_unit
 
 if TYPE_CHECKING:
-    from lightning_perf.traces.stream import Event
+    from lightning_perf.traces.events import Event
 
 #: Torch's categories, in the order of its columns.
 CATEGORIES = (

@@ -44,7 +44,7 @@ def run(
     tracking_uri: str | None,
 ) -> int:
     """Print the summary of a trace, or merge several; code 2 if they cannot be read."""
-    from lightning_perf.traces.stream import TraceError
+    from lightning_perf.traces.events import TraceError
 
     try:
         if file is not None and combine is None:

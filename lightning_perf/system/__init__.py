@@ -1,7 +1,31 @@
 """What the hardware of a node does, sampled by a thread. No torch, no Lightning."""
 
-from lightning_perf.system.gpus import GPU, PER_GPU, count_gpus, gpu_key, gpu_number, nvidia_driver
-from lightning_perf.system.sampler import HOST, Sampler, node_sensors
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING, Protocol
+
+from lightning_perf.errors import describe, warn
+from lightning_perf.system.gpus import (
+    GPU,
+    PER_GPU,
+    count_gpus,
+    gpu_key,
+    gpu_number,
+    gpus,
+    nvidia_driver,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+    from contextlib import AbstractContextManager
+
+    _Open = Callable[[set[int]], AbstractContextManager[Sequence["Sensor"]]]
 
 __all__ = [
     "GPU",
@@ -14,3 +38,153 @@ __all__ = [
     "node_sensors",
     "nvidia_driver",
 ]
+
+#: What is measured of a node. docs/system_metrics.md says what each is, and in which unit.
+HOST = (
+    "net_throughput_sent", "net_throughput_recv",
+    "disk_iops", "disk_throughput_read", "disk_throughput_write",
+    "free_memory", "swap_used",
+    "cpu_util_simple", "cpu_util_max", "cpu_iowait",
+    "process_rss", "process_cpu",
+)  # fmt: skip
+
+
+class Sensor(Protocol):
+    """Something that can be sampled repeatedly."""
+
+    #: What it measures, for messages.
+    name: str
+
+    def __call__(self, now: float, /) -> Mapping[str, float]:
+        """Return values by name: current values, and rates since the last call."""
+        ...
+
+
+#: Seconds that the end of a run waits for the thread.
+_JOIN_TIMEOUT = 0.2
+#: Requests to the thread: to sample now and set the event, or to end.
+Mailbox = SimpleQueue[Event | None]
+
+
+@contextmanager
+def node_sensors(
+    processes: Set[int], visible: Sequence[str] | None = None, ranks: int = 0
+) -> Iterator[list[Sensor]]:
+    """Open the sensors of this node, this job's processes, and the GPUs as `gpus` selects them."""
+    from lightning_perf.system.host import host_sensors  # imports psutil, in the thread
+
+    with gpus(visible, ranks) as devices:
+        yield [*host_sensors(processes), *devices]
+
+
+class Sampler:
+    """Samples the node's sensors on a thread while somebody subscribes.
+
+    Args:
+        open_sensors: Returns the sensors, in the thread that reads them.
+    """
+
+    def __init__(self, open_sensors: _Open = node_sensors) -> None:
+        self._open_sensors = open_sensors
+        self._intervals: dict[str, float] = {}
+        self._lock = Lock()  # of the sums, which both threads use
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._mailbox: Mailbox | None = None
+        self._thread: Thread | None = None
+        self._failed = False
+        #: This job's processes on this node, as far as they are known.
+        self.processes = {os.getpid()}
+        #: The latest value by name.
+        self.latest: dict[str, float] = {}
+
+    def subscribe(self, name: str, interval: float) -> None:
+        """Sample at least every ``interval`` seconds; the first subscriber starts the thread."""
+        self._intervals = {**self._intervals, name: interval}
+        if self._mailbox is None and not self._failed:
+            mailbox: Mailbox = SimpleQueue()
+            arguments = (weakref.ref(self), mailbox, self._open_sensors, self.processes)
+            thread = Thread(target=_run, args=arguments, name="lightning_perf system", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # too many threads
+                self._failed = True
+                warn(f"the machine is not measured ({describe(error)}).")
+                return
+            self._mailbox, self._thread = mailbox, thread
+
+    def unsubscribe(self, name: str) -> None:
+        """End a subscription; without any, the thread ends."""
+        self._intervals = {key: each for key, each in self._intervals.items() if key != name}
+        if not self._intervals and self._mailbox is not None:
+            self._mailbox.put(None)
+            self._mailbox = None
+            # It usually ends at once; a sensor that hangs must not hold up the end of a run.
+            if self._thread is not None:
+                self._thread.join(_JOIN_TIMEOUT)
+                self._thread = None
+
+    @property
+    def subscribed(self) -> bool:
+        """Whether the thread runs."""
+        return self._mailbox is not None
+
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """By name, the sum of value x seconds since sampling began, and the seconds."""
+        with self._lock:
+            return dict(self._sums)
+
+    def refresh(self, timeout: float) -> bool:
+        """Have a sample taken now, and return whether it came within ``timeout`` seconds."""
+        if self._mailbox is None:
+            return False
+        done = Event()
+        self._mailbox.put(done)
+        return done.wait(timeout)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between samples."""
+        return min(self._intervals.values(), default=1.0)
+
+    def receive(self, figures: Mapping[str, float], seconds: float) -> None:
+        """Record values that held for some seconds; called by the thread."""
+        self.latest.update(figures)
+        with self._lock:
+            for name, value in figures.items():
+                total, held = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = total + value * seconds, held + seconds
+
+
+def _run(
+    owner: weakref.ref[Sampler], mailbox: Mailbox, open_sensors: _Open, processes: set[int]
+) -> None:
+    """The thread's work. It must not keep its owner alive, nor raise."""
+    try:
+        with open_sensors(processes) as found:
+            _sample(owner, mailbox, dict.fromkeys(found, 0.0))
+    except Exception as error:
+        warn(f"the machine is not measured ({describe(error)}).")
+
+
+def _sample(owner: weakref.ref[Sampler], mailbox: Mailbox, sensors: dict[Sensor, float]) -> None:
+    done: Event | None = None
+    while (sampler := owner()) is not None:
+        for sensor, then in list(sensors.items()):
+            now = time.monotonic()
+            try:
+                sampler.receive(sensor(now), now - then if then else 0.0)
+                sensors[sensor] = now
+            except Exception as error:
+                del sensors[sensor]
+                warn(f"{sensor.name} is not measured any more ({describe(error)}).")
+        interval = sampler.interval
+        del sampler
+        if done is not None:
+            done.set()
+        try:
+            done = mailbox.get(timeout=interval)
+        except Empty:
+            done = None
+        else:
+            if done is None:
+                return

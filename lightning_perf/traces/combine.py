@@ -14,14 +14,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.errors import describe
+from lightning_perf.traces.events import TraceError, stream
 from lightning_perf.traces.folder import written_whole
-from lightning_perf.traces.stream import TraceError, stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from lightning_perf.traces.stream import Event
+    from lightning_perf.traces.events import Event
 
 #: Traces of ranks, as all profilers name them by default.
 TRACE_NAME = re.compile(r"rank(\d+)\.(.+\.json)(?:\.gz)?")

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.traces.stream import ADDRESS, SLACK, Event, nanoseconds, stream
+from lightning_perf.traces.events import ADDRESS, SLACK, Event, nanoseconds, stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

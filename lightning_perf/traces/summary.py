@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_perf.traces.events import STEP, Kind, Table, read
-from lightning_perf.traces.stream import SLACK
+from lightning_perf.traces.events import SLACK, STEP, Kind, Table, read
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
