@@ -1,4 +1,4 @@
-"""Summarize a trace of the PyTorch profiler, or merge those of all ranks into one for Perfetto."""
+"""The command about traces of the PyTorch profiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import JSON, TRACKING_URI, Failure, argument, new_console, print_json
+from lightning_perf.cli import (
+    JSON,
+    TRACKING_URI,
+    Failure,
+    argument,
+    command,
+    new_console,
+    print_json,
+)
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -21,21 +29,23 @@ if TYPE_CHECKING:
 #: Collectives that are shown.
 _MOST_SHOWN = 5
 
-ARGUMENTS = {
-    "file": argument("The trace to summarize: .json or .json.gz.", nargs="?"),
-    "--combine": argument(
-        "Merge the traces of this folder, or of a run's id or name in MLflow.", metavar="FOLDER|RUN"
-    ),
-    "--output -o": argument("The file to write.", default="all.json.gz"),
-    "--window": argument(
-        "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz."
-    ),
-    **TRACKING_URI,
-    **JSON,
-}
 
-
-def run(
+@command(
+    {
+        "file": argument("The trace to summarize: .json or .json.gz.", nargs="?"),
+        "--combine": argument(
+            "Merge the traces of this folder, or of a run's id or name in MLflow.",
+            metavar="FOLDER|RUN",
+        ),
+        "--output -o": argument("The file to write.", default="all.json.gz"),
+        "--window": argument(
+            "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz."
+        ),
+        **TRACKING_URI,
+        **JSON,
+    }
+)
+def trace(
     file: str | None,
     json: bool,
     combine: str | None,
@@ -43,7 +53,7 @@ def run(
     window: str | None,
     tracking_uri: str | None,
 ) -> int:
-    """Print the summary of a trace, or merge several; code 2 if they cannot be read."""
+    """Summarize a trace of the PyTorch profiler, or merge those of all ranks into one for Perfetto."""  # noqa: E501
     from lightning_perf.traces.events import TraceError
 
     try:

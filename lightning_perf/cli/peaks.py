@@ -1,11 +1,11 @@
-"""Show the dense peaks of devices, by dtype."""
+"""The commands about peaks: of the devices in the table, and of this machine."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import Failure, argument, flag, print_json
+from lightning_perf.cli import Failure, argument, command, flag, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,18 +14,22 @@ if TYPE_CHECKING:
 
     from lightning_perf.flops import DevicePeaks
 
+
 _COLUMNS = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8", "fp4")
-
-ARGUMENTS = {
-    "name": argument(
-        "A device name as in torch, or a part of it; also shows the sources.", nargs="?"
-    ),
-    "--json": flag("Print JSON, in FLOP/s."),
-}
+# Longer than in training, for a better estimate.
+_BUDGET_SECONDS = 1.0
 
 
-def run(name: str | None, json: bool) -> int:
-    """Print the table; the exit code is 1 if no device has such a name."""
+@command(
+    {
+        "name": argument(
+            "A device name as in torch, or a part of it; also shows the sources.", nargs="?"
+        ),
+        "--json": flag("Print JSON, in FLOP/s."),
+    }
+)
+def devices(name: str | None, json: bool) -> int:
+    """Show the dense peaks of devices, by dtype."""
     from rich.console import Console
 
     from lightning_perf.flops import table
@@ -84,3 +88,40 @@ def _teraflops(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value / 1e12:.0f}" if value >= 1e14 else f"{value / 1e12:.3g}"
+
+
+@command(
+    {
+        "--dtype": argument("Operand dtype, as a torch name (e.g. bfloat16).", default="float32"),
+        "--device": argument(
+            "The device, as a torch name (e.g. cpu, cuda, cuda:1).", default="cpu"
+        ),
+        "--json": flag("Print JSON, in FLOP/s."),
+    }
+)
+def measure(dtype: str, device: str, json: bool) -> int:
+    """Measure the peak of a device of this machine with a matrix product."""
+    from rich.console import Console
+
+    from lightning_perf.flops import device_name, lookup, measure_peak, peak_flops, tf32_is_on
+
+    peak = measure_peak(device, dtype, _BUDGET_SECONDS)
+    if peak is None:
+        why = f"{device} cannot multiply {dtype} matrices, or this machine is too busy"
+        raise Failure(f"{why}. Try --device cpu --dtype float32", 1)
+    name = device_name(device)
+    listed, entry = peak_flops(name, dtype, tf32=tf32_is_on()), lookup(name)
+    if json:
+        print_json({"device": name, "dtype": dtype, "measured": peak, "table": listed})
+        return 0
+    console = Console(highlight=False)
+    console.print(f"{name}, {dtype}: {peak / 1e12:.4g} TFLOP/s (measured)", soft_wrap=True)
+    if listed is None or entry is None:
+        console.print("The table has no peak for this device and dtype.")
+    else:
+        console.print(
+            f"{listed / 1e12:.4g} TFLOP/s (table: {entry.name}, {entry.confidence}); "
+            f"measured is {peak / listed:.1%} of it.",
+            soft_wrap=True,
+        )
+    return 0
