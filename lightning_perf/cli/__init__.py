@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_perf.checks import install_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
@@ -32,38 +32,40 @@ _INSTALLS = {
 }
 
 
+#: The name of an argument, or the names of an option, and what argparse takes besides.
+Argument = tuple[str, dict[str, Any]]
+
+
 @dataclass
 class Command:
-    """A subcommand; the docstring of its function is its description."""
+    """A subcommand: a function that returns the exit code, or raises `Failure`."""
 
-    #: What argparse takes, by the names of the arguments.
-    arguments: Mapping[str, Mapping[str, Any]]
-    #: Takes the arguments' values and returns the exit code, or raises `Failure`.
+    arguments: Sequence[Argument]
+    #: Takes the arguments' values; its docstring is the description.
     run: Callable[..., int]
 
 
-def command(arguments: Mapping[str, Mapping[str, Any]]) -> Callable[[Callable[..., int]], Command]:
+def command(*arguments: Argument) -> Callable[[Callable[..., int]], Command]:
     """Make a function a subcommand with these arguments."""
     return partial(Command, arguments)
 
 
-def argument(what: str, **options: Any) -> dict[str, Any]:
+def argument(name: str, what: str, **options: Any) -> Argument:
     """An argument of a command, with further options of ``argparse``."""
-    return {"type": str, "help": what, **options}
+    return name, {"type": str, "help": what, **options}
 
 
-def flag(what: str) -> dict[str, Any]:
-    """An argument without a value."""
-    return {"action": "store_true", "help": what}
+def flag(name: str, what: str) -> Argument:
+    """An option without a value."""
+    return name, {"action": "store_true", "help": what}
 
 
 #: Options of several commands.
-JSON = {"--json": flag("Print JSON.")}
-TRACKING_URI = {
-    "--tracking-uri": argument(
-        "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db."
-    )
-}
+JSON = flag("--json", "Print JSON.")
+TRACKING_URI = argument(
+    "--tracking-uri",
+    "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
+)
 
 
 class Failure(Exception):
@@ -148,8 +150,8 @@ def _run(args: Sequence[str]) -> int:
     for name, command in commands.items():
         description = " ".join((command.run.__doc__ or "").split())
         arguments = ArgumentParser(description=description)
-        for argument, options in command.arguments.items():
-            arguments.add_argument(*argument.split(), **options)
+        for names, options in command.arguments:
+            arguments.add_argument(*names.split(), **options)
         summary = description.partition(". ")[0].rstrip(".")
         subcommands.add_subcommand(name, arguments, help=summary)
     # What follows two dashes is the command of `run`, whose options are not ours.

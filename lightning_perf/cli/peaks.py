@@ -21,12 +21,10 @@ _BUDGET_SECONDS = 1.0
 
 
 @command(
-    {
-        "name": argument(
-            "A device name as in torch, or a part of it; also shows the sources.", nargs="?"
-        ),
-        "--json": flag("Print JSON, in FLOP/s."),
-    }
+    argument(
+        "name", "A device name as in torch, or a part of it; also shows the sources.", nargs="?"
+    ),
+    flag("--json", "Print JSON, in FLOP/s."),
 )
 def devices(name: str | None, json: bool) -> int:
     """Show the dense peaks of devices, by dtype."""
@@ -91,13 +89,9 @@ def _teraflops(value: float | None) -> str:
 
 
 @command(
-    {
-        "--dtype": argument("Operand dtype, as a torch name (e.g. bfloat16).", default="float32"),
-        "--device": argument(
-            "The device, as a torch name (e.g. cpu, cuda, cuda:1).", default="cpu"
-        ),
-        "--json": flag("Print JSON, in FLOP/s."),
-    }
+    argument("--dtype", "Operand dtype, as a torch name (e.g. bfloat16).", default="float32"),
+    argument("--device", "The device, as a torch name (e.g. cpu, cuda, cuda:1).", default="cpu"),
+    flag("--json", "Print JSON, in FLOP/s."),
 )
 def measure(dtype: str, device: str, json: bool) -> int:
     """Measure the peak of a device of this machine with a matrix product."""

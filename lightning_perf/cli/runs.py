@@ -39,15 +39,14 @@ _RUNS = "an MLflow run's id or name, or a folder with a summary.json"
 
 
 @command(
-    {
-        "run": argument(
-            "A run's id or name in MLflow, or a folder with its summary.json; by default the "
-            "latest run in MLflow or below the current folder.",
-            nargs="?",
-        ),
-        **TRACKING_URI,
-        **JSON,
-    }
+    argument(
+        "run",
+        "A run's id or name in MLflow, or a folder with its summary.json; by default the "
+        "latest run in MLflow or below the current folder.",
+        nargs="?",
+    ),
+    TRACKING_URI,
+    JSON,
 )
 def report(run: str | None, tracking_uri: str | None, json: bool) -> int:
     """Show how fast a run was, and the paths of its traces."""
@@ -109,19 +108,19 @@ def _natural(path: str) -> list[tuple[int, str]]:
 
 
 @command(
-    {
-        "run": argument(f"The run to judge: {_RUNS}."),
-        "baselines": argument(
-            "The runs to compare it with, named alike. Several show how much normal runs differ.",
-            nargs="+",
-        ),
-        "--threshold": argument(
-            "Exit with code 1 if a step takes longer by more than this, with 95 % confidence: "
-            "such as 5%."
-        ),
-        **TRACKING_URI,
-        **JSON,
-    }
+    argument("run", f"The run to judge: {_RUNS}."),
+    argument(
+        "baselines",
+        "The runs to compare it with, named alike. Several show how much normal runs differ.",
+        nargs="+",
+    ),
+    argument(
+        "--threshold",
+        "Exit with code 1 if a step takes longer by more than this, with 95 % confidence: "
+        "such as 5%.",
+    ),
+    TRACKING_URI,
+    JSON,
 )
 def compare(
     run: str, baselines: list[str], threshold: str | None, tracking_uri: str | None, json: bool

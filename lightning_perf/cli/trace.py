@@ -31,19 +31,18 @@ _MOST_SHOWN = 5
 
 
 @command(
-    {
-        "file": argument("The trace to summarize: .json or .json.gz.", nargs="?"),
-        "--combine": argument(
-            "Merge the traces of this folder, or of a run's id or name in MLflow.",
-            metavar="FOLDER|RUN",
-        ),
-        "--output -o": argument("The file to write.", default="all.json.gz"),
-        "--window": argument(
-            "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz."
-        ),
-        **TRACKING_URI,
-        **JSON,
-    }
+    argument("file", "The trace to summarize: .json or .json.gz.", nargs="?"),
+    argument(
+        "--combine",
+        "Merge the traces of this folder, or of a run's id or name in MLflow.",
+        metavar="FOLDER|RUN",
+    ),
+    argument("--output -o", "The file to write.", default="all.json.gz"),
+    argument(
+        "--window", "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz."
+    ),
+    TRACKING_URI,
+    JSON,
 )
 def trace(
     file: str | None,

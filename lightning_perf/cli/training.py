@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 
 
 @command(
-    {
-        "--config": argument(
-            "A YAML file with the callbacks to use instead, such as configs/always_on.yaml."
-        ),
-    }
+    argument(
+        "--config", "A YAML file with the callbacks to use instead, such as configs/always_on.yaml."
+    )
 )
 def run(config: str | None, command: Sequence[str] = ()) -> int:
     """Run a training with the always-on callbacks in each Trainer of Lightning.
@@ -56,14 +54,13 @@ def run(config: str | None, command: Sequence[str] = ()) -> int:
 
 
 @command(
-    {
-        "pid": argument("The process id of the training.", type=int),
-        "--signal": argument("The signal of the schedule.", default="SIGUSR2"),
-        "--children": flag(
-            "Also signal its child processes, which are the other ranks with some strategies."
-        ),
-        **JSON,
-    }
+    argument("pid", "The process id of the training.", type=int),
+    argument("--signal", "The signal of the schedule.", default="SIGUSR2"),
+    flag(
+        "--children",
+        "Also signal its child processes, which are the other ranks with some strategies.",
+    ),
+    JSON,
 )
 def capture(pid: int, signal: str, children: bool, json: bool) -> int:
     """Make a running training record its next batches.
@@ -131,15 +128,14 @@ def descendants(pid: int) -> list[int]:
 
 
 @command(
-    {
-        "run": argument(
-            "The process id of a training or of its launcher, a run's folder, or a run's id or "
-            "name in MLflow; by default the latest run below the current folder.",
-            nargs="?",
-        ),
-        **TRACKING_URI,
-        "--json": flag("Print a line of JSON per update."),
-    }
+    argument(
+        "run",
+        "The process id of a training or of its launcher, a run's folder, or a run's id or "
+        "name in MLflow; by default the latest run below the current folder.",
+        nargs="?",
+    ),
+    TRACKING_URI,
+    flag("--json", "Print a line of JSON per update."),
 )
 def watch(run: str | None, tracking_uri: str | None, json: bool) -> int:
     """Show a running training live.

@@ -26,21 +26,19 @@ _MISSING = "the file is missing; --forget-missing removes it from the list"
 
 
 @command(
-    {
-        "folder": argument(
-            "The folder to search for lists, with subfolders.", nargs="?", default="."
-        ),
-        "--tracking-uri": argument(
-            "The tracking address to use instead of the listed one, for example with a "
-            "password. MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too."
-        ),
-        "--forget-missing": flag("Remove missing files from the lists."),
-        "--outside": flag(
-            "Also upload files outside of the folder of their list. Only for lists that you "
-            "trust: they could name any of your files."
-        ),
-        **JSON,
-    }
+    argument("folder", "The folder to search for lists, with subfolders.", nargs="?", default="."),
+    argument(
+        "--tracking-uri",
+        "The tracking address to use instead of the listed one, for example with a "
+        "password. MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too.",
+    ),
+    flag("--forget-missing", "Remove missing files from the lists."),
+    flag(
+        "--outside",
+        "Also upload files outside of the folder of their list. Only for lists that you "
+        "trust: they could name any of your files.",
+    ),
+    JSON,
 )
 def upload(
     folder: str,
