@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import Failure, argument, command, flag, print_json
+from lightning_perf.cli import Failure, argument, command, flag, new_console, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,28 +28,24 @@ _BUDGET_SECONDS = 1.0
 )
 def devices(name: str | None, json: bool) -> int:
     """Show the dense peaks of devices, by dtype."""
-    from rich.console import Console
-
     from lightning_perf.flops import table
 
     rows = table() if name is None else _named(name)
     if not rows:
-        why = (
+        raise Failure(
             f"no device matches {name}. Try lightning-perf devices, or Flops(peak_flops=...) with "
-            "its peak in FLOP/s"
-        )
-        raise Failure(why, 1)
+            "its peak in FLOP/s", 1,
+        )  # fmt: skip
     if json:
         print_json([asdict(row) for row in rows])
         return 0
-    console = Console()
+    console = new_console()
     console.print(_table(rows))
-    if any(_is_weak(row) for row in rows):
+    if any(row.confidence != "datasheet" for row in rows):
         console.print("* derived, or from third-party sources instead of the vendor's data sheet.")
     for row in rows if name is not None else ():
         note = f"\n  note: {row.note}" if row.note else ""
-        text = f"{row.name}: {row.confidence}\n  source: {row.source}{note}"
-        console.print(text, highlight=False, markup=False)
+        console.print(f"{row.name}: {row.confidence}\n  source: {row.source}{note}")
     return 0
 
 
@@ -63,10 +59,6 @@ def _named(name: str) -> list[DevicePeaks]:
     return exact or part or ([found] if found else [])
 
 
-def _is_weak(row: DevicePeaks) -> bool:
-    return row.confidence != "datasheet"
-
-
 def _table(rows: Sequence[DevicePeaks]) -> Table:
     from rich.table import Table
 
@@ -77,7 +69,7 @@ def _table(rows: Sequence[DevicePeaks]) -> Table:
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        name = f"{row.name} *" if _is_weak(row) else row.name
+        name = row.name if row.confidence == "datasheet" else f"{row.name} *"
         table.add_row(name, *(_teraflops(getattr(row, column)) for column in _COLUMNS))
     return table
 
@@ -95,8 +87,6 @@ def _teraflops(value: float | None) -> str:
 )
 def measure(dtype: str, device: str, json: bool) -> int:
     """Measure the peak of a device of this machine with a matrix product."""
-    from rich.console import Console
-
     from lightning_perf.flops import device_name, lookup, measure_peak, peak_flops, tf32_is_on
 
     peak = measure_peak(device, dtype, _BUDGET_SECONDS)
@@ -108,14 +98,12 @@ def measure(dtype: str, device: str, json: bool) -> int:
     if json:
         print_json({"device": name, "dtype": dtype, "measured": peak, "table": listed})
         return 0
-    console = Console(highlight=False)
-    console.print(f"{name}, {dtype}: {peak / 1e12:.4g} TFLOP/s (measured)", soft_wrap=True)
-    if listed is None or entry is None:
-        console.print("The table has no peak for this device and dtype.")
-    else:
-        console.print(
+    text = "The table has no peak for this device and dtype."
+    if listed is not None and entry is not None:
+        text = (
             f"{listed / 1e12:.4g} TFLOP/s (table: {entry.name}, {entry.confidence}); "
-            f"measured is {peak / listed:.1%} of it.",
-            soft_wrap=True,
+            f"measured is {peak / listed:.1%} of it."
         )
+    console = new_console(soft_wrap=True)
+    console.print(f"{name}, {dtype}: {peak / 1e12:.4g} TFLOP/s (measured)\n{text}")
     return 0

@@ -70,7 +70,6 @@ def trace(
 
 def _summarize(path: Path, json: bool) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     from lightning_perf.traces.summary import facts, summarize, tables
 
@@ -81,13 +80,13 @@ def _summarize(path: Path, json: bool) -> None:
     console = new_console()
     grid = Table(show_header=False)
     for fact in facts(summary):
-        grid.add_row(*map(Text, fact))
+        grid.add_row(*fact)
     console.print(grid)
     for title, headings, rows in tables(summary):
         console.print(title, style="bold")
         table = Table(*headings)
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*row)
         console.print(table)
     for note in summary.notes:
         console.print(f"Note: {note}.", soft_wrap=True)
@@ -111,7 +110,6 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
     from lightning_perf.traces import combine
 
     traces = combine.find_window(folder, window)
-    console = Console(highlight=False)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=2 * len(traces))
         for trace in traces:
@@ -139,11 +137,11 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
             ],
         })  # fmt: skip
         return
+    console = new_console()
     console.print(f"{target}: {len(traces)} ranks, {events:,} events", soft_wrap=True)
     if missing:
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-        names = ", ".join(map(str, missing[:10]))
-        console.print(f"No traces of ranks {names}{more}.", soft_wrap=True)
+        console.print(f"No traces of ranks {', '.join(map(str, missing[:10]))}{more}.")
     for trace in traces[1:]:
         if trace.error is None:
             console.print(f"rank {trace.rank}: nothing in common with rank 0, clock as it is")

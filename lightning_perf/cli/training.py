@@ -183,25 +183,20 @@ class Source:
 
 def _source(run: str | None, tracking_uri: str | None) -> Source:
     """What to watch."""
-    from lightning_perf.tracking.runs import (
-        default_tracking_uri,
-        folder_of,
-        latest_folder,
-        read_run,
-    )
+    from lightning_perf.tracking import runs
 
     path = Path(run or ".")
     if run is not None and run.isdecimal() and not path.exists():
         return process_source(own_process(int(run)))
     if path.exists():
-        return folder_source(folder_of(path))
+        return folder_source(runs.folder_of(path))
     assert run is not None  # `.` exists
-    local = latest_folder(Path(), run) if tracking_uri is None else None
+    local = runs.latest_folder(Path(), run) if tracking_uri is None else None
     if local is not None:
         return folder_source(local)
-    uri = tracking_uri or default_tracking_uri()
+    uri = tracking_uri or runs.default_tracking_uri()
     # Each read takes many requests.
-    return Source(lambda: Seen(read_run(run, uri).summary, _now()), interval=10.0)
+    return Source(lambda: Seen(runs.read_run(run, uri).summary, _now()), interval=10.0)
 
 
 def folder_source(folder: Path) -> Source:
