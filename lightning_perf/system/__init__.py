@@ -6,10 +6,11 @@ import os
 import time
 import weakref
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
-from threading import Event, Lock, Thread
+from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
+from lightning_perf.background import Worker
 from lightning_perf.errors import describe, warn
 from lightning_perf.system.gpus import (
     GPU,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     _Open = Callable[[set[int]], AbstractContextManager[Sequence["Sensor"]]]
+    _Samples = Iterator[float]
 
 __all__ = [
     "GPU",
@@ -62,8 +64,6 @@ class Sensor(Protocol):
 
 #: Seconds that the end of a run waits for the thread.
 _JOIN_TIMEOUT = 0.2
-#: Requests to the thread: to sample now and set the event, or to end.
-Mailbox = SimpleQueue[Event | None]
 
 
 @contextmanager
@@ -80,8 +80,7 @@ def node_sensors(
 class Sampler:
     """Samples the node's sensors on a thread while somebody subscribes.
 
-    Args:
-        open_sensors: Returns the sensors, in the thread that reads them.
+    ``open_sensors`` returns the sensors, in the thread that reads them.
     """
 
     def __init__(self, open_sensors: _Open = node_sensors) -> None:
@@ -89,9 +88,8 @@ class Sampler:
         self._intervals: dict[str, float] = {}
         self._lock = Lock()  # of the sums, which both threads use
         self._sums: dict[str, tuple[float, float]] = {}
-        self._mailbox: Mailbox | None = None
-        self._thread: Thread | None = None
-        self._failed = False
+        self._worker: Worker | None = None
+        self._samples: _Samples | None = None
         #: This job's processes on this node, as far as they are known.
         self.processes = {os.getpid()}
         #: The latest value by name.
@@ -100,33 +98,24 @@ class Sampler:
     def subscribe(self, name: str, interval: float) -> None:
         """Sample at least every ``interval`` seconds; the first subscriber starts the thread."""
         self._intervals = {**self._intervals, name: interval}
-        if self._mailbox is None and not self._failed:
-            mailbox: Mailbox = SimpleQueue()
-            arguments = (weakref.ref(self), mailbox, self._open_sensors, self.processes)
-            thread = Thread(target=_run, args=arguments, name="lightning_perf system", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # too many threads
-                self._failed = True
-                warn(f"the machine is not measured ({describe(error)}).")
-                return
-            self._mailbox, self._thread = mailbox, thread
+        if self._worker is None:
+            self._worker = worker = Worker("lightning_perf system")
+            self._samples = _sample(weakref.ref(self), worker, self._open_sensors, self.processes)
+            if not worker.submit(partial(_repeat, worker, self._samples), "sampling"):
+                warn("the machine is not measured (can't start new thread).")
 
     def unsubscribe(self, name: str) -> None:
         """End a subscription; without any, the thread ends."""
         self._intervals = {key: each for key, each in self._intervals.items() if key != name}
-        if not self._intervals and self._mailbox is not None:
-            self._mailbox.put(None)
-            self._mailbox = None
+        if not self._intervals and self._worker is not None:
+            worker, self._worker = self._worker, None
             # It usually ends at once; a sensor that hangs must not hold up the end of a run.
-            if self._thread is not None:
-                self._thread.join(_JOIN_TIMEOUT)
-                self._thread = None
+            worker.close(_JOIN_TIMEOUT)
 
     @property
     def subscribed(self) -> bool:
-        """Whether the thread runs."""
-        return self._mailbox is not None
+        """Whether somebody subscribes."""
+        return self._worker is not None
 
     def totals(self) -> dict[str, tuple[float, float]]:
         """By name, the sum of value x seconds since sampling began, and the seconds."""
@@ -135,11 +124,12 @@ class Sampler:
 
     def refresh(self, timeout: float) -> bool:
         """Have a sample taken now, and return whether it came within ``timeout`` seconds."""
-        if self._mailbox is None:
+        if self._worker is None or self._samples is None:
             return False
-        done = Event()
-        self._mailbox.put(done)
-        return done.wait(timeout)
+        try:
+            return self._worker.call(partial(next, self._samples, None), timeout) is not None
+        except TimeoutError:
+            return False
 
     @property
     def interval(self) -> float:
@@ -155,36 +145,36 @@ class Sampler:
                 self._sums[name] = total + value * seconds, held + seconds
 
 
-def _run(
-    owner: weakref.ref[Sampler], mailbox: Mailbox, open_sensors: _Open, processes: set[int]
-) -> None:
-    """The thread's work. It must not keep its owner alive, nor raise."""
+def _sample(
+    owner: weakref.ref[Sampler], worker: Worker, open_sensors: _Open, processes: set[int]
+) -> _Samples:
+    """Sample at each step while the worker is the owner's, which it must not keep alive.
+
+    Yields the seconds until the next step.
+    """
     try:
         with open_sensors(processes) as found:
-            _sample(owner, mailbox, dict.fromkeys(found, 0.0))
+            sensors = dict.fromkeys(found, 0.0)
+            while (sampler := owner()) is not None and sampler._worker is worker:
+                for sensor, then in list(sensors.items()):
+                    now = time.monotonic()
+                    try:
+                        sampler.receive(sensor(now), now - then if then else 0.0)
+                        sensors[sensor] = now
+                    except Exception as error:
+                        del sensors[sensor]
+                        warn(f"{sensor.name} is not measured any more ({describe(error)}).")
+                interval = sampler.interval
+                del sampler
+                yield interval
     except Exception as error:
         warn(f"the machine is not measured ({describe(error)}).")
 
 
-def _sample(owner: weakref.ref[Sampler], mailbox: Mailbox, sensors: dict[Sensor, float]) -> None:
-    done: Event | None = None
-    while (sampler := owner()) is not None:
-        for sensor, then in list(sensors.items()):
-            now = time.monotonic()
-            try:
-                sampler.receive(sensor(now), now - then if then else 0.0)
-                sensors[sensor] = now
-            except Exception as error:
-                del sensors[sensor]
-                warn(f"{sensor.name} is not measured any more ({describe(error)}).")
-        interval = sampler.interval
-        del sampler
-        if done is not None:
-            done.set()
-        try:
-            done = mailbox.get(timeout=interval)
-        except Empty:
-            done = None
-        else:
-            if done is None:
-                return
+def _repeat(worker: Worker, samples: _Samples) -> None:
+    """Take the next sample, and repeat that after the interval."""
+    interval = next(samples, None)
+    if interval is None:
+        worker.close(0.0)
+    elif not worker.submit(partial(_repeat, worker, samples), "sampling", interval):
+        next(samples, None)  # it was closed in the meantime: close the sensors
