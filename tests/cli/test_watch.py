@@ -82,6 +82,7 @@ class Looks(L.Callback):
         return self.seen["stages"]["train"]["whole_run"]
 
 
+@pytest.mark.usefixtures("no_hold")
 @pytest.mark.parametrize("named", [True, False])
 def test_a_run_leaves_its_figures_while_it_goes_on(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
