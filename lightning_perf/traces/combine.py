@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.errors import describe
 from lightning_perf.traces.events import TraceError, stream
-from lightning_perf.traces.folder import written_whole
+from lightning_perf.traces.folder import gzipped_whole, written_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 #: Traces of ranks, as all profilers name them by default.
 TRACE_NAME = re.compile(r"rank(\d+)\.(.+\.json)(?:\.gz)?")
-_LEVEL = 3
 #: Of a trace's head: ranks of one window agree on these.
 _SHARED = ("run_name", "stage", "batch", "world_size")
 #: Collectives that no rank leaves before the last one has come, as gloo, NCCL's annotations and
@@ -282,10 +280,7 @@ def write(
     It is gzipped if its name ends in ``.gz``. ``copied`` is called after each trace.
     """
     count = 0
-    with written_whole(target) as raw, ExitStack() as opened:
-        file: Any = raw
-        if target.suffix == ".gz":
-            file = opened.enter_context(gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0))
+    with (gzipped_whole if target.suffix == ".gz" else written_whole)(target) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         for trace in traces:
             with _damage_named(trace.path):

@@ -49,11 +49,8 @@ def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
     """The events of a trace, gzipped or not.
 
     ``head`` gets what the file says of itself: those of its keys that precede the events, and at
-    the end all others.
-
-    Raises:
-        TraceError: The file is not a trace, or is cut short (`CutShort`).
-        OSError: It cannot be read.
+    the end all others. Raises `TraceError` if the file is not a trace, `CutShort` if it ends early,
+    and `OSError` if it cannot be read.
     """
     buffer = _Buffer(path)
     if buffer.peek("{"):

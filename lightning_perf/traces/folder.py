@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from errno import ENOTDIR
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from lightning_perf.errors import ConfigError
 from lightning_perf.traces.names import (
@@ -346,27 +346,22 @@ def written_whole(target: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
         raise
 
 
-def compress(source: Path, target: Path) -> None:
-    """Move a file and compress it with gzip; equal content gives equal files.
+@contextmanager
+def gzipped_whole(target: Path) -> Iterator[BinaryIO]:
+    """As `written_whole`, compressed with gzip; equal content gives equal files."""
+    with written_whole(target) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
+        yield cast("BinaryIO", packed)
 
-    Raises:
-        OSError: If the source cannot be read or the target cannot be written; the source stays.
-    """
-    with (
-        source.open("rb") as raw,
-        written_whole(target) as file,
-        gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed,
-    ):
+
+def compress(source: Path, target: Path) -> None:
+    """Move a file and compress it; if that raises `OSError`, the source stays."""
+    with source.open("rb") as raw, gzipped_whole(target) as packed:
         shutil.copyfileobj(raw, packed, _CHUNK)
     source.unlink()
 
 
 def place(source: Path, target: Path) -> None:
-    """Rename a file once it is on the disk.
-
-    Raises:
-        OSError: If the source cannot be read or the target cannot be written; the source stays.
-    """
+    """Rename a file once it is on the disk; if that raises `OSError`, the source stays."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb+") as raw:
         _sync(raw)

@@ -43,11 +43,9 @@ _UNSAFE = re.compile(
 class NameFormat:
     """A format string for file or folder names, with ``/`` between folders.
 
-    ``field`` is the name of the setting and ``example`` a valid pattern, for messages.
-
-    Raises:
-        ConfigError: The pattern is empty, uses an unknown variable, has an invalid or unreadable
-            format specification, or has a part ``..``.
+    ``field`` is the name of the setting and ``example`` a valid pattern, for messages. Refuses a
+    pattern that is empty, uses an unknown variable, has an invalid or unreadable format
+    specification, or has a part ``..``.
 
     Example:
         >>> NameFormat("ep{epoch}-ba{batch:06d}.json").render({"epoch": 1, "batch": 42})
