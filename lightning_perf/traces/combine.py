@@ -46,10 +46,6 @@ _ROUNDS = 5
 _MOST_NAMED = 8
 
 
-class CombineError(TraceError):
-    """Traces that cannot be merged; the message says why."""
-
-
 class Marker(NamedTuple):
     """A collective or step of one rank, by that rank's clock in microseconds."""
 
@@ -99,11 +95,11 @@ def find_window(folder: Path, window: str | None = None) -> list[Trace]:
             windows[path.parent, name[2]].append(Trace(int(name[1]), path))
     if not windows:
         which = "" if window is None else f" of the window {window}"
-        raise CombineError(f"{folder} has no traces of ranks{which}, such as rank0.12.json.gz")
+        raise TraceError(f"{folder} has no traces of ranks{which}, such as rank0.12.json.gz")
     if len(windows) > 1:
         names = [str(place.relative_to(folder) / rest) for place, rest in windows]
         shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
-        raise CombineError(
+        raise TraceError(
             f"{folder} has traces of {len(windows)} windows or runs ({shown}). Name the folder of "
             f"one run, and the window, such as --window {next(iter(windows))[1].partition('.')[0]}"
         )
@@ -111,7 +107,7 @@ def find_window(folder: Path, window: str | None = None) -> list[Trace]:
     found.sort(key=lambda trace: trace.rank)
     for one, other in pairwise(found):
         if one.rank == other.rank:
-            raise CombineError(f"rank {one.rank} has two traces: {one.path} and {other.path}")
+            raise TraceError(f"rank {one.rank} has two traces: {one.path} and {other.path}")
     return found
 
 
@@ -158,17 +154,17 @@ def _damage_named(path: Path) -> Iterator[None]:
     except TraceError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CombineError(f"{path} is damaged ({describe(error)})") from error
+        raise TraceError(f"{path} is damaged ({describe(error)})") from error
 
 
 def check(traces: Sequence[Trace]) -> None:
-    """Raise `CombineError` if the traces are not of one window of one run."""
+    """Raise `TraceError` if the traces are not of one window of one run."""
     first = traces[0]
     for trace in traces[1:]:
         for key in _SHARED:
             mine, theirs = first.head.get(key), trace.head.get(key)
             if mine != theirs:
-                raise CombineError(
+                raise TraceError(
                     f"{first.path.name} and {trace.path.name} are not of one window: their {key} "
                     f"is {mine!r} and {theirs!r}"
                 )
