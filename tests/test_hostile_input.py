@@ -23,13 +23,15 @@ from rich.console import Console
 
 from lightning_perf import ConfigError, PerfWarning, always_on
 from lightning_perf.callbacks.suite import from_environment
-from lightning_perf.cli import Failure, upload, watch
+from lightning_perf.cli import Failure, training
+from lightning_perf.cli.training import watch
+from lightning_perf.cli.upload import upload
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.schedule import as_schedule
 from lightning_perf.traces import combine
+from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.folder import RunFolder
 from lightning_perf.traces.names import file_format, run_values, time_values
-from lightning_perf.traces.stream import TraceError
 from lightning_perf.traces.summary import summarize, tables
 from lightning_perf.traces.uploads import (
     FILE_NAME,
@@ -136,11 +138,11 @@ def test_a_damaged_live_summary_is_watched_or_refused(
     (tmp_path / "summary.json").write_text(json.dumps(mutate(content)))
     terminal = Console(file=io.StringIO(), force_terminal=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch.time, "sleep", wait)
+        patch.setattr(training.time, "sleep", wait)
         for view in (
             lambda: watch.run(str(tmp_path), None, json=False),
             lambda: watch.run(str(tmp_path), None, json=True),
-            lambda: watch._show(watch.folder_source(tmp_path), terminal),
+            lambda: training._show(training.folder_source(tmp_path), terminal),
         ):
             looks.clear()
             with suppress(Enough, SummaryError, Failure):

@@ -15,8 +15,7 @@ from helpers.pages import loaded_from_elsewhere
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import Fixed, Memray, PyTorch, VizTracer, always_on
-from lightning_perf.charts.flame import FlameGraph, fold
-from lightning_perf.charts.page import Heading, Table, page
+from lightning_perf.charts import FlameGraph, Heading, Table, fold, page
 
 SECRET = "hunter2-correct-horse"
 

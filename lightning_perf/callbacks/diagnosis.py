@@ -29,8 +29,8 @@ from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
 from lightning_perf.timing.clock import GcTimer, run_queue
+from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.folder import check_names
-from lightning_perf.traces.stream import TraceError
 
 if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Costs, Signals

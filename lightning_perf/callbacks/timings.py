@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_perf.charts.heatmap import heatmap_html
-from lightning_perf.charts.stacked import stacked_html, stacked_png
+from lightning_perf.charts.stacked import heatmap_html, stacked_html, stacked_png
 from lightning_perf.checks import install_command, is_installed
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.diagnosis.rules.ranks import PHASES, Straggler, Work, straggler_of, work_of

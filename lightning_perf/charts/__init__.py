@@ -1,5 +1,316 @@
 """Charts: stacked areas, flame graphs and tables as HTML pages, SVG and PNG.
 
-All pages share one template, colours and number formats, load nothing, and follow the browser's
-light or dark mode. jinja2 and matplotlib are imported when something is drawn.
+All pages share one template, colours and number formats, load nothing, also in MLflow's sandboxed
+frame, and follow the browser's light or dark mode. jinja2 and matplotlib are imported when
+something is drawn.
 """
+
+from __future__ import annotations
+
+from base64 import b64encode
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from itertools import groupby
+from math import ceil, floor, log10
+from typing import TYPE_CHECKING, Any, TypeAlias
+from zlib import crc32
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from jinja2 import Template
+
+OTHER = "other"
+#: Distinguishable for the colour-blind, and on light and dark pages.
+COLOURS = {
+    "dataloader_next": "#db4e10",
+    "to_device": "#f3bc00",
+    "forward": "#79dff7",
+    "backward": "#0061bc",
+    "optimizer_step": "#3b3d6a",
+    "step_lr_schedulers": "#95a7f8",
+    "from_device": "#d8e074",
+    "reduce_metrics": "#655428",
+    "callbacks": "#00b062",
+    "logging": "#a4eeab",
+    "checkpoint": "#6a2d3f",
+    "validation": "#a86cac",
+    OTHER: "#9a9a9a",
+}
+#: For categories of the user, two of which may share a colour.
+_CUSTOM = ("#ff8fab", "#00796b", "#c9a66b", "#5e35b1", "#b0003a", "#7cb342")
+#: For layers that have no fixed colour.
+PALETTE = tuple(
+    COLOURS[name]
+    for name in ("backward", "to_device", "callbacks", "forward", "dataloader_next", "validation",
+                 "logging", "optimizer_step")
+)  # fmt: skip
+
+
+def colour_of(name: str) -> str:
+    """The colour of a timing category, as ``#rrggbb``; a custom name always has the same one."""
+    return COLOURS.get(name) or _CUSTOM[crc32(name.encode()) % len(_CUSTOM)]
+
+
+def ticks(low: float, high: float, about: int = 8) -> list[float]:
+    """Round numbers from one end of an axis to the other.
+
+    Example:
+        >>> ticks(0, 47)
+        [0.0, 10.0, 20.0, 30.0, 40.0]
+    """
+    if not high > low:
+        return [low]
+    rough = (high - low) / about
+    magnitude = 10.0 ** floor(log10(rough))
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= rough * (1 - 1e-9))
+    count = range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)
+    return [float(f"{n * step:.12g}") for n in count]
+
+
+#: Drawing units along each axis; the browser stretches them to the width of the page.
+_SIZE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a stacked chart."""
+
+    name: str
+    #: ``#rrggbb``.
+    colour: str
+    #: One per window.
+    values: Sequence[float]
+    #: Value and share (0 to 1) in the legend.
+    amount: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Areas:
+    """A stacked chart: layers from the bottom to the top, each constant within a window."""
+
+    #: Bounds of the windows on the x axis, one more than windows.
+    edges: Sequence[float]
+    #: Names of the windows.
+    windows: Sequence[str]
+    layers: Sequence[Layer]
+    #: End of the y axis; values above are cut off.
+    top: float
+    #: Unit for the y axis, and how many of it are 1.
+    unit: Callable[[float], tuple[float, str]]
+    #: Formats a value with its unit.
+    text: Callable[[float], str]
+    #: Positions and labels.
+    x_ticks: Sequence[tuple[float, str]]
+    x_label: str
+    #: Follows the unit on the y axis.
+    y_label: str
+    #: Headings of the legend.
+    legend: tuple[str, str, str]
+    summary: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def y_ticks(self) -> list[tuple[float, str]]:
+        """Positions and labels."""
+        scale, _ = self.unit(self.top)
+        return [(tick / scale, f"{tick:,.10g}") for tick in ticks(0, self.top * scale, 6)]
+
+    def x_share(self, position: float) -> float:
+        """A position on the x axis as a share of its length."""
+        first, last = self.edges[0], self.edges[-1]
+        return (position - first) / ((last - first) or 1.0)
+
+    def paths(self) -> list[str]:
+        """The outline of each layer, in drawing units."""
+        across = [_SIZE * self.x_share(edge) for edge in self.edges]
+        floor, found = [0.0] * len(self.windows), []
+        for layer in self.layers:
+            ceiling = [low + value for low, value in zip(floor, layer.values, strict=True)]
+            there, back = self._steps(across, ceiling), self._steps(across, floor)
+            found.append(f"M{' '.join(there + back[::-1])}Z")
+            floor = ceiling
+        return found
+
+    def _steps(self, across: list[float], heights: list[float]) -> list[str]:
+        points: list[str] = []
+        for height, run in groupby(range(len(heights)), key=heights.__getitem__):
+            windows, y = list(run), _SIZE * (1 - height / self.top)
+            points += [f"{across[x]:.1f},{y:.1f}" for x in (windows[0], windows[-1] + 1)]
+        return points
+
+    def tooltips(self) -> dict[str, Any]:
+        """What the page's script shows for a window."""
+        scale, unit = self.unit(self.top)
+        return {
+            "edges": [round(self.x_share(float(edge)), 4) for edge in self.edges],
+            "windows": list(self.windows),
+            "unit": unit,
+            "values": [[float(f"{v * scale:.4g}") for v in layer.values] for layer in self.layers],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A table cell with a bar: shares of its whole length, with their colour and tooltip."""
+
+    parts: Sequence[tuple[float, str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Names in the first column, numbers in the others."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str | Bar]]
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A heading between the parts of a page."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """A picture with a value per row and column, from the top left."""
+
+    #: A ``data:`` URL, so that the page loads nothing.
+    image: str
+    #: Positions as shares of the axis, and labels.
+    y_ticks: Sequence[tuple[float, str]]
+    x_ticks: Sequence[tuple[float, str]]
+    x_label: str
+    summary: str
+    notes: tuple[str, ...] = ()
+
+
+# -- flame graphs: in a page, or as files that any browser opens without a network ----------------
+
+_ROW, _TOP = 17, 28
+#: Frames with a smaller share of the picture are left out.
+_SMALLEST_SHARE = 0.0003
+
+
+@dataclass(slots=True)
+class Frame:
+    """A function on a stack: its value includes those of the functions that it calls."""
+
+    value: int = 0
+    calls: dict[str, Frame] = field(default_factory=dict)
+
+
+def fold(stacks: Iterable[tuple[list[str], int]]) -> Frame:
+    """Merge stacks (function names from the outermost on, and a value) into one tree."""
+    root = Frame()
+    for names, value in stacks:
+        node = root
+        node.value += value
+        for name in names:
+            node = node.calls.setdefault(name, Frame())
+            node.value += value
+    return root
+
+
+def read_folded(text: str) -> Iterator[tuple[list[str], int]]:
+    """Parse stacks in the folded format: one per line, ``outer;inner 42``."""
+    for line in text.splitlines():
+        names, _, value = line.rpartition(" ")
+        yield names.split(";"), int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class FlameGraph:
+    """A tree of frames, drawn with widths proportional to values; a click zooms in on a frame."""
+
+    root: Frame
+    title: str
+    #: Formats a value with its unit.
+    text: Callable[[int], str] = str
+
+    def svg(self, style: str = "", script: str = "") -> str:
+        """The picture; ``flame.css`` and ``flame.js`` belong into it, or into its page."""
+        frames, depths = [], [0]
+        for name, value, depth, left in _walk(self.root):
+            share = value / max(self.root.value, 1)
+            frames.append(_frame(name, f"{self.text(value)}, {share:.1%}", depth, left, share))
+            depths.append(depth)
+        height = _TOP + (max(depths) + 1) * _ROW + 6
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="flame" width="1200" '
+            f'height="{height}">{style}\n'
+            f'<text class="title" x="3" y="18">{escape(self.title)}: '
+            f"{escape(self.text(self.root.value))}</text>\n"
+            + "\n".join(frames)
+            + f"\n{script}</svg>\n"
+        )
+
+    def document(self) -> str:
+        """The picture as a file of its own."""
+        return self.svg(
+            f"<style>{_asset('flame.css')}</style>",
+            f"<script><![CDATA[{_asset('flame.js')}]]></script>\n",
+        )
+
+
+def _walk(root: Frame) -> Iterator[tuple[str, int, int, float]]:
+    """Name, value, depth and left edge of each visible frame, callers first."""
+    waiting = [("all", root, 0, 0.0)]
+    while waiting:
+        name, node, depth, left = waiting.pop()
+        yield name, node.value, depth, left
+        for called, frame in sorted(node.calls.items(), key=lambda item: (-item[1].value, item[0])):
+            share = frame.value / max(root.value, 1)
+            if share >= _SMALLEST_SHARE:
+                waiting.append((called, frame, depth + 1, left))
+            left += share
+
+
+def _frame(name: str, value: str, depth: int, left: float, share: float) -> str:
+    # An inner SVG clips the name at its edge, at any width of the picture.
+    name, hue = escape(name), crc32(name.encode()) % 55
+    return (
+        f'<svg x="{left:.4%}" y="{_TOP + depth * _ROW}" width="{share:.4%}" height="{_ROW - 1}" '
+        f'data-x="{left:.6f}" data-w="{share:.6f}"><title>{name} ({escape(value)})</title>'
+        f'<rect width="100%" height="100%" fill="hsl({hue},75%,68%)"/>'
+        f'<text x="3" y="12">{name}</text></svg>\n'
+    )
+
+
+# -- pages ----------------------------------------------------------------------------------------
+
+Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap"
+
+
+def page(title: str, parts: Iterable[Part]) -> str:
+    """A page with a headline and, from top to bottom, its parts; a string is a paragraph."""
+    named = [(type(part).__name__, part) for part in parts]
+    script = _asset("page.js") + _asset("flame.js")
+    # The page's policy allows this script alone: no text on the page can run as code.
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    return _template().render(
+        title=title,
+        parts=named,
+        flame_style=_asset("flame.css"),
+        script=script,
+        script_hash=f"sha256-{digest}",
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["percent"] = lambda share, digits=1: f"{share:.{digits}%}"
+    return environment.from_string(_asset("page.html.jinja"))

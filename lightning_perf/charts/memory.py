@@ -21,24 +21,25 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_perf.charts.flame import FlameGraph, fold
-from lightning_perf.charts.page import (
+from lightning_perf.charts import (
     COLOURS,
     OTHER,
     PALETTE,
     Areas,
     Bar,
+    FlameGraph,
     Heading,
     Layer,
     Part,
     Table,
+    fold,
     page,
     ticks,
 )
 from lightning_perf.units import bytes_text, bytes_unit, duration, time_unit
 
 if TYPE_CHECKING:
-    from lightning_perf.traces.stream import Event
+    from lightning_perf.traces.events import Event
 
 #: Torch's categories, in the order of its columns.
 CATEGORIES = (

@@ -1,13 +1,12 @@
-"""The command ``lightning-perf``, one module per subcommand.
-
-A module's docstring is the command's description. ``ARGUMENTS`` are parsed and passed to ``run``.
-"""
+"""The command ``lightning-perf``: a function per subcommand."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -15,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from lightning_perf.checks import install_command
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import ModuleType
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
-#: Modules of this package, imported when the command runs since their dependencies may be missing.
-_COMMANDS = (
-    "capture", "compare", "devices", "doctor", "measure", "report", "run", "trace", "upload",
-    "watch",
-)  # fmt: skip
+#: The module of each command, imported when one runs since its dependencies may be missing.
+_COMMANDS = {
+    "capture": "training", "compare": "runs", "devices": "peaks", "doctor": "doctor",
+    "measure": "peaks", "report": "runs", "run": "training", "trace": "trace", "upload": "upload",
+    "watch": "training",
+}  # fmt: skip
 #: The names to install of packages that are imported under another name.
 _INSTALLS = {
     "jsonargparse": '"jsonargparse[signatures]"',
@@ -33,23 +32,40 @@ _INSTALLS = {
 }
 
 
-def argument(what: str, **options: Any) -> dict[str, Any]:
+#: The name of an argument, or the names of an option, and what argparse takes besides.
+Argument = tuple[str, dict[str, Any]]
+
+
+@dataclass
+class Command:
+    """A subcommand: a function that returns the exit code, or raises `Failure`."""
+
+    arguments: Sequence[Argument]
+    #: Takes the arguments' values; its docstring is the description.
+    run: Callable[..., int]
+
+
+def command(*arguments: Argument) -> Callable[[Callable[..., int]], Command]:
+    """Make a function a subcommand with these arguments."""
+    return partial(Command, arguments)
+
+
+def argument(name: str, what: str, **options: Any) -> Argument:
     """An argument of a command, with further options of ``argparse``."""
-    return {"type": str, "help": what, **options}
+    return name, {"type": str, "help": what, **options}
 
 
-def flag(what: str) -> dict[str, Any]:
-    """An argument without a value."""
-    return {"action": "store_true", "help": what}
+def flag(name: str, what: str) -> Argument:
+    """An option without a value."""
+    return name, {"action": "store_true", "help": what}
 
 
 #: Options of several commands.
-JSON = {"--json": flag("Print JSON.")}
-TRACKING_URI = {
-    "--tracking-uri": argument(
-        "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db."
-    )
-}
+JSON = flag("--json", "Print JSON.")
+TRACKING_URI = argument(
+    "--tracking-uri",
+    "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
+)
 
 
 class Failure(Exception):
@@ -110,8 +126,9 @@ def _remedy(error: ImportError, package: str) -> str:
     return f"a package cannot be imported ({error}). Try pip install --upgrade lightning_perf."
 
 
-def _commands() -> dict[str, ModuleType]:
-    return {name: import_module(f"lightning_perf.cli.{name}") for name in _COMMANDS}
+def _commands() -> dict[str, Command]:
+    modules = {name: import_module(f"{__name__}.{module}") for name, module in _COMMANDS.items()}
+    return {name: getattr(module, name) for name, module in modules.items()}
 
 
 def _run(args: Sequence[str]) -> int:
@@ -131,10 +148,10 @@ def _run(args: Sequence[str]) -> int:
     subcommands = parser.add_subcommands()
     commands = _commands()
     for name, command in commands.items():
-        description = " ".join((command.__doc__ or "").split())
+        description = " ".join((command.run.__doc__ or "").split())
         arguments = ArgumentParser(description=description)
-        for argument, options in command.ARGUMENTS.items():
-            arguments.add_argument(*argument.split(), **options)
+        for names, options in command.arguments:
+            arguments.add_argument(*names.split(), **options)
         summary = description.partition(". ")[0].rstrip(".")
         subcommands.add_subcommand(name, arguments, help=summary)
     # What follows two dashes is the command of `run`, whose options are not ours.

@@ -1,7 +1,4 @@
-"""Check versions, devices, permissions and the tracking server.
-
-Says which feature lacks which package.
-"""
+"""The command that checks an installation."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.checks import install_command
-from lightning_perf.cli import JSON, new_console, print_json
+from lightning_perf.cli import JSON, command, new_console, print_json
 from lightning_perf.errors import ConfigError, without_credentials
 
 if TYPE_CHECKING:
@@ -45,11 +42,12 @@ class Finding(NamedTuple):
     state: str = "ok"
 
 
-ARGUMENTS = JSON
+@command(JSON)
+def doctor(json: bool) -> int:
+    """Check versions, devices, permissions and the tracking server.
 
-
-def run(json: bool) -> int:
-    """Print the findings; the exit code is 1 if something is broken."""
+    Says which feature lacks which package.
+    """
     found = [*_packages(), *_hardware(), *_setup()]
     if json:
         print_json([each._asdict() for each in found])

@@ -1,4 +1,4 @@
-"""Summarize a trace of the PyTorch profiler, or merge those of all ranks into one for Perfetto."""
+"""The command about traces of the PyTorch profiler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import JSON, TRACKING_URI, Failure, argument, new_console, print_json
+from lightning_perf.cli import (
+    JSON,
+    TRACKING_URI,
+    Failure,
+    argument,
+    command,
+    new_console,
+    print_json,
+)
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -21,21 +29,22 @@ if TYPE_CHECKING:
 #: Collectives that are shown.
 _MOST_SHOWN = 5
 
-ARGUMENTS = {
-    "file": argument("The trace to summarize: .json or .json.gz.", nargs="?"),
-    "--combine": argument(
-        "Merge the traces of this folder, or of a run's id or name in MLflow.", metavar="FOLDER|RUN"
-    ),
-    "--output -o": argument("The file to write.", default="all.json.gz"),
-    "--window": argument(
-        "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz."
-    ),
-    **TRACKING_URI,
-    **JSON,
-}
 
-
-def run(
+@command(
+    argument("file", "The trace to summarize: .json or .json.gz.", nargs="?"),
+    argument(
+        "--combine",
+        "Merge the traces of this folder, or of a run's id or name in MLflow.",
+        metavar="FOLDER|RUN",
+    ),
+    argument("--output -o", "The file to write.", default="all.json.gz"),
+    argument(
+        "--window", "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz."
+    ),
+    TRACKING_URI,
+    JSON,
+)
+def trace(
     file: str | None,
     json: bool,
     combine: str | None,
@@ -43,8 +52,8 @@ def run(
     window: str | None,
     tracking_uri: str | None,
 ) -> int:
-    """Print the summary of a trace, or merge several; code 2 if they cannot be read."""
-    from lightning_perf.traces.stream import TraceError
+    """Summarize a trace of the PyTorch profiler, or merge those of all ranks into one for Perfetto."""  # noqa: E501
+    from lightning_perf.traces.events import TraceError
 
     try:
         if file is not None and combine is None:
@@ -61,7 +70,6 @@ def run(
 
 def _summarize(path: Path, json: bool) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     from lightning_perf.traces.summary import facts, summarize, tables
 
@@ -72,13 +80,13 @@ def _summarize(path: Path, json: bool) -> None:
     console = new_console()
     grid = Table(show_header=False)
     for fact in facts(summary):
-        grid.add_row(*map(Text, fact))
+        grid.add_row(*fact)
     console.print(grid)
     for title, headings, rows in tables(summary):
         console.print(title, style="bold")
         table = Table(*headings)
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*row)
         console.print(table)
     for note in summary.notes:
         console.print(f"Note: {note}.", soft_wrap=True)
@@ -102,7 +110,6 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
     from lightning_perf.traces import combine
 
     traces = combine.find_window(folder, window)
-    console = Console(highlight=False)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=2 * len(traces))
         for trace in traces:
@@ -130,11 +137,11 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
             ],
         })  # fmt: skip
         return
+    console = new_console()
     console.print(f"{target}: {len(traces)} ranks, {events:,} events", soft_wrap=True)
     if missing:
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-        names = ", ".join(map(str, missing[:10]))
-        console.print(f"No traces of ranks {names}{more}.", soft_wrap=True)
+        console.print(f"No traces of ranks {', '.join(map(str, missing[:10]))}{more}.")
     for trace in traces[1:]:
         if trace.error is None:
             console.print(f"rank {trace.rank}: nothing in common with rank 0, clock as it is")

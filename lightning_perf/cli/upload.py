@@ -1,7 +1,4 @@
-"""Upload the files listed in pending_uploads.jsonl, each to its MLflow run or store.
-
-The lists contain no passwords; those of stores are read from fsspec's settings.
-"""
+"""The command that uploads what trainings could not upload."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import JSON, Failure, argument, flag, print_json
+from lightning_perf.cli import JSON, Failure, argument, command, flag, print_json
 from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
@@ -27,29 +24,33 @@ if TYPE_CHECKING:
 _Key = tuple[str, str, frozenset[tuple[str, str]]]
 _MISSING = "the file is missing; --forget-missing removes it from the list"
 
-ARGUMENTS = {
-    "folder": argument("The folder to search for lists, with subfolders.", nargs="?", default="."),
-    "--tracking-uri": argument(
+
+@command(
+    argument("folder", "The folder to search for lists, with subfolders.", nargs="?", default="."),
+    argument(
+        "--tracking-uri",
         "The tracking address to use instead of the listed one, for example with a "
-        "password. MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too."
+        "password. MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too.",
     ),
-    "--forget-missing": flag("Remove missing files from the lists."),
-    "--outside": flag(
+    flag("--forget-missing", "Remove missing files from the lists."),
+    flag(
+        "--outside",
         "Also upload files outside of the folder of their list. Only for lists that you "
-        "trust: they could name any of your files."
+        "trust: they could name any of your files.",
     ),
-    **JSON,
-}
-
-
-def run(
+    JSON,
+)
+def upload(
     folder: str,
     tracking_uri: str | None,
     forget_missing: bool,
     json: bool = False,
     outside: bool = False,
 ) -> int:
-    """Upload the listed files; code 1 if a file is left, 2 if the folder does not exist."""
+    """Upload the files listed in pending_uploads.jsonl, each to its MLflow run or store.
+
+    The lists contain no passwords; those of stores are read from fsspec's settings.
+    """
     if not Path(folder).is_dir():
         raise Failure(f"there is no folder {folder}")
     target_at = cache(_target)  # each is checked once

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_perf.charts.page import Areas, Heading, Part, Table, page
+from lightning_perf.charts import Areas, Heading, Part, Table, page
 from lightning_perf.charts.stacked import stack
 from lightning_perf.diagnosis.rules.base import known
 from lightning_perf.timing.clock import QUEUE

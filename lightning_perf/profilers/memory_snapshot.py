@@ -15,7 +15,7 @@ import torch
 from torch.cuda import _memory_viz
 from typing_extensions import override
 
-from lightning_perf.charts.flame import FlameGraph, fold, read_folded
+from lightning_perf.charts import FlameGraph, fold, read_folded
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
 from lightning_perf.profilers.base import Profiler, shared

@@ -18,8 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_perf.charts.flame import FlameGraph, fold
-from lightning_perf.charts.page import page
+from lightning_perf.charts import FlameGraph, fold, page
 from lightning_perf.units import bytes_text
 
 #: Source lines in each table of memory.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerAction
 
-from lightning_perf.background.worker import wait_until
+from lightning_perf.background import wait_until
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe
 from lightning_perf.run import compat

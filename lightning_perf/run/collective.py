@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_perf.background.worker import wait_until
+from lightning_perf.background import wait_until
 from lightning_perf.errors import describe, warn
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_perf.background.worker import Worker
+from lightning_perf.background import Worker
 from lightning_perf.core.progress import Limits, Moment
 from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
 from lightning_perf.patches import MethodPatch, PatchSet

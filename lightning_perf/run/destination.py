@@ -10,7 +10,7 @@ from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.background.worker import waiting
+from lightning_perf.background import waiting
 from lightning_perf.errors import describe, warn
 from lightning_perf.traces.folder import TraceOptions
 from lightning_perf.traces.uploads import TraceRun
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
-    from lightning_perf.background.worker import Worker
+    from lightning_perf.background import Worker
     from lightning_perf.run.context import RunContext
     from lightning_perf.traces.uploads import Target
 

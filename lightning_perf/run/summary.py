@@ -16,13 +16,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_perf.background.files import written_whole
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
 from lightning_perf.run import compat, destination
 from lightning_perf.timing.totals import CATEGORIES
-from lightning_perf.traces.folder import TraceOptions
+from lightning_perf.traces.folder import TraceOptions, written_whole
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     RUNNING,

@@ -12,14 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cgroup:
-    """The control group of this process and its parents.
-
-    Args:
-        root: Mount point of the hierarchy.
-        membership: The file that names the group.
-    """
+    """The control group of this process and its parents."""
 
     root: Path = Path("/sys/fs/cgroup")
+    #: The file that names the group.
     membership: Path = Path("/proc/self/cgroup")
 
     def quota(self) -> tuple[float, Callable[[], float]] | None:

@@ -13,7 +13,7 @@ from lightning_perf.system.cgroup import Cgroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
 
-    from lightning_perf.system.sampler import Sensor
+    from lightning_perf.system import Sensor
 
     _Counters = Mapping[Any, Mapping[str, float]]
 

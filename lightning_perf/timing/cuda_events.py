@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from lightning_perf.background.worker import wait_until
+from lightning_perf.background import wait_until
 from lightning_perf.errors import describe, warn
 from lightning_perf.timing.totals import Action, Cost, Floor
 

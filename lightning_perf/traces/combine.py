@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_perf.background.files import written_whole
 from lightning_perf.errors import describe
-from lightning_perf.traces.stream import TraceError, stream
+from lightning_perf.traces.events import TraceError, stream
+from lightning_perf.traces.folder import gzipped_whole, written_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from lightning_perf.traces.stream import Event
+    from lightning_perf.traces.events import Event
 
 #: Traces of ranks, as all profilers name them by default.
 TRACE_NAME = re.compile(r"rank(\d+)\.(.+\.json)(?:\.gz)?")
-_LEVEL = 3
 #: Of a trace's head: ranks of one window agree on these.
 _SHARED = ("run_name", "stage", "batch", "world_size")
 #: Collectives that no rank leaves before the last one has come, as gloo, NCCL's annotations and
@@ -46,10 +44,6 @@ _STEPS_AGREE = 1e5
 _ROUNDS = 5
 #: Windows that a message names.
 _MOST_NAMED = 8
-
-
-class CombineError(TraceError):
-    """Traces that cannot be merged; the message says why."""
 
 
 class Marker(NamedTuple):
@@ -101,11 +95,11 @@ def find_window(folder: Path, window: str | None = None) -> list[Trace]:
             windows[path.parent, name[2]].append(Trace(int(name[1]), path))
     if not windows:
         which = "" if window is None else f" of the window {window}"
-        raise CombineError(f"{folder} has no traces of ranks{which}, such as rank0.12.json.gz")
+        raise TraceError(f"{folder} has no traces of ranks{which}, such as rank0.12.json.gz")
     if len(windows) > 1:
         names = [str(place.relative_to(folder) / rest) for place, rest in windows]
         shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
-        raise CombineError(
+        raise TraceError(
             f"{folder} has traces of {len(windows)} windows or runs ({shown}). Name the folder of "
             f"one run, and the window, such as --window {next(iter(windows))[1].partition('.')[0]}"
         )
@@ -113,7 +107,7 @@ def find_window(folder: Path, window: str | None = None) -> list[Trace]:
     found.sort(key=lambda trace: trace.rank)
     for one, other in pairwise(found):
         if one.rank == other.rank:
-            raise CombineError(f"rank {one.rank} has two traces: {one.path} and {other.path}")
+            raise TraceError(f"rank {one.rank} has two traces: {one.path} and {other.path}")
     return found
 
 
@@ -160,17 +154,17 @@ def _damage_named(path: Path) -> Iterator[None]:
     except TraceError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CombineError(f"{path} is damaged ({describe(error)})") from error
+        raise TraceError(f"{path} is damaged ({describe(error)})") from error
 
 
 def check(traces: Sequence[Trace]) -> None:
-    """Raise `CombineError` if the traces are not of one window of one run."""
+    """Raise `TraceError` if the traces are not of one window of one run."""
     first = traces[0]
     for trace in traces[1:]:
         for key in _SHARED:
             mine, theirs = first.head.get(key), trace.head.get(key)
             if mine != theirs:
-                raise CombineError(
+                raise TraceError(
                     f"{first.path.name} and {trace.path.name} are not of one window: their {key} "
                     f"is {mine!r} and {theirs!r}"
                 )
@@ -282,10 +276,7 @@ def write(
     It is gzipped if its name ends in ``.gz``. ``copied`` is called after each trace.
     """
     count = 0
-    with written_whole(target) as raw, ExitStack() as opened:
-        file: Any = raw
-        if target.suffix == ".gz":
-            file = opened.enter_context(gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0))
+    with (gzipped_whole if target.suffix == ".gz" else written_whole)(target) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         for trace in traces:
             with _damage_named(trace.path):

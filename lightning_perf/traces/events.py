@@ -1,22 +1,148 @@
-"""The events of a torch.profiler trace as arrays of numbers, read in bounded memory."""
+"""The events of a trace in Chrome's format, one at a time or as arrays, in bounded memory."""
 
 from __future__ import annotations
 
+import json
+import re
+import zlib
 from array import array
+from codecs import getincrementaldecoder
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from lightning_perf.traces.stream import ADDRESS, CutShort, TraceError, nanoseconds, stream
-
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from lightning_perf.traces.stream import Event
+Event = dict[str, Any]
+#: Addresses of objects, removed so that all calls of a function have one name.
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+#: Nanoseconds by which rounding may make a call end after its caller: one for each.
+SLACK = 2
+
+#: Bytes that are read at once of a file, and of a gzipped one.
+_CHUNK, _PACKED_CHUNK = 1 << 20, 1 << 16
+#: Characters of the longest event or other value; more is no trace, or damaged.
+_MOST_CHARACTERS = 1 << 26
+_GZIPPED, _GZIP_FORMAT = b"\x1f\x8b", 31
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[\s,]*")
+
+
+class TraceError(ValueError):
+    """A file that is not a trace; the message says why, in one line."""
+
+
+class CutShort(TraceError):
+    """A trace that ends early or is damaged, after the events that were read."""
+
+
+def nanoseconds(microseconds: float) -> int:
+    """A trace's microseconds as an integer: sums of floats would lose the three decimals."""
+    return round(microseconds * 1000)
+
+
+def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
+    """The events of a trace, gzipped or not.
+
+    ``head`` gets what the file says of itself: those of its keys that precede the events, and at
+    the end all others. Raises `TraceError` if the file is not a trace, `CutShort` if it ends early,
+    and `OSError` if it cannot be read.
+    """
+    buffer = _Buffer(path)
+    if buffer.peek("{"):
+        buffer.skip()
+        while not buffer.peek("}"):
+            key = str(buffer.value())
+            if not buffer.peek(":"):
+                raise CutShort(f"{path} is damaged")
+            buffer.skip()
+            if key == "traceEvents" and buffer.peek("["):
+                yield from buffer.elements()
+            else:
+                head[key] = buffer.value()
+    elif buffer.peek("["):
+        yield from buffer.elements()
+    else:
+        raise TraceError(f"{path} is not a trace in Chrome's format")
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The text of a file in pieces; of a gzipped file that is cut short, all that is there."""
+    decode = getincrementaldecoder("utf-8")().decode
+    with path.open("rb") as file:
+        packed = file.peek(2).startswith(_GZIPPED)
+        unpack = zlib.decompressobj(_GZIP_FORMAT)
+        while piece := file.read(_PACKED_CHUNK if packed else _CHUNK):
+            try:
+                while packed and piece:
+                    yield decode(unpack.decompress(piece))
+                    piece = unpack.unused_data
+                    if unpack.eof:  # gzipped files may follow one another
+                        unpack = zlib.decompressobj(_GZIP_FORMAT)
+                yield decode(piece)
+            except (zlib.error, UnicodeDecodeError) as error:
+                raise CutShort(f"{path} is damaged ({error})") from error
+
+
+class _Buffer:
+    """The part of a file that is being parsed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._texts = path, _texts(path)
+        self._text, self._at = "", 0
+
+    def peek(self, mark: str) -> bool:
+        """Whether the next character, after spaces and commas, is this one."""
+        while True:
+            found = _SPACE.match(self._text, self._at)
+            assert found is not None  # it matches nothing, too
+            self._at = found.end()
+            if self._at < len(self._text):
+                return self._text[self._at] == mark
+            self._more()
+
+    def skip(self) -> None:
+        """Go past one character."""
+        self._at += 1
+
+    def value(self) -> Any:
+        """The next value."""
+        self.peek("")
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except ValueError:
+                self._more()
+                continue
+            except RecursionError as error:
+                raise CutShort(f"{self._path} is damaged: it is nested too deeply") from error
+            if end == len(self._text):  # a number may go on
+                self._more()
+                continue
+            self._at = end
+            return value
+
+    def elements(self) -> Iterator[Any]:
+        """The elements of an array."""
+        self.skip()
+        while not self.peek("]"):
+            yield self.value()
+        self.skip()
+
+    def _more(self) -> None:
+        more = next(self._texts, None)
+        if more is None:
+            raise CutShort(f"{self._path} is cut short, or not a trace in Chrome's format")
+        if len(self._text) - self._at > _MOST_CHARACTERS:
+            raise CutShort(f"{self._path} is damaged, or not a trace in Chrome's format")
+        self._text, self._at = self._text[self._at :] + more, 0
+
+
+# -- as arrays of numbers -------------------------------------------------------------------------
 
 #: The largest number of a column.
 _LARGEST = (1 << 63) - 1
@@ -85,6 +211,8 @@ def read(path: Path, most: int) -> Events:
 
     At most ``most`` events of the host, and of the devices, are kept.
     """
+    import numpy as np
+
     reader, head, notes = _Reader(most), dict[str, Any](), list[str]()
     try:
         for event in stream(path, head):

@@ -41,17 +41,11 @@ _UNSAFE = re.compile(
 
 
 class NameFormat:
-    """A format string for file or folder names.
+    """A format string for file or folder names, with ``/`` between folders.
 
-    Args:
-        pattern: The format string, with ``/`` between folders.
-        field: The name of the setting, for messages.
-        variables: The variables that it may use.
-        example: A valid pattern, for messages.
-
-    Raises:
-        ConfigError: If the pattern is empty, uses an unknown variable, has an invalid or
-            unreadable format specification, or has a part ``..``.
+    ``field`` is the name of the setting and ``example`` a valid pattern, for messages. Refuses a
+    pattern that is empty, uses an unknown variable, has an invalid or unreadable format
+    specification, or has a part ``..``.
 
     Example:
         >>> NameFormat("ep{epoch}-ba{batch:06d}.json").render({"epoch": 1, "batch": 42})
@@ -85,11 +79,11 @@ class NameFormat:
         ``fixed`` has the values of all other variables.
         """
         times = [variable for _, variable, _ in self._parts if variable in TIME_VARIABLES]
-        groups = [
+        pattern = "".join(
             re.escape(literal) + (self._group(variable, spec, fixed) if variable else "")
             for literal, variable, spec in self._parts
-        ]
-        found = re.fullmatch("".join(groups), name)
+        )
+        found = re.fullmatch(pattern, name)
         return None if found is None else dict(zip(times, map(float, found.groups()), strict=True))
 
     @property
@@ -135,35 +129,23 @@ class NameFormat:
             raise self._error("leaves its folder by '..'")
 
 
-def folder_format(pattern: str, field: str = "folder") -> NameFormat:
-    """The format of a folder, which may be absolute.
-
-    Raises:
-        ConfigError: As `NameFormat`.
-    """
-    return NameFormat(pattern, field, FOLDER_VARIABLES, "'{run_name}/torch_traces'")
+def folder_format(pattern: str) -> NameFormat:
+    """The format of a folder, which may be absolute."""
+    return NameFormat(pattern, "folder", FOLDER_VARIABLES, "'{run_name}/torch_traces'")
 
 
 def file_format(pattern: str, field: str = "filename", gz: bool = False) -> NameFormat:
-    """The format of file names within their folder, ending with ``.gz`` once if ``gz``.
-
-    Raises:
-        ConfigError: As `NameFormat`, and if the name is absolute or ends with a slash.
-    """
+    """The format of file names within their folder, ending with ``.gz`` once if ``gz``."""
     name = NameFormat(pattern, field)
     if PureWindowsPath(pattern).anchor:
         raise ConfigError(field, pattern, "leaves its folder", _FILE_EXAMPLE)
     if pattern.endswith(("/", "\\")) or not PurePosixPath(pattern).name:
         raise ConfigError(field, pattern, "has no file name", _FILE_EXAMPLE)
-    return NameFormat(with_gz(pattern), field) if gz else name
+    return NameFormat(f"{pattern.removesuffix('.gz')}.gz", field) if gz else name
 
 
 def remote_format(pattern: str, field: str = "remote_file_name", gz: bool = False) -> NameFormat:
-    """As `file_format`, at the upload target: leading slashes are stripped, a URL gives its path.
-
-    Raises:
-        ConfigError: As `file_format`, and for an invalid URL.
-    """
+    """As `file_format`, for the upload target: without leading slashes; a URL gives its path."""
     if not isinstance(pattern, str):
         return file_format(pattern, field)
     if (problem := _url_problem(pattern)) is not None:
@@ -206,16 +188,6 @@ def _url_problem(name: str) -> str | None:
     if protocol in ("file", "local") and host:
         return f"is not absolute: {protocol}:// must be followed by a third slash"
     return None
-
-
-def with_gz(name: str) -> str:
-    """Append ``.gz`` to a name or format string, once.
-
-    Example:
-        >>> with_gz("trace.json"), with_gz("trace.json.gz")
-        ('trace.json.gz', 'trace.json.gz')
-    """
-    return name if name.endswith(".gz") else f"{name}.gz"
 
 
 def numbered(name: str, number: int) -> str:

@@ -13,10 +13,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.traces.stream import ADDRESS, SLACK, Event, nanoseconds, stream
+from lightning_perf.traces.events import ADDRESS, SLACK, Event, nanoseconds, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 _PYTHON = "python_function"
 _ON_CPU = {"cpu_op", "user_annotation", _PYTHON}
@@ -87,12 +87,12 @@ def key_averages(events: Iterable[Event]) -> list[Row]:
             row.calls += 1
             row.total["device"] += took
             row.own["device"] += took
-    memory = _Memory(events)
+    memory = _memory(events)
     for calls in _by_thread(timed, launched):
         _nest(calls)
         for call in reversed(_without_repeats(calls)):  # children first
             name = ADDRESS.sub("", call.name)
-            _add(rows.setdefault(("cpu", name), Row(name, call.python)), call, memory)
+            _add(rows.setdefault(("cpu", name), Row(name, call.python)), call, memory(call))
     return sorted(rows.values(), key=lambda r: (r.python, -r.own["device"], -r.own["cpu"]))
 
 
@@ -136,36 +136,36 @@ def _without_repeats(calls: list[_Call]) -> list[_Call]:
     return [call for call in calls if id(call) not in repeats]
 
 
-def _add(row: Row, call: _Call, memory: _Memory) -> None:
+def _add(row: Row, call: _Call, memory: dict[str, int]) -> None:
     within: Counter[str] = Counter()
     for child in call.children:
         within.update(child.total)
-    call.total.update(memory.between(call.start, call.end))
-    call.total.update(cpu=call.end - call.start, device=call.kernels + within["device"])
+    device = call.kernels + within["device"]
+    call.total.update(memory, cpu=call.end - call.start, device=device)
     row.calls += 1
     row.total.update(call.total)
     row.own.update(call.total)
     row.own.subtract(within)
 
 
-class _Memory:
-    """Bytes allocated minus bytes freed between two times."""
+def _memory(events: Iterable[Event]) -> Callable[[_Call], dict[str, int]]:
+    """A function for the bytes allocated minus the bytes freed during a call."""
+    changes = sorted(
+        (nanoseconds(event["ts"]), event["args"]["Device Type"] == _CPU, event["args"]["Bytes"])
+        for event in events
+        if event.get("name") == "[memory]" and "Bytes" in event.get("args", {})
+    )
+    times = [time for time, _, _ in changes]
+    sums = {
+        name: list(accumulate((size * (cpu == on_cpu) for _, cpu, size in changes), initial=0))
+        for name, on_cpu in (("cpu_memory", True), ("device_memory", False))
+    }
 
-    def __init__(self, events: Iterable[Event]) -> None:
-        changes = sorted(
-            (nanoseconds(event["ts"]), event["args"]["Device Type"] == _CPU, event["args"]["Bytes"])
-            for event in events
-            if event.get("name") == "[memory]" and "Bytes" in event.get("args", {})
-        )
-        self._times = [time for time, _, _ in changes]
-        self._sums = {
-            name: list(accumulate((b * (cpu == on_cpu) for _, cpu, b in changes), initial=0))
-            for name, on_cpu in (("cpu_memory", True), ("device_memory", False))
-        }
+    def during(call: _Call) -> dict[str, int]:
+        first, last = bisect_left(times, call.start), bisect_right(times, call.end)
+        return {name: each[last] - each[first] for name, each in sums.items()}
 
-    def between(self, start: int, end: int) -> dict[str, int]:
-        first, last = bisect_left(self._times, start), bisect_right(self._times, end)
-        return {name: sums[last] - sums[first] for name, sums in self._sums.items()}
+    return during
 
 
 def table(rows: Sequence[Row], limit: int = 100) -> str:

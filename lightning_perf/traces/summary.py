@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_perf.traces.events import STEP, Kind, Table, read
-from lightning_perf.traces.stream import SLACK
+from lightning_perf.traces.events import SLACK, STEP, Kind, Table, read
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -116,13 +115,8 @@ class TraceSummary:
 def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
     """Summarize a trace of torch.profiler, in bounded memory.
 
-    Args:
-        path: The file, gzipped or not. Of one that is cut short, the events that are there.
-        most: Events of the host, and of the devices, that are used at most.
-
-    Raises:
-        TraceError: The file is not a trace of torch.profiler.
-        OSError: It cannot be read.
+    Of a file that is cut short, the events that are there; of the host and of the devices, at most
+    ``most``. Raises `TraceError` if it is not such a trace, and `OSError` if it cannot be read.
     """
     events = read(path, most)
     host, device = events.host, events.device

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_perf.background.files import written_whole
 from lightning_perf.errors import WarningDigest, describe, warn
+from lightning_perf.traces.folder import written_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from lightning_perf.background.worker import Worker
+    from lightning_perf.background import Worker
     from lightning_perf.core.progress import Ranks, Timestamp
 
 

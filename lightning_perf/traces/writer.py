@@ -13,9 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_perf.background.files import compress, place, written_whole
 from lightning_perf.errors import describe, warn
-from lightning_perf.traces.folder import Layout, TraceOptions
+from lightning_perf.traces.folder import Layout, TraceOptions, compress, place, written_whole
 from lightning_perf.traces.uploads import Sends, Target, Trace, TraceRun, UploadQueue
 
 if TYPE_CHECKING:
@@ -70,11 +69,8 @@ class TraceWriter:
     def check(self, now: Mapping[str, Timestamp], resumes: bool = False) -> None:
         """Refuse a folder with traces later than `now`, unless they may be overwritten.
 
-        The checkpoint from which a run `resumes` may be older than its traces, so that later traces
-        are then only a warning.
-
-        Raises:
-            FileExistsError: If there is a later trace and the run does not resume.
+        Raises `FileExistsError`. The checkpoint from which a run `resumes` may be older than its
+        traces, so that later traces are then only a warning.
         """
         stages = () if self._options.overwrite else now.items()
         later = (self._layout.conflict(timestamp, stage) for stage, timestamp in stages)
@@ -108,14 +104,9 @@ class TraceWriter:
     ) -> Path | None:
         """Submit a recording to the worker; process it here if the worker does not accept it.
 
-        Args:
-            spooled: A path from `spool` with the recording, at the latest after `prepare`.
-            timestamp: When the recording ended, for the name.
-            stage: The recorded stage.
-            prepare: Completes the spooled file, on the worker.
-
-        Returns:
-            Where the file will be, or None if it was processed here and failed.
+        ``spooled``, a path from `spool`, has the recording at the latest after ``prepare``, which
+        runs on the worker. ``timestamp`` is when the recording ended, for the name. Returns where
+        the file will be, or None if it was processed here and failed.
         """
         path, remote = self._layout.reserve(timestamp, stage)
         trace = Trace(spooled, path, timestamp, stage, self._sends(path, remote), prepare)

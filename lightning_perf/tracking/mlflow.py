@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from mlflow import MlflowClient
 
-    from lightning_perf.background.worker import Worker
+    from lightning_perf.background import Worker
 
 _CONNECT_SECONDS = 3.0
 #: The tag that MLflow shows as the description of a run.

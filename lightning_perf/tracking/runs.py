@@ -58,11 +58,9 @@ class Run:
 def find_run(what: str | None, tracking_uri: str | None) -> Run:
     """A run by its folder, its file, its id or its name; by default the latest one.
 
-    Without an address, a folder below the present one counts as well as MLflow.
-
-    Raises:
-        LookupError: There is no such run, or it cannot be read; the message is one line.
-        ImportError: It is in MLflow, which is not installed.
+    Without an address, a folder below the present one counts as well as MLflow. Raises
+    `LookupError` with one line if there is no such run or it cannot be read, and `ImportError` if
+    MLflow is not installed.
     """
     if what is not None and Path(what).exists():
         return read_folder(Path(what))

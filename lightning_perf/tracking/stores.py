@@ -12,9 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.background.files import written_whole
 from lightning_perf.errors import ConfigError, warn, without_credentials
-from lightning_perf.traces.folder import README
+from lightning_perf.traces.folder import README, written_whole
 from lightning_perf.traces.names import numbered, split_url
 from lightning_perf.traces.uploads import Mirror, Target
 

@@ -71,11 +71,7 @@ def text_of(summary: Summary) -> str:
 
 
 def read_summary(path: Path) -> Summary:
-    """Read a summary.
-
-    Raises:
-        SummaryError: The file is missing, cut short, not a summary, or of a newer version.
-    """
+    """Read a summary; raises `SummaryError` if there is none that this version can read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,25 +1,24 @@
-"""Experiment trackers as places for files: the interface, and which ones exist."""
+"""Experiment trackers as places for files: the interface, which ones exist, and W&B."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Self
 
+from typing_extensions import override
+
 from lightning_perf.errors import describe, warn
-from lightning_perf.traces.uploads import Target
+from lightning_perf.traces.uploads import NotHere, Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-#: Our own trackers. Others are found through their entry points.
-_OURS = (
-    ("lightning_perf.tracking.mlflow", "MlflowRun"),
-    ("lightning_perf.tracking.wandb", "WandbRun"),
-)
 #: The group of entry points under which packages offer trackers.
 GROUP = "lightning_perf.trackers"
 
@@ -112,10 +111,84 @@ def tracker_at(address: Mapping[str, str]) -> Tracker | None:
 
 @cache
 def _kinds() -> tuple[type[Tracker], ...]:
-    kinds: list[type[Tracker]] = [getattr(import_module(name), kind) for name, kind in _OURS]
+    from lightning_perf.tracking.mlflow import MlflowRun
+
+    kinds: list[type[Tracker]] = [MlflowRun, WandbRun]
     for entry in entry_points(group=GROUP):
         try:
             kinds.append(entry.load())
         except Exception as error:
             warn(f"the tracker {entry.value} could not be loaded ({describe(error)}).")
     return tuple(kinds)
+
+
+_REFUSED = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class WandbRun(Tracker):
+    """One W&B run. Each file is an artifact of its own, named after the run and the file.
+
+    Only the process that owns the run can upload to it, so other ranks list their files for
+    ``lightning-perf upload``, which resumes the run.
+    """
+
+    entity: str
+    project: str
+    run_id: str
+    #: Whether this is another process than the training's.
+    later: bool = False
+
+    @classmethod
+    @override
+    def of(cls, logger: Any) -> Self | None:
+        if all(kind.__name__ != "WandbLogger" for kind in type(logger).__mro__):
+            return None
+        run = logger.experiment
+        if run.disabled:
+            return None
+        found = cls(str(run.entity or ""), str(run.project or ""), str(run.id))
+        vars(found)["_run"] = run
+        return found
+
+    @classmethod
+    @override
+    def at(cls, address: Mapping[str, str]) -> Self | None:
+        if "wandb" not in address:
+            return None
+        entity, project, run_id = address["wandb"].split("/")
+        return cls(entity, project, run_id, later=True)
+
+    def __reduce__(self) -> tuple[type[WandbRun], tuple[str, str, str, bool]]:
+        return WandbRun, (self.entity, self.project, self.run_id, self.later)
+
+    @property
+    @override
+    def address(self) -> dict[str, str]:
+        return {"wandb": f"{self.entity}/{self.project}/{self.run_id}"}
+
+    @override
+    def upload(self, path: Path, remote: str) -> None:
+        run, wandb = self._run, import_module("wandb")
+        artifact = wandb.Artifact(
+            f"{self.run_id}-{_REFUSED.sub('-', remote)}", type="lightning_perf"
+        )
+        artifact.add_file(str(path), name=remote.rpartition("/")[2])
+        run.log_artifact(artifact)
+
+    @override
+    def problem(self) -> str | None:
+        try:
+            import_module("wandb")
+        except ImportError as error:
+            return f"{describe(error)}; pip install wandb"
+        return None
+
+    @cached_property
+    def _run(self) -> Any:
+        """The live run: the training's on rank 0, a resumed one later."""
+        if not self.later:
+            raise NotHere("the W&B run belongs to rank 0's process")
+        return import_module("wandb").init(
+            entity=self.entity or None, project=self.project, id=self.run_id, resume="allow"
+        )

@@ -2,10 +2,11 @@
 
 import os
 import threading
+import warnings
 
 import pytest
 
-from lightning_perf.background.worker import Worker
+from lightning_perf.background import Worker
 from lightning_perf.errors import PerfWarning
 
 PATIENCE = 60.0
@@ -62,40 +63,27 @@ def test_a_full_queue_refuses_at_once(worker, gate):
     assert worker.pending == 0
 
 
-@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(1)])
-def test_a_failing_job_does_not_stop_the_worker(error):
-    """`on_error` gets the job's label and exception, and the next job runs."""
-    errors, seen = [], []
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit("boom")])
+@pytest.mark.parametrize("how", ["warning", "exception"])
+def test_a_failing_job_does_not_stop_the_worker(worker, error, how, monkeypatch):
+    """It is a warning with its label, which may raise itself, and the next job runs."""
+    seen, said = [], []
 
     def fail():
         raise error
 
-    worker = Worker("test", on_error=lambda *what: errors.append(what))
+    def show(message, *_):
+        said.append(str(message))
+        if how == "exception":
+            raise ValueError
+
+    monkeypatch.setattr("warnings.showwarning", show)
+    warnings.simplefilter("always")  # until the end of the test
     worker.submit(fail, "failing")
     worker.submit(lambda: seen.append(1), "next")
     assert worker.close(PATIENCE)
-    assert errors == [("failing", error)]
-    assert seen == [1]
-
-
-def test_a_failing_job_is_a_warning_by_default(worker):
-    """Without `on_error`, an exception is a warning with the job's label."""
-    worker.submit(lambda: 1 / 0, "division", delay=FOREVER)
-    with pytest.warns(PerfWarning, match="division failed .*ZeroDivisionError"):
-        assert worker.close(PATIENCE)
-
-
-def test_a_failing_on_error_does_not_stop_the_worker():
-    """An exception of `on_error`, such as a warning turned into an error, is ignored."""
-    seen = []
-
-    def handler(label, error):
-        raise RuntimeError(label)
-
-    worker = Worker("test", on_error=handler)
-    worker.submit(lambda: 1 / 0, "failing")
-    worker.submit(lambda: seen.append(1), "next")
-    assert worker.close(PATIENCE)
+    (text,) = said
+    assert text.endswith(f"failing failed in the background ({type(error).__name__}: boom)")
     assert seen == [1]
 
 
@@ -105,7 +93,7 @@ def test_call_returns_the_result(worker):
 
 
 def test_call_raises_the_exception_of_the_function(worker):
-    """The caller gets the exception, and `on_error` does not."""
+    """The caller gets the exception, and there is no warning."""
     with pytest.raises(ZeroDivisionError):
         worker.call(lambda: 1 / 0, PATIENCE)
 

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import PerfWarning, PyTorch, SpeedMonitor
-from lightning_perf.background.worker import Worker, waiting
+from lightning_perf.background import Worker, waiting
 from lightning_perf.profilers.windows import Recorded
 from lightning_perf.run import context, destination
 from lightning_perf.tracking.mlflow import MlflowRun

@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_perf import ConfigError, Diagnosis, OnVerdict, PyTorch, Suite, Verdict
-from lightning_perf.background.worker import wait_until
+from lightning_perf.background import wait_until
 from lightning_perf.callbacks import diagnosis as module
 from lightning_perf.diagnosis.signals import Signals
 

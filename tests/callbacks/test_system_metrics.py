@@ -24,7 +24,7 @@ from helpers.windows import window_of
 from lightning.pytorch.loggers import MLFlowLogger
 
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, SystemMetrics, Window
-from lightning_perf.background.worker import wait_until
+from lightning_perf.background import wait_until
 from lightning_perf.callbacks import system_metrics as module
 from lightning_perf.callbacks.system_metrics import _memory
 from lightning_perf.core.progress import Ranks

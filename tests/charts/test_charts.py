@@ -22,7 +22,7 @@ from helpers.browser import needs_browser, text_from_browser, without_policy
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lightning_perf.charts.page import COLOURS, colour_of
+from lightning_perf.charts import COLOURS, colour_of
 from lightning_perf.charts.stacked import MAX_POINTS, Row, stack, stacked_html, stacked_png
 
 #: Batches of up to 50 ms.

@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from helpers.browser import needs_browser, text_from_browser, without_policy
 
-from lightning_perf.charts.flame import FlameGraph, fold, read_folded
-from lightning_perf.charts.page import page
+from lightning_perf.charts import FlameGraph, fold, page, read_folded
 from lightning_perf.units import bytes_text
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from rich.console import Console
 
 from lightning_perf import Diagnosis, Flops, SpeedMonitor, Timings
-from lightning_perf.cli import capture, main, watch
+from lightning_perf.cli import main, training
 from lightning_perf.run import summary as run_summary
 from lightning_perf.tracking.runs import latest_folder
 from lightning_perf.tracking.summary import read_summary
@@ -72,7 +72,7 @@ class Looks(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 4:
-            self.folder = until(lambda: watch._folder_of(os.getpid()))
+            self.folder = until(lambda: training._folder_of(os.getpid()))
         elif trainer.global_step == 12:
             until(lambda: self.look()["last"] > 0)
 
@@ -82,6 +82,7 @@ class Looks(L.Callback):
         return self.seen["stages"]["train"]["whole_run"]
 
 
+@pytest.mark.usefixtures("no_hold")
 @pytest.mark.parametrize("named", [True, False])
 def test_a_run_leaves_its_figures_while_it_goes_on(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,7 +110,7 @@ def test_a_run_leaves_its_figures_while_it_goes_on(
     final = read_summary(folder / "summary.json")
     assert final["status"] == "finished"
     assert final["stages"]["train"]["whole_run"]["batches"] == 16
-    assert watch._folder_of(os.getpid()) is None
+    assert training._folder_of(os.getpid()) is None
 
 
 def test_a_short_run_and_a_trial_are_not_refreshed(
@@ -163,7 +164,7 @@ def test_updates_are_lines_of_text_or_json(
             if status := next(steps):
                 left(folder, status=status)
 
-        monkeypatch.setattr(watch.time, "sleep", wait)
+        monkeypatch.setattr(training.time, "sleep", wait)
         code, out, _ = call(capsys, "watch", str(folder), *(["--json"] if json_lines else []))
         lines = out.splitlines(keepends=True)
         assert code == 0
@@ -238,8 +239,8 @@ def test_the_children_of_a_launcher_are_looked_at(tmp_path: Path) -> None:
         assert launcher.stdout is not None
         launcher.stdout.readline()
         try:
-            assert watch._folder_of(launcher.pid) == folder
-            assert len(capture.descendants(launcher.pid)) == 1
+            assert training._folder_of(launcher.pid) == folder
+            assert len(training.descendants(launcher.pid)) == 1
         finally:
             os.killpg(launcher.pid, signal.SIGKILL)
 
@@ -260,7 +261,7 @@ def test_a_run_in_mlflow(
 def test_the_view_of_a_terminal() -> None:
     """Figures, times and verdicts, and how old they are."""
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(watch._view(watch.Seen(a_summary(), time.time())))
+    console.print(training._view(training.Seen(a_summary(), time.time())))
     text = console.export_text()
     for part in ("owl: running, updated 0 s ago", "MFU", "25%", "forward", "input-bound (warning)"):
         assert part in text

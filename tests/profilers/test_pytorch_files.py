@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_perf import ConfigError, Fixed, PerfWarning, PyTorch
-from lightning_perf.background.worker import Worker
+from lightning_perf.background import Worker
 from lightning_perf.profilers.pytorch import torch_options
 
 MEMORY: dict[str, Any] = {

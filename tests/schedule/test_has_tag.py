@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from torch import Tensor
 
 from lightning_perf import HasTag, Moment, PyTorch
-from lightning_perf.background.worker import Worker
+from lightning_perf.background import Worker
 from lightning_perf.tracking import mlflow
 from lightning_perf.tracking.mlflow import MlflowRun
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from lightning_perf.traces.events import stream
 from lightning_perf.traces.reading import key_averages, table
-from lightning_perf.traces.stream import stream
 
 
 @pytest.mark.parametrize("with_stack", [False, True])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, tried
 
-from lightning_perf.background.files import written_whole
 from lightning_perf.errors import PerfWarning, WarningDigest
+from lightning_perf.traces.folder import written_whole
 from lightning_perf.traces.uploads import Target, read_pending
 
 

@@ -16,7 +16,7 @@ from helpers.cuda_trace import GEMM, LINE, cuda_trace, on_host, step
 from helpers.small import Small, trainer
 
 from lightning_perf import PyTorch
-from lightning_perf.traces.stream import TraceError
+from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.summary import Synchronization, TraceSummary, summarize
 
 

@@ -12,10 +12,9 @@ import weakref
 import pytest
 from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, tried
 
-from lightning_perf.background.files import compress, place
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
-from lightning_perf.traces.folder import check_names
+from lightning_perf.traces.folder import check_names, compress, place
 from lightning_perf.traces.uploads import (
     Mirror,
     PendingUpload,
@@ -173,6 +172,13 @@ def test_a_taken_name_gets_a_number(make_writer, worker, tmp_path):
     assert worker.drain(PATIENCE)
     assert server.files == {"traces/last-2.pt.json": b"first", "traces/last-3.pt.json": b"second"}
     assert (tmp_path / "run/traces/last.pt.json").read_bytes() == b"an earlier run's"
+
+
+def test_a_name_with_a_number_is_given_once(make_writer, tmp_path):
+    """A trace that is named as another one with its number gets a number itself, and vice versa."""
+    take = make_writer()._layout._take  # nothing is on the disk: all are still on their way
+    assert [take(tmp_path, name) for name in ("a.json", "a.json", "a-2.json")] == [1, 2, 2]
+    assert [take(tmp_path, name) for name in ("b-2.json", "b.json", "b.json")] == [1, 1, 3]
 
 
 def test_overwrite_replaces(make_writer, worker, tmp_path):

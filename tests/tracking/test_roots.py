@@ -16,7 +16,7 @@ from helpers.small import Small, left_in, ours, trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_perf import PerfWarning, PyTorch, Timings
-from lightning_perf.background.worker import Worker
+from lightning_perf.background import Worker
 from lightning_perf.run import destination
 from lightning_perf.traces.uploads import TraceRun, read_pending
 

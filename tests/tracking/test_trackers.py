@@ -97,7 +97,7 @@ from helpers.small import Records, Small, trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning_perf import PyTorch, SpeedMonitor
 from lightning_perf.run import destination
-from lightning_perf.tracking.wandb import WandbRun
+from lightning_perf.tracking.tracker import WandbRun
 
 def train(folder, logger):
     callbacks = SpeedMonitor(window_size=4), PyTorch("first 2ba")

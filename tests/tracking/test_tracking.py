@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor
-from lightning_perf.background.worker import Worker
+from lightning_perf.background import Worker
 from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, clean_key
 
 

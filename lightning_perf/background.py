@@ -23,20 +23,11 @@ T = TypeVar("T")
 Job = Callable[[], object]
 
 
-def _warn(label: str, error: BaseException) -> None:
-    warn(f"{label} failed in the background ({type(error).__name__}: {error})")
-
-
 class Worker:
-    """Runs jobs in sequence on a daemon thread, which the first job starts.
+    """Runs jobs in sequence on a daemon thread of this name, which the first job starts.
 
-    After a fork, the child has an empty queue and its own thread; the parent runs its own jobs.
-
-    Args:
-        name: The thread's name.
-        capacity: The most jobs that may wait.
-        on_error: Called on the worker thread with a job's label and its exception; warns by
-            default. The thread continues.
+    At most ``capacity`` jobs may wait. A job that raises is a warning with its label. After a fork,
+    the child has an empty queue and its own thread; the parent runs its own jobs.
 
     Example:
         >>> worker = Worker("example")
@@ -46,13 +37,8 @@ class Worker:
         True
     """
 
-    def __init__(
-        self,
-        name: str,
-        capacity: int = 256,
-        on_error: Callable[[str, BaseException], None] = _warn,
-    ) -> None:
-        self._name, self._capacity, self._on_error = name, capacity, on_error
+    def __init__(self, name: str, capacity: int = 256) -> None:
+        self._name, self._capacity = name, capacity
         self._reset()
 
     @property
@@ -102,8 +88,7 @@ class Worker:
     def drain(self, timeout: float, progress: Callable[[int], None] | None = None) -> bool:
         """Wait at most ``timeout`` seconds until all jobs are done; return whether they are.
 
-        ``progress`` is called with the number of jobs left, first and at each change; its
-        exceptions go to `on_error`.
+        ``progress`` is called with the number of jobs left, first and at each change.
         """
         deadline, shown = time.monotonic() + timeout, -1
         while True:
@@ -182,9 +167,8 @@ class Worker:
         try:
             job()
         except caught as error:
-            # The handler may raise, too, where warnings are errors.
-            with suppress(Exception):
-                self._on_error(label, error)
+            with suppress(Exception):  # the user may have replaced how warnings are shown
+                warn(f"{label} failed in the background ({type(error).__name__}: {error})")
 
 
 def wait_until(done: Callable[[], bool], timeout: float) -> None:

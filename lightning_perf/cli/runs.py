@@ -1,46 +1,134 @@
-"""Compare the speed of a run with that of others.
-
-The exit code is 1 if it is slower than --threshold allows.
-"""
+"""The commands about runs: how fast one was, and compared with others."""
 
 from __future__ import annotations
 
+import re
 from math import isfinite
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.cli import JSON, TRACKING_URI, Failure, argument, new_console, print_json
-from lightning_perf.tracking.summary import RATES
+from lightning_perf.cli import (
+    JSON,
+    TRACKING_URI,
+    Failure,
+    argument,
+    command,
+    new_console,
+    print_json,
+)
+from lightning_perf.errors import without_credentials
+from lightning_perf.tracking.summary import RATES, SummaryError, panel, text_of
 from lightning_perf.units import duration, three_digits, time_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from lightning_perf.diagnosis.compare import Change, Comparison
+    from rich.console import Console
 
+    from lightning_perf.diagnosis.compare import Change, Comparison
+    from lightning_perf.tracking.runs import Run
+
+
+#: The folders and suffixes of traces that Perfetto opens.
+_TRACES, _TRACE_FILES = {"torch_traces", "viztracer"}, (".json", ".json.gz")
+#: The most files of a kind that are shown.
+_MOST_FILES = 5
 #: Phases and culprits that changed by a smaller share of the step are not shown, nor more of them.
 _LEAST_SHARE, _MOST_ROWS = 0.002, 8
-
-
 _RUNS = "an MLflow run's id or name, or a folder with a summary.json"
-ARGUMENTS = {
-    "run": argument(f"The run to judge: {_RUNS}."),
-    "baselines": argument(
+
+
+@command(
+    argument(
+        "run",
+        "A run's id or name in MLflow, or a folder with its summary.json; by default the "
+        "latest run in MLflow or below the current folder.",
+        nargs="?",
+    ),
+    TRACKING_URI,
+    JSON,
+)
+def report(run: str | None, tracking_uri: str | None, json: bool) -> int:
+    """Show how fast a run was, and the paths of its traces."""
+    from lightning_perf.tracking.runs import find_run
+
+    console = new_console(soft_wrap=True)
+    try:
+        found = find_run(run, tracking_uri)
+    except SummaryError:
+        raise
+    except LookupError as error:
+        why = str(error).rstrip(".")
+        raise Failure(f"{why}. Try --tracking-uri ADDRESS") from None
+    if json:
+        print(text_of({**found.summary, "files": found.files}))
+    else:
+        _show_run(found, console)
+    return 0
+
+
+def _show_run(run: Run, console: Console) -> None:
+    console.print(run.title, style="bold")
+    console.print(panel(run.summary), soft_wrap=False)
+    files = sorted(run.files, key=_natural)  # by batch
+    traces = [path for path in files if path.endswith(_TRACE_FILES)]
+    _list(
+        console,
+        "Traces: drag onto https://ui.perfetto.dev (processed in your browser, never uploaded):",
+        [path for path in traces if _TRACES & set(PurePosixPath(path).parts)],
+    )
+    # The chart of the run is last, so that it is always shown.
+    pages = [path for path in files if path.endswith(".html")]
+    pages.sort(key=lambda path: path.endswith("/timings.html"))
+    where = "" if run.tracking_uri is None else " or among MLflow's artifacts"
+    _list(console, f"Pages: open in a browser{where}:", pages)
+    if (uri := run.tracking_uri) is not None:
+        console.print(
+            "To see the run and its charts, start MLflow and open the address that it prints:"
+        )
+        command = f"mlflow ui --backend-store-uri {uri}"
+        if uri.startswith(("http://", "https://")):
+            command = f"python -m webbrowser {without_credentials(uri)}"
+        console.print(f"  {command}", style="bold")
+
+
+def _list(console: Console, headline: str, paths: Sequence[str]) -> None:
+    """Print the latest files, one per line."""
+    if paths:
+        console.print(headline)
+    for path in paths[-_MOST_FILES:]:
+        console.print(f"  {path}")
+    if len(paths) > _MOST_FILES:
+        console.print(f"  and {len(paths) - _MOST_FILES:,} more")
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers by value: 53 before 103."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", path)]
+
+
+@command(
+    argument("run", f"The run to judge: {_RUNS}."),
+    argument(
+        "baselines",
         "The runs to compare it with, named alike. Several show how much normal runs differ.",
         nargs="+",
     ),
-    "--threshold": argument(
+    argument(
+        "--threshold",
         "Exit with code 1 if a step takes longer by more than this, with 95 % confidence: "
-        "such as 5%."
+        "such as 5%.",
     ),
-    **TRACKING_URI,
-    **JSON,
-}
-
-
-def run(
+    TRACKING_URI,
+    JSON,
+)
+def compare(
     run: str, baselines: list[str], threshold: str | None, tracking_uri: str | None, json: bool
 ) -> int:
-    """Print the comparison; the exit code is 1 if the run is slower than the threshold allows."""
+    """Compare the speed of a run with that of others.
+
+    The exit code is 1 if it is slower than --threshold allows.
+    """
     from lightning_perf.diagnosis.compare import Incomparable, Measured, compare
     from lightning_perf.tracking.runs import find_run
     from lightning_perf.tracking.summary import main_stage
@@ -65,7 +153,7 @@ def run(
             "changes": [each.as_dict() for each in found.changes], "notes": notes,
         })  # fmt: skip
     else:
-        _show(run, baselines, found, notes)
+        _show_changes(run, baselines, found, notes)
     if limit is not None and slower is None:
         raise Failure("nothing can be said about the threshold: a run has too few windows")
     return int(bool(slower))
@@ -99,7 +187,9 @@ def _other_setup(summaries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 # -- the view -------------------------------------------------------------------------------------
 
 
-def _show(run: str, baselines: Sequence[str], found: Comparison, notes: Sequence[str]) -> None:
+def _show_changes(
+    run: str, baselines: Sequence[str], found: Comparison, notes: Sequence[str]
+) -> None:
     from rich.table import Table
 
     console = new_console()

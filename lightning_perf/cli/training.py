@@ -1,43 +1,148 @@
-"""Show a running training live.
-
-MFU, throughput, where the time goes, and the verdicts so far, until it ends. Where the output is
-not a terminal, one line per update.
-"""
+"""The commands about a training: start it, make it record, and watch it."""
 
 from __future__ import annotations
 
 import json as json_format
+import os
 import platform
+import signal as signals
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.cli import TRACKING_URI, Failure, argument, flag, new_console
-from lightning_perf.cli.capture import descendants, own_process
+from lightning_perf.cli import (
+    JSON,
+    TRACKING_URI,
+    Failure,
+    argument,
+    command,
+    flag,
+    new_console,
+    print_json,
+)
 from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console, RenderableType
 
     from lightning_perf.tracking.summary import Summary
 
-ARGUMENTS = {
-    "run": argument(
+
+@command(
+    argument(
+        "--config", "A YAML file with the callbacks to use instead, such as configs/always_on.yaml."
+    )
+)
+def run(config: str | None, command: Sequence[str] = ()) -> int:
+    """Run a training with the always-on callbacks in each Trainer of Lightning.
+
+    Write the training's command after two dashes: lightning-perf run -- python train.py.
+    """
+    if not command:
+        raise Failure("there is no command. Try lightning-perf run -- python train.py")
+    if config is not None and not Path(config).is_file():
+        raise Failure(f"there is no file {config}")
+    if which(command[0]) is None:
+        raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
+    os.environ["LIGHTNING_PERF"] = "1" if config is None else str(Path(config).resolve())
+    return os.execvp(command[0], list(command))  # noqa: S606  no shell
+
+
+@command(
+    argument("pid", "The process id of the training.", type=int),
+    argument("--signal", "The signal of the schedule.", default="SIGUSR2"),
+    flag(
+        "--children",
+        "Also signal its child processes, which are the other ranks with some strategies.",
+    ),
+    JSON,
+)
+def capture(pid: int, signal: str, children: bool, json: bool) -> int:
+    """Make a running training record its next batches.
+
+    The training needs a profiler with the schedule OnSignal, such as
+    PyTorch(schedule=OnSignal(lasting='5ba')), which also sets how long it records.
+    """
+    number = getattr(signals, signal, None)
+    if not isinstance(number, signals.Signals):
+        raise Failure(f"{signal} is not a signal. Try --signal SIGUSR2", 1)
+    try:
+        own_process(pid)
+    except LookupError as error:
+        raise Failure(error, 1) from None
+    signalled = []
+    for each in [pid, *(descendants(pid) if children else [])]:
+        with suppress(OSError):  # it has ended meanwhile
+            if _handles(each, number):
+                os.kill(each, number)
+                signalled.append(each)
+    if not signalled:
+        raise Failure(
+            f"process {pid} does not handle {signal}, which would end it. Give its Trainer a "
+            f"profiler such as PyTorch(schedule=OnSignal({signal!r}, lasting='5ba'))", 1,
+        )  # fmt: skip
+    if json:
+        print_json({"signalled": signalled})
+    else:
+        print(*(f"signalled process {each} to record" for each in signalled), sep="\n")
+    return 0
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process handles the signal of this number."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def own_process(pid: int) -> int:
+    """The id of a process of this user; raises `LookupError` for others."""
+    import psutil
+
+    if not Path("/proc/self/fd").exists():
+        raise LookupError("processes can be inspected on Linux only")
+    try:
+        own = psutil.Process(pid).uids().real == os.getuid()
+    except psutil.AccessDenied:
+        own = False
+    except (psutil.Error, OverflowError):
+        raise LookupError(f"there is no process {pid} on this machine") from None
+    if not own:
+        raise LookupError(f"process {pid} belongs to another user")
+    return pid
+
+
+def descendants(pid: int) -> list[int]:
+    """The ids of the processes that a process has started, and those that they have."""
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+@command(
+    argument(
+        "run",
         "The process id of a training or of its launcher, a run's folder, or a run's id or "
         "name in MLflow; by default the latest run below the current folder.",
         nargs="?",
     ),
-    **TRACKING_URI,
-    "--json": flag("Print a line of JSON per update."),
-}
+    TRACKING_URI,
+    flag("--json", "Print a line of JSON per update."),
+)
+def watch(run: str | None, tracking_uri: str | None, json: bool) -> int:
+    """Show a running training live.
 
-
-def run(run: str | None, tracking_uri: str | None, json: bool) -> int:
-    """Show the run until it ends; code 1 if it was killed, 2 if there is no such run."""
+    MFU, throughput, where the time goes, and the verdicts so far, until it ends. Where the output
+    is not a terminal, one line per update.
+    """
     console = new_console()
     source = _source(run, tracking_uri)
     seen = _print(source, json) if json or not console.is_terminal else _show(source, console)
@@ -78,25 +183,20 @@ class Source:
 
 def _source(run: str | None, tracking_uri: str | None) -> Source:
     """What to watch."""
-    from lightning_perf.tracking.runs import (
-        default_tracking_uri,
-        folder_of,
-        latest_folder,
-        read_run,
-    )
+    from lightning_perf.tracking import runs
 
     path = Path(run or ".")
     if run is not None and run.isdecimal() and not path.exists():
         return process_source(own_process(int(run)))
     if path.exists():
-        return folder_source(folder_of(path))
+        return folder_source(runs.folder_of(path))
     assert run is not None  # `.` exists
-    local = latest_folder(Path(), run) if tracking_uri is None else None
+    local = runs.latest_folder(Path(), run) if tracking_uri is None else None
     if local is not None:
         return folder_source(local)
-    uri = tracking_uri or default_tracking_uri()
+    uri = tracking_uri or runs.default_tracking_uri()
     # Each read takes many requests.
-    return Source(lambda: Seen(read_run(run, uri).summary, _now()), interval=10.0)
+    return Source(lambda: Seen(runs.read_run(run, uri).summary, _now()), interval=10.0)
 
 
 def folder_source(folder: Path) -> Source:

@@ -1,1 +1,0 @@
-"""Worker threads, atomic files and bounded waits: no torch, no Lightning."""
