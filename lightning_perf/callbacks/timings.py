@@ -95,8 +95,9 @@ class Timings(WindowCallback):
         self._work: deque[Work] = deque(maxlen=_RECENT)
         # Steps, and seconds per batch that each rank is later than the median rank.
         self._lateness: list[tuple[int, PerRank]] = []
-        # The metrics of the last window of the stage that the run is about.
+        # Seconds per batch in the last window of the stage that the run is about, and its batches.
         self._last: dict[str, float] = {}
+        self._last_batches = 0.0
         self._stage = ""
         self._started = (Totals({}), 0)
         self._active = False
@@ -112,7 +113,7 @@ class Timings(WindowCallback):
     @override
     def prepare(self, context: RunContext) -> None:
         self._history, self.table, self._stage = History(), [], ""
-        self.straggler = None
+        self.straggler, self._last = None, {}
         self._work.clear()
         self._lateness.clear()
         if context.ranks.world_size > 1:
@@ -142,9 +143,10 @@ class Timings(WindowCallback):
             return None
         found = seconds_per_batch(window)
         if window.stage == self._stage:
-            seconds = {key: found.get(key, 0.0) for key in CATEGORIES}
-            self._history.add(window.step, window.own("progress/batches"), seconds)
-            self._last = found
+            batches = window.own("progress/batches")
+            seconds = {key: batches * found.get(key, 0.0) for key in CATEGORIES}
+            self._history.add(window.step, batches, seconds)
+            self._last, self._last_batches = found, batches
         metrics = {f"timings/{key}": value for key, value in found.items()}
         if window.stage == "train" and window.world_size > 1:
             metrics |= self._find_straggler(window)
@@ -171,15 +173,15 @@ class Timings(WindowCallback):
 
     def _add_tail(self, window: Window) -> None:
         """Add what came after the last report's last batch, which belongs to no later batch."""
-        last = self._history.last
-        if last is None or window.stage != self._stage:
+        if not self._last or window.stage != self._stage:
             return
-        each = {key: window.mean(f"timings/{key}") / last.batches for key in CATEGORIES}
-        seconds = {key: last.seconds[key] / last.batches + each[key] for key in CATEGORIES}
-        self._history.extend(seconds)
+        seconds = {key: window.mean(f"timings/{key}") for key in CATEGORIES}
+        self._history.add(window.step, 0, seconds)
         prefix = "" if window.stage == "train" else f"{window.stage}/"
-        found = self._last | {key: each for key, each in seconds.items() if each}
-        self.metrics = {f"{prefix}timings/{key}": value for key, value in found.items()}
+        for key in CATEGORIES:
+            if each := self._last.get(key, 0.0) + seconds[key] / self._last_batches:
+                self._last[key] = each
+        self.metrics = {f"{prefix}timings/{key}": value for key, value in self._last.items()}
 
     @override
     def close(self, context: RunContext, reason: str) -> None:

@@ -356,8 +356,8 @@ def device_name(device: torch.device | str) -> str:
     """Return the product name of a device, or its type if there is none."""
     device = torch.device(device)
     if device.type == "cpu":
-        with suppress(OSError, StopIteration):
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
+        # Not read whole: it has some lines for each core.
+        with suppress(OSError, StopIteration), Path("/proc/cpuinfo").open() as lines:
             named = (line for line in lines if line.startswith("model name"))
             return next(named).partition(":")[2].strip()
         return platform.processor() or "cpu"

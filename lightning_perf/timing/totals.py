@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -170,35 +169,21 @@ def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) ->
     return found
 
 
-class Window(NamedTuple):
-    """Time of some batches by category."""
-
-    #: The first and the last step.
-    first: int
-    last: int
-    batches: float
-    #: Total seconds of all batches, by category.
-    seconds: dict[str, float]
-
-
 class History:
-    """Seconds per batch by category, one row per report; beyond ``most``, neighbours are merged.
+    """Seconds by category at the reports of a stage; beyond ``most``, neighbours are merged.
 
     Example:
         >>> history = History(most=2)
         >>> for step, seconds in enumerate([1.0, 2.0, 6.0]):
         ...     history.add(step, 1, {"forward": seconds})
+        >>> history.add(2, 0, {"forward": 1.0})
         >>> history.rows
-        [(1, {'forward': 1.5}), (2, {'forward': 6.0})]
-        >>> history.whole
-        Window(first=0, last=2, batches=3, seconds={'forward': 9.0})
+        [(1, {'forward': 1.5}), (2, {'forward': 7.0})]
     """
 
     def __init__(self, most: int = 500) -> None:
         self._most = most
         self._rows: list[_Row] = []
-        #: The last report, without what `extend` added.
-        self.last: Window | None = None
 
     @property
     def rows(self) -> list[tuple[int, Mapping[str, float]]]:
@@ -217,67 +202,19 @@ class History:
         # With gradient accumulation there are fewer steps than batches.
         return max(step - int(batches) + 1, 0)
 
-    @property
-    def whole(self) -> Window | None:
-        """All reports as one window, to the end of the run."""
-        if not self._rows:
-            return None
-        step, batches, seconds = _merge(self._rows)
-        return Window(self.first, step, batches, seconds)
-
     def add(self, step: int, batches: float, seconds: Mapping[str, float]) -> None:
-        """Add the report of a step: a number of batches, and seconds per batch by category."""
-        whole = {key: value * batches for key, value in seconds.items()}
-        first = self._rows[-1][0] + 1 if self._rows else max(step - int(batches) + 1, 0)
-        self.last = Window(min(first, step), step, batches, whole)
-        self._rows.append((step, batches, whole))
-        if len(self._rows) > self._most:
-            self._rows = [_merge(self._rows[i : i + 2]) for i in range(0, len(self._rows), 2)]
-
-    def extend(self, seconds: Mapping[str, float]) -> None:
-        """Replace the seconds per batch of the last report, to include the time after it."""
-        if self.last is None:
-            return
-        step, batches, before = self._rows[-1]
-        known, count = self.last.seconds, self.last.batches
-        later = {key: value * count - known[key] for key, value in seconds.items()}
-        self._rows[-1] = step, batches, {key: before[key] + later[key] for key in before}
+        """Add the total seconds of some batches; time without batches extends the last report."""
+        rows = self._rows
+        rows.append((step, batches, dict(seconds)))
+        if not batches:
+            rows[-2:] = [_merge(rows[-2:])]
+        if len(rows) > self._most:
+            rows[:] = [_merge(rows[i : i + 2]) for i in range(0, len(rows), 2)]
 
 
 def _merge(rows: Sequence[_Row]) -> _Row:
     seconds = {key: sum(row[2][key] for row in rows) for key in rows[0][2]}
     return rows[-1][0], sum(row[1] for row in rows), seconds
-
-
-def windows_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, dict[str, Any]]:
-    """Return the whole run and its last report, for a run that ended without writing them.
-
-    The points are steps and seconds per batch by key, which ends in a category. Each report is
-    weighted by the number of steps since the previous one; the first report like the second.
-
-    Example:
-        >>> points = {"timings/forward": [(9, 1.0), (19, 2.0), (24, 6.0)]}
-        >>> {name: window["timings"] for name, window in windows_of(points).items()}
-        {'whole_run': {'forward': 60.0}, 'last_window': {'forward': 30.0}}
-    """
-    history = History(most=sum(map(len, points.values())) + 1)
-    reports: dict[int, dict[str, float]] = {}
-    for key, values in points.items():
-        for step, value in values:
-            reports.setdefault(step, {})[key.rpartition("/")[2]] = value
-    names = sorted({name for report in reports.values() for name in report})
-    steps = sorted(reports)
-    passed = [later - step for step, later in pairwise(steps)]
-    first = passed[:1] or [step + 1 for step in steps]
-    for step, batches in zip(steps, [*first, *passed], strict=True):
-        history.add(step, batches, {name: reports[step].get(name, 0.0) for name in names})
-    windows = {"whole_run": history.whole, "last_window": history.last}
-    found = {}
-    for name, window in windows.items():
-        if window:
-            found[name] = window._asdict()
-            found[name]["timings"] = found[name].pop("seconds")
-    return found
 
 
 #: Rows below this share of the wall time are merged.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe
-from lightning_perf.timing.totals import CATEGORIES, windows_of
+from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import tracking_problem
 from lightning_perf.tracking.summary import (
     FILE_NAME,
@@ -22,7 +24,7 @@ from lightning_perf.tracking.summary import (
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from mlflow import MlflowClient
 
@@ -226,7 +228,7 @@ def _from_metrics(client: MlflowClient, run: Any) -> Summary:
     metrics, run_id = run.data.metrics, run.info.run_id
     keys = [f"timings/{name}" for name in CATEGORIES]
     points = {key: _points(client, run_id, key) for key in keys if key in metrics}
-    windows = windows_of(points)
+    windows = _windows(points)
     rates = {name: metrics[key] for name, key in _RATES.items() if key in metrics}
     if rates:
         step = _points(client, run_id, "throughput/batches_per_sec")[-1][0]
@@ -241,6 +243,38 @@ def _from_metrics(client: MlflowClient, run: Any) -> Summary:
         "setup": {key: params[key] for key in _SETUP if key in params},
         "stages": {"train": windows} if windows else {},
     }
+
+
+def _windows(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, dict[str, Any]]:
+    """The whole run and its last report, from steps and seconds per batch by key.
+
+    Each report is weighted by the number of steps since the previous one, the first like the
+    second.
+    """
+    reports: defaultdict[int, dict[str, float]] = defaultdict(dict)
+    for key, values in points.items():
+        for step, value in values:
+            reports[step][key.rpartition("/")[2]] = value
+    if not reports:
+        return {}
+    steps, names = sorted(reports), sorted({name for each in reports.values() for name in each})
+    passed = [later - step for step, later in pairwise(steps)]
+    batches = [passed[0] if passed else steps[0] + 1, *passed]
+    totals = [
+        {name: reports[step].get(name, 0.0) * count for name in names}
+        for step, count in zip(steps, batches, strict=True)
+    ]
+    first = max(steps[0] - batches[0] + 1, 0)
+    last = steps[-2] + 1 if passed else first
+    whole = {name: sum(each[name] for each in totals) for name in names}
+    return {
+        "whole_run": _window(first, steps[-1], sum(batches), whole),
+        "last_window": _window(last, steps[-1], batches[-1], totals[-1]),
+    }
+
+
+def _window(first: int, last: int, batches: int, timings: Mapping[str, float]) -> dict[str, Any]:
+    return {"first": first, "last": last, "batches": batches, "timings": timings}
 
 
 def _points(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:

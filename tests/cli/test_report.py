@@ -15,7 +15,6 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import Timings
-from lightning_perf.timing.totals import History
 
 
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
@@ -83,18 +82,6 @@ def test_a_run_without_a_summary_is_read_from_its_metrics(
         "validation │ 54.5% 1.20 s per batch │ 80.0% 4.00 s per batch",
         "forward │ 45.5% 1.00 s per batch │ 20.0% 1.00 s per batch",
     ]
-
-
-def test_a_repeated_report_is_added_once() -> None:
-    """A bounded history stays complete when its last report is repeated."""
-    history = History(most=3)
-    for step in range(4):
-        history.add(step, 1, {"forward": 1.0})
-    history.extend({"forward": 3.0})
-    assert history.whole is not None
-    assert history.whole.seconds == {"forward": 6.0}
-    assert history.last is not None
-    assert history.last.seconds == {"forward": 1.0}
 
 
 @pytest.mark.parametrize("uri", ["", "sqlite:///none.db", "http://127.0.0.1:{port}", "nowhere://x"])
