@@ -156,9 +156,9 @@ class Clock:
         #: The measured thread; None after the clock was stopped.
         self.thread: int | None = get_ident()
         #: Events that are not added up yet, three items each: when, which span, and whether it was
-        #: entered or left; or which timer runs from then on. Kept tuples would make the garbage
-        #: collector run more often.
-        self.log: list[float | Span | Timer | bool] = []
+        #: entered or left; or which timer runs from then on, and None. Kept tuples would make the
+        #: garbage collector run more often.
+        self.log: list[float | Span | Timer | bool | None] = []
         #: All spans.
         self.spans: list[Span] = []
         self._adding = Lock()
@@ -221,7 +221,7 @@ class Clock:
 
     def run(self, category: str, name: str) -> None:
         """Run a timer until the next span is entered or left."""
-        self.log.extend((perf_counter(), self.timer(category, name), False))
+        self.log.extend((perf_counter(), self.timer(category, name), None))
 
     def stop(self) -> None:
         """Record no more; spans that are still held do nothing."""
@@ -247,19 +247,18 @@ class Clock:
             for now, what, entered in zip(items, items, items, strict=True):
                 running.seconds += now - mark
                 mark = now
-                if isinstance(what, Timer):
-                    running = what
-                    continue
                 if entered:
                     running = what.timer if what.own_timer else what.find_timer()
                     running.calls += 1
                     opened.append((what, running, now))
-                    continue
-                if opened[-1][0] is what or self._unwind(what):
-                    _, _, began = opened.pop()
-                    if what.inclusive:
-                        self._whole += now - began
-                running = opened[-1][1]
+                elif entered is None:
+                    running = what
+                else:
+                    if opened[-1][0] is what or self._unwind(what):
+                        began = opened.pop()[2]
+                        if what.inclusive:
+                            self._whole += now - began
+                    running = opened[-1][1]
             self._running, self._mark = running, mark
         finally:
             self._adding.release()
