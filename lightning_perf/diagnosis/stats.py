@@ -168,6 +168,8 @@ def stalls(values: Numbers) -> Stalls:
     limit = median + max(8 * np.median(np.abs(values - median)), median / 2)
     index = np.flatnonzero(values > limit)
     gaps = np.diff(index)
-    regular = len(gaps) >= 2 and np.median(np.abs(gaps - np.median(gaps))) <= 0.2 * np.median(gaps)
+    usual = np.median(gaps) if len(gaps) >= 2 else 0
+    # Neighbours are bursts, not a period.
+    regular = usual > 1 and np.median(np.abs(gaps - usual)) <= 0.2 * usual
     period = float(np.median(np.diff(known[index]))) if regular else None
     return Stalls(known[index], values[index] - median, period)

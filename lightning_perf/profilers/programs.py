@@ -87,7 +87,8 @@ def _table(title: str, sizes: Counter[Location]) -> Iterator[str]:
     for (function, file, line), size in sorted(sizes.items(), key=lambda x: (-x[1], x[0]))[:_LINES]:
         place = f"{file}:{line}" if file else ""
         yield f"{bytes_text(size):>10}  {function}  {place}"
-        source = linecache.getline(file, line).strip() if file else ""
+        # As memray does: another file may hold secrets, or never end.
+        source = linecache.getline(file, line).strip() if file.endswith(".py") else ""
         if source:
             yield f"{'':12}{source[:88]}"
 

@@ -197,11 +197,14 @@ def _nothing_collects() -> bool:
 def run_python(*arguments: str) -> str:
     """Run a Python program in a process of its own, so that training keeps the GIL.
 
-    Returns its standard output. OSError has the end of its error message.
+    Returns its standard output. OSError has the last line of its error message.
     """
     command = [sys.executable, "-P", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)  # noqa: S603
+    done = subprocess.run(  # noqa: S603
+        command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False
+    )
     if done.returncode:
-        program = " ".join(arguments[:3])
-        raise OSError(f"{program}: {(done.stderr or done.stdout).strip()[-200:]}")
+        # A reader written in C may crash on a damaged file, without a word.
+        lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit {done.returncode}"]
+        raise OSError(f"{' '.join(arguments[:2])}: {lines[-1][-200:]}")
     return done.stdout

@@ -116,7 +116,7 @@ class Reporting:
         """Log to loggers other than MLflow's; one that fails is called again the next time."""
         for logger in self._others:
             try:
-                logger.log_metrics(dict(metrics), step=step)
+                logger.log_metrics(metrics=dict(metrics), step=step)
             except Exception as error:
                 if id(logger) not in self._warned:
                     self._warned.add(id(logger))

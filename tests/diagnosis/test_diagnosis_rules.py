@@ -433,6 +433,16 @@ def test_work_of_every_second_batch_is_no_stall() -> None:
     assert [each.code for each in diagnose(signals).verdicts] == ["logger-bound"]
 
 
+def test_bursts_of_slow_batches_have_no_period() -> None:
+    """Slow batches that follow one another, now and then, do not come "every 1 batches"."""
+    slow = np.full(STEPS, 0.05)
+    for first in np.array([40, 61, 117, 150, 201, 223, 268]) % (STEPS - 3):
+        slow[first : first + 3] = 0.3
+    found = {v.code: v for v in diagnose(signals_of({"forward": 0.065}, steps=slow)).verdicts}
+    assert found["periodic-stall"].evidence["period_batches"] == "irregular"
+    assert "at irregular intervals" in found["periodic-stall"].advice
+
+
 @pytest.mark.parametrize(
     ("loader", "cpus", "advice", "step"),
     [

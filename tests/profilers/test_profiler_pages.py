@@ -15,6 +15,7 @@ from torch.cuda import _memory_viz
 
 from lightning_perf import Memray, PerfWarning, Profiler, PyTorch, VizTracer
 from lightning_perf.charts.memory import history, of_history, segments
+from lightning_perf.profilers.tools import run_python
 
 MIB = 1 << 20
 MEMORY = {"with_stack": True, "record_shapes": True, "memory_filename": "rank{rank}.html"}
@@ -110,6 +111,25 @@ def test_a_file_that_cannot_be_made_is_a_warning(
     (message,) = ours(caught)
     assert further in message
     assert [path.name for path in left_in(tmp_path / "run")] == [".run", recording]
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("kill -SEGV $$", "exit -11"),
+        ("printf '\\377 planted' >&2; exit 3", "\N{REPLACEMENT CHARACTER} planted"),
+    ],
+)
+def test_a_program_that_crashes_is_an_error_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
+) -> None:
+    """Readers written in C crash on damaged files without a message, or quote their bytes."""
+    script = tmp_path / "program"
+    script.write_text(f"#!/bin/sh\n{program}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    with pytest.raises(OSError, match=f"^page: {message}$"):
+        run_python("page")
 
 
 def test_remote_addresses_are_detected() -> None:

@@ -214,6 +214,18 @@ def test_one_logger_that_fails_starves_no_other(tmp_path: Path) -> None:
     assert len(healthy.of("time/train")) == 16
 
 
+def test_loggers_are_called_as_lightning_calls_them(tmp_path: Path) -> None:
+    """One that takes its arguments by name only receives every report."""
+
+    class Named(Records):
+        def log_metrics(self, **named: Any) -> None:
+            super().log_metrics(**named)
+
+    logger = Named()
+    trainer(tmp_path, SpeedMonitor(4), logger=logger).fit(Small())
+    assert len(logger.of("time/train")) == 16
+
+
 @pytest.mark.parametrize("every", [16, 7], ids=["epoch end", "mid-epoch"])
 def test_a_resumed_epoch_is_lightning_s(tmp_path: Path, every: int) -> None:
     """A checkpoint of an epoch's last batch resumes in the next epoch, not in a long one."""
