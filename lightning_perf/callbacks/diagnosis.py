@@ -167,10 +167,12 @@ class Diagnosis(WindowCallback):
         if not super().window_due(context, at_end) or (batch < self._next and not at_end):
             return False
         self._next = batch + _FEWEST_BATCHES
-        if context.stage == "train" and context.ranks.global_rank == 0:
-            # Not when the report is delivered: costs belong to the window in which they arose.
-            self._others[batch] = self.call(self._other_costs) or {}
         return True
+
+    @override
+    def window_ended(self, context: RunContext) -> None:
+        if context.stage == "train" and context.ranks.global_rank == 0:
+            self._others[context.counters.batch] = self._other_costs()
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:

@@ -157,6 +157,9 @@ class WindowCallback(PerfCallback):
             return at_end
         return self.trigger.due(context)
 
+    def window_ended(self, context: RunContext) -> None:
+        """A window of this callback has ended, which is delivered later: keep what it lacks."""
+
     def receive(self, window: Window) -> Mapping[str, float]:
         """Turn a window into metrics under their full keys."""
         found = self.on_window(window)

@@ -224,6 +224,8 @@ class Windows:
             context.batches.wait()
         sent = subscriptions if last else due
         report = self._report(context, context.stage, sent, at_end)
+        for each in due:
+            each.callback.call(each.callback.window_ended, context)
         ended = [each for each in due if at_end or each.callback.trigger.consume_request()]
         when = LAST if last else _NESTED_END if at_end else context.counters.batch
         deliver = partial(self._deliver, context, report, ended)
