@@ -287,12 +287,18 @@ class RunContext:
     def end_batch(self, batch: Any) -> None:
         """A batch has ended."""
         assert self._counter is not None  # made by enter()
-        samples, tokens = self._counter.count(batch)
         meter, counters, every = self.meter, self.counters, self._log_every
-        if meter.wanted:
-            meter.after_batch(batch)
-            if meter.counted:
-                self._warn_untracked()
+        known = meter.entry(batch) if meter.settled and self._counter.inferred else None
+        if known is not None:
+            work, samples, tokens = known
+            counted = False
+        else:
+            samples, tokens = self._counter.count(batch)
+            if meter.wanted:
+                meter.after_batch(batch, samples, tokens)
+                if meter.counted:
+                    self._warn_untracked()
+            work, counted = meter.work, meter.counted
         if self.stage == "train":
             self.step, steps, last = self._loop.counts
             seconds = counters.add(samples, tokens, steps, last)
@@ -303,7 +309,7 @@ class RunContext:
             self.report_due = every > 0 and not self.stages.nested and counters.batches % every == 0
             if not self.stages.nested:
                 self.step = self._loop.step + counters.batches
-        record = (seconds, samples, tokens, meter.work, meter.counted, counters.batches == 1)
+        record = (seconds, samples, tokens, work, counted, counters.batches == 1)
         self.batches.end_batch(self.stage, record)
         windows = self.windows
         if windows.pending:

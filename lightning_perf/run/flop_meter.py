@@ -7,6 +7,8 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from lightning_perf.errors import describe, warn
 from lightning_perf.flops.counter import Counts, FlopCounter
 from lightning_perf.flops.peaks import BatchCost as BatchCost
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
+    #: Cost, samples and tokens of a batch.
+    Entry = tuple[BatchCost | None, int | None, int | None]
 
 #: The strategy's method that processes a batch, by stage.
 STEPS = {
@@ -38,6 +42,9 @@ _CONTEXTS = {
 }
 #: The first training batches may be skipped; other stages may have no products at all.
 _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
+#: Batches of known shapes in a row, after which a batch is only looked up at its end: announcing
+#: each step, and counting its samples anew, takes a third of the time of all that we do per batch.
+_SETTLED = 64
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
 
 
@@ -47,7 +54,9 @@ class FlopMeter:
     The module's ``flops_per_batch`` takes precedence in training. Otherwise each new signature of
     input shapes is counted once, on the real batch while it runs; a compiled module is counted on a
     fake copy, so that it stays compiled. Counting is repeated when layers are frozen or unfrozen
-    between epochs. After enough signatures, the FLOPs of new ones are predicted.
+    between epochs. After enough signatures, the FLOPs of new ones are predicted. After ``_SETTLED``
+    batches of known signatures, the meter is settled: a new signature is counted when it comes
+    again.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -72,6 +81,13 @@ class FlopMeter:
         #: The costs of this stage's signatures; None until its next step.
         self._cache: FlopCache | None = None
         self._signature: Signature = ()
+        #: Whether steps are not announced any more.
+        self.settled = False
+        # Batches of known signatures so far, and signatures that came too late to be counted.
+        self._known = 0
+        self._missed: set[Signature] = set()
+        # Cost, samples and tokens of lists and tuples of tensors, by signature.
+        self._entries: dict[Signature, Entry] = {}
         self._warned_unpredictable = False
         #: Counts the FLOPs of the current batch, if they are not known.
         self.counter: FlopCounter | None = None
@@ -95,19 +111,25 @@ class FlopMeter:
         """Prepare for a stage and resolve the peak, before any batch is timed."""
         if not self.wanted:
             return
-        self.resume(stage)
         self._declared = getattr(self._module, "flops_per_batch", None) is not None
         self._declared_flops = None
         self._compiled = is_compiled(self._module)
-        if not (self._declared and stage == "train"):
-            step = partial(_Step, stage=stage, meter=self)
-            self._steps.wrap(self._trainer.strategy, STEPS[stage], step)
+        self.resume(stage)
         self.peaks.get(self.peaks.dtype)
 
     def resume(self, stage: str) -> None:
         """Continue a stage, or begin its next epoch: other parameters may be frozen now."""
         self._stage, self._cache = stage, None
         self.work, self.counted, self._begun = None, False, False
+        self._entries.clear()
+        if stage and self.wanted and not (self._declared and stage == "train"):
+            self._announce()
+
+    def _announce(self) -> None:
+        """Learn of each step of the stage before it begins."""
+        self.settled, self._known = False, 0
+        step = partial(_Step, stage=self._stage, meter=self)
+        self._steps.wrap(self._trainer.strategy, STEPS[self._stage], step)
 
     def close(self) -> None:
         """Stop counting and restore the strategy."""
@@ -120,18 +142,23 @@ class FlopMeter:
         # Sanity-check validation runs steps too, but is not a stage.
         if self._begun or stage != self._stage:
             return
-        self._begun, self.counted, self.work = True, False, None
+        self._begun, self.counted = True, False
+        self._look_up(batch)
+
+    def _look_up(self, batch: Any) -> None:
+        """Find the cost of a batch that begins, or of one that ended without being announced."""
+        self.work = None
         try:
             if self._cache is None:
                 trainable = tuple(each.requires_grad for each in self._module.parameters())
-                cache = FlopCache(_TRIES[stage])
-                self._cache = self._caches.setdefault((stage, trainable), cache)
+                cache = FlopCache(_TRIES[self._stage])
+                self._cache = self._caches.setdefault((self._stage, trainable), cache)
             self._signature = signature(batch)
             self.work = self._cache.costs.get(self._signature)
             if self.work is None:
                 self._find_cost(self._cache, batch)
         except Exception as error:
-            self.wanted = False
+            self.wanted = self.settled = False
             warn(
                 f"FLOPs are no longer counted ({describe(error)}): mfu is not reported. {_DEFINE} "
                 "Please report this."
@@ -143,6 +170,10 @@ class FlopMeter:
         if predicted is not None:
             self.work = self.peaks.cost_of(predicted)
             cache.store(self._signature, self.work)
+        elif self.settled:
+            self.counted = True  # excluded from rates, as if it had been counted
+            self._missed.add(self._signature)
+            self._announce()
         elif len(cache.counts) >= MOST_COUNTED:
             self._warn_unpredictable(
                 f"the FLOPs of batches with new shapes could not be predicted from {MOST_COUNTED} "
@@ -189,24 +220,46 @@ class FlopMeter:
         with getattr(self._trainer.precision_plugin, context)():
             return step(*(batch, 0, 0)[:arguments])
 
-    def after_batch(self, batch: Any) -> None:
+    def entry(self, batch: Any) -> Entry | None:
+        """Cost, samples and tokens of a batch that has just ended, if it is a usual one."""
+        kind = type(batch)
+        if kind is not list and kind is not tuple:
+            return None
+        found: list[Any] = [kind, len(batch)]  # its signature, without a call
+        for part in batch:
+            if type(part) is not Tensor or part.is_nested:
+                return None
+            found += (part.dtype, part.shape)
+        return self._entries.get(tuple(found))
+
+    def after_batch(self, batch: Any, samples: int | None, tokens: int | None) -> None:
         """Finish the batch that has just ended: set ``work`` and ``counted``."""
-        if not self._begun:  # Lightning skipped the batch
+        begun, self._begun = self._begun, False
+        if self._declared and self._stage == "train":
+            self.work, self.counted = self._declared_work(batch), False
+        elif self.settled and batch is not None:
+            self.counted = False
+            self._look_up(batch)
+        elif not begun:  # Lightning skipped the batch
             self.work, self.counted = None, False
-        self._begun = False
-        if self.counter is not None:
+        elif self.counter is not None:
             counts, self.counted = self.counter.counts, True
             self._stop_counting()
             if self._cache is not None:
                 self._store(self._cache, counts, whole=self._backward_seen)
-        elif self._declared and self._stage == "train":
-            self.work = self._declared_work(batch)
+        elif self.work is not None:
+            self._entries[self._signature] = self.work, samples, tokens
+            self._known += 1
+            if self._known >= _SETTLED and not self._missed:
+                self.settled = True
+                self._steps.restore()
 
     def _store(self, cache: FlopCache, counts: Counts, whole: bool) -> None:
         # A skipped step has no backward: count the next batch instead.
         skipped = self._stage == "train" and self._module.automatic_optimization and not whole
         if counts.model_flops and not skipped:
             self.untracked |= counts.untracked_names.keys()
+            self._missed.discard(self._signature)
             self.work = self.peaks.cost_of(counts)
             cache.counts[self._signature] = counts
             cache.store(self._signature, self.work)

@@ -163,12 +163,13 @@ class BatchCounter:
         owners = list(owners)
         self._samples = _find(owners, "get_num_samples_in_batch")
         self._tokens = _find(owners, "get_num_tokens_in_batch")
-        self._inferred = (self._samples, self._tokens) == (get_num_samples, get_num_tokens)
+        #: Whether they follow from the shapes of a list or tuple of tensors.
+        self.inferred = (self._samples, self._tokens) == (get_num_samples, get_num_tokens)
         self._warned: set[str] = set()
 
     def count(self, batch: Any) -> tuple[int | None, int | None]:
         """Return the samples and tokens of a batch; None if unknown, 0 if not tracked."""
-        if self._inferred and (type(batch) is list or type(batch) is tuple):
+        if self.inferred and (type(batch) is list or type(batch) is tuple):
             # The common case, tensors of one length: same result as the general rules, but faster.
             try:
                 size: int = batch[0].shape[0]

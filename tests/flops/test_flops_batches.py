@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor
 from lightning_perf.flops.shapes import MOST_COUNTED
+from lightning_perf.run import flop_meter
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)
 
@@ -225,3 +226,57 @@ def test_graphs_of_any_size_are_predicted_exactly(tmp_path: Path) -> None:
     expected = [2 * (2 * n * 4 * 8 + 3 * e * 8 * 8) for n, e in sizes]
     assert [value for _, value in records.of("batch_flops")] == expected
     assert len(records.of("mfu")) == 300 - 16
+
+
+@pytest.mark.parametrize("pack", [list, tuple, dict], ids=["list", "tuple", "dict"])
+def test_a_new_shape_after_many_known_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any
+) -> None:
+    """It is counted when it comes again, here at the end of the second epoch; rates go on."""
+    monkeypatch.setattr(flop_meter, "_SETTLED", 4)
+    batches = [pack([("x", x)]) if pack is dict else pack([x, x]) for x in rows(*[4] * 10, 2)]
+    announced: list[bool] = []
+
+    class Watched(Fed):
+        def on_train_batch_end(self, *_: Any) -> None:
+            announced.append("training_step" in vars(self.trainer.strategy))
+
+    def find(batch: Any) -> Tensor:
+        return batch["x"] if isinstance(batch, dict) else batch[0]
+
+    records = reported(tmp_path, Watched(batches, find), max_epochs=4)
+    flops = [value for _, value in records.of("batch_flops")]
+    usual, small = 4 * FLOPS_PER_SAMPLE, 2 * FLOPS_PER_SAMPLE
+    assert flops == [usual] * 10 + ([usual] * 10 + [small]) * 3
+    # The second epoch waits for the last batch of the first one.
+    assert announced[11:22] == [True] * 11
+    assert announced[22:33] == [True] * 3 + [False] * 8
+    # Each shape is counted once, which excludes a batch from rates, as does its first miss.
+    assert [step for step, _ in records.of("throughput/device/mfu")] == sorted(
+        {step for step, _ in records.of("throughput/samples_per_sec")}
+    )
+    assert records.of("throughput/samples_per_sec")[-1][0] == 43
+
+
+def test_batches_are_counted_alike_when_all_shapes_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the samples of a settled run as those of one that announces each step."""
+
+    def counts(folder: str, settled: int) -> Any:
+        monkeypatch.setattr(flop_meter, "_SETTLED", settled)
+        model = Fed([[x, x] for x in rows(4, 3, 4, 3, 4, 3, 4, 3, 4)], lambda batch: batch[0])
+        kept: list[tuple[str, int, int]] = []
+
+        class Keeps(Flops):
+            def prepare(self, context: Any) -> None:
+                super().prepare(context)
+                context.batches.listeners.append(
+                    lambda stage, records: kept.extend((stage, r[1], r[3]) for r in records)
+                )
+
+        options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
+        trainer(tmp_path / folder, Keeps(peak_flops=1e12), SpeedMonitor(2), **options).fit(model)
+        return [each for each in kept if each[2] is not None]
+
+    assert counts("settled", 2) == counts("announced", 10**6)
