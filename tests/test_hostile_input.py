@@ -96,6 +96,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @fuzzed
 @given(mutations())
+@example(lambda content: content | {"abstained": 1})
 def test_a_damaged_summary_is_refused_or_shown(
     tmp_path: Path, run_folder: Path, mutate: Callable[[Any], Any]
 ) -> None:
