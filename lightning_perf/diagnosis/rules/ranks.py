@@ -133,7 +133,7 @@ class _Late(NamedTuple):
     #: Own excess over the median of the others in each phase, and in all.
     phases: Numbers
     excess: float
-    #: What the others wait longer than it.
+    #: How much longer the others wait than it does.
     waiting: float
 
 
@@ -151,7 +151,7 @@ def straggler_of(works: Sequence[Work]) -> Straggler | None:
     """The same from what `work_of` returned for each window."""
     if len(works) < _FEWEST_WINDOWS:
         return None
-    # Nobody may be late in most windows, but one so late now and then that their sum shows it.
+    # Where no rank is late in most windows, the sum shows one that is very late now and then.
     for windows, chronic, least in (
         (works, True, _LEAST_SHARE),
         ([reduce(add, works)], False, _LEAST_ONCE),
