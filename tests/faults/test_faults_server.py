@@ -61,7 +61,7 @@ RAISED = DONE | files("PyTorch", BATCH)
 def served(
     place: Path, port: int, modes: dict[int, str], failing: bool, name: str, flag: Path
 ) -> Setting:
-    """A training that logs to a server, which fails in other ways from some batches on."""
+    """A training that logs to a server, whose way to fail changes at some batches."""
     # MLflow's own patience is twenty minutes, and without us it is spent all the same.
     os.environ |= {
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
