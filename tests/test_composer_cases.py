@@ -348,7 +348,7 @@ def check_snapshot(case):
 
 
 def check_memory(case):
-    """Bytes are told as gigabytes to five digits."""
+    """Bytes are reported in gigabytes with five digits."""
     check(lambda: gigabytes(int(case["input"].removesuffix(" bytes"))), case["expected"])
 
 

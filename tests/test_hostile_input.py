@@ -96,6 +96,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @fuzzed
 @given(mutations())
+@example(lambda content: content | {"abstained": 1})
 def test_a_damaged_summary_is_refused_or_shown(
     tmp_path: Path, run_folder: Path, mutate: Callable[[Any], Any]
 ) -> None:
@@ -228,7 +229,7 @@ def test_any_bytes_are_a_trace_or_an_error(tmp_path: Path, content: bytes, packe
 def test_a_damaged_list_of_uploads_is_read_without_its_damage(
     tmp_path: Path, mutated: list[Callable[[Any], Any]], noise: bytes
 ) -> None:
-    """Entries hold texts; anything else is skipped with a warning, and the command goes on."""
+    """Entries hold texts; anything else is skipped with a warning, and the command continues."""
     good = {"path": str(tmp_path / "gone"), "remote": "a", "run_name": "r", "error": "e"}
     lines = [json.dumps(mutate(good | {"target": {"store": "file:///nowhere"}})).encode()
              for mutate in mutated]  # fmt: skip

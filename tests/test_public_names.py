@@ -1,7 +1,8 @@
-"""The front door: which names there are, and what it costs to open it."""
+"""The public names, and what importing the package costs."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -24,22 +25,30 @@ def test_public_names_are_frozen() -> None:
     assert dir(lightning_perf) == lightning_perf.__all__
 
 
+def test_every_public_name_is_imported_for_type_checkers() -> None:
+    """The imports under TYPE_CHECKING are those of `__all__`."""
+    tree = ast.parse(Path(lightning_perf.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    found = [alias.asname for node in imports for alias in node.names if alias.asname]
+    assert sorted(found) == lightning_perf.__all__
+
+
 @pytest.mark.parametrize("name", NAMES.split())
 def test_every_public_name_resolves_and_is_documented(name: str) -> None:
-    """Each name is there, bears its own name and says what it is."""
+    """Each name resolves to an object of that name with a docstring."""
     value = getattr(lightning_perf, name)
     assert value.__name__ == name
     assert value.__doc__
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    """A typing error in a name is told as for any module."""
+    """A misspelt name raises AttributeError, as for any module."""
     with pytest.raises(AttributeError, match="SpeedMonitr"):
         lightning_perf.SpeedMonitr  # noqa: B018
 
 
 def test_importing_the_package_imports_neither_torch_nor_mlflow() -> None:
-    """The import is cheap, so that it may stand in any file."""
+    """The import is cheap, so any file may contain it."""
     code = "import sys, lightning_perf; print(*sorted({m.split('.')[0] for m in sys.modules}))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from lightning_perf.traces.summary import TraceSummary
 
 _FOLDER = "{run_name}/diagnosis"
-#: Batches in a window at least: shorter ones would only cost time.
+#: The fewest batches in a window: shorter windows cost time and show no more.
 _FEWEST_BATCHES = 10
 #: Seconds that the end of a run waits for its last window.
 _LAST_WINDOW_TIMEOUT = 10.0
-#: Analyses while training runs compete for Python's lock: the share of the time that they take at
-#: most, and seconds beside it, for the first ones.
+#: The largest share of the time that analyses take during training, since they compete for Python's
+#: lock, and seconds in addition, for the first ones.
 _MOST_TIME, _FIRST_SECONDS = 0.002, 0.01
 
 
@@ -64,7 +64,7 @@ class Diagnosis(WindowCallback):
 
     Args:
         folder: Format string of the folder.
-        schedule: When to look while training runs. The end is always diagnosed.
+        schedule: When to analyse during training. The end is always diagnosed.
         rules: Rules to apply; by default those of the package.
         terminal: Whether to print the summary of the run at its end, verdicts first.
         capture: Whether the first critical verdict starts a trace of five steps, which the report

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def callbacks() -> list[Any]:
-    """The callbacks that the environment variable LIGHTNING_PERF asks for; none without it.
+    """The callbacks that the environment variable LIGHTNING_PERF selects; none without it.
 
     Raises:
         ConfigError: It names a file that cannot be used.

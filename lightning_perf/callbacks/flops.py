@@ -1,4 +1,4 @@
-"""Model FLOPs utilization: the work that a model asks for against what the hardware can do."""
+"""Model FLOPs utilization: the FLOPs of the model as a share of what the hardware can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput over a rolling window, and where the wall-clock time went."""
+"""Throughput over a rolling window, elapsed time, and an estimate of the remaining time."""
 
 from __future__ import annotations
 

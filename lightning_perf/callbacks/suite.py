@@ -1,4 +1,4 @@
-"""Several of our callbacks as one: any, the always-on set, and those of the environment."""
+"""Several of our callbacks as one: `Suite`, `always_on`, and the suite of LIGHTNING_PERF."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.run.context import RunContext
 
-#: Lightning's hooks, other than those by which a Suite has its parts' state.
+#: Lightning's hooks that a Suite forwards; it saves and loads the state of its parts itself.
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name == "teardown"]
 _VARIABLE = "LIGHTNING_PERF"
 
@@ -169,7 +169,7 @@ class EnvironmentSuite(Suite):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         others = [each for each in trainer.callbacks if isinstance(each, PerfCallback)]  # type: ignore[attr-defined]
-        # Lightning adds to the user's list itself: a list of an earlier Trainer has its suite.
+        # Lightning appends to the user's own list: one that an earlier Trainer used has its suite.
         suites = [each for each in others if isinstance(each, EnvironmentSuite)]
         repeated = suites[0] is not self
         kinds = {type(part) for each in others if each not in suites for part in each.parts}
@@ -183,7 +183,7 @@ class EnvironmentSuite(Suite):
 
 
 def from_environment(value: str) -> list[EnvironmentSuite]:
-    """The callbacks that a value of the environment variable asks for.
+    """The callbacks that a value of the environment variable selects.
 
     Args:
         value: ``1``, or a YAML file with callbacks, as LightningCLI reads it.

@@ -234,7 +234,7 @@ class FlameGraph:
     text: Callable[[int], str] = str
 
     def svg(self, style: str = "", script: str = "") -> str:
-        """The picture; ``flame.css`` and ``flame.js`` belong into it, or into its page."""
+        """The picture; it, or its page, must contain ``flame.css`` and ``flame.js``."""
         frames, depths = [], [0]
         for name, value, depth, left in _walk(self.root):
             share = value / max(self.root.value, 1)

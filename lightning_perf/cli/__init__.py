@@ -149,7 +149,8 @@ def _run(args: Sequence[str]) -> int:
     commands = _commands()
     for name, command in commands.items():
         description = " ".join((command.run.__doc__ or "").split())
-        arguments = ArgumentParser(description=description)
+        usage = "lightning-perf run [--config CONFIG] -- COMMAND" if name == "run" else None
+        arguments = ArgumentParser(description=description, usage=usage)
         for names, options in command.arguments:
             arguments.add_argument(*names.split(), **options)
         summary = description.partition(". ")[0].rstrip(".")
@@ -168,7 +169,10 @@ def _run(args: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except (Failure, LookupError, OSError) as error:
-        print(f"lightning-perf {name}: {str(error).rstrip('.')}.", file=sys.stderr)
+        why = str(error).rstrip(".")
+        if isinstance(error, OSError) and error.filename:
+            why = f"{error.filename}: {error.strerror}"
+        print(f"lightning-perf {name}: {why}.", file=sys.stderr)
         code = error.code if isinstance(error, Failure) else 2
     return code
 

@@ -15,7 +15,7 @@ from lightning_perf.errors import ConfigError, without_credentials
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Packages, and what needs those that need not be there.
+#: Packages, and what the optional ones are for.
 _PACKAGES = {
     **dict.fromkeys(("lightning_perf", "torch", "lightning")),
     "pytorch-lightning": "Trainers of the package pytorch_lightning",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _TRACES, _TRACE_FILES = {"torch_traces", "viztracer"}, (".json", ".json.gz")
 #: The most files of a kind that are shown.
 _MOST_FILES = 5
-#: Phases and culprits that changed by a smaller share of the step are not shown, nor more of them.
+#: The smallest change of a phase or culprit that is shown, as a share of the step; the most rows.
 _LEAST_SHARE, _MOST_ROWS = 0.002, 8
 _RUNS = "an MLflow run's id or name, or a folder with a summary.json"
 

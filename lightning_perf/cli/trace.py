@@ -99,7 +99,10 @@ def _folder(what: str, tracking_uri: str | None, scratch: Path) -> Path:
     from lightning_perf.traces.combine import TRACE_NAME
     from lightning_perf.tracking.runs import download
 
-    download(what, tracking_uri, scratch, TRACE_NAME)
+    try:
+        download(what, tracking_uri, scratch, TRACE_NAME)
+    except LookupError as error:
+        raise Failure(f"there is no folder {what}, and {error}") from error
     return scratch
 
 

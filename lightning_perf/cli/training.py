@@ -165,7 +165,7 @@ class Seen(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether the run goes on, or was killed."""
+        """Whether the status is "running": the run continues, or was killed."""
         return bool(self.summary["status"] == RUNNING)
 
 
@@ -175,14 +175,14 @@ class Source:
 
     #: The latest summary; None before the first one.
     read: Callable[[], Seen | None]
-    #: Whether something may write another one than that seen last.
+    #: Whether a newer summary than the given one may still be written.
     alive: Callable[[Seen | None], bool] = lambda _: True
-    #: Seconds between looks.
+    #: Seconds between reads.
     interval: float = 1.0
 
 
 def _source(run: str | None, tracking_uri: str | None) -> Source:
-    """What to watch."""
+    """The source of the run that the argument names."""
     from lightning_perf.tracking import runs
 
     path = Path(run or ".")
@@ -190,7 +190,7 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
         return process_source(own_process(int(run)))
     if path.exists():
         return folder_source(runs.folder_of(path))
-    assert run is not None  # `.` exists
+    assert run is not None  # the current folder exists
     local = runs.latest_folder(Path(), run) if tracking_uri is None else None
     if local is not None:
         return folder_source(local)
@@ -200,7 +200,7 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
 
 
 def folder_source(folder: Path) -> Source:
-    """A run's folder, until the training's process has ended, if it is of this machine."""
+    """Watch a run's folder; on the training's machine, until its process has ended."""
 
     def alive(seen: Seen | None) -> bool:
         process = {} if seen is None else seen.summary.get("process", {})
@@ -212,12 +212,12 @@ def folder_source(folder: Path) -> Source:
 
 
 def process_source(pid: int) -> Source:
-    """The folder that a process, or one below it, holds open, until the process has ended."""
+    """Watch the run folder that a process or a child of it has open, until the process ends."""
     folder: Path | None = None
 
     def read() -> Seen | None:
         nonlocal folder
-        folder = folder or _folder_of(pid)  # at its end, a run closes its folder
+        folder = folder or _folder_of(pid)  # a run closes its folder at its end
         return None if folder is None else _read(folder)
 
     return Source(read, lambda _: _lives(pid, _now()))
@@ -229,7 +229,7 @@ def _read(folder: Path) -> Seen:
 
 
 def _folder_of(pid: int) -> Path | None:
-    """The folder of the latest run of a process and those below it; None if none has reported."""
+    """The folder of the latest run of a process and its children; None before the first report."""
     found: list[tuple[float, Path]] = []
     for each in [pid, *descendants(pid)]:
         with suppress(OSError):  # the process has ended
@@ -245,7 +245,7 @@ def _now() -> float:
 
 
 def _lives(pid: int | None, since: float) -> bool:
-    """Whether a process runs that was started before a point in time."""
+    """Whether the process is alive, and was started before a point in time."""
     import psutil
 
     try:
@@ -263,7 +263,7 @@ def _looks(source: Source) -> Iterator[Seen | None]:
     """Yield the latest summary at each interval, until the run or its process has ended."""
     seen: Seen | None = None
     while True:
-        # Asked first, so that what a process writes at its end is read.
+        # Checked first, so that the summary that a process writes at its end is read.
         alive = source.alive(seen)
         seen = source.read() or seen
         yield seen
@@ -273,7 +273,7 @@ def _looks(source: Source) -> Iterator[Seen | None]:
 
 
 def _print(source: Source, json: bool) -> Seen | None:
-    """One line per update; returns the last one."""
+    """Print one line per update; return the last summary."""
     seen = last = None
     for seen in _looks(source):
         if seen is not None and (last is None or seen.summary != last.summary):
@@ -285,7 +285,7 @@ def _print(source: Source, json: bool) -> Seen | None:
 
 
 def _show(source: Source, console: Console) -> Seen | None:
-    """A view that is drawn anew at each look; returns the last one."""
+    """Redraw a view at each read; return the last summary."""
     from rich.live import Live
 
     seen = None

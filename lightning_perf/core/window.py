@@ -182,7 +182,7 @@ class Window:
         return float(self[name].min())
 
     def rate(self, name: str, per: str = "batch/seconds") -> float:
-        """The sum over ranks of each rank's value per one of another column's.
+        """Each rank's value divided by its value of ``per``, summed over ranks.
 
         Ranks end their windows at slightly different times, so each is divided by its own.
 

@@ -13,7 +13,7 @@ from lightning_perf.errors import describe
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-#: Windows without which there is no interval.
+#: The fewest windows for an interval.
 _FEWEST_WINDOWS = 5
 _RESAMPLES, _INTERVAL = 2000, (0.025, 0.975)
 #: Batch sizes that differ by more make times per batch incomparable.

@@ -157,7 +157,7 @@ def overhead(signals: Signals) -> dict[str, float]:
 def report_page(
     signals: Signals, findings: Findings, captured: TraceSummary | str | None = None
 ) -> str:
-    """The page, with a captured trace, or why there is none, unless none was wanted."""
+    """The page; if a capture was wanted, with its summary or the reason why there is none."""
     return page("Why this training is not faster", _parts(signals, findings, captured))
 
 

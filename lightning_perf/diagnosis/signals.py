@@ -49,7 +49,7 @@ _GAUGES = ("memory/", "waits/node_rank")
 
 
 class Unknown(Exception):
-    """A rule cannot tell; the message says why."""
+    """A rule cannot decide; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the Trainer and the machine say, for advice."""
+    """Settings of the Trainer and the machine, for advice."""
 
     device: str = "cpu"
     world_size: int = 1

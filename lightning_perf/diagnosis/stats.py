@@ -30,9 +30,9 @@ def lower_share(
 ) -> float:
     """The 5th percentile of ``sum(parts) / sum(wholes)``, by a block bootstrap over windows.
 
-    The ratio itself if there are too few windows. Rare ``events`` lie in few windows, so windows
-    are merged until each holds about two. ``waits`` are seconds in which the thread waited for a
-    CPU; the share is then that without this waiting.
+    With too few windows, the ratio itself. Rare ``events`` are in few windows, so windows are
+    merged until each holds about two. ``waits`` are seconds in which the thread waited for a CPU;
+    with them, the share excludes this waiting.
 
     Example:
         A part that takes longer by as much as the thread waited:

@@ -114,7 +114,7 @@ _MUCH_LONGER = 1_000_000
 
 
 def first_window(schedule: Schedule, moment: Moment) -> str | None:
-    """When the first window would have begun, had training gone on after ``moment``.
+    """When the first window would have begun, had training continued after ``moment``.
 
     Returns a clause, or None if no window can be foreseen.
     """

@@ -148,9 +148,9 @@ class Sampler:
 def _sample(
     owner: weakref.ref[Sampler], worker: Worker, open_sensors: _Open, processes: set[int]
 ) -> _Samples:
-    """Sample at each step while the worker is the owner's, which it must not keep alive.
+    """Take a sample per step, until the owner is deleted or has another worker.
 
-    Yields the seconds until the next step.
+    Yields the seconds until the next step. Holds no reference to the owner between steps.
     """
     try:
         with open_sensors(processes) as found:
@@ -172,7 +172,7 @@ def _sample(
 
 
 def _repeat(worker: Worker, samples: _Samples) -> None:
-    """Take the next sample, and repeat that after the interval."""
+    """Take a sample, and submit the next one to the worker after the interval."""
     interval = next(samples, None)
     if interval is None:
         worker.close(0.0)

@@ -18,7 +18,7 @@ GPU = (
     "gpu_sm_clock", "gpu_memory_clock",
     "gpu_throttled", "gpu_throttled_power", "gpu_throttled_thermal", "gpu_throttled_hardware",
 )  # fmt: skip
-#: GPUs, or MIG instances, of one node that are looked at.
+#: The most GPUs or MIG instances of a node that are sampled.
 MOST_GPUS = 16
 
 #: A GPU's number is nvidia-smi's times this, and one more than the instance's if it is one.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Traces of ranks, as all profilers name them by default.
 TRACE_NAME = re.compile(r"rank(\d+)\.(.+\.json)(?:\.gz)?")
-#: Of a trace's head: ranks of one window agree on these.
+#: Keys of a trace's head that are equal on all ranks of a window.
 _SHARED = ("run_name", "stage", "batch", "world_size")
 #: Collectives that no rank leaves before the last one has come, as gloo, NCCL's annotations and
 #: NCCL's kernels are named. Only those of the device are timed there.
@@ -36,11 +36,11 @@ _COLLECTIVE = re.compile(
 #: What ends at about the same time on all ranks, where no collective was recorded.
 _STEP = re.compile(r"ProfilerStep#\d+|torch\._C\._EngineBase\.run_backward")
 _KERNELS, _DEVICE = ("kernel", "gpu_user_annotation"), "device "
-#: Processes of a rank in the merged file at most.
+#: The most processes of a rank in the merged file.
 _PROCESSES = 1000
 #: Clocks whose steps end within this (microseconds) are not shifted: steps end less precisely.
 _STEPS_AGREE = 1e5
-#: Who came last to a collective depends on the clocks: so often they are corrected.
+#: How often clocks are corrected: which rank came last to a collective depends on them.
 _ROUNDS = 5
 #: Windows that a message names.
 _MOST_NAMED = 8
@@ -59,7 +59,7 @@ class Trace:
 
     rank: int
     path: Path
-    #: What the file says of itself.
+    #: The keys of the file other than its events.
     head: dict[str, Any] = field(default_factory=dict)
     #: By name and process group, in the order of the file's clock.
     collectives: dict[str, list[Marker]] = field(default_factory=dict)
@@ -128,7 +128,7 @@ def scan(trace: Trace) -> None:
                 steps[name].append(marker)
         trace.head["world_size"] = int(trace.head.get("world_size", 0))
         trace.base = float(trace.head.get("baseTimeNanoseconds", 0)) / 1e3
-    # NCCL's annotations on the host end when the kernel is launched: the kernels tell more.
+    # NCCL's annotations on the host end when the kernel is launched: the kernels are more exact.
     timed_there = any(name.startswith(_DEVICE) for name in collectives)
     trace.collectives = {
         name: sorted(found)
@@ -148,7 +148,7 @@ def _shared_name(name: str, event: Event) -> str:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Name the file whose content is not as it has to be: anybody may have made it."""
+    """Raise `TraceError` with the file's name where its content is damaged or not as expected."""
     try:
         yield
     except TraceError:
@@ -175,7 +175,7 @@ def align(traces: Sequence[Trace]) -> None:
 
     No rank leaves a collective before the last one has come, and each leaves it at once now and
     then: the shortest delay from the last one's start to a rank's end is about the same on all
-    ranks. Longer ones tell how long the rank waited for a CPU. Without collectives, steps end at
+    ranks. Longer ones show how long the rank waited for a CPU. Without collectives, steps end at
     the same time. A clock that agrees already is left alone.
     """
     first = traces[0]
@@ -226,7 +226,7 @@ def _matched(traces: Sequence[Trace]) -> Iterator[tuple[str, int, dict[int, Mark
 
 
 def _offsets(traces: Sequence[Trace], shared: Sequence[Mapping[int, Marker]]) -> dict[int, float]:
-    """How far each rank's clock, shifted as it is, is ahead of the first one's."""
+    """How far each rank's shifted clock is ahead of the first rank's."""
     apart = defaultdict(list)
     for markers in shared:
         if 0 in markers:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 #: Addresses of objects, removed so that all calls of a function have one name.
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-#: Nanoseconds by which rounding may make a call end after its caller: one for each.
+#: Rounding may make a call end this many nanoseconds after its caller: one for each of the two.
 SLACK = 2
 
-#: Bytes that are read at once of a file, and of a gzipped one.
+#: Bytes per read, of a file and of a gzipped one.
 _CHUNK, _PACKED_CHUNK = 1 << 20, 1 << 16
-#: Characters of the longest event or other value; more is no trace, or damaged.
+#: Characters of the longest event or other value; a file with a longer one is damaged or no trace.
 _MOST_CHARACTERS = 1 << 26
 _GZIPPED, _GZIP_FORMAT = b"\x1f\x8b", 31
 _DECODER = json.JSONDecoder()
@@ -48,9 +48,9 @@ def nanoseconds(microseconds: float) -> int:
 def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
     """The events of a trace, gzipped or not.
 
-    ``head`` gets what the file says of itself: those of its keys that precede the events, and at
-    the end all others. Raises `TraceError` if the file is not a trace, `CutShort` if it ends early,
-    and `OSError` if it cannot be read.
+    ``head`` receives the file's other keys: those before the events first, the rest at the end.
+    Raises `TraceError` if the file is not a trace, `CutShort` if it ends early, and `OSError` if it
+    cannot be read.
     """
     buffer = _Buffer(path)
     if buffer.peek("{"):
@@ -106,7 +106,7 @@ class _Buffer:
             self._more()
 
     def skip(self) -> None:
-        """Go past one character."""
+        """Skip one character."""
         self._at += 1
 
     def value(self) -> Any:
@@ -120,7 +120,7 @@ class _Buffer:
                 continue
             except RecursionError as error:
                 raise CutShort(f"{self._path} is damaged: it is nested too deeply") from error
-            if end == len(self._text):  # a number may go on
+            if end == len(self._text):  # a number may continue in the next piece
                 self._more()
                 continue
             self._at = end

@@ -115,8 +115,9 @@ class TraceSummary:
 def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
     """Summarize a trace of torch.profiler, in bounded memory.
 
-    Of a file that is cut short, the events that are there; of the host and of the devices, at most
-    ``most``. Raises `TraceError` if it is not such a trace, and `OSError` if it cannot be read.
+    A file that is cut short is summarized as far as it goes. The first ``most`` events of the host
+    and of the devices are used. Raises `TraceError` if the file is not such a trace, and `OSError`
+    if it cannot be read.
     """
     events = read(path, most)
     host, device = events.host, events.device

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.tracking.summary import Summary
 
-#: Folders below the present one that are searched for runs.
+#: Levels of folders below the current one that are searched for runs.
 _DEPTH = 4
 #: Params among a run's that describe its set-up.
 _SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
@@ -60,21 +60,24 @@ class Run:
 def find_run(what: str | None, tracking_uri: str | None) -> Run:
     """A run by its folder, its file, its id or its name; by default the latest one.
 
-    Without an address, a folder below the present one counts as well as MLflow. Raises
-    `LookupError` with one line if there is no such run or it cannot be read, and `ImportError` if
-    MLflow is not installed.
+    Without an address, the folders below the current one are searched too, not only
+    MLflow. Raises `LookupError` with one line if there is no such run or it cannot be read, and
+    `ImportError` if MLflow is not installed.
     """
     if what is not None and Path(what).exists():
         return read_folder(Path(what))
-    folder = None
-    if tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
-        folder = latest_folder(Path(), what)
+    local = tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI")
+    folder = latest_folder(Path(), what) if local else None
     try:
         with _connected(tracking_uri or default_tracking_uri()) as client:
             run = _find(client, what)
             if folder is None or not _is_older(run, folder):
                 return _read(client, run)
-    except (LookupError, ImportError):
+    except (LookupError, ImportError) as error:
+        if folder is None and local and isinstance(error, LookupError):
+            place = "" if what is None else f"in a folder {what} "
+            missing = f"there is no {FILE_NAME} {place}below the current folder"
+            raise LookupError(f"{missing}, and {error}") from error
         if folder is None:
             raise
     assert folder is not None  # or the run was read

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     _Row = tuple[str, ...]
 
 FILE_NAME = "summary.json"
-#: The status of a run that goes on, or was killed.
+#: The status of a run that continues, or was killed.
 RUNNING = "running"
 #: Raised with each change of the format that an older reader would misread.
 VERSION = 1
@@ -100,6 +100,7 @@ def _problem(content: object) -> str:
         return "is damaged (its process is not a mapping)"
     try:
         description(content)
+        panel(content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         return f"is damaged ({describe(error)})"
     return ""

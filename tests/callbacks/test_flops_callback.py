@@ -168,7 +168,7 @@ def test_lengths_that_keep_changing_are_predicted(tmp_path: Path) -> None:
 
 
 def test_a_formula_may_be_named(tmp_path: Path) -> None:
-    """The sizes come from the module's config; a model without them is told at set-up."""
+    """The sizes come from the module's config; a model without them is refused at set-up."""
     run = trainer(tmp_path, Flops(formula="palm"))
     with pytest.raises(ConfigError, match="formula"):
         run.fit(Small())
@@ -312,7 +312,7 @@ def test_what_the_user_gives_is_not_measured(tmp_path: Path, monkeypatch) -> Non
 
 
 def test_a_peak_that_cannot_be_measured(tmp_path: Path, monkeypatch) -> None:
-    """A refused measurement is one warning that says why, and no mfu; training goes on."""
+    """A refused measurement is one warning that says why, and no mfu; training continues."""
     monkeypatch.setattr(measure, "_measured", {})
     monkeypatch.setattr(measure, "_rate", lambda *_: None)
     flops = Flops()

@@ -127,7 +127,7 @@ def test_other_stages_bear_their_name(tmp_path: Path, records: Records, stage: s
 
 
 def test_elapsed_time_resumes_with_the_checkpoint(tmp_path: Path, records: Records) -> None:
-    """time/train goes on from what the checkpoint says, under weights_only as well."""
+    """time/train continues from the checkpoint, under weights_only as well."""
     first = trainer(tmp_path, SpeedMonitor(time_unit="seconds"), logger=Records())
     first.fit(Slow())
     spent = first.callbacks[0].metrics["time/train"]
@@ -138,7 +138,7 @@ def test_elapsed_time_resumes_with_the_checkpoint(tmp_path: Path, records: Recor
 
 
 def test_a_batch_that_cannot_be_counted_is_said_once(tmp_path: Path, records: Records) -> None:
-    """Training goes on, sample keys stay away, and one warning says what to define."""
+    """Training continues, sample keys are left out, and one warning says what to define."""
 
     class Odd(Small):
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:

@@ -226,7 +226,7 @@ def test_a_gpu_that_is_lost_is_said_once_and_the_rest_goes_on(
 
 
 def test_cuda_memory_bears_composers_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the allocator tells, in gigabytes."""
+    """What the allocator reports, in gigabytes."""
     kinds = "allocated_bytes", "active_bytes", "inactive_split_bytes", "reserved_bytes"
     stats = {
         kind: {"all": {"current": number * 10**9, "peak": number * 10**10 + 12345}}

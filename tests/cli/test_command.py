@@ -51,6 +51,27 @@ def test_wrong_arguments_are_code_2(args: list[str], capsys: pytest.CaptureFixtu
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["report"], "there is no summary.json below the current folder, and there is no"),
+        (["report", "x"], "there is no summary.json in a folder x below the current folder, and"),
+        (["compare", "x", "y"], "in a folder x below the current folder"),
+        (["trace", "x.json"], "trace: x.json: No such file or directory."),
+        (["trace", "--combine", "x"], "there is no folder x, and there is no mlflow.db"),
+        (["run", "python", "x.py"], "usage: lightning-perf run [--config CONFIG] -- COMMAND"),
+    ],
+)
+def test_what_was_searched_is_named(
+    args: list[str], why: str, in_tmp: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A run, file or command that is missing gives one line with the places."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    code, _, err = call(capsys, *args)
+    assert (code, why in err) == (2, True), err
+
+
 def test_tables_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """--json prints data only, in FLOP/s."""
     (h100,) = json.loads(call(capsys, "devices", "H100 SXM", "--json")[1])

@@ -152,7 +152,7 @@ def test_a_full_disk_costs_the_open_window(
 def test_a_disk_that_was_full_takes_the_next_window(
     train: Callable[..., list[str]], disk: Path, profiler: str
 ) -> None:
-    """Recording goes on where there is room again."""
+    """Recording continues when there is space again."""
     train(profiler, disk, {BATCH: partial(fill, disk), 12: partial(free, disk)})
     kept = whole(disk)
     assert DONE | files(profiler, 14) <= kept <= DONE | files(profiler, 12, 14)
@@ -174,7 +174,7 @@ def test_a_quota_costs_the_windows_that_it_cuts(
 def test_a_quota_on_viztracer_s_own_form_leaves_the_recording(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    """VizTracer does not tell of a file that it compressed in part: the raw one is kept."""
+    """VizTracer does not report a partly compressed file: the raw one is kept."""
     ours = [VizTracer(schedule=Fixed(1, 6), compress=True, tracer_entries=50_000)]
     folder = tmp_path / "out"
     ended = nursery.run(tmp_path / "process", fit, folder, squeezed, ours=ours)

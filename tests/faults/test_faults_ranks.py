@@ -87,7 +87,7 @@ def start(nursery: Nursery, folder: Path, rank: int, fault: str, mine: list[Any]
 
 
 def _same(ended: Ended) -> tuple[int, str]:
-    """Whether torch tells of the rank that fails or of the other one, whom it left, is a race."""
+    """Whether torch reports the rank that fails or the one that waits for it is a race."""
     assert ended.outcome is not None
     error, _ = ended.outcome["error"]
     return ended.code, "torch" if error.startswith("Process") else error

@@ -61,7 +61,7 @@ RAISED = DONE | files("PyTorch", BATCH)
 def served(
     place: Path, port: int, modes: dict[int, str], failing: bool, name: str, flag: Path
 ) -> Setting:
-    """A training that tells a server about itself, which from some batches on is in other modes."""
+    """A training that logs to a server, whose way to fail changes at some batches."""
     # MLflow's own patience is twenty minutes, and without us it is spent all the same.
     os.environ |= {
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -152,7 +152,7 @@ class Served:
 
 
 def _same(ended: Ended) -> tuple[int, str]:
-    """Without what tells one run from another: ids, ports, addresses of objects."""
+    """Without what differs between runs: ids, ports, addresses of objects."""
     return ended.code, re.sub(
         r"[0-9a-f]{32}|0x[0-9a-f]{8,}|port=\d+|:\d{4,5}|ours|without", "", str(ended.outcome)
     )

@@ -100,7 +100,7 @@ def in_validation() -> Setting:
 
 
 class Twice(Planted):
-    """Fails again when it is told that it has failed: callbacks after it hear of nothing."""
+    """Fails again in `on_exception`: the callbacks after it are not called."""
 
     def __init__(self) -> None:
         super().__init__("on_train_batch_start", raises)

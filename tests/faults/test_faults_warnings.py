@@ -74,7 +74,7 @@ def secretive(folder: Path) -> Setting:
 
 
 class Elsewhere(MLFlowLogger):
-    """Has its run in a database, and tells ours an address at which nothing listens."""
+    """Has its run in a database, and gives ours an address at which nothing listens."""
 
     def __init__(self, folder: Path) -> None:
         # Else one call takes minutes to fail, of which we wait for half of one.

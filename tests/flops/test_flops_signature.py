@@ -142,7 +142,7 @@ def test_names_of_columns_make_no_new_signature(dtype):
 
 
 def test_arrays_of_objects_are_looked_into():
-    """Tensors within an array tell batches apart, wherever they are."""
+    """Tensors within an array distinguish batches, wherever they are."""
     one, other = np.empty(2, dtype=object), np.empty(2, dtype=object)
     one[0], other[0] = torch.zeros(2), torch.zeros(3)
     assert signature(one) == signature(one.copy())

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def stack(filename: str, *names: str) -> list[dict[str, Any]]:
-    """Frames as the allocator tells them, the innermost first."""
+    """Frames as the allocator reports them, the innermost first."""
     return [{"filename": filename, "line": 7, "name": name} for name in reversed(names)]
 
 

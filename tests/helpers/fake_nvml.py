@@ -16,7 +16,7 @@ class NVMLError(Exception):
 
 
 class FakeGpu:
-    """One GPU; what it does not tell raises what NVML would."""
+    """One GPU; an unsupported value raises the error that NVML would."""
 
     def __init__(self, uuid: str, **told: Any) -> None:
         self.uuid = uuid

@@ -1,4 +1,4 @@
-"""A server in front of a real one, which misbehaves as a file tells it to."""
+"""A proxy of a real server, which fails as a file says."""
 
 from __future__ import annotations
 

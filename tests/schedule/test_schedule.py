@@ -7,6 +7,7 @@ import pickle
 import pytest
 from jsonargparse import ArgumentParser
 
+import lightning_perf
 from lightning_perf.core.progress import Limits, Moment, Ranks, Timestamp
 from lightning_perf.errors import ConfigError
 from lightning_perf.schedule import (
@@ -26,6 +27,7 @@ from lightning_perf.schedule import (
     Not,
     OnSignal,
     OnSlowBatch,
+    OnVerdict,
     Schedule,
     Stages,
     as_schedule,
@@ -48,6 +50,8 @@ EVERY_KIND = [
     HasTag("profile=1", schedule="first 5ba"),
     OnSignal("SIGUSR1", lasting="30sec"),
     OnSlowBatch(factor=3, lasting="2ba", cooldown="0ba"),
+    OnVerdict(["input-bound"], lasting="2ba"),
+    Not("every 10ba"),
     All([Every("10ba"), Not(Stages("test"))]),
     AnyOf(["every 10ba", Fixed(1, 1) & "first 3ba"]),
 ]
@@ -80,6 +84,13 @@ class Spy(Schedule):
 
     def close(self):
         self.calls.append("closed")
+
+
+def test_every_public_schedule_is_tested():
+    """No kind is missing in the list of these tests."""
+    public = [getattr(lightning_perf, name) for name in lightning_perf.__all__]
+    schedules = {each for each in public if isinstance(each, type) and issubclass(each, Schedule)}
+    assert {type(each) for each in EVERY_KIND} == schedules - {Schedule}
 
 
 @every_kind

@@ -73,7 +73,7 @@ class Findings:
 
 
 def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
-    """Apply rules to what was measured; one that fails, or cannot tell, is listed with its reason.
+    """Apply rules to signals; a rule that fails or lacks a signal is listed with its reason.
 
     Example:
         >>> from lightning_perf.diagnosis.signals import Signals

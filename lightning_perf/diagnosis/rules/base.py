@@ -92,13 +92,13 @@ class Impact:
     rank: int | None = None
     evidence: Mapping[str, float | str] = field(default_factory=dict)
     advice: str = ""
-    #: Whether the warm-up counts.
+    #: Whether the first window, which holds the warm-up, counts.
     whole_run: bool = False
-    #: Whether it would cost less by itself where other threads took the CPU.
+    #: Whether the seconds may include waiting for a CPU that other threads use.
     contended: bool = True
-    #: The part of it that is known to be its own.
+    #: The fraction of the seconds that is certainly due to this cause.
     certain: float = 1.0
-    #: Whether it is work of the host, beside which a GPU may work on.
+    #: Whether it is work of the host, during which a GPU may continue.
     on_host: bool = True
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.timing.totals import Action
 
-#: Percent of the CPUs in use above which loading is taken to be work, and not waiting for disks.
+#: Percent of the CPUs in use above which loading counts as CPU work, and not as waiting for disks.
 _BUSY = 60.0
 #: Workers per CPU where loading does not need CPUs.
 _WORKERS_PER_CPU = 4

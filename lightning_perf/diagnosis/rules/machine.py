@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _GROWTH_BYTES, _GROWTH_SHARE = 100e6, 0.10
 #: Samples that a trend needs, and the share of the run that is its warm-up.
 _FEWEST_SAMPLES, _WARMUP = 8, 0.2
-#: Growth that goes on: the second half grows at this share of the whole run's rate.
+#: Growth that continues: the second half grows at this share of the whole run's rate.
 _GOES_ON = 0.4
 #: Memory that ends within this many seconds is critical.
 _SOON = 3600.0

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.diagnosis.stats import Numbers
 
-#: What a rank does by itself in a batch: the columns that are added, and those that are waiting.
-#: With `_WAITS` these are all columns of the wall time.
+#: A rank's own work by phase: the columns to add, and the waits to subtract from them. With
+#: `_WAITS` these are all columns of the wall time.
 PHASES = {
     "input": (("dataloader_next", "to_device"), ()),
     "forward": (("forward",), ("waits/forward",)),
@@ -33,7 +33,7 @@ PHASES = {
     "callback": (("callbacks", "logging", "checkpoint", "from_device", "other"), ("waits/start",)),
     "validation": (("validation",), ()),
 }
-#: The same on a GPU, which does not wait for its host as long as it has work.
+#: The same by the GPU's clock: a GPU that has work queued does not wait for its host.
 _DEVICE_PHASES = {
     "input": (("exposed_input", "device/to_device"), ()),
     "forward": (("device/forward",), ()),
@@ -44,18 +44,19 @@ _DEVICE_PHASES = {
 #: Collectives of metrics: all of this is waiting.
 _WAITS = "timings/reduce_metrics"
 
-#: The own excess explains at least this part of the others' waiting.
+#: The rank's excess explains at least this share of the others' waiting.
 _EXPLAINED = 0.8
-#: A chronic straggler is the same in at least this part of the windows, and of so many windows.
+#: A chronic straggler is the same rank in at least this share of the windows, and the fewest
+#: windows for that.
 _CHRONIC, _FEWEST_WINDOWS = 0.7, 3
-#: Less waiting is not worth a name: share of the wall time, and seconds per batch.
+#: The least waiting for which a rank is named: share of the wall time, and seconds per batch.
 _LEAST_SHARE, _LEAST_SECONDS = 0.05, 1e-3
-#: The share of a rank that is late now and then.
+#: The least share of the wall time for a rank that is late now and then.
 _LEAST_ONCE = 0.1
-#: Every rank of a slow node has at least this part of the node's excess, and a slow host at least
-#: this part of its device's.
+#: Every rank of a slow node has at least this share of the node's excess, and a slow host at least
+#: this share of its device's.
 _UNIFORM = 0.5
-#: Phases in which a GPU computes, and the part of the largest excess from which on one counts.
+#: Phases in which a GPU computes. One counts if its excess is at least this share of the largest.
 _COMPUTED, _COUNTS = ("forward", "backward", "optimizer"), 0.25
 #: Share of the time that the others wait for a straggler, for a warning.
 _STRAGGLER = 0.10
@@ -132,7 +133,7 @@ class _Late(NamedTuple):
     #: Own excess over the median of the others in each phase, and in all.
     phases: Numbers
     excess: float
-    #: What the others wait longer than it.
+    #: How much longer the others wait than it does.
     waiting: float
 
 
@@ -150,7 +151,7 @@ def straggler_of(works: Sequence[Work]) -> Straggler | None:
     """The same from what `work_of` returned for each window."""
     if len(works) < _FEWEST_WINDOWS:
         return None
-    # Nobody may be late in most windows, but one so late now and then that their sum shows it.
+    # Where no rank is late in most windows, the sum shows one that is very late now and then.
     for windows, chronic, least in (
         (works, True, _LEAST_SHARE),
         ([reduce(add, works)], False, _LEAST_ONCE),

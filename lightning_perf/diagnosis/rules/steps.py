@@ -152,7 +152,7 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
     if share < _SLOWDOWN / 3 or after - before < LEAST:
         return
     if _growth(signals, signals.waiting, window) > 0.5 * (after - before):
-        return  # other programs took the CPU: cpu-saturated tells
+        return  # other programs took the CPU: `cpu-saturated` reports it
     phase, culprit = _changed(signals, window)
     evidence = known(
         batch=float(at), before_seconds=before, after_seconds=after,
