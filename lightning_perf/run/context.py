@@ -24,7 +24,7 @@ from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchTotals, ProgressSignal
 from lightning_perf.run.destination import Reporting, saved_by
 from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import MemorySignal, NodeSignal, node_gpus, node_sampler
+from lightning_perf.run.hardware import GPU_COLUMNS, MemorySignal, NodeSignal, node_gpus, node_sampler
 from lightning_perf.run.spans import Spans, SpanSignal, WaitSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
 from lightning_perf.run.summary import LiveSummary, end_summary
@@ -125,7 +125,10 @@ class RunContext:
         if self.ranks.world_size > 1:
             # Nodes may differ, and all ranks must have the same columns. They agree now, because
             # a callback may fail on one rank before it subscribes.
-            gpus = partial(int, self.windows.gatherer.largest(gpus()))
+            gatherer = self.windows.gatherer
+            slots = gatherer.largest(gpus())
+            gatherer.width += slots * GPU_COLUMNS
+            gpus = partial(int, slots)
         offers: dict[str, Callable[[], Signal]] = {
             "batch": self._start_batches,
             "flops": self._start_flops,

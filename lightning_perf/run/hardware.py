@@ -36,6 +36,8 @@ CUDA_MEMORY = (*_MEMORY, "alloc_retries")
 #: Of the processes of a node.
 HOST_MEMORY = ("rss", "peak_rss")
 _NOTHING = (0.0, 0.0)
+#: Columns of a GPU: its number, its sensors, and their seconds.
+GPU_COLUMNS = 2 + len(GPU)
 
 
 def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
