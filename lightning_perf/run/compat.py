@@ -219,5 +219,11 @@ def setup_of(trainer: Trainer) -> dict[str, object]:
     }
 
 
+def training_loader(trainer: Trainer) -> Any:
+    """The training's DataLoader, the first one of several, or None."""
+    loaders: Any = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
+    return next(iter(getattr(loaders, "flattened", None) or ()), None)
+
+
 def _positive(value: float | None) -> int | None:
     return int(value) if value is not None and 0 < value < float("inf") else None

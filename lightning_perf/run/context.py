@@ -24,7 +24,13 @@ from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchTotals, ProgressSignal
 from lightning_perf.run.destination import Reporting, saved_by
 from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import GPU_COLUMNS, MemorySignal, NodeSignal, node_gpus, node_sampler
+from lightning_perf.run.hardware import (
+    GPU_COLUMNS,
+    MemorySignal,
+    NodeSignal,
+    node_gpus,
+    node_sampler,
+)
 from lightning_perf.run.spans import Spans, SpanSignal, WaitSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
 from lightning_perf.run.summary import LiveSummary, end_summary

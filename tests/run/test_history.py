@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_perf.run.history import StageHistory
+from lightning_perf.run.summary import StageHistory
 from lightning_perf.timing.totals import Action, Cost, Totals
 
 PLOTS = Action("train", "callbacks", "Plots.on_train_batch_end")
