@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.run.callback import PerfCallback
-    from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
 
 
@@ -135,8 +134,8 @@ class RunContext:
             slots = gatherer.largest(gpus())
             gatherer.width += slots * GPU_COLUMNS
             gpus = partial(int, slots)
-        offers: dict[str, Callable[[], Signal]] = {
-            "batch": self._start_batches,
+        self.windows.sources = {
+            "batch": self.batches.start,
             "flops": self._start_flops,
             "progress": lambda: ProgressSignal(self.progress),
             "timings": lambda: SpanSignal(self.spans.require()),
@@ -146,15 +145,10 @@ class RunContext:
                 self.trainer.strategy.root_device, self._start_sampler(), self.ranks.node_rank
             ),
         }
-        self.windows.sources |= offers
-
-    def _start_batches(self) -> BatchTotals:
-        self.batches.start()
-        return self.batches
 
     def _start_flops(self) -> BatchTotals:
         self.meter.require(None, "peak_flops")
-        return self._start_batches()
+        return self.batches.start()
 
     def _start_sampler(self) -> Sampler | None:
         if self.sampler is not None and not self.sampler.subscribed:

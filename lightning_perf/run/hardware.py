@@ -49,10 +49,8 @@ def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
 
 def node_gpus(trainer: Trainer, ranks: Ranks) -> int:
     """Return how many GPUs this rank samples. It never raises, since all ranks exchange it."""
-    if ranks.local_rank:
-        return 0
     try:
-        return count_gpus(**_gpu_options(trainer, ranks))
+        return 0 if ranks.local_rank else count_gpus(**_gpu_options(trainer, ranks))
     except Exception as error:
         warn(f"GPUs are not sampled ({describe(error)}).")
         return 0

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
-    Find = Callable[[str], AbstractContextManager[Any]]
+    _Span = AbstractContextManager[Any]
+    Find = Callable[[str], _Span]
 
 #: By the last part of a span's name; the parts before it are classes of the user.
 _CATEGORIES = {
@@ -94,18 +95,6 @@ def _overrides(owner: object, hook: str) -> bool:
     return base.__name__ not in _EMPTY or not base.__module__.startswith(_LIGHTNING)
 
 
-class NullProfiler(PassThroughProfiler):
-    """Does nothing, like Lightning's default, but without a generator per span."""
-
-    @override
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
-        return NOTHING
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PassThroughProfiler, ()
-
-
 class SpanProfiler(PassThroughProfiler):
     """Records every span of a trainer without a profiler; ``find`` returns ours by its name."""
 
@@ -127,6 +116,13 @@ class SpanProfiler(PassThroughProfiler):
         return PassThroughProfiler, ()
 
 
+class NullProfiler(SpanProfiler):
+    """Does nothing, like Lightning's default, but without a generator per span."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: NOTHING)
+
+
 class TeeProfiler:
     """Records every span and forwards it to the user's profiler.
 
@@ -137,7 +133,7 @@ class TeeProfiler:
         # Bypasses __setattr__, which writes to the user's profiler.
         vars(self).update(_theirs=theirs, _find=find)
 
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+    def profile(self, action_name: str) -> _Span:
         """Return the context of a span."""
         return _TeeSpan(self._find(action_name), self._theirs.profile(action_name))
 
@@ -154,7 +150,7 @@ class TeeProfiler:
             self._find(action_name).__exit__(None, None, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (vars(self)["_theirs"],)
+        return _same, (self._theirs,)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -172,9 +168,7 @@ class _TeeSpan:
 
     __slots__ = ("_ours", "_theirs")
 
-    def __init__(
-        self, ours: AbstractContextManager[Any], theirs: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, ours: _Span, theirs: _Span) -> None:
         self._ours, self._theirs = ours, theirs
 
     def __enter__(self) -> Any:
