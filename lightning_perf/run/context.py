@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from lightning.pytorch.utilities import rank_zero_info
-from typing_extensions import override
 
 from lightning_perf.background import Worker
 from lightning_perf.core.progress import Limits, Moment
 from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
-from lightning_perf.patches import MethodPatch, PatchSet
+from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchTotals, ProgressSignal
 from lightning_perf.run.destination import Reporting, saved_by
@@ -40,6 +39,7 @@ from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
 
@@ -109,9 +109,10 @@ class RunContext:
         self._pid = os.getpid()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
         self._patches = PatchSet()
-        ending = partial(_Ending, context=weakref.ref(self))
-        self._patches.wrap(trainer.strategy, "on_exception", ending)
-        weakref.finalize(self, _end_threads, self.worker, self.file_worker).atexit = False
+        ending = partial(_end, weakref.ref(self))
+        self._patches.wrap_in_context(trainer.strategy, "on_exception", ending)
+        for worker in (self.worker, self.file_worker):  # freed without a close: threads end
+            weakref.finalize(self, worker.close, 0.0).atexit = False
         # Registered again for each run, to run before handlers registered since the last one.
         atexit.unregister(_leave_at_exit)
         atexit.register(_leave_at_exit)
@@ -410,20 +411,13 @@ class RunContext:
             counters.epoch = trainer.current_epoch
 
 
-class _Ending(MethodPatch):
-    """Ends a run before the strategy handles an exception."""
-
-    def __init__(self, original: Callable[..., Any], context: weakref.ref[RunContext]) -> None:
-        super().__init__(original)
-        self._context = context
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original, context = self.original, self._context()
-        with suppress(Exception):  # the user's own goes on
-            if context is not None:
-                context.abandon()
-        return original(*args, **kwargs)
+def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:
+    """End a run before the strategy handles an exception, which goes on."""
+    context = reference()
+    with suppress(Exception):
+        if context is not None:
+            context.abandon()
+    return nullcontext()
 
 
 def _units(callbacks: Iterable[PerfCallback]) -> str:
@@ -433,12 +427,6 @@ def _units(callbacks: Iterable[PerfCallback]) -> str:
         for key, unit in each.units.items():
             keys.setdefault(unit, {})[key] = None
     return "; ".join(f"{', '.join(names)}: {unit}" for unit, names in keys.items())
-
-
-def _end_threads(*workers: Worker) -> None:
-    """The context was freed without a close: its threads end after their present jobs."""
-    for worker in workers:
-        worker.close(0.0)
 
 
 def _leave_at_exit() -> None:
