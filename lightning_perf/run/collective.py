@@ -91,9 +91,7 @@ class Gatherer:
         self._hold_until = 0.0
 
     def largest(self, number: int) -> int:
-        """The largest of all ranks' numbers; waits for all of them."""
-        if self._world_size == 1:
-            return number
+        """The largest of the numbers of several ranks; waits for all of them."""
         mine = torch.tensor([number])
         if self._group is None:
             return int(self._trainer.strategy.all_gather(mine).max())

@@ -272,8 +272,7 @@ class RunContext:
         if stage == "train":
             limits = self.limits = compat.limits_of(self.trainer, owners[1:], self.batches.sharing)
             self._catch_up()
-            peak = self.meter.peaks.setup() if self.meter.wanted else {}
-            self.describe(compat.setup_of(self.trainer) | peak)
+            self.describe(self.setup())
         self._log_every = compat.log_every_n_steps(self.trainer)
         self.stages.enter(stage, limits)
         self._select_stage()
@@ -377,6 +376,11 @@ class RunContext:
     def describe(self, settings: Mapping[str, object]) -> None:
         """Log settings of the run or of a callback as params."""
         self.reporting.log_params({f"lightning_perf/{k}": v for k, v in settings.items()})
+
+    def setup(self) -> dict[str, object]:
+        """Device, its peak if it is known, precision and strategy."""
+        peak = self.meter.peaks.setup() if self.meter.wanted else {}
+        return compat.setup_of(self.trainer) | peak
 
     def resume(self, progress: dict[str, Any]) -> None:
         """Restore the progress of the training that is resumed."""

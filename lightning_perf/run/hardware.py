@@ -113,13 +113,8 @@ class NodeSignal:
         self._numbers: dict[str, int] = {}
         host = [f"system/{name}" for name in HOST]
         gpus = [f"system/gpu_slot_{slot}" for slot in range(slots)]
-        names = (*GPU, "seconds")
-        self.columns = (
-            *host,
-            *(f"{name}/seconds" for name in host),
-            *gpus,
-            *(f"{gpu}/{name}" for gpu in gpus for name in names),
-        )
+        sensors = [f"{gpu}/{name}" for gpu in gpus for name in (*GPU, "seconds")]
+        self.columns = (*host, *(f"{name}/seconds" for name in host), *gpus, *sensors)
         self.gauges = frozenset(gpus)
 
     def totals(self, stage: str) -> Sequence[float]:
@@ -150,7 +145,6 @@ class MemorySignal:
     def __init__(self, device: torch.device, sampler: Sampler | None, node_rank: int) -> None:
         self._device, self._sampler, self._node = device, sampler, node_rank
         self._cuda = CUDA_MEMORY if device.type == "cuda" else ()
-        self._measured = True
         names = [f"memory/{name}" for name in (*HOST_MEMORY, *self._cuda)]
         self.columns = ("memory/node_rank", "memory/pid", *names)
         self.gauges = frozenset(self.columns)
@@ -160,10 +154,9 @@ class MemorySignal:
         latest = self._sampler.latest if self._sampler is not None else {}
         host = [latest.get(f"process_{name}", nan) for name in HOST_MEMORY]
         held: Mapping[str, float] = {}
-        if self._cuda and self._measured:
-            try:
-                held = cuda_memory(self._device)
-            except RuntimeError as error:  # an allocator of the user's without statistics
-                self._measured = False
-                warn(f"CUDA's allocator is not measured ({describe(error)}).")
+        try:
+            held = cuda_memory(self._device)
+        except RuntimeError as error:  # an allocator of the user's without statistics
+            self._device = torch.device("cpu")
+            warn(f"CUDA's allocator is not measured ({describe(error)}).")
         return [self._node, os.getpid(), *host, *(held.get(name, nan) for name in self._cuda)]

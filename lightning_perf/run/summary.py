@@ -22,7 +22,7 @@ import torch
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
-from lightning_perf.run import compat, destination
+from lightning_perf.run import destination
 from lightning_perf.timing.totals import CATEGORIES, TABLED, Totals
 from lightning_perf.traces.folder import TraceOptions, written_whole
 from lightning_perf.tracking.summary import (
@@ -160,7 +160,6 @@ class RunSummary:
         self._context, self._callbacks = context, callbacks
         self._root = context.reporting.root(None)
         self.folder = self._root.path / context.run_name
-        trainer = context.trainer
         stages = {stage: _stage_windows(each) for stage, each in windows.items()}
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         content: dict[str, Any] = {
@@ -169,7 +168,7 @@ class RunSummary:
             "status": status,
             "updated" if status == RUNNING else "ended": now,
             "process": {"host": platform.node(), "pid": os.getpid()},
-            "setup": self._setup(),
+            "setup": _setup(context),
             "stages": {stage: windows for stage, windows in stages.items() if windows},
             **sections,
         }
@@ -178,30 +177,16 @@ class RunSummary:
             figures["windows"] = history
         #: What is shown: of this function alone.
         self._own = content
-        earlier = _EARLIER.get(trainer)
+        earlier = _EARLIER.get(context.trainer)
         if earlier is not None and earlier["run"] == content["run"]:
             # Of one trainer, fit is what the summary is about.
-            fitted = "train" in earlier["stages"] and trainer.state.fn != "fit"
+            fitted = "train" in earlier["stages"] and context.trainer.state.fn != "fit"
             kept = dict(earlier) if fitted else {}
             if status == RUNNING:
                 kept.pop("ended", None)
                 kept["status"] = status
             content = {**content, **kept, "stages": earlier["stages"] | content["stages"]}
         self.content = content
-
-    def _setup(self) -> dict[str, Any]:
-        context = self._context
-        meter = context.meter
-        peak = meter.peaks.setup() if meter.wanted else {}
-        versions: dict[str, str | None] = {
-            name: getattr(sys.modules[name], "__version__", None)
-            for name in _PACKAGES
-            if name in sys.modules
-        }
-        versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
-        setup = compat.setup_of(context.trainer) | peak
-        del setup["version"]
-        return setup | {"nodes": context.trainer.num_nodes, "versions": versions}
 
     def write(self) -> None:
         """Write the file after all others of the run, and the description in MLflow."""
@@ -242,6 +227,15 @@ class RunSummary:
         place = f"{self._root.place}/{self.folder.name}" if self._root.place else self.folder
         console.print(f"{place}/{FILE_NAME}", soft_wrap=True)
         return True
+
+
+def _setup(context: RunContext) -> dict[str, Any]:
+    loaded = {name: sys.modules[name] for name in _PACKAGES if name in sys.modules}
+    versions = {name: getattr(each, "__version__", None) for name, each in loaded.items()}
+    versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+    setup = context.setup()
+    del setup["version"]
+    return setup | {"nodes": context.trainer.num_nodes, "versions": versions}
 
 
 def _stage_windows(windows: Sequence[tuple[int, Window]]) -> dict[str, Any]:
