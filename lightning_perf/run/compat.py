@@ -98,11 +98,9 @@ def batches_seen(trainer: Trainer) -> tuple[int, int]:
 
 def max_seconds(trainer: Trainer) -> float | None:
     """Return ``max_time`` in seconds, or None if it is not set."""
-    for callback in getattr(trainer, "callbacks", ()):
-        duration = getattr(callback, "_duration", None)
-        if type(callback).__name__ == "Timer" and duration is not None:
-            return float(duration)
-    return None
+    timers = (each for each in getattr(trainer, "callbacks", ()) if type(each).__name__ == "Timer")
+    durations = (getattr(timer, "_duration", None) for timer in timers)
+    return next((float(each) for each in durations if each is not None), None)
 
 
 def log_every_n_steps(trainer: Trainer) -> int:

@@ -214,18 +214,12 @@ class RunContext:
     def _tell_where(self) -> None:
         """Log where the metrics and files are, since there is no logger."""
         named = [f"{type(p).__name__}.metrics" for p in self._joined if getattr(p, "metrics", None)]
-        run = Path(self.trainer.default_root_dir, self.run_name)
-        saved = saved_by(self._joined)
+        run, saved = Path(self.trainer.default_root_dir, self.run_name), saved_by(self._joined)
         root = self.reporting.root(None)
-        own = [str(run)] if run.exists() else []
+        here, own = run, [str(run)] if run.exists() else []
         if root.mirror is not None:
-            own = [f"{root.place}/{self.run_name}"] if saved else []
-        elsewhere = {
-            str(path.parent)
-            for path in saved
-            if run not in path.parents
-            and not (root.mirror is not None and root.path in path.parents)
-        }
+            here, own = root.path, [f"{root.place}/{self.run_name}"] if saved else []
+        elsewhere = {str(path.parent) for path in saved if here not in path.parents}
         folders = [*own, *sorted(elsewhere)]
         places = [f"the last figures are in {', '.join(named)}"] if named else []
         places += [f"files are in {', '.join(folders)}"] if folders else []

@@ -21,26 +21,22 @@ if TYPE_CHECKING:
 
 #: By the last part of a span's name; the parts before it are classes of the user.
 _CATEGORIES = {
-    "train_dataloader_next": "dataloader_next",
-    "val_next": "dataloader_next",
-    "test_next": "dataloader_next",
-    "predict_next": "dataloader_next",
-    "on_before_batch_transfer": "to_device",
-    "batch_to_device": "to_device",
-    "transfer_batch_to_device": "to_device",
-    "on_after_batch_transfer": "to_device",
-    "training_step": "forward",
-    "validation_step": "forward",
-    "test_step": "forward",
-    "predict_step": "forward",
-    "backward": "backward",
-    "optimizer_step": "optimizer_step",
-    "lr_scheduler_step": "step_lr_schedulers",
-    "save_checkpoint": "checkpoint",
-    "run_training_batch": "other",
-    "run_training_epoch": "other",
-    "on_predict_batch_end": "other",
-}
+    hook: category
+    for category, hooks in {
+        "dataloader_next": ("train_dataloader_next", "val_next", "test_next", "predict_next"),
+        "to_device": (
+            "on_before_batch_transfer", "batch_to_device", "transfer_batch_to_device",
+            "on_after_batch_transfer",
+        ),
+        "forward": ("training_step", "validation_step", "test_step", "predict_step"),
+        "backward": ("backward",),
+        "optimizer_step": ("optimizer_step",),
+        "step_lr_schedulers": ("lr_scheduler_step",),
+        "checkpoint": ("save_checkpoint",),
+        "other": ("run_training_batch", "run_training_epoch", "on_predict_batch_end"),
+    }.items()
+    for hook in hooks
+}  # fmt: skip
 #: Hooks that do work even if the user does not override them.
 _ALWAYS_ACTIVE = {"optimizer_step", "lr_scheduler_step", "on_predict_batch_end"}
 #: Lightning's base classes, whose hooks are empty.
