@@ -144,7 +144,8 @@ class MemorySignal:
 
     def __init__(self, device: torch.device, sampler: Sampler | None, node_rank: int) -> None:
         self._device, self._sampler, self._node = device, sampler, node_rank
-        self._cuda = CUDA_MEMORY if device.type == "cuda" else ()
+        self._measured = device.type == "cuda"
+        self._cuda = CUDA_MEMORY if self._measured else ()
         names = [f"memory/{name}" for name in (*HOST_MEMORY, *self._cuda)]
         self.columns = ("memory/node_rank", "memory/pid", *names)
         self.gauges = frozenset(self.columns)
@@ -154,9 +155,10 @@ class MemorySignal:
         latest = self._sampler.latest if self._sampler is not None else {}
         host = [latest.get(f"process_{name}", nan) for name in HOST_MEMORY]
         held: Mapping[str, float] = {}
-        try:
-            held = cuda_memory(self._device)
-        except RuntimeError as error:  # an allocator of the user's without statistics
-            self._device = torch.device("cpu")
-            warn(f"CUDA's allocator is not measured ({describe(error)}).")
+        if self._measured:
+            try:
+                held = cuda_memory(self._device)
+            except RuntimeError as error:  # an allocator of the user's without statistics
+                self._measured = False
+                warn(f"CUDA's allocator is not measured ({describe(error)}).")
         return [self._node, os.getpid(), *host, *(held.get(name, nan) for name in self._cuda)]
