@@ -30,6 +30,7 @@ from torch import Tensor
 from lightning_perf import Flops, SpeedMonitor, SystemMetrics, Timings
 from lightning_perf.run import context, windows
 from lightning_perf.run.collective import HEADER, Gatherer
+from lightning_perf.run.hardware import GPU_COLUMNS
 from lightning_perf.system import GPU
 
 WORLDS = (1, 8, 64, 1000, 10_000)
@@ -57,12 +58,12 @@ class Simulated(Gatherer):
 
     def __init__(self, trainer: L.Trainer) -> None:
         super().__init__(SimpleNamespace(world_size=self.ranks, strategy=self))  # type: ignore[arg-type]
+        self.width += PER_NODE * GPU_COLUMNS
         self._copying, self._factors = 0.0, 1 + torch.rand(self.ranks, 1, dtype=torch.float64) / 10
 
     def gather(self, *report: Any) -> None:
         """Measure a report, without the time that the network would take."""
-        self._copying, self._begin, began = 0.0, 0, time.perf_counter()
-        self.records.sent = 0
+        self._copying, began = 0.0, time.perf_counter()
         super().gather(*report)
         spent = time.perf_counter() - began - self._copying
         self.records.milliseconds.append(1e3 * spent)
@@ -70,17 +71,15 @@ class Simulated(Gatherer):
     def all_gather(self, message: Tensor) -> Tensor:
         """One row per rank, as a strategy returns them."""
         began = time.perf_counter()
-        self.records.sent += 8 * len(message)
-        header = 0 if self._begin else HEADER
+        self.records.sent = 8 * len(message)
         table = message.repeat(self.ranks, 1)
-        table[:, header:] *= self._factors
+        table[:, HEADER:] *= self._factors
         ranks = torch.arange(self.ranks)
-        for column, name in enumerate(self.columns[self._begin :][: len(message) - header], header):
+        for column, name in enumerate(self.columns, HEADER):
             if name == "memory/node_rank":
                 table[:, column] = ranks // PER_NODE
             elif name.startswith("system/"):
                 table[ranks % PER_NODE > 0, column] = 0.0
-        self._begin += len(message) - header
         self._copying += time.perf_counter() - began
         return table
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +13,7 @@ from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import override
 
 from lightning_perf.checks import flag
@@ -18,17 +21,19 @@ from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis.report import document, report_page
 from lightning_perf.diagnosis.rules import RULES, Findings, Rule, Verdict, diagnose
-from lightning_perf.diagnosis.signals import Record, Setup
+from lightning_perf.diagnosis.signals import COMPILE, Loader, Record, Setup
 from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.flops import is_compiled
 from lightning_perf.profilers.pytorch import PyTorch
-from lightning_perf.run import destination
+from lightning_perf.run import compat, destination
 from lightning_perf.run.batches import TIMED
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hardware import sample_ranks
-from lightning_perf.run.survey import compilations, survey
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
+from lightning_perf.system.cgroup import Cgroup
 from lightning_perf.timing.clock import GcTimer, run_queue
+from lightning_perf.timing.totals import Action, Cost
 from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.folder import check_names
 
@@ -41,6 +46,8 @@ if TYPE_CHECKING:
 _FOLDER = "{run_name}/diagnosis"
 #: The fewest batches in a window: shorter windows cost time and show no more.
 _FEWEST_BATCHES = 10
+#: How torch names the time of one compilation.
+_COMPILED = "_compile.compile_inner"
 #: Seconds that the end of a run waits for its last window.
 _LAST_WINDOW_TIMEOUT = 10.0
 #: The largest share of the time that analyses take during training, since they compete for Python's
@@ -158,7 +165,7 @@ class Diagnosis(WindowCallback):
         if context.stage == "train" and self._start is None:
             self._start = time.monotonic()
             self._record.origin = {**context.spans.totals.costs, **self._other_costs()}
-            self._setup = survey(context)
+            self._setup = _setup(context)
             self._next = context.counters.batch + _FEWEST_BATCHES
 
     @override
@@ -210,7 +217,7 @@ class Diagnosis(WindowCallback):
     def _other_costs(self) -> Costs:
         """What compilations, waiting for a CPU and garbage collections cost up to now."""
         collections = self._gc.costs if self._gc is not None else {}
-        return {**compilations(), **run_queue(), **collections}
+        return {**_compilations(), **run_queue(), **collections}
 
     def _signals(self, context: RunContext) -> Signals:
         mfu = None
@@ -296,3 +303,53 @@ class Diagnosis(WindowCallback):
 
 def _write(text: Callable[[], str], path: Path) -> None:
     path.write_text(text(), encoding="utf-8")
+
+
+def _setup(context: RunContext) -> Setup:
+    """The settings of a training that begins."""
+    trainer, limits = context.trainer, context.limits
+    return Setup(
+        device=trainer.strategy.root_device.type,
+        world_size=context.ranks.world_size,
+        cpus=_usable_cpus(),
+        threads=torch.get_num_threads(),
+        precision=str(trainer.precision),
+        compiled=is_compiled(context.module),
+        log_every_n_steps=compat.log_every_n_steps(trainer),
+        batches_per_epoch=limits.batches_per_epoch,
+        first_batch_in_epoch=context.timestamp.batch_in_epoch,
+        loader=_loader(compat.training_loader(trainer)),
+        ours=frozenset(
+            type(each).__name__ for member in context.members for each in member.with_parts
+        ),
+    )
+
+
+def _loader(loader: Any) -> Loader | None:
+    if not hasattr(loader, "num_workers"):
+        return None
+    owners = loader, getattr(loader, "batch_sampler", None)
+    sizes = (getattr(owner, "batch_size", None) for owner in owners)
+    return Loader(
+        num_workers=int(loader.num_workers),
+        batch_size=next((size for size in sizes if isinstance(size, int)), None),
+        pin_memory=bool(getattr(loader, "pin_memory", False)),
+        persistent_workers=bool(getattr(loader, "persistent_workers", False)),
+    )
+
+
+def _usable_cpus() -> int:
+    """CPUs that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    quota = Cgroup().quota()
+    return count if quota is None else max(min(count, round(quota[0])), 1)
+
+
+def _compilations() -> Costs:
+    """Seconds and number of torch.compile's compilations in this process so far."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    times = getattr(utils, "compilation_time_metrics", {}).get(_COMPILED)
+    if not times:
+        return {}
+    return {Action(COMPILE, "forward", "torch.compile"): Cost(sum(times), len(times))}

@@ -87,11 +87,12 @@ class BatchTotals:
         self.wanted = False
         self._explained: set[str] = set()
 
-    def start(self) -> None:
+    def start(self) -> BatchTotals:
         """Collect from now on."""
         self.wanted = True
         if self._timer is not None:
             self._timer.wanted = True
+        return self
 
     def rolling(self, size: int) -> RollingBatches:
         """The signal of the last ``size`` batches; to be requested before training starts."""
@@ -117,12 +118,11 @@ class BatchTotals:
         if self._timer is not None:
             self._timer.read()
             found.records += _resolved(found.late, self._timer.failed)
-        if not found.records:
-            return
-        records, found.records = found.records, []
-        for listener in self.listeners:
-            listener(stage, records)
-        _add(found, records)
+        if records := found.records:
+            found.records = []
+            for listener in self.listeners:
+                listener(stage, records)
+            _add(found, records)
 
     def end_stage(self, stage: str) -> None:
         """Drop batches of a stage that the device has not finished by its end."""

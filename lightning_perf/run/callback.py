@@ -20,42 +20,17 @@ if TYPE_CHECKING:
 
     from lightning_perf.run.stages import Progress
 
-_WORDS = dict(zip(STAGES, ("train", "validation", "test", "predict"), strict=True))
 
+def _install_stage_hooks(callback: type[PerfCallback], stage: str, word: str) -> None:
+    """Add Lightning's hooks of a stage to a class; they call the lifecycle methods."""
 
-def _install_stage_hooks(callback: type[PerfCallback]) -> None:
-    """Add Lightning's hooks of all stages to a class; they call the lifecycle methods."""
-    for stage, word in _WORDS.items():
-        hooks = {
-            "start": _start(stage, word),
-            "end": _end(stage),
-            "batch_start": _batch_start(stage),
-            "batch_end": _batch_end(stage),
-        }
-        for name, hook in hooks.items():
-            hook.__name__ = f"on_{word}_{name}"
-            setattr(callback, hook.__name__, hook)
-
-
-def _start(stage: str, word: str) -> Callable[..., None]:
     def start(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self._begin(stage, word)
 
-    return start
-
-
-def _end(stage: str) -> Callable[..., None]:
     def end(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end(stage)
 
-    return end
-
-
-# These two run once per batch: they make few calls.
-
-
-def _batch_start(stage: str) -> Callable[..., None]:
     def batch_start(
         self: PerfCallback, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any
     ) -> None:
@@ -65,10 +40,14 @@ def _batch_start(stage: str) -> Callable[..., None]:
         for part in self._before_batch_parts:
             part.call(part.before_batch, context, batch)
 
-    return batch_start
+    for hook in (start, end, batch_start, _batch_end(stage)):
+        hook.__name__ = f"on_{word}_{hook.__name__}"
+        setattr(callback, hook.__name__, hook)
 
 
 def _batch_end(stage: str) -> Callable[..., None]:
+    """The hook that runs once per batch in each callback: it makes few calls."""
+
     def batch_end(
         self: PerfCallback,
         trainer: Trainer,
@@ -387,4 +366,5 @@ def _readable(value: object) -> object:
     return getattr(value, "__qualname__", value) if callable(value) else value
 
 
-_install_stage_hooks(PerfCallback)
+for _stage, _word in zip(STAGES, ("train", "validation", "test", "predict"), strict=True):
+    _install_stage_hooks(PerfCallback, _stage, _word)

@@ -98,11 +98,9 @@ def batches_seen(trainer: Trainer) -> tuple[int, int]:
 
 def max_seconds(trainer: Trainer) -> float | None:
     """Return ``max_time`` in seconds, or None if it is not set."""
-    for callback in getattr(trainer, "callbacks", ()):
-        duration = getattr(callback, "_duration", None)
-        if type(callback).__name__ == "Timer" and duration is not None:
-            return float(duration)
-    return None
+    timers = (each for each in getattr(trainer, "callbacks", ()) if type(each).__name__ == "Timer")
+    durations = (getattr(timer, "_duration", None) for timer in timers)
+    return next((float(each) for each in durations if each is not None), None)
 
 
 def log_every_n_steps(trainer: Trainer) -> int:
@@ -217,6 +215,12 @@ def setup_of(trainer: Trainer) -> dict[str, object]:
         "precision": str(trainer.precision),
         "strategy": type(trainer.strategy).__name__,
     }
+
+
+def training_loader(trainer: Trainer) -> Any:
+    """The training's DataLoader, the first one of several, or None."""
+    loaders: Any = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
+    return next(iter(getattr(loaders, "flattened", None) or ()), None)
 
 
 def _positive(value: float | None) -> int | None:

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,17 +14,22 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from lightning.pytorch.utilities import rank_zero_info
-from typing_extensions import override
 
 from lightning_perf.background import Worker
 from lightning_perf.core.progress import Limits, Moment
 from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
-from lightning_perf.patches import MethodPatch, PatchSet
+from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchTotals, ProgressSignal
 from lightning_perf.run.destination import Reporting, saved_by
 from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import MemorySignal, NodeSignal, node_gpus, node_sampler
+from lightning_perf.run.hardware import (
+    GPU_COLUMNS,
+    MemorySignal,
+    NodeSignal,
+    node_gpus,
+    node_sampler,
+)
 from lightning_perf.run.spans import Spans, SpanSignal, WaitSignal
 from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
 from lightning_perf.run.summary import LiveSummary, end_summary
@@ -34,12 +39,12 @@ from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.run.callback import PerfCallback
-    from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
 
 
@@ -104,9 +109,10 @@ class RunContext:
         self._pid = os.getpid()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
         self._patches = PatchSet()
-        ending = partial(_Ending, context=weakref.ref(self))
-        self._patches.wrap(trainer.strategy, "on_exception", ending)
-        weakref.finalize(self, _end_threads, self.worker, self.file_worker).atexit = False
+        ending = partial(_end, weakref.ref(self))
+        self._patches.wrap_in_context(trainer.strategy, "on_exception", ending)
+        for worker in (self.worker, self.file_worker):  # freed without a close: threads end
+            weakref.finalize(self, worker.close, 0.0).atexit = False
         # Registered again for each run, to run before handlers registered since the last one.
         atexit.unregister(_leave_at_exit)
         atexit.register(_leave_at_exit)
@@ -125,9 +131,12 @@ class RunContext:
         if self.ranks.world_size > 1:
             # Nodes may differ, and all ranks must have the same columns. They agree now, because
             # a callback may fail on one rank before it subscribes.
-            gpus = partial(int, self.windows.gatherer.largest(gpus()))
-        offers: dict[str, Callable[[], Signal]] = {
-            "batch": self._start_batches,
+            gatherer = self.windows.gatherer
+            slots = gatherer.largest(gpus())
+            gatherer.width += slots * GPU_COLUMNS
+            gpus = partial(int, slots)
+        self.windows.sources = {
+            "batch": self.batches.start,
             "flops": self._start_flops,
             "progress": lambda: ProgressSignal(self.progress),
             "timings": lambda: SpanSignal(self.spans.require()),
@@ -137,15 +146,10 @@ class RunContext:
                 self.trainer.strategy.root_device, self._start_sampler(), self.ranks.node_rank
             ),
         }
-        self.windows.sources |= offers
-
-    def _start_batches(self) -> BatchTotals:
-        self.batches.start()
-        return self.batches
 
     def _start_flops(self) -> BatchTotals:
         self.meter.require(None, "peak_flops")
-        return self._start_batches()
+        return self.batches.start()
 
     def _start_sampler(self) -> Sampler | None:
         if self.sampler is not None and not self.sampler.subscribed:
@@ -210,18 +214,12 @@ class RunContext:
     def _tell_where(self) -> None:
         """Log where the metrics and files are, since there is no logger."""
         named = [f"{type(p).__name__}.metrics" for p in self._joined if getattr(p, "metrics", None)]
-        run = Path(self.trainer.default_root_dir, self.run_name)
-        saved = saved_by(self._joined)
+        run, saved = Path(self.trainer.default_root_dir, self.run_name), saved_by(self._joined)
         root = self.reporting.root(None)
-        own = [str(run)] if run.exists() else []
+        here, own = run, [str(run)] if run.exists() else []
         if root.mirror is not None:
-            own = [f"{root.place}/{self.run_name}"] if saved else []
-        elsewhere = {
-            str(path.parent)
-            for path in saved
-            if run not in path.parents
-            and not (root.mirror is not None and root.path in path.parents)
-        }
+            here, own = root.path, [f"{root.place}/{self.run_name}"] if saved else []
+        elsewhere = {str(path.parent) for path in saved if here not in path.parents}
         folders = [*own, *sorted(elsewhere)]
         places = [f"the last figures are in {', '.join(named)}"] if named else []
         places += [f"files are in {', '.join(folders)}"] if folders else []
@@ -268,8 +266,7 @@ class RunContext:
         if stage == "train":
             limits = self.limits = compat.limits_of(self.trainer, owners[1:], self.batches.sharing)
             self._catch_up()
-            peak = self.meter.peaks.setup() if self.meter.wanted else {}
-            self.describe(compat.setup_of(self.trainer) | peak)
+            self.describe(self.setup())
         self._log_every = compat.log_every_n_steps(self.trainer)
         self.stages.enter(stage, limits)
         self._select_stage()
@@ -374,6 +371,11 @@ class RunContext:
         """Log settings of the run or of a callback as params."""
         self.reporting.log_params({f"lightning_perf/{k}": v for k, v in settings.items()})
 
+    def setup(self) -> dict[str, object]:
+        """Device, its peak if it is known, precision and strategy."""
+        peak = self.meter.peaks.setup() if self.meter.wanted else {}
+        return compat.setup_of(self.trainer) | peak
+
     def resume(self, progress: dict[str, Any]) -> None:
         """Restore the progress of the training that is resumed."""
         if self.trainer.state.fn == "fit":
@@ -407,20 +409,13 @@ class RunContext:
             counters.epoch = trainer.current_epoch
 
 
-class _Ending(MethodPatch):
-    """Ends a run before the strategy handles an exception."""
-
-    def __init__(self, original: Callable[..., Any], context: weakref.ref[RunContext]) -> None:
-        super().__init__(original)
-        self._context = context
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        original, context = self.original, self._context()
-        with suppress(Exception):  # the user's own goes on
-            if context is not None:
-                context.abandon()
-        return original(*args, **kwargs)
+def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:
+    """End a run before the strategy handles an exception, which goes on."""
+    context = reference()
+    with suppress(Exception):
+        if context is not None:
+            context.abandon()
+    return nullcontext()
 
 
 def _units(callbacks: Iterable[PerfCallback]) -> str:
@@ -430,12 +425,6 @@ def _units(callbacks: Iterable[PerfCallback]) -> str:
         for key, unit in each.units.items():
             keys.setdefault(unit, {})[key] = None
     return "; ".join(f"{', '.join(names)}: {unit}" for unit, names in keys.items())
-
-
-def _end_threads(*workers: Worker) -> None:
-    """The context was freed without a close: its threads end after their present jobs."""
-    for worker in workers:
-        worker.close(0.0)
 
 
 def _leave_at_exit() -> None:

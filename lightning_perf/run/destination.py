@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import nullcontext
 from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lightning_perf.background import waiting
 from lightning_perf.errors import describe, warn
@@ -17,7 +17,7 @@ from lightning_perf.traces.uploads import TraceRun
 from lightning_perf.traces.writer import TraceWriter
 from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, TagReader, is_mlflow
 from lightning_perf.tracking.stores import Root, root_of, store_target, trial_root
-from lightning_perf.tracking.tracker import Tracker, trackers_of
+from lightning_perf.tracking.tracker import trackers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from lightning_perf.background import Worker
     from lightning_perf.run.context import RunContext
     from lightning_perf.traces.uploads import Target
+    from lightning_perf.tracking.tracker import Tracker
 
+    #: What rank 0 broadcasts: runs, the run's name, and what distinguishes runs of one name.
+    Destination = tuple[tuple[Tracker, ...], str, str]
 
 #: Seconds for MLflow to return the run's name at set-up, and for the file that is being made when
 #: all other waits are over.
@@ -37,25 +40,15 @@ _NAME_TIMEOUT, _LAST_FILE_TIMEOUT = 10.0, 300.0
 SILENT = 2.0
 
 
-class Destination(NamedTuple):
-    """What rank 0 broadcasts to all ranks."""
-
-    runs: tuple[Tracker, ...]
-    run_name: str
-    #: Distinguishes runs of one name.
-    identity: str
-
-
 class Reporting:
     """The outputs of a run. The constructor is a collective: all ranks call it."""
 
     def __init__(self, trainer: Trainer, worker: Worker) -> None:
         self._worker = worker
         first = self._first = trainer.global_rank == 0
-        destination = _destination(trainer, worker) if first else None
+        destination = _destination(trainer, worker) if first else ((), "", "")
         if trainer.world_size > 1:
             destination = trainer.strategy.broadcast(destination, src=0)
-        assert destination is not None  # rank 0 has set it
         runs, self.run_name, self.identity = destination
         self._runs_as_targets = [run.target for run in runs]
         mlflow = [run for run in runs if isinstance(run, MlflowRun)]
@@ -90,12 +83,10 @@ class Reporting:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics to all loggers, without NaN and infinity."""
-        metrics = _finite(metrics)
-        if not metrics:
-            return
-        for target in self._mlflow:
-            target.log(metrics, step)
-        self._log_to_others(metrics, step)
+        if metrics := _finite(metrics):
+            for target in self._mlflow:
+                target.log(metrics, step)
+            self._log_to_others(metrics, step)
 
     def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:
         """Log one rank's metrics from the worker thread, to MLflow on every rank.
@@ -142,7 +133,12 @@ class Reporting:
         ):
             for target in self._own:
                 target.flush()
-            self._stop(worker, what, seconds, last)
+            if not worker.close(SILENT):
+                # Only rank 0 shows its progress.
+                wait = waiting(what, worker.pending, seconds) if self._first else nullcontext()
+                with wait as progress:
+                    if not worker.close(seconds, progress):
+                        worker.abandon(last)
         for target in self._own:
             target.warn_lost()
         self.deliver()
@@ -152,15 +148,6 @@ class Reporting:
         for root in self._roots.values():
             root.close()
 
-    def _stop(self, worker: Worker, what: str, timeout: float, last: float) -> None:
-        if worker.close(SILENT):
-            return
-        # Only rank 0 shows its progress.
-        shown = waiting(what, worker.pending, timeout) if self._first else nullcontext()
-        with shown as progress:
-            if not worker.close(timeout, progress):
-                worker.abandon(last)
-
 
 def _destination(trainer: Trainer, worker: Worker) -> Destination:
     """Rank 0's destination. It never raises, since the other ranks wait for the broadcast."""
@@ -169,7 +156,7 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
     try:
         runs = tuple(trackers_of(trainer.loggers))
         if runs and isinstance(runs[0], MlflowRun):
-            return Destination(runs, _mlflow_name(runs[0], worker), runs[0].run_id)
+            return runs, _mlflow_name(runs[0], worker), runs[0].run_id
         for logger in trainer.loggers:
             version = logger.version
             if isinstance(version, int):
@@ -177,10 +164,10 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
             # Without a version, all runs have the logger's name. DummyLogger has neither.
             if version:
                 name = "-".join(str(part) for part in (logger.name, version) if part)
-                return Destination(runs, name, f"{logger.save_dir}/{name}")
+                return runs, name, f"{logger.save_dir}/{name}"
     except Exception as error:
         warn(f"a logger's run is unknown ({describe(error)}): files are written to {generated}.")
-    return Destination(runs, generated, generated)
+    return runs, generated, generated
 
 
 #: Names of MLflow runs by id: each is requested once per process, even if that fails.
@@ -189,10 +176,10 @@ _NAMES: dict[str, str] = {}
 
 def _mlflow_name(run: MlflowRun, worker: Worker) -> str:
     if run.run_id not in _NAMES:
+        _NAMES[run.run_id] = run.run_id
         try:
             _NAMES[run.run_id] = worker.call(run.name, _NAME_TIMEOUT)
         except Exception as error:
-            _NAMES[run.run_id] = run.run_id
             why = describe(error)
             warn(f"MLflow did not return the name of run {run.run_id} ({why}); its id is used.")
     return _NAMES[run.run_id]

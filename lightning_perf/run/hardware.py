@@ -36,6 +36,8 @@ CUDA_MEMORY = (*_MEMORY, "alloc_retries")
 #: Of the processes of a node.
 HOST_MEMORY = ("rss", "peak_rss")
 _NOTHING = (0.0, 0.0)
+#: Columns of a GPU: its number, its sensors, and their seconds.
+GPU_COLUMNS = 2 + len(GPU)
 
 
 def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
@@ -47,10 +49,8 @@ def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
 
 def node_gpus(trainer: Trainer, ranks: Ranks) -> int:
     """Return how many GPUs this rank samples. It never raises, since all ranks exchange it."""
-    if ranks.local_rank:
-        return 0
     try:
-        return count_gpus(**_gpu_options(trainer, ranks))
+        return 0 if ranks.local_rank else count_gpus(**_gpu_options(trainer, ranks))
     except Exception as error:
         warn(f"GPUs are not sampled ({describe(error)}).")
         return 0
@@ -113,13 +113,8 @@ class NodeSignal:
         self._numbers: dict[str, int] = {}
         host = [f"system/{name}" for name in HOST]
         gpus = [f"system/gpu_slot_{slot}" for slot in range(slots)]
-        names = (*GPU, "seconds")
-        self.columns = (
-            *host,
-            *(f"{name}/seconds" for name in host),
-            *gpus,
-            *(f"{gpu}/{name}" for gpu in gpus for name in names),
-        )
+        sensors = [f"{gpu}/{name}" for gpu in gpus for name in (*GPU, "seconds")]
+        self.columns = (*host, *(f"{name}/seconds" for name in host), *gpus, *sensors)
         self.gauges = frozenset(gpus)
 
     def totals(self, stage: str) -> Sequence[float]:
@@ -149,8 +144,8 @@ class MemorySignal:
 
     def __init__(self, device: torch.device, sampler: Sampler | None, node_rank: int) -> None:
         self._device, self._sampler, self._node = device, sampler, node_rank
-        self._cuda = CUDA_MEMORY if device.type == "cuda" else ()
-        self._measured = True
+        self._measured = device.type == "cuda"
+        self._cuda = CUDA_MEMORY if self._measured else ()
         names = [f"memory/{name}" for name in (*HOST_MEMORY, *self._cuda)]
         self.columns = ("memory/node_rank", "memory/pid", *names)
         self.gauges = frozenset(self.columns)
@@ -160,7 +155,7 @@ class MemorySignal:
         latest = self._sampler.latest if self._sampler is not None else {}
         host = [latest.get(f"process_{name}", nan) for name in HOST_MEMORY]
         held: Mapping[str, float] = {}
-        if self._cuda and self._measured:
+        if self._measured:
             try:
                 held = cuda_memory(self._device)
             except RuntimeError as error:  # an allocator of the user's without statistics

@@ -16,30 +16,27 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Trainer
 
-    Find = Callable[[str], AbstractContextManager[Any]]
+    _Span = AbstractContextManager[Any]
+    Find = Callable[[str], _Span]
 
 #: By the last part of a span's name; the parts before it are classes of the user.
 _CATEGORIES = {
-    "train_dataloader_next": "dataloader_next",
-    "val_next": "dataloader_next",
-    "test_next": "dataloader_next",
-    "predict_next": "dataloader_next",
-    "on_before_batch_transfer": "to_device",
-    "batch_to_device": "to_device",
-    "transfer_batch_to_device": "to_device",
-    "on_after_batch_transfer": "to_device",
-    "training_step": "forward",
-    "validation_step": "forward",
-    "test_step": "forward",
-    "predict_step": "forward",
-    "backward": "backward",
-    "optimizer_step": "optimizer_step",
-    "lr_scheduler_step": "step_lr_schedulers",
-    "save_checkpoint": "checkpoint",
-    "run_training_batch": "other",
-    "run_training_epoch": "other",
-    "on_predict_batch_end": "other",
-}
+    hook: category
+    for category, hooks in {
+        "dataloader_next": ("train_dataloader_next", "val_next", "test_next", "predict_next"),
+        "to_device": (
+            "on_before_batch_transfer", "batch_to_device", "transfer_batch_to_device",
+            "on_after_batch_transfer",
+        ),
+        "forward": ("training_step", "validation_step", "test_step", "predict_step"),
+        "backward": ("backward",),
+        "optimizer_step": ("optimizer_step",),
+        "step_lr_schedulers": ("lr_scheduler_step",),
+        "checkpoint": ("save_checkpoint",),
+        "other": ("run_training_batch", "run_training_epoch", "on_predict_batch_end"),
+    }.items()
+    for hook in hooks
+}  # fmt: skip
 #: Hooks that do work even if the user does not override them.
 _ALWAYS_ACTIVE = {"optimizer_step", "lr_scheduler_step", "on_predict_batch_end"}
 #: Lightning's base classes, whose hooks are empty.
@@ -94,18 +91,6 @@ def _overrides(owner: object, hook: str) -> bool:
     return base.__name__ not in _EMPTY or not base.__module__.startswith(_LIGHTNING)
 
 
-class NullProfiler(PassThroughProfiler):
-    """Does nothing, like Lightning's default, but without a generator per span."""
-
-    @override
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
-        return NOTHING
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PassThroughProfiler, ()
-
-
 class SpanProfiler(PassThroughProfiler):
     """Records every span of a trainer without a profiler; ``find`` returns ours by its name."""
 
@@ -127,6 +112,13 @@ class SpanProfiler(PassThroughProfiler):
         return PassThroughProfiler, ()
 
 
+class NullProfiler(SpanProfiler):
+    """Does nothing, like Lightning's default, but without a generator per span."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: NOTHING)
+
+
 class TeeProfiler:
     """Records every span and forwards it to the user's profiler.
 
@@ -137,7 +129,7 @@ class TeeProfiler:
         # Bypasses __setattr__, which writes to the user's profiler.
         vars(self).update(_theirs=theirs, _find=find)
 
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:
+    def profile(self, action_name: str) -> _Span:
         """Return the context of a span."""
         return _TeeSpan(self._find(action_name), self._theirs.profile(action_name))
 
@@ -154,7 +146,7 @@ class TeeProfiler:
             self._find(action_name).__exit__(None, None, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (vars(self)["_theirs"],)
+        return _same, (self._theirs,)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -172,9 +164,7 @@ class _TeeSpan:
 
     __slots__ = ("_ours", "_theirs")
 
-    def __init__(
-        self, ours: AbstractContextManager[Any], theirs: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, ours: _Span, theirs: _Span) -> None:
         self._ours, self._theirs = ours, theirs
 
     def __enter__(self) -> Any:

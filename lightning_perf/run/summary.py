@@ -8,19 +8,22 @@ import platform
 import sys
 import time
 import weakref
+from collections import Counter
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
-from lightning_perf.run import compat, destination
-from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.run import destination
+from lightning_perf.timing.totals import CATEGORIES, TABLED, Totals
 from lightning_perf.traces.folder import TraceOptions, written_whole
 from lightning_perf.tracking.summary import (
     FILE_NAME,
@@ -33,12 +36,12 @@ from lightning_perf.tracking.summary import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from lightning.pytorch import Trainer
 
-    from lightning_perf.core.window import Window
+    from lightning_perf.core.window import Rows, Window
     from lightning_perf.run.callback import PerfCallback
     from lightning_perf.run.context import RunContext
 
@@ -57,6 +60,18 @@ _LONG = 10.0
 _MOST_FILES = 1000
 #: Seconds between updates of a run's summary, and the most of the time that these may take.
 REFRESH, _MOST_TIME = 2.0, 0.01
+#: Reports kept at most, and named actions in the table.
+_MOST_POINTS, _MOST_ACTIONS = 100, 20
+#: Of timed batches: columns and their names in the table; means over ranks, but for two.
+_TIMED = {
+    "batch/count": "timed_batches",
+    "batch/seconds": "timed_seconds",
+    "flops/ideal_seconds": "ideal_seconds",
+    "batch/samples": "samples",
+    "batch/tokens": "tokens",
+}
+_SUMMED = ("batch/samples", "batch/tokens")
+_TIMES = {f"timings/{name}": name for name in CATEGORIES}
 #: Of a trainer's earlier functions: a test after fit adds its stage to the summary of fit.
 _EARLIER: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
 
@@ -145,7 +160,6 @@ class RunSummary:
         self._context, self._callbacks = context, callbacks
         self._root = context.reporting.root(None)
         self.folder = self._root.path / context.run_name
-        trainer = context.trainer
         stages = {stage: _stage_windows(each) for stage, each in windows.items()}
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         content: dict[str, Any] = {
@@ -154,7 +168,7 @@ class RunSummary:
             "status": status,
             "updated" if status == RUNNING else "ended": now,
             "process": {"host": platform.node(), "pid": os.getpid()},
-            "setup": self._setup(),
+            "setup": _setup(context),
             "stages": {stage: windows for stage, windows in stages.items() if windows},
             **sections,
         }
@@ -163,30 +177,16 @@ class RunSummary:
             figures["windows"] = history
         #: What is shown: of this function alone.
         self._own = content
-        earlier = _EARLIER.get(trainer)
+        earlier = _EARLIER.get(context.trainer)
         if earlier is not None and earlier["run"] == content["run"]:
             # Of one trainer, fit is what the summary is about.
-            fitted = "train" in earlier["stages"] and trainer.state.fn != "fit"
+            fitted = "train" in earlier["stages"] and context.trainer.state.fn != "fit"
             kept = dict(earlier) if fitted else {}
             if status == RUNNING:
                 kept.pop("ended", None)
                 kept["status"] = status
             content = {**content, **kept, "stages": earlier["stages"] | content["stages"]}
         self.content = content
-
-    def _setup(self) -> dict[str, Any]:
-        context = self._context
-        meter = context.meter
-        peak = meter.peaks.setup() if meter.wanted else {}
-        versions: dict[str, str | None] = {
-            name: getattr(sys.modules[name], "__version__", None)
-            for name in _PACKAGES
-            if name in sys.modules
-        }
-        versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
-        setup = compat.setup_of(context.trainer) | peak
-        del setup["version"]
-        return setup | {"nodes": context.trainer.num_nodes, "versions": versions}
 
     def write(self) -> None:
         """Write the file after all others of the run, and the description in MLflow."""
@@ -227,6 +227,15 @@ class RunSummary:
         place = f"{self._root.place}/{self.folder.name}" if self._root.place else self.folder
         console.print(f"{place}/{FILE_NAME}", soft_wrap=True)
         return True
+
+
+def _setup(context: RunContext) -> dict[str, Any]:
+    loaded = {name: sys.modules[name] for name in _PACKAGES if name in sys.modules}
+    versions = {name: getattr(each, "__version__", None) for name, each in loaded.items()}
+    versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
+    setup = context.setup()
+    del setup["version"]
+    return setup | {"nodes": context.trainer.num_nodes, "versions": versions}
 
 
 def _stage_windows(windows: Sequence[tuple[int, Window]]) -> dict[str, Any]:
@@ -277,3 +286,88 @@ def _overhead(
     kinds = {type(each).__name__ for each in callbacks}
     ours = [row for row in culprits if row["name"].partition(".")[0] in kinds]
     return {key: sum(row[key] for row in ours) for key in ("seconds", "share")}
+
+
+class _Point(NamedTuple):
+    """What was measured from the beginning of a stage to a report."""
+
+    step: int
+    batch: int
+    #: By column.
+    totals: Mapping[str, float]
+    #: What named actions cost on rank 0.
+    costs: Totals
+
+
+class StageHistory:
+    """Totals of a stage at some of its reports.
+
+    They are cumulative: leaving a report out merges two windows.
+    """
+
+    def __init__(self) -> None:
+        self._points: list[_Point] = []
+        self._every = 1.0
+
+    def due(self, batch: int, at_end: bool) -> bool:
+        """Whether a report after this many batches is kept."""
+        if not self._points:
+            return True
+        return batch - self._points[-1].batch >= (1 if at_end else self._every)
+
+    def add(self, step: int, batch: int, columns: Iterable[str], rows: Rows, costs: Totals) -> None:
+        """Keep a report: its step, the batches so far, totals of each rank, and named costs."""
+        means = rows[0] if len(rows) == 1 else np.mean(rows, axis=0).tolist()
+        totals = {
+            name: value * (len(rows) if name in _SUMMED else 1)
+            for name, value in zip(columns, means, strict=True)
+            if (name in _TIMED or name in _TIMES) and isfinite(value)
+        }
+        points = self._points
+        points.append(_Point(step, batch, totals, costs))
+        if len(points) > _MOST_POINTS:
+            # The first one stays: the warm-up ends there.
+            del points[1:-1:2]
+            self._every = (points[-1].batch - points[0].batch) / len(points)
+
+    def table(self) -> dict[str, Any]:
+        """The windows after the first one, which holds the warm-up; empty if there are none.
+
+        One list per name, with one value per window: ``last`` (the step), ``batches``, the timed
+        batches with their seconds, samples and tokens, and seconds by category (``timings``) and
+        by named action (``culprits``). What is 0 in all windows is left out.
+        """
+        points = list(self._points)  # it may be called on another thread
+        # Reports may have different columns: what most of them have.
+        columns = Counter(frozenset(point.totals) for point in points).most_common(1)
+        known = columns[0][0] if columns else frozenset()
+        points = [point for point in points if known <= point.totals.keys()]
+        pairs = list(pairwise(points))
+        if not pairs:
+            return {}
+        all_rises = {
+            name: _rounded(late.totals[name] - early.totals[name] for early, late in pairs)
+            for name in known
+        }
+        rises = {name: values for name, values in all_rises.items() if any(values)}
+        found: dict[str, Any] = {
+            "last": [late.step for _, late in pairs],
+            "batches": [late.batch - early.batch for early, late in pairs],
+            **{name: rises[column] for column, name in _TIMED.items() if column in rises},
+        }
+        times = {name: rises[column] for column, name in _TIMES.items() if column in rises}
+        if times:
+            costly = (points[-1].costs - points[0].costs).table(TABLED)[:_MOST_ACTIONS]
+            tables = [
+                {row.name: row.seconds for row in (late.costs - early.costs).table(TABLED)}
+                for early, late in pairs
+            ]
+            found["timings"] = times
+            found["culprits"] = {
+                row.name: _rounded(table.get(row.name, 0.0) for table in tables) for row in costly
+            }
+        return found
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]

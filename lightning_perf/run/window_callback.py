@@ -51,10 +51,17 @@ class ReportTrigger:
 
     def due(self, context: RunContext) -> bool:
         """Whether the ranks meet now, the same on all of them; called at most once per batch."""
-        if self._schedule is None:
+        schedule = self._schedule
+        if schedule is None:
             self._wanted = context.report_due
             return self._wanted
-        now = context.counters.batch >= self.quiet_until and self._now(self._schedule, context)
+        now = False
+        if context.counters.batch >= self.quiet_until:
+            moment = context.moment
+            schedule.observe(moment)
+            now = schedule(moment)
+            if not (now or schedule.watches):
+                self.quiet_until = schedule.quiet_until(moment)
         if self._shared:
             self._wanted = now
             return now
@@ -74,14 +81,6 @@ class ReportTrigger:
         """Stop following the run; may be called more than once."""
         if self._schedule is not None:
             self._schedule.close()
-
-    def _now(self, schedule: Schedule, context: RunContext) -> bool:
-        schedule.observe(context.moment)
-        if schedule(context.moment):
-            return True
-        if not schedule.watches:
-            self.quiet_until = schedule.quiet_until(context.moment)
-        return False
 
 
 class WindowCallback(PerfCallback):

@@ -16,7 +16,7 @@ import numpy as np
 from lightning_perf.core.window import LazyRows, Rows, Window
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run.collective import LAST, Gatherer
-from lightning_perf.run.history import StageHistory
+from lightning_perf.run.summary import StageHistory
 from lightning_perf.timing.totals import Totals
 
 if TYPE_CHECKING:

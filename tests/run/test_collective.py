@@ -19,8 +19,12 @@ from helpers.small import Small, ours, trainer
 
 from lightning_perf import Window
 from lightning_perf.run import collective
-from lightning_perf.run.collective import LAST, Gatherer
+from lightning_perf.run.batches import BatchTotals, ProgressSignal
+from lightning_perf.run.collective import LAST, WIDTH, Gatherer
 from lightning_perf.run.context import RunContext
+from lightning_perf.run.hardware import GPU_COLUMNS, MemorySignal, NodeSignal
+from lightning_perf.run.spans import SpanSignal, WaitSignal
+from lightning_perf.run.stages import Progress
 from lightning_perf.run.window_callback import WindowCallback
 
 LATE = 500
@@ -43,7 +47,8 @@ class Telling(WindowCallback):
         return self.name
 
     def window_due(self, context: RunContext, at_end: bool) -> bool:
-        self.most = max(self.most, len(context.windows.gatherer._sent))
+        under_way = [each for each in context.windows.gatherer.pending if each.work is not None]
+        self.most = max(self.most, len(under_way))
         self.trigger.quiet_until = 0
         self.trigger.request()
         return not at_end
@@ -151,32 +156,18 @@ def test_ranks_agree_on_the_largest_number(tmp_path: Path) -> None:
     assert both(tmp_path, lambda gatherer, rank: gatherer.largest(3 + 5 * rank)) == [8, 8]
 
 
-@pytest.mark.parametrize("every", [1, 7, 40])
-def test_a_report_may_be_of_any_width(tmp_path: Path, every: int) -> None:
-    """Wide ones, on one rank or both, arrive whole and in order among narrow ones."""
-
-    def work(gatherer: Gatherer, rank: int) -> object:
-        found: list[list[int]] = []
-
-        def arrived(rows: Any) -> None:
-            found.append([*rows.shape, int((rows == rows).sum())])
-
-        for number in range(41):
-            width = 241 + 100 * number * rank if number % every == 0 else 3
-            gatherer.gather((0, number), [1.0] * width, arrived)
-            time.sleep(0.001 * rank)
-            gatherer.poll()
-        gatherer.finish(30)
-        wide = [n % every == 0 for n in range(41)]
-        expected = [
-            [2, 241 + 100 * n, 482 + 100 * n] if w else [2, 3, 6] for n, w in enumerate(wide)
-        ]
-        return found == expected
-
-    assert both(tmp_path, work) == [True, True]
+def test_a_message_holds_all_columns() -> None:
+    """Of every signal, on ranks with GPUs, and of two callbacks with rolling figures."""
+    recorder: Any = SimpleNamespace(device=True)
+    signals = [
+        BatchTotals(), *[BatchTotals().rolling(size) for size in (20, 50)],
+        ProgressSignal(Progress()), SpanSignal(recorder), WaitSignal(recorder, 0),
+        MemorySignal(torch.device("cuda"), None, 0), NodeSignal(None, 8),
+    ]  # fmt: skip
+    assert sum(len(each.columns) for each in signals) <= WIDTH + 8 * GPU_COLUMNS
 
 
-@pytest.mark.parametrize("width", [3, 500])
+@pytest.mark.parametrize("width", [3, WIDTH])
 def test_a_rank_that_has_ended_answers_the_others(tmp_path: Path, width: int) -> None:
     """With its last values, of the columns that they send; then both have the last ones of both."""
     ends = (4, 30)

@@ -59,7 +59,7 @@ def fit(root: Any, *more: Any, **options: Any) -> PyTorch:
     return profiler
 
 
-def destination_of(logger: Any) -> destination.Destination:
+def destination_of(logger: Any) -> tuple[Any, str, str]:
     trainer: Any = SimpleNamespace(loggers=[logger])
     return destination._destination(trainer, Worker("test"))
 
@@ -107,12 +107,12 @@ def test_a_run_is_named_after_its_logger(
     tmp_path: Path, name: str, version: Any, folder: str
 ) -> None:
     """Without a name the version is used; without a version the name is generated."""
-    assert fnmatch(destination_of(Named(tmp_path, name, version)).run_name, folder)
+    assert fnmatch(destination_of(Named(tmp_path, name, version))[1], folder)
 
 
 def test_runs_of_one_name_in_two_folders_are_distinguished(tmp_path: Path) -> None:
     """In a store, which holds the runs of all machines."""
-    found = {destination_of(Named(tmp_path / logs, "exp", 0)).identity for logs in "ab"}
+    found = {destination_of(Named(tmp_path / logs, "exp", 0))[2] for logs in "ab"}
     assert len(found) == 2
 
 
