@@ -162,8 +162,10 @@ class Windows:
     def subscribe(self, callback: WindowCallback, columns: Iterable[str]) -> None:
         """Deliver windows of some columns to a callback from now on.
 
-        Columns are names, or patterns such as ``"timings/*"``; one that no signal has is a
-        ConfigError.
+        Columns are names, or patterns such as ``"timings/*"``.
+
+        Raises:
+            ConfigError: No signal has a column, or with several ranks all signals have too many.
         """
         if isinstance(columns, str) and columns:
             problem = "is one string, expected a tuple or list of names"
@@ -176,6 +178,11 @@ class Windows:
                 raise _unknown_column(pattern, signal.columns)
             names |= dict.fromkeys(found)
             signals[signal] = None
+        most = self.gatherer.width
+        count = sum(len(each.columns) for each in {*self._signals.values()})
+        if count > most and not self._alone:
+            problem = f"makes {count} columns of all signals, and a message of a rank holds {most}"
+            raise ConfigError("columns", [*columns], problem, "a signal with fewer columns")
         self._subscriptions.append(_Subscription(callback, _Columns(signals, names), {}))
 
     def _signal(self, column: str) -> Signal:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers.small import Small, ours, trainer
 
-from lightning_perf import Window
+from lightning_perf import ConfigError, Window
 from lightning_perf.run import collective
 from lightning_perf.run.batches import BatchTotals, ProgressSignal
 from lightning_perf.run.collective import LAST, WIDTH, Gatherer
@@ -26,6 +26,7 @@ from lightning_perf.run.hardware import GPU_COLUMNS, MemorySignal, NodeSignal
 from lightning_perf.run.spans import SpanSignal, WaitSignal
 from lightning_perf.run.stages import Progress
 from lightning_perf.run.window_callback import WindowCallback
+from lightning_perf.run.windows import Windows
 
 LATE = 500
 RANKS: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
@@ -165,6 +166,17 @@ def test_a_message_holds_all_columns() -> None:
         MemorySignal(torch.device("cuda"), None, 0), NodeSignal(None, 8),
     ]  # fmt: skip
     assert sum(len(each.columns) for each in signals) <= WIDTH + 8 * GPU_COLUMNS
+
+
+def test_more_columns_than_a_message_holds_are_refused() -> None:
+    """At set-up, on all ranks alike, where a signal of the user's own has too many."""
+    trainer: Any = SimpleNamespace(global_rank=0, world_size=2)
+    windows, signal = Windows(trainer), MemorySignal(torch.device("cpu"), None, 0)
+    signal.columns = tuple(f"own/{number}" for number in range(WIDTH + 1))
+    windows.sources["own"] = lambda: signal
+    callback: Any = None
+    with pytest.raises(ConfigError, match=f"makes {WIDTH + 1} columns of all signals"):
+        windows.subscribe(callback, ("own/0",))
 
 
 @pytest.mark.parametrize("width", [3, WIDTH])
