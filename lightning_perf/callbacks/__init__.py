@@ -1,1 +1,22 @@
-"""Callbacks that watch a whole run and log metrics."""
+"""Callbacks that watch a whole run and log metrics, and the entry point that asks for them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def callbacks() -> list[Any]:
+    """The callbacks that the environment variable LIGHTNING_PERF selects; none without it.
+
+    Lightning calls it for each Trainer, so it imports nothing unless the variable is set.
+
+    Raises:
+        ConfigError: It names a file that cannot be used.
+    """
+    value = os.environ.get("LIGHTNING_PERF", "").strip()
+    if value.lower() in ("", "0", "false", "no", "off"):
+        return []
+    from lightning_perf.callbacks.suite import from_environment
+
+    return [*from_environment(value)]
