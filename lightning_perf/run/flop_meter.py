@@ -120,14 +120,14 @@ class FlopMeter:
     def resume(self, stage: str) -> None:
         """Continue a stage, or begin its next epoch: other parameters may be frozen now."""
         self._stage, self._cache = stage, None
-        self.work, self.counted, self._begun = None, False, False
+        self.work, self.counted, self._begun, self.settled = None, False, False, False
         self._entries.clear()
         if stage and self.wanted and not (self._declared and stage == "train"):
             self._announce()
 
     def _announce(self) -> None:
         """Learn of each step of the stage before it begins."""
-        self.settled, self._known = False, 0
+        self._known, self.settled = 0, False
         step = partial(_Step, stage=self._stage, meter=self)
         self._steps.wrap(self._trainer.strategy, STEPS[self._stage], step)
 
@@ -248,8 +248,9 @@ class FlopMeter:
             if self._cache is not None:
                 self._store(self._cache, counts, whole=self._backward_seen)
         elif self.work is not None:
-            self._entries[self._signature] = self.work, samples, tokens
             self._known += 1
+            if self._known <= _SETTLED:  # not more: every batch may have another shape
+                self._entries[self._signature] = self.work, samples, tokens
             if self._known >= _SETTLED and not self._missed:
                 self.settled = True
                 self._steps.restore()
