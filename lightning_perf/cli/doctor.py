@@ -108,7 +108,7 @@ def _setup() -> Iterator[Finding]:
 
 
 def _variable(value: str) -> tuple[str, str]:
-    from lightning_perf.callbacks import callbacks
+    from lightning_perf.callbacks.factory import callbacks
 
     if not value:
         return "not set", "ok"

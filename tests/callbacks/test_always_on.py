@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import ConfigError, Flops, PyTorch, SpeedMonitor, Suite, Timings, always_on
-from lightning_perf.callbacks import callbacks
+from lightning_perf.callbacks.factory import callbacks
 from lightning_perf.callbacks.suite import EnvironmentSuite
 from lightning_perf.core.progress import STAGES
 
@@ -73,7 +73,7 @@ def test_without_the_variable_there_are_none(
 def test_the_entry_point_imports_nothing_heavy() -> None:
     """Without the variable it imports neither Lightning nor our callbacks."""
     code = (
-        "import sys; from lightning_perf.callbacks import callbacks; assert not callbacks()"
+        "import sys; from lightning_perf.callbacks.factory import callbacks; assert not callbacks()"
         "; print(*sys.modules)"
     )
     environment = {key: value for key, value in os.environ.items() if key != "LIGHTNING_PERF"}

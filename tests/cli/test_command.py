@@ -167,7 +167,7 @@ def test_shell_completion(capsys: pytest.CaptureFixture[str]) -> None:
 #: Each command that prints, in a fork of a process that has the imports.
 PIPES = """
 import os, sys
-import jsonargparse, lightning_perf.callbacks, lightning_perf.flops, rich.console
+import jsonargparse, lightning_perf.callbacks.factory, lightning_perf.flops, rich.console
 import lightning_perf.traces.combine, lightning_perf.tracking.mlflow, lightning_perf.tracking.runs
 from lightning_perf.cli import main, _commands
 _commands()
