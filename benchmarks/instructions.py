@@ -31,8 +31,8 @@ EXPECTED = Path(__file__).with_suffix(".json")
 TOLERANCE = 1.03
 #: Runs of which the least counts: addresses differ, and with them what dicts and caches do.
 TIMES = 3
-#: Steps before the counted ones, in which caches fill, and the counted ones.
-WARM, STEPS = 30, 40
+#: Steps before the counted ones, in which caches fill and shapes become known; counted ones.
+WARM, STEPS = 80, 40
 NOTHING, IDLE = "nothing", "an idle profiler"
 KINDS = (NOTHING, IDLE, "always on", "always on, declared FLOPs")
 MARKS = """
