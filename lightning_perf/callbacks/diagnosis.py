@@ -170,8 +170,11 @@ class Diagnosis(WindowCallback):
 
     @override
     def window_due(self, context: RunContext, at_end: bool) -> bool:
+        due = super().window_due(context, at_end)
+        if at_end or not due:  # the end may be that of a validation, with batches of its own
+            return due
         batch = context.counters.batch
-        if not super().window_due(context, at_end) or (batch < self._next and not at_end):
+        if batch < self._next:
             return False
         self._next = batch + _FEWEST_BATCHES
         return True

@@ -84,7 +84,8 @@ class Gatherer:
         self.width = WIDTH
         #: Reports that were not handed over yet, in their order: the first ones are under way.
         self.pending: deque[_Report] = deque()
-        self._lost = False
+        #: Whether another rank is gone, so that nothing more is gathered.
+        self.lost = False
         self._group = _new_group() if self._world_size > 1 else None
         # Of a single rank: reports to deliver, and the time from which the next one delivers them.
         self._held: deque[Callable[[], None]] = deque()
@@ -122,7 +123,7 @@ class Gatherer:
                 self._hold_until = now + HOLD
                 self.flush()
             return
-        if self._lost:
+        if self.lost:
             return
         if len(self.pending) >= _MOST_WAITING:
             self._give_up("another rank does not answer")
@@ -156,7 +157,7 @@ class Gatherer:
 
     def close(self) -> None:
         """Retire the group, unless a message is missing: destroying it would wait for that."""
-        if self._group is not None and not self.pending and not self._lost:
+        if self._group is not None and not self.pending and not self.lost:
             _retired.append(self._group)
         self.pending.clear()
         self._group = None
@@ -204,7 +205,7 @@ class Gatherer:
             report.then(values[:, : int(lengths.max())])
 
     def _give_up(self, why: str) -> None:
-        self._lost = True
+        self.lost = True
         self.pending.clear()
         warn(f"{why}: there are no more reports of several ranks in this run. Training continues.")
 

@@ -225,7 +225,8 @@ class FlopMeter:
         kind = type(batch)
         if kind is not list and kind is not tuple:
             return None
-        found: list[Any] = [kind, len(batch)]  # its signature, without a call
+        # What `signature` returns for it, without a call.
+        found: list[Any] = [kind, len(batch)]
         for part in batch:
             if type(part) is not Tensor or part.is_nested:
                 return None

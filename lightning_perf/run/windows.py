@@ -224,7 +224,7 @@ class Windows:
         self.quiet_until = min(
             (each.callback.trigger.quiet_until for each in subscriptions), default=inf
         )
-        if not due:
+        if not due or self.gatherer.lost:
             return
         last = at_end and not context.stages.nested
         if last:

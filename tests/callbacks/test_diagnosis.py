@@ -254,6 +254,21 @@ def test_verdicts_come_while_training_runs(tmp_path: Path) -> None:
     assert [each.code for each in diagnosis.verdicts] == ["mine"]
 
 
+def test_long_validations_do_not_delay_windows(tmp_path: Path) -> None:
+    """Windows of training end by its own batches, not by those of the validations within it."""
+
+    class Ends(Mine):
+        def __call__(self, signals: Signals) -> list[Verdict]:
+            self.ends = [window.last.batch for window in signals.windows]
+            return []
+
+    rule = Ends()
+    diagnosis = Diagnosis(rules=[rule], schedule=None, terminal=False)
+    options: dict[str, Any] = {"val_check_interval": 4, "limit_val_batches": 16, "max_epochs": 2}
+    trainer(tmp_path, diagnosis, log_every_n_steps=2, **options).fit(Model())
+    assert rule.ends == [10, 20, 30, 40, 50, 60, 70, 80]
+
+
 def test_analyses_take_a_bounded_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
