@@ -273,7 +273,7 @@ class Diagnosis(WindowCallback):
             context.windows.gatherer.finish(_LAST_WINDOW_TIMEOUT)
         context.batches.fold("train")
         signals = self._signals(context)
-        self._analyse(signals, context, context.step)
+        self._analyse(signals, context, context.tracker.step)
         context.reporting.deliver()
         self._leave_files(context, signals)
 

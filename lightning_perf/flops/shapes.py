@@ -58,18 +58,36 @@ def signature(value: object) -> Signature:
     values count by type only: batches that differ in a number have the same signature. Objects that
     cannot be inspected (iterators, objects without attributes) make the signature unique.
     """
-    kind = type(value)
-    if kind is tuple or kind is list:  # of tensors: in place, since it is done at every batch
-        found: list[Any] = [kind, len(value)]  # type: ignore[arg-type]
-        for item in value:  # type: ignore[attr-defined]
-            if type(item) is not Tensor or item.is_nested:
-                break
-            found += (item.dtype, item.shape)
-        else:
-            return tuple(found)
+    plain = plain_signature(value)
+    if plain is not None:
+        return plain
     parts: list[Any] = []
     _describe(value, parts, set())
     return tuple(parts)
+
+
+def plain_signature(value: Any) -> Signature | None:
+    """The signature of a tensor, or of a list, tuple or dict of tensors; None for other values.
+
+    In one function, since it is called at every batch. The numbers of samples and tokens of such a
+    value follow from its signature, too.
+    """
+    kind = type(value)
+    found: list[Any] = [kind]
+    if kind is tuple or kind is list:
+        found.append(len(value))
+    elif kind is dict:
+        found += value
+        value = value.values()
+    elif kind is Tensor:
+        found, value = [], (value,)
+    else:
+        return None
+    for item in value:
+        if type(item) is not Tensor or item.is_nested:
+            return None
+        found += (item.dtype, item.shape)
+    return tuple(found)
 
 
 def _describe(value: Any, parts: list[Any], seen: set[int]) -> None:

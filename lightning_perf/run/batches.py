@@ -78,7 +78,7 @@ class BatchTotals:
     gauges = frozenset(LAST)
 
     def __init__(self, timer: DeviceBatchTimer | None = None, sharing: int = 1) -> None:
-        self._timer, self.sharing = timer, sharing
+        self.timer, self.sharing = timer, sharing
         self._rolling = 0
         self._stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
         #: Receives the records of a stage when they are folded.
@@ -90,8 +90,8 @@ class BatchTotals:
     def start(self) -> BatchTotals:
         """Collect from now on."""
         self.wanted = True
-        if self._timer is not None:
-            self._timer.wanted = True
+        if self.timer is not None:
+            self.timer.wanted = True
         return self
 
     def rolling(self, size: int) -> RollingBatches:
@@ -99,9 +99,10 @@ class BatchTotals:
         self._rolling = max(self._rolling, size)
         return RollingBatches(self, size)
 
-    def end_batch(self, stage: str, record: BatchRecord) -> None:
-        """Keep the record of a batch: its figures by the host's clock."""
-        timed = None if self._timer is None else self._timer.end()
+    def end_batch(
+        self, stage: str, record: BatchRecord, timed: DeviceBatchTime | None = None
+    ) -> None:
+        """Keep the record of a batch, with its time by the host's clock and on the device."""
         if not self.wanted:
             return
         found = self._stages[stage]
@@ -115,9 +116,9 @@ class BatchTotals:
     def fold(self, stage: str) -> None:
         """Bring the totals up to date, as far as the device is known to have come."""
         found = self._stages[stage]
-        if self._timer is not None:
-            self._timer.read()
-            found.records += _resolved(found.late, self._timer.failed)
+        if self.timer is not None:
+            self.timer.read()
+            found.records += _resolved(found.late, self.timer.failed)
         if records := found.records:
             found.records = []
             for listener in self.listeners:
@@ -135,8 +136,8 @@ class BatchTotals:
 
     def wait(self) -> None:
         """Wait a bounded time for the device to finish the last batches."""
-        if self._timer is not None:
-            self._timer.wait(_DEVICE_TIMEOUT)
+        if self.timer is not None:
+            self.timer.wait(_DEVICE_TIMEOUT)
 
     def totals(self, stage: str) -> Sequence[float]:
         """The totals of a stage since the run began."""

@@ -61,7 +61,8 @@ def _batch_end(stage: str) -> Callable[..., None]:
             return
         if context.members[0] is self:
             try:
-                context.end_batch(batch)
+                if not context.tracker.end(batch):
+                    return
             except Exception as error:
                 self._disable_all("end_batch", error)
         for part in self._after_batch_parts:
@@ -70,7 +71,7 @@ def _batch_end(stage: str) -> Callable[..., None]:
                     part.after_batch(context, batch)
                 except Exception as error:
                     part.disable("after_batch", error)
-        if context.report_possible and context.members[-1] is self:
+        if context.tracker.report_possible and context.members[-1] is self:
             self._run_shared(context.windows.report, context, False)
 
     return batch_end
@@ -278,6 +279,8 @@ class PerfCallback(Callback):
         """The run's progress, as plain values."""
         if not self.keeps_progress or self._progress is None:
             return {}
+        if self._context is not None:
+            self._run_shared(self._context.tracker.count)
         return {"progress": self._progress.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -303,6 +306,7 @@ class PerfCallback(Callback):
         if context is None:
             self._detach()  # set-up did not get here, but Lightning has attached its methods
             return
+        self._run_shared(context.tracker.count)
         self._run_shared(context.windows.gatherer.flush)
         for part in self.parts:
             part.call(part.close, context, reason)
@@ -333,6 +337,7 @@ class PerfCallback(Callback):
         context = self._context
         if context is None or context.stage != stage or self._hosted:
             return
+        self._run_shared(context.tracker.count)
         for part in self.parts:
             part.call(part.on_end, context)
         if context.members[-1] is self:

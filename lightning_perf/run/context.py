@@ -20,6 +20,7 @@ from lightning_perf.core.progress import Limits, Moment
 from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
+from lightning_perf.run.batch_tracker import BatchCounter, BatchTracker
 from lightning_perf.run.batches import BatchTotals, ProgressSignal
 from lightning_perf.run.destination import Reporting, saved_by
 from lightning_perf.run.flop_meter import FlopMeter
@@ -31,7 +32,7 @@ from lightning_perf.run.hardware import (
     node_sampler,
 )
 from lightning_perf.run.spans import Spans, SpanSignal, WaitSignal
-from lightning_perf.run.stages import BatchCounter, Counters, Progress, StageStack
+from lightning_perf.run.stages import Counters, Progress, StageStack
 from lightning_perf.run.summary import LiveSummary, end_summary
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
@@ -56,8 +57,6 @@ GATHER_TIMEOUT = 10.0
 UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
 #: Seconds that it waits for files that are being made of recordings.
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
-#: Batches after which recorded spans are added up at the latest: reports may be far apart.
-SPANS_EVERY = 1000
 
 
 class RunContext:
@@ -91,20 +90,12 @@ class RunContext:
         self.windows = Windows(trainer)
         self._live = LiveSummary()
         self._offer_signals()
-        self._loop: compat.TrainingLoop  # read anew in each stage: modules may change it late
-        self._log_every = 0
         #: The stage that is running, in Lightning's words; empty between stages.
         self.stage = ""
         #: Counts of the present stage; kept here, since it is read at every batch.
         self.counters = Counters()
-        #: Whether the last batch is one at which Lightning logs, the same on every rank.
-        self.report_due = False
-        #: Whether a report may be due after the last batch.
-        self.report_possible = False
-        #: The step at which loggers write what is reported now.
-        self.step = 0
+        self.tracker = BatchTracker(self)
         self._on_close: list[Callable[[], None]] = []
-        self._counter: BatchCounter | None = None
         self._resumed = False
         self._pid = os.getpid()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
@@ -167,7 +158,7 @@ class RunContext:
             ConfigError: Another callback of the kind has joined.
         """
         context = _CONTEXTS.get(id(trainer))
-        if context is not None and context._counter is not None:
+        if context is not None and context.tracker.counter is not None:
             context.abandon()  # an earlier run whose end was not announced
             context = None
         if context is None:
@@ -237,11 +228,13 @@ class RunContext:
     @property
     def timestamp(self) -> Timestamp:
         """Where the present stage stands."""
+        self.tracker.count()
         return self.counters.timestamp()
 
     @property
     def moment(self) -> Moment:
         """The present moment, as the next batch sees it."""
+        self.tracker.count()
         return self.stages.moment
 
     @property
@@ -253,25 +246,23 @@ class RunContext:
 
     def enter(self, stage: str) -> None:
         """A stage begins."""
+        self.tracker.count()
         self.windows.gatherer.flush()
         self.spans.enter(stage)
         # By precedence.
         owners = [self.module, getattr(self.trainer, "datamodule", None), *self.parts]
-        if self._counter is None:
-            self._counter = BatchCounter(owners)
+        if self.tracker.counter is None:
+            self.tracker.counter = BatchCounter(owners)
             self.describe({"units": _units(self.parts)})
         limits = Limits()
-        self._loop = compat.TrainingLoop(self.trainer)
         self.meter.start(stage)
         if stage == "train":
             limits = self.limits = compat.limits_of(self.trainer, owners[1:], self.batches.sharing)
             self._catch_up()
             self.describe(self.setup())
-        self._log_every = compat.log_every_n_steps(self.trainer)
         self.stages.enter(stage, limits)
         self._select_stage()
-        if not self.stages.nested:  # the step of the first batch
-            self.step = self._loop.step + (stage != "train")
+        self.tracker.begin()
         self.windows.enter(self)
 
     def _select_stage(self) -> None:
@@ -280,46 +271,9 @@ class RunContext:
         self.windows.quiet_until = 0
         if self.stage:
             self.counters = self.stages.counters
+            self.tracker.enter()
 
-    def end_batch(self, batch: Any) -> None:
-        """A batch has ended."""
-        assert self._counter is not None  # made by enter()
-        meter, counters, every = self.meter, self.counters, self._log_every
-        known = meter.entry(batch) if meter.settled and self._counter.inferred else None
-        if known is not None:
-            work, samples, tokens = known
-            counted = False
-        else:
-            samples, tokens = self._counter.count(batch)
-            if meter.wanted:
-                meter.after_batch(batch, samples, tokens)
-                if meter.counted:
-                    self._warn_untracked()
-            work, counted = meter.work, meter.counted
-        if self.stage == "train":
-            self.step, steps, last = self._loop.counts
-            seconds = counters.add(samples, tokens, steps, last)
-            due = every > 0 and (self.step + 1) % every == 0
-            self.report_due = due and not self._loop.accumulating
-        else:
-            seconds = counters.add(samples, tokens, 0, False)
-            self.report_due = every > 0 and not self.stages.nested and counters.batches % every == 0
-            if not self.stages.nested:
-                self.step = self._loop.step + counters.batches
-        record = (seconds, samples, tokens, work, counted, counters.batches == 1)
-        self.batches.end_batch(self.stage, record)
-        windows = self.windows
-        if windows.pending:
-            windows.gatherer.poll()
-        self.report_possible = self.report_due or counters.batch >= windows.quiet_until
-        recorder = self.spans.recorder
-        if recorder is not None:
-            if counters.batches % SPANS_EVERY == 0:
-                recorder.clock.add_up()
-            if recorder.device is not None:
-                recorder.device.end_batch()
-
-    def _warn_untracked(self) -> None:
+    def warn_untracked(self) -> None:
         """Report operators without FLOPs once."""
         if self.meter.untracked_reported or not self.meter.untracked:
             return
@@ -333,6 +287,8 @@ class RunContext:
 
     def end_epoch(self) -> None:
         """An epoch of training is over."""
+        self.tracker.count()
+        self.tracker.restart()
         self.windows.gatherer.flush()
         self.meter.resume(self.stage)
         self.counters.end_epoch()

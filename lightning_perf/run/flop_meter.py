@@ -7,8 +7,6 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from lightning_perf.errors import describe, warn
 from lightning_perf.flops.counter import Counts, FlopCounter
 from lightning_perf.flops.peaks import BatchCost as BatchCost
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
-
-    #: Cost, samples and tokens of a batch.
-    Entry = tuple[BatchCost | None, int | None, int | None]
 
 #: The strategy's method that processes a batch, by stage.
 STEPS = {
@@ -42,8 +37,8 @@ _CONTEXTS = {
 }
 #: The first training batches may be skipped; other stages may have no products at all.
 _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
-#: Batches of known shapes in a row, after which a batch is only looked up at its end: announcing
-#: each step, and counting its samples anew, takes a third of the time of all that we do per batch.
+#: Batches of known shapes in a row, after which a batch is only looked up at its end, because to
+#: announce each step takes a third of the time of all that we do per batch.
 _SETTLED = 64
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
 
@@ -73,7 +68,9 @@ class FlopMeter:
         #: Whether the run's context has reported them.
         self.untracked_reported = False
         self._stage = ""
-        self._declared = self._compiled = False
+        self._declares = self._compiled = False
+        #: Whether the module declares the FLOPs of this stage's batches.
+        self.declared = False
         #: The last declared value and its cost.
         self._declared_flops: float | None = None
         self._declared_cost: BatchCost | None = None
@@ -81,13 +78,11 @@ class FlopMeter:
         #: The costs of this stage's signatures; None until its next step.
         self._cache: FlopCache | None = None
         self._signature: Signature = ()
-        #: Whether steps are not announced any more.
+        #: Whether steps are not announced (any more): the cost of a batch follows from its shapes.
         self.settled = False
         # Batches of known signatures so far, and signatures that came too late to be counted.
         self._known = 0
         self._missed: set[Signature] = set()
-        # Cost, samples and tokens of lists and tuples of tensors, by signature.
-        self._entries: dict[Signature, Entry] = {}
         self._warned_unpredictable = False
         #: Counts the FLOPs of the current batch, if they are not known.
         self.counter: FlopCounter | None = None
@@ -111,7 +106,7 @@ class FlopMeter:
         """Prepare for a stage and resolve the peak, before any batch is timed."""
         if not self.wanted:
             return
-        self._declared = getattr(self._module, "flops_per_batch", None) is not None
+        self._declares = getattr(self._module, "flops_per_batch", None) is not None
         self._declared_flops = None
         self._compiled = is_compiled(self._module)
         self.resume(stage)
@@ -121,8 +116,10 @@ class FlopMeter:
         """Continue a stage, or begin its next epoch: other parameters may be frozen now."""
         self._stage, self._cache = stage, None
         self.work, self.counted, self._begun, self.settled = None, False, False, False
-        self._entries.clear()
-        if stage and self.wanted and not (self._declared and stage == "train"):
+        self.declared = stage == "train" and self._declares
+        if self.declared:
+            self.settled = True
+        elif stage and self.wanted:
             self._announce()
 
     def _announce(self) -> None:
@@ -220,23 +217,10 @@ class FlopMeter:
         with getattr(self._trainer.precision_plugin, context)():
             return step(*(batch, 0, 0)[:arguments])
 
-    def entry(self, batch: Any) -> Entry | None:
-        """Cost, samples and tokens of a batch that has just ended, if it is a usual one."""
-        kind = type(batch)
-        if kind is not list and kind is not tuple:
-            return None
-        # What `signature` returns for it, without a call.
-        found: list[Any] = [kind, len(batch)]
-        for part in batch:
-            if type(part) is not Tensor or part.is_nested:
-                return None
-            found += (part.dtype, part.shape)
-        return self._entries.get(tuple(found))
-
-    def after_batch(self, batch: Any, samples: int | None, tokens: int | None) -> None:
+    def after_batch(self, batch: Any) -> None:
         """Finish the batch that has just ended: set ``work`` and ``counted``."""
         begun, self._begun = self._begun, False
-        if self._declared and self._stage == "train":
+        if self.declared:
             self.work, self.counted = self._declared_work(batch), False
         elif self.settled and batch is not None:
             self.counted = False
@@ -250,8 +234,6 @@ class FlopMeter:
                 self._store(self._cache, counts, whole=self._backward_seen)
         elif self.work is not None:
             self._known += 1
-            if self._known <= _SETTLED:  # not more: every batch may have another shape
-                self._entries[self._signature] = self.work, samples, tokens
             if self._known >= _SETTLED and not self._missed:
                 self.settled = True
                 self._steps.restore()
@@ -269,6 +251,14 @@ class FlopMeter:
         cache.tries -= 1
         if not cache.tries and self._stage == "train":
             warn(f"no FLOPs were found in the first batches: mfu is not reported. {_DEFINE}")
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the module declares the same number as for the last batch that was examined."""
+        try:
+            return bool(self._module.flops_per_batch == self._declared_flops)
+        except Exception:  # reported when the batch is examined
+            return False
 
     def _declared_work(self, batch: Any) -> BatchCost | None:
         try:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.core.progress import STAGES, Limits, Moment, Timestamp
-from lightning_perf.errors import warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lightning_perf.core.progress import Ranks
     from lightning_perf.timing.cuda_events import DeviceBatchTimer
-
-
-_Counter = Callable[[Any], int]
-_INFERRED: dict[str, _Counter] = {
-    "get_num_samples_in_batch": get_num_samples,
-    "get_num_tokens_in_batch": get_num_tokens,
-}
 
 
 class Counters:
@@ -62,12 +52,13 @@ class Counters:
         """The stage begins."""
         self.batches, self.mark, self.epoch_ends = 0, now, False
 
-    def add(self, samples: int | None, tokens: int | None, step: int, epoch_ends: bool) -> float:
-        """Count a batch, which ends now, and return its seconds.
+    def add(
+        self, now: float, samples: int | None, tokens: int | None, step: int, epoch_ends: bool
+    ) -> float:
+        """Count a batch, which ended at ``now`` on the clock, and return its seconds.
 
         ``step`` counts optimizer steps, including this batch; unknown samples and tokens are None.
         """
-        now = time.perf_counter()
         seconds = now - self.mark
         self.mark = now
         self.batch += 1
@@ -152,61 +143,6 @@ class Progress:
         self.validation_seconds = float(state.get("validation_seconds", 0.0))
 
 
-class BatchCounter:
-    """Counts the samples and tokens of a batch, with the user's functions or by inference.
-
-    The first of ``owners`` that defines a function takes precedence. A count that fails is None,
-    with one warning for samples and one for tokens.
-    """
-
-    def __init__(self, owners: Iterable[object]) -> None:
-        owners = list(owners)
-        self._samples = _find(owners, "get_num_samples_in_batch")
-        self._tokens = _find(owners, "get_num_tokens_in_batch")
-        #: Whether they follow from the shapes of a list or tuple of tensors.
-        self.inferred = (self._samples, self._tokens) == (get_num_samples, get_num_tokens)
-        self._warned: set[str] = set()
-
-    def count(self, batch: Any) -> tuple[int | None, int | None]:
-        """Return the samples and tokens of a batch; None if unknown, 0 if not tracked."""
-        if self.inferred and (type(batch) is list or type(batch) is tuple):
-            # The common case, tensors of one length: same result as the general rules, but faster.
-            try:
-                size: int = batch[0].shape[0]
-                for part in batch:
-                    if part.shape[0] != size:
-                        break
-                else:
-                    return size, 0
-            except (AttributeError, IndexError, TypeError, RuntimeError):  # no shape
-                pass
-        if batch is None:  # a batch that the data loader skips
-            return 0, 0
-        samples = self._try(self._samples, "samples", batch)
-        return samples, self._try(self._tokens, "tokens", batch)
-
-    def _try(self, counter: _Counter, what: str, batch: Any) -> int | None:
-        try:
-            return counter(batch)
-        except Exception as error:
-            if what not in self._warned:
-                self._warned.add(what)
-                warn(
-                    f"cannot count the {what} of a batch ({type(error).__name__}: {error}): {what} "
-                    f"per second are not reported. Define get_num_{what}_in_batch(batch) -> int on "
-                    "the LightningModule or the LightningDataModule."
-                )
-            return None
-
-
-def _find(owners: list[object], name: str) -> _Counter:
-    for owner in owners:
-        counter = getattr(owner, name, None)
-        if callable(counter):
-            return lambda batch: checked_count(counter(batch), name)
-    return _INFERRED[name]
-
-
 class _Stage(NamedTuple):
     """One stage on the stack. Validation inside fit is above train."""
 
@@ -272,7 +208,7 @@ class StageStack:
 
     def enter(self, name: str, limits: Limits) -> None:
         """Begin a stage."""
-        now, counters = time.perf_counter(), self.progress.stages[name]
+        now, counters = perf_counter(), self.progress.stages[name]
         counters.enter(now)
         self._stages.append(_Stage(name, now, limits, counters))
         self._moment = None
@@ -288,14 +224,14 @@ class StageStack:
             self._device_timer.exit()
         if self._stages:
             # The enclosing training batch excludes validation inside fit.
-            seconds = time.perf_counter() - ended.entered
+            seconds = perf_counter() - ended.entered
             self.progress.validation_seconds += seconds
             self.counters.mark += seconds
 
     @contextmanager
     def exclude_from_batch_time(self) -> Iterator[None]:
         """Exclude the time of the block, which is our overhead, from the batch's duration."""
-        start = time.perf_counter()
+        start = perf_counter()
         if self._device_timer is not None:
             self._device_timer.pause()
         try:
@@ -304,4 +240,4 @@ class StageStack:
             if self._device_timer is not None:
                 self._device_timer.resume()
             if self._stages:
-                self.counters.mark += time.perf_counter() - start
+                self.counters.mark += perf_counter() - start

@@ -53,7 +53,7 @@ class ReportTrigger:
         """Whether the ranks meet now, the same on all of them; called at most once per batch."""
         schedule = self._schedule
         if schedule is None:
-            self._wanted = context.report_due
+            self._wanted = context.tracker.report_due
             return self._wanted
         now = False
         if context.counters.batch >= self.quiet_until:
@@ -66,7 +66,7 @@ class ReportTrigger:
             self._wanted = now
             return now
         self._wanted |= now
-        return context.report_due
+        return context.tracker.report_due
 
     def request(self) -> None:
         """Ask for a report now, beside the schedule."""

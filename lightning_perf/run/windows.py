@@ -198,7 +198,9 @@ class Windows:
     def enter(self, context: RunContext) -> None:
         """A stage begins."""
         stage, layout = context.stage, self._layout(self._subscriptions)
-        began = _Report(stage, context.step, context.timestamp, False, layout, Totals({}), ())
+        began = _Report(
+            stage, context.tracker.step, context.timestamp, False, layout, Totals({}), ()
+        )
         self._began.setdefault(stage, began)
         for subscription in self._subscriptions:
             subscription.last.setdefault(stage, began)
@@ -244,14 +246,15 @@ class Windows:
     ) -> _Report:
         """The totals of this rank."""
         context.batches.fold(stage)
-        layout, values = self._layout(sent), list[float]()
+        layout = self._layout(sent)
+        values: list[float] = []
         for signal in layout.signals:
             key = signal, stage
             now = self._reported[key] = self._totals(signal, stage)
             values += [value - first for value, first in zip(now, self._origins[key], strict=True)]
         stamp = context.progress.timestamp(stage)
         costs = context.spans.latest
-        return _Report(stage, context.step, stamp, at_end, layout, costs, [values])
+        return _Report(stage, context.tracker.step, stamp, at_end, layout, costs, [values])
 
     def _layout(self, sent: Sequence[_Subscription]) -> _Layout:
         key = tuple(map(id, sent))

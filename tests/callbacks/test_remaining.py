@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_perf import SpeedMonitor
 from lightning_perf.callbacks.speed_monitor import RemainingTime
 from lightning_perf.core.progress import Limits, Timestamp
-from lightning_perf.run import stages
+from lightning_perf.run import batch_tracker, stages
 
 pytestmark = pytest.mark.usefixtures("no_hold")
 
@@ -40,7 +39,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     """The clock that times batches and validations."""
     clock = Clock()
-    monkeypatch.setattr(stages, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(stages, "perf_counter", clock)
+    monkeypatch.setattr(batch_tracker, "perf_counter", clock)
     return clock
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_perf import PerfWarning, SpeedMonitor, Timestamp
-from lightning_perf.run.stages import BatchCounter
+from lightning_perf.run.batch_tracker import BatchCounter
 
 # Lightning's advice on loaders; warnings of ours stay errors.
 pytestmark = pytest.mark.filterwarnings(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from helpers.small import Small
-from lightning_perf.run import spans, stages
+from lightning_perf.run import batch_tracker, spans, stages
 from lightning_perf.timing import clock
 
 
@@ -30,9 +29,8 @@ class FakeClock:
 
     def replace_clocks(self, patch: pytest.MonkeyPatch) -> None:
         """Time spans, batches and garbage collections by this clock."""
-        patch.setattr(clock, "perf_counter", self)
-        patch.setattr(spans, "perf_counter", self)
-        patch.setattr(stages, "time", SimpleNamespace(perf_counter=self))
+        for module in (clock, spans, stages, batch_tracker):
+            patch.setattr(module, "perf_counter", self)
 
 
 class JumpingClock(FakeClock):

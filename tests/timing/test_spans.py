@@ -27,7 +27,7 @@ from torchmetrics import MeanMetric
 
 from lightning_perf import SpeedMonitor, Timings
 from lightning_perf.patches import ContextPatch, PatchSet
-from lightning_perf.run import compat, context, spans
+from lightning_perf.run import batch_tracker, compat, spans
 from lightning_perf.run.context import RunContext
 from lightning_perf.timing import clock
 from lightning_perf.timing.totals import Action, Totals
@@ -348,7 +348,7 @@ def test_spans_are_added_up_between_distant_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a run keeps of its spans does not grow with the batches of a window."""
-    monkeypatch.setattr(context, "SPANS_EVERY", 4)
+    monkeypatch.setattr(batch_tracker, "_MOST_SPAN_ITEMS", 200)
     kept: list[int] = []
 
     class Looking(Diary):
