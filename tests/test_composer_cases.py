@@ -39,7 +39,7 @@ from lightning_perf.run.hardware import gigabytes
 from lightning_perf.schedule import Cyclic, Every
 from lightning_perf.system import Sampler
 from lightning_perf.system.gpus import gpus
-from lightning_perf.system.host import Traffic, disks
+from lightning_perf.system.host import traffic
 from lightning_perf.traces.names import file_format, remote_format, split_url
 
 CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
@@ -383,7 +383,7 @@ def check_sensors(case):
 
 def check_disks(samples, expected):
     names = ("read_count", "write_count", "read_bytes", "write_bytes")
-    sensor = Traffic("disks", disks)
+    _, sensor = traffic()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_perf.system.host.physical", lambda disk: True)
         for second, sample in enumerate(samples):

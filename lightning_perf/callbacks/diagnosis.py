@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import weakref
@@ -31,7 +30,6 @@ from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
-from lightning_perf.system.cgroup import Cgroup
 from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.timing.totals import Action, Cost
 from lightning_perf.traces.events import TraceError
@@ -310,11 +308,13 @@ def _write(text: Callable[[], str], path: Path) -> None:
 
 def _setup(context: RunContext) -> Setup:
     """The settings of a training that begins."""
+    from lightning_perf.system.host import usable_cpus  # imports psutil
+
     trainer, limits = context.trainer, context.limits
     return Setup(
         device=trainer.strategy.root_device.type,
         world_size=context.ranks.world_size,
-        cpus=_usable_cpus(),
+        cpus=usable_cpus(),
         threads=torch.get_num_threads(),
         precision=str(trainer.precision),
         compiled=is_compiled(context.module),
@@ -339,14 +339,6 @@ def _loader(loader: Any) -> Loader | None:
         pin_memory=bool(getattr(loader, "pin_memory", False)),
         persistent_workers=bool(getattr(loader, "persistent_workers", False)),
     )
-
-
-def _usable_cpus() -> int:
-    """CPUs that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    quota = Cgroup().quota()
-    return count if quota is None else max(min(count, round(quota[0])), 1)
 
 
 def _compilations() -> Costs:

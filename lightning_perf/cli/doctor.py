@@ -75,9 +75,9 @@ def _packages() -> Iterator[Finding]:
 def _hardware() -> Iterator[Finding]:
     from lightning_perf.flops import cuda_devices, device_name, lookup
     from lightning_perf.system import nvidia_driver
+    from lightning_perf.system.host import usable_cpus
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("hardware", "CPU", f"{device_name('cpu')}, {usable} usable")
+    yield Finding("hardware", "CPU", f"{device_name('cpu')}, {usable_cpus()} usable")
     build, gpus = cuda_devices()
     yield Finding("hardware", "CUDA", f"torch is built for {build or 'CPUs'}")
     for number, name in enumerate(gpus):

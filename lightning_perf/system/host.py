@@ -1,14 +1,14 @@
-"""Sensors of the host and of the training processes."""
+"""Sensors of the host, of its container and of the training processes."""
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-
-from lightning_perf.system.cgroup import Cgroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
@@ -20,8 +20,21 @@ if TYPE_CHECKING:
 
 def host_sensors(processes: Set[int]) -> list[Sensor]:
     """The sensors of this machine, for these and all processes."""
-    traffic = Traffic("network", network), Traffic("disks", disks)
-    return [Cpu(), Memory(), Swap(), *traffic, Processes(processes)]
+    cgroup = Cgroup()
+    swap = Reading("swap", lambda _: {"swap_used": float(psutil.swap_memory().used)})
+    return [Cpu(cgroup), memory(cgroup), swap, *traffic(), Processes(processes)]
+
+
+@dataclass(eq=False)
+class Reading:
+    """A sensor that is a function of the time."""
+
+    name: str
+    read: Callable[[float], Mapping[str, float]]
+
+    def __call__(self, now: float, /) -> Mapping[str, float]:
+        """Return the values."""
+        return self.read(now)
 
 
 class Rates:
@@ -117,8 +130,7 @@ class Cpu:
 
     name = "CPU use"
 
-    def __init__(self, cgroup: Cgroup | None = None) -> None:
-        cgroup = cgroup or Cgroup()
+    def __init__(self, cgroup: Cgroup) -> None:
         self._quota = cgroup.quota()
         self._cpus = cgroup.cpus()
         self._rates = Rates()
@@ -166,64 +178,43 @@ def _split(times: Any) -> tuple[float, float, float]:
     return sum(times) - guests - waited - idle, waited, idle
 
 
-class Memory:
-    """Free memory in bytes: of the machine or below the container's limit, whichever is smaller."""
+def memory(cgroup: Cgroup) -> Reading:
+    """Free memory in bytes: of the machine or below the container's limit, the smaller one."""
+    left = cgroup.memory()
 
-    name = "memory"
-
-    def __init__(self, cgroup: Cgroup | None = None) -> None:
-        self._below_limit: Callable[[], float] | None = (cgroup or Cgroup()).memory()
-
-    def __call__(self, _now: float, /) -> dict[str, float]:
-        """Return the current value."""
+    def read(_now: float) -> dict[str, float]:
         free = float(psutil.virtual_memory().available)
-        return {"free_memory": min(free, self._below_limit()) if self._below_limit else free}
+        return {"free_memory": free if left is None else min(free, left())}
+
+    return Reading("memory", read)
 
 
-class Swap:
-    """Swap space in use, in bytes."""
+def traffic() -> list[Reading]:
+    """Bytes and operations per second of all networks, including loopback, and physical disks."""
+    of_networks, of_disks = Rates(), Rates()
 
-    name = "swap"
-
-    def __call__(self, _now: float, /) -> dict[str, float]:
-        """Return the current value."""
-        return {"swap_used": float(psutil.swap_memory().used)}
-
-
-class Traffic:
-    """Operations and bytes per second over the devices that ``read`` returns the counters of."""
-
-    def __init__(self, name: str, read: Callable[[], _Counters]) -> None:
-        self.name, self._read = name, read
-        self._rates = Rates()
-
-    def __call__(self, now: float, /) -> dict[str, float]:
-        """Return rates since the last call."""
-        return self._rates(self._read(), now)
-
-
-def network() -> _Counters:
-    """The bytes of all network interfaces, including loopback."""
-    return {
-        interface: {
-            "net_throughput_sent": count.bytes_sent,
-            "net_throughput_recv": count.bytes_recv,
+    def networks(now: float) -> dict[str, float]:
+        counts = psutil.net_io_counters(pernic=True, nowrap=False)
+        sums = {
+            name: {"net_throughput_sent": each.bytes_sent, "net_throughput_recv": each.bytes_recv}
+            for name, each in counts.items()
         }
-        for interface, count in psutil.net_io_counters(pernic=True, nowrap=False).items()
-    }
+        return of_networks(sums, now)
 
-
-def disks() -> _Counters:
-    """The operations and bytes of all physical disks."""
-    return {
-        disk: {
-            "disk_iops": count.read_count + count.write_count,
-            "disk_throughput_read": count.read_bytes,
-            "disk_throughput_write": count.write_bytes,
+    def disks(now: float) -> dict[str, float]:
+        counts = psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
+        sums = {
+            disk: {
+                "disk_iops": each.read_count + each.write_count,
+                "disk_throughput_read": each.read_bytes,
+                "disk_throughput_write": each.write_bytes,
+            }
+            for disk, each in counts.items()
+            if physical(disk)
         }
-        for disk, count in (psutil.disk_io_counters(perdisk=True, nowrap=False) or {}).items()
-        if physical(disk)
-    }
+        return of_disks(sums, now)
+
+    return [Reading("network", networks), Reading("disks", disks)]
 
 
 def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:
@@ -233,3 +224,80 @@ def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:
     """
     # A "!" stands for the slash of names such as cciss/c0d0.
     return not blocks.exists() or (blocks / disk.replace("/", "!") / "device").exists()
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use, as its affinity and its container allow."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    quota = Cgroup().quota()
+    return count if quota is None else max(min(count, round(quota[0])), 1)
+
+
+@dataclass(frozen=True)
+class Cgroup:
+    """The control group (version 2) of this process and its parents, which limit a container."""
+
+    root: Path = Path("/sys/fs/cgroup")
+    #: The file that names the group.
+    membership: Path = Path("/proc/self/cgroup")
+
+    def quota(self) -> tuple[float, Callable[[], float]] | None:
+        """Return the smallest CPU quota in cores, and a function for the CPU seconds used of it."""
+        quotas = []
+        for folder in self._folders():
+            quota, _, period = _text(folder / "cpu.max").partition(" ")
+            if quota not in ("", "max"):
+                quotas.append((int(quota) / int(period or 100_000), folder / "cpu.stat"))
+        if not quotas:
+            return None
+        cores, file = min(quotas)
+        return cores, lambda: _stat(file, "usage_usec") / 1e6
+
+    def cpus(self) -> set[int]:
+        """Return the CPUs that the group is limited to; empty for all."""
+        texts = (_text(folder / "cpuset.cpus.effective") for folder in self._folders())
+        cpus: set[int] = set()
+        for part in next(filter(None, texts), "").split(","):  # such as 0-3,8
+            if part:
+                first, _, last = part.partition("-")
+                cpus.update(range(int(first), int(last or first) + 1))
+        return cpus
+
+    def memory(self) -> Callable[[], float] | None:
+        """Return a function for the bytes left below the limits; None without a limit.
+
+        Inactive file pages, which the kernel can drop, count as free.
+        """
+        texts = [(folder, _text(folder / "memory.max")) for folder in self._folders()]
+        limits = [(folder, int(limit)) for folder, limit in texts if limit not in ("", "max")]
+        if not limits:
+            return None
+        return lambda: min(limit - _used_memory(folder) for folder, limit in limits)
+
+    def _folders(self) -> list[Path]:
+        """Return the folders of the group and of its parents, which also limit it."""
+        lines = _text(self.membership).splitlines()
+        path = next((line[3:] for line in lines if line.startswith("0::")), "")
+        group = self.root / path.strip("/")
+        if ".." in group.parts or not group.is_dir():
+            group = self.root  # in a container, its own group is the root
+        return [each for each in (group, *group.parents) if each.is_relative_to(self.root)]
+
+
+def _used_memory(folder: Path) -> float:
+    used = float(_text(folder / "memory.current") or 0)
+    return used - _stat(folder / "memory.stat", "inactive_file")
+
+
+def _stat(file: Path, name: str) -> float:
+    """Return one number from a file of names and numbers; 0 if it is not there."""
+    numbers = dict(line.split() for line in _text(file).splitlines())
+    return float(numbers.get(name, 0))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from lightning_perf.system import Sampler, gpu_key, gpu_number
-from lightning_perf.system.cgroup import Cgroup
-from lightning_perf.system.host import Cpu, Memory, Rates, Traffic, disks, network, physical
+from lightning_perf.system.host import Cgroup, Cpu, Rates, memory, physical, traffic
 
 Patch = pytest.MonkeyPatch
 GB = 10**9
@@ -81,7 +80,7 @@ def test_a_machine_without_disks_or_networks_has_no_such_figures(monkeypatch: Pa
     """In a sandbox without them, the figures are absent."""
     monkeypatch.setattr(psutil, "disk_io_counters", lambda **_: None)
     monkeypatch.setattr(psutil, "net_io_counters", lambda **_: {})
-    for sensor in (Traffic("disks", disks), Traffic("network", network)):
+    for sensor in traffic():
         assert sensor(0.0) == sensor(1.0) == {}
 
 
@@ -162,8 +161,8 @@ def test_free_memory_is_the_smaller_of_machine_and_container(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GB))
     for limit, free in ((8 * GB, 5 * GB), (80 * GB, 10 * GB)):
         files = {"job/step/memory.max": limit, "job/step/memory.current": 3 * GB}
-        memory = Memory(tree(tmp_path / str(limit) / "cgroup", GROUP, files))
-        assert memory(0.0) == {"free_memory": free}
+        sensor = memory(tree(tmp_path / str(limit) / "cgroup", GROUP, files))
+        assert sensor(0.0) == {"free_memory": free}
 
 
 Times = namedtuple("Times", "user idle iowait guest guest_nice")
