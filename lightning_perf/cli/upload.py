@@ -13,8 +13,7 @@ from lightning_perf.cli import JSON, Failure, argument, command, flag, print_jso
 from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
-from lightning_perf.tracking.stores import STORE, check_store, store_target
-from lightning_perf.tracking.tracker import tracker_at
+from lightning_perf.tracking.tracker import STORE, check_store, store_target, tracker_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

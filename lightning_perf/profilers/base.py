@@ -23,7 +23,7 @@ from lightning_perf.run.compat import resumes
 from lightning_perf.run.destination import new_writer
 from lightning_perf.schedule import Cyclic, Schedule, as_schedule
 from lightning_perf.traces.folder import TraceOptions, check_names
-from lightning_perf.tracking.stores import check_store
+from lightning_perf.tracking.tracker import check_store
 
 if TYPE_CHECKING:
     from lightning_perf.core.progress import Moment, Timestamp

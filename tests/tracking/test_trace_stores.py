@@ -21,7 +21,7 @@ from lightning_perf import PyTorch, VizTracer
 from lightning_perf.errors import ConfigError, PerfWarning
 from lightning_perf.traces.folder import distinct_name
 from lightning_perf.traces.uploads import read_pending
-from lightning_perf.tracking.stores import store_target
+from lightning_perf.tracking.tracker import store_target
 
 
 class Unsteady(MemoryFileSystem):
