@@ -24,8 +24,8 @@ from rich.console import Console
 from lightning_perf import ConfigError, PerfWarning, always_on
 from lightning_perf.callbacks.suite import from_environment
 from lightning_perf.cli import Failure, training
+from lightning_perf.cli.files import upload
 from lightning_perf.cli.training import watch
-from lightning_perf.cli.upload import upload
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.schedule import as_schedule
 from lightning_perf.traces import combine

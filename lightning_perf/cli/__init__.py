@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 #: The module of each command, imported when one runs since its dependencies may be missing.
 _COMMANDS = {
-    "capture": "training", "compare": "runs", "devices": "peaks", "doctor": "doctor",
-    "measure": "peaks", "report": "runs", "run": "training", "trace": "trace", "upload": "upload",
-    "watch": "training",
+    "capture": "training", "compare": "runs", "devices": "machine", "doctor": "machine",
+    "measure": "machine", "report": "runs", "run": "training", "trace": "files",
+    "upload": "files", "watch": "training",
 }  # fmt: skip
 #: The names to install of packages that are imported under another name.
 _INSTALLS = {

@@ -108,9 +108,9 @@ def test_the_doctor_names_what_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A missing package with its pip command, a wrong variable, and a server that is gone."""
-    from lightning_perf.cli import doctor
+    from lightning_perf.cli import machine
 
-    monkeypatch.setattr(doctor, "_PACKAGES", {"no-such-package": "nothing", "mlflow": "reports"})
+    monkeypatch.setattr(machine, "_PACKAGES", {"no-such-package": "nothing", "mlflow": "reports"})
     monkeypatch.setenv("LIGHTNING_PERF", "none.yaml")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{free_port()}")
     code, found = findings(capsys)
