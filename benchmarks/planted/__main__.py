@@ -36,7 +36,7 @@ from planted.workloads import HELD_OUT, WORKLOADS
 from shared import QUIET, quiet
 
 from lightning_perf import Diagnosis
-from lightning_perf.diagnosis.rules import diagnose
+from lightning_perf.diagnosis import diagnose
 
 ROOT = Path(__file__).parents[2]
 #: Thresholds may be tuned on the first; the second was looked at once all was written.

@@ -18,8 +18,8 @@ from typing_extensions import override
 from lightning_perf.checks import flag
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
+from lightning_perf.diagnosis import RULES, Findings, Rule, Verdict, diagnose
 from lightning_perf.diagnosis.report import document, report_page
-from lightning_perf.diagnosis.rules import RULES, Findings, Rule, Verdict, diagnose
 from lightning_perf.diagnosis.signals import COMPILE, Loader, Record, Setup
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.flops import is_compiled

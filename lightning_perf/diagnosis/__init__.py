@@ -1,16 +1,109 @@
-"""Why a run is slow: signals -> rules -> verdicts -> report. No torch, no Lightning."""
+"""Why a run is slow: signals -> rules -> verdicts -> report. No torch, no Lightning.
 
-from lightning_perf.diagnosis.rules import CODES, RULES, FunctionRule, Impact, Rule, Verdict, judge
+To apply a rule of your own as well, use ``Diagnosis(rules=[*RULES, mine])``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lightning_perf.diagnosis.rules import (
+    FunctionRule,
+    Impact,
+    Rule,
+    Verdict,
+    costs,
+    judge,
+    machine,
+    ranks,
+    steps,
+)
 from lightning_perf.diagnosis.signals import Signals, Unknown
+from lightning_perf.errors import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "CODES",
     "RULES",
+    "Findings",
     "FunctionRule",
     "Impact",
     "Rule",
     "Signals",
     "Unknown",
     "Verdict",
+    "diagnose",
     "judge",
 ]
+
+#: All rules of the package.
+RULES: tuple[Rule, ...] = (
+    FunctionRule("input-bound", costs.input_bound, 0.10),
+    FunctionRule("transfer-bound", costs.transfer_bound, 0.10),
+    FunctionRule("epoch-restart", costs.epoch_restart, 0.05),
+    FunctionRule("callback-bound", costs.callback_bound, 0.05),
+    FunctionRule("logger-bound", costs.logger_bound),
+    FunctionRule("checkpoint-bound", costs.checkpoint_bound, costs.CHECKPOINTS),
+    FunctionRule("validation-bound", costs.validation_bound, 0.15),
+    FunctionRule("warmup", steps.warmup),
+    FunctionRule("recompile", steps.recompile, 0.05),
+    FunctionRule("gc-pauses", steps.gc_pauses, 0.03),
+    FunctionRule("periodic-stall", steps.periodic_stall, 0.10),
+    FunctionRule("slowdown", steps.slowdown),
+    FunctionRule("straggler", ranks.straggler),
+    FunctionRule("communication-bound", ranks.communication_bound, 0.10),
+    FunctionRule("host-memory-growth", machine.host_memory_growth),
+    FunctionRule("device-memory-growth", machine.device_memory_growth),
+    FunctionRule("cpu-saturated", machine.cpu_saturated, 0.10),
+    FunctionRule("throttled", machine.throttled),
+    FunctionRule("launch-bound", machine.launch_bound, 0.10),
+    FunctionRule("low-gpu-utilization", machine.low_gpu_utilization, 0.10),
+    FunctionRule("sync-bound", machine.sync_bound, 0.10),
+    FunctionRule("compute-bound", steps.compute_bound),
+)
+#: All codes, which are stable.
+CODES = (*(rule.code for rule in RULES), "healthy")
+#: Batches that a diagnosis needs.
+_FEWEST_BATCHES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What is wrong, and what is not known."""
+
+    #: The most costly first, those of ``info`` last. Without a warning the first one is
+    #: ``healthy``. Empty if nothing is known.
+    verdicts: Sequence[Verdict] = ()
+    #: Why rules gave no answer, by their codes.
+    abstained: Mapping[str, str] = field(default_factory=dict)
+
+
+def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
+    """Apply rules to signals; a rule that fails or lacks a signal is listed with its reason.
+
+    Example:
+        >>> diagnose(Signals(windows=[])).abstained
+        {'all': '0 batches were measured, and a diagnosis needs 30'}
+    """
+    if signals.batches < _FEWEST_BATCHES:
+        why = f"{signals.batches} batches were measured, and a diagnosis needs {_FEWEST_BATCHES}"
+        return Findings(abstained={"all": why})
+    if not signals.wall.sum() > 0:
+        return Findings(abstained={"all": "the time of the batches was not measured"})
+    found: list[Verdict] = []
+    abstained: dict[str, str] = {}
+    for rule in rules:
+        try:
+            found += rule(signals)
+        except Unknown as why:
+            abstained[rule.code] = str(why)
+        except Exception as error:
+            abstained[rule.code] = f"the rule failed ({describe(error)})"
+    found.sort(key=lambda verdict: (verdict.severity == "info", -verdict.share))
+    if not found or found[0].severity == "info":
+        advice = "No cause is worth a warning." if found else "Nothing slows this run down."
+        found.insert(0, Verdict("healthy", "info", advice=advice))
+    return Findings(found, abstained)

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_perf.charts import Areas, Heading, Part, Table, page
 from lightning_perf.charts.stacked import stack
-from lightning_perf.diagnosis.rules.base import known
+from lightning_perf.diagnosis.rules import known
 from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.summary import facts, tables
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from lightning_perf.diagnosis.rules import Findings, Verdict
+    from lightning_perf.diagnosis import Findings, Verdict
     from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.traces.summary import TraceSummary
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of
 
-from lightning_perf.diagnosis import CODES, RULES, Verdict
+from lightning_perf.diagnosis import CODES, RULES, Verdict, diagnose
 from lightning_perf.diagnosis.report import report_page
-from lightning_perf.diagnosis.rules import diagnose
 from lightning_perf.diagnosis.signals import WAITING, Loader, Setup, Signals
 from lightning_perf.timing.totals import Action
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.signals import FINE, WINDOWS, every, sampled, signals_of, signals_of_ranks
 
-from lightning_perf.diagnosis.rules import diagnose
+from lightning_perf.diagnosis import diagnose
 from lightning_perf.diagnosis.signals import Loader, Setup, Signals
 from lightning_perf.timing.totals import Action
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules.base import Impact, Verdict, judge, known
+from lightning_perf.diagnosis.rules import Impact, Verdict, judge, known
 from lightning_perf.diagnosis.signals import COMPILE, FETCH, GC
 from lightning_perf.units import duration
 

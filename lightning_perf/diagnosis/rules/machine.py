@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules.base import Impact, Verdict, known
+from lightning_perf.diagnosis.rules import Impact, Verdict, known
 from lightning_perf.diagnosis.signals import COMPUTE, WAITING, Signals, Unknown
 from lightning_perf.units import bytes_text, duration
 

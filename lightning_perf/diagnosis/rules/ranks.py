@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules.base import LEAST, Impact, Verdict, graded
+from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, graded
 from lightning_perf.diagnosis.signals import Unknown
 from lightning_perf.units import duration
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_perf.diagnosis import stats
-from lightning_perf.diagnosis.rules.base import LEAST, Impact, Verdict, graded, known
+from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, graded, known
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, Signals, Unknown
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import duration
