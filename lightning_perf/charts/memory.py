@@ -1,19 +1,7 @@
-"""Memory over time as a stacked chart, and snapshots of the CUDA allocator.
-
-Pages are made by a program, since reading large files holds the GIL::
-
-    python -m lightning_perf.charts.memory timeline|history|segments SOURCE PAGE [DEVICE]
-
-The source of a timeline is what torch exports (``[times, sizes by category]``), or a trace; that of
-the others is a snapshot.
-"""
+"""Memory over time as a stacked chart, and snapshots of the CUDA allocator."""
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -284,23 +272,3 @@ def _line(frames: Frames | None) -> str:
 
 def _call(frame: dict[str, Any]) -> str:
     return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
-
-
-def main() -> None:
-    """Write one page."""
-    kind, source, target, *device = sys.argv[1:]
-    content = Path(source).read_bytes()
-    if kind != "timeline":
-        os.nice(10)  # training comes first
-        snapshot = pickle.loads(content)  # noqa: S301  our own file of just now
-        text = {"history": history, "segments": segments}[kind](snapshot)
-    else:
-        read = json.loads(content)
-        is_trace = isinstance(read, dict)
-        timeline = of_events(read["traceEvents"], *device) if is_trace else of_points(*read)
-        text = memory_page(timeline, *device)
-    Path(target).write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ from lightning_perf.charts import FlameGraph, fold, read_folded
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
 from lightning_perf.profilers.base import Profiler, shared
-from lightning_perf.profilers.tools import run_python
+from lightning_perf.profilers.tools import run_program
 from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
 from lightning_perf.units import bytes_text
@@ -174,7 +174,7 @@ def _warn_once() -> None:
 
 
 def _plot(kind: str, source: Path, page: Path) -> None:
-    run_python("-m", "lightning_perf.charts.memory", kind, str(source), str(page))
+    run_program(kind, source, page)
 
 
 def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Path) -> None:

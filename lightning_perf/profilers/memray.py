@@ -24,6 +24,7 @@ from lightning_perf.profilers.tools import (
     given,
     no_collection,
     refuse_python_profiler,
+    run_program,
     run_python,
 )
 from lightning_perf.profilers.windows import Recorded, Recording
@@ -254,5 +255,5 @@ def _flamegraph(source: Path, page: Path) -> None:
 def _summarize(
     source: Path, prefix: str, log: Callable[[Mapping[str, float]], None], text: Path
 ) -> None:
-    output = run_python("-m", "lightning_perf.profilers.programs", "memory", str(source), str(text))
+    output = run_program("memory", source, text)
     log({f"{prefix}{key}": value for key, value in json.loads(output).items()})

@@ -1,9 +1,13 @@
-"""Programs that process the files of memray and VizTracer, which takes seconds and holds the GIL.
+"""Programs that process the files of profilers, which takes seconds and holds the GIL.
 
-``python -m lightning_perf.profilers.programs COMMAND SOURCE FILE...`` runs one: ``memory CAPTURE
-TEXT`` writes a summary of a memray capture and prints its metrics; ``merge TRACE CHILD...`` adds
-VizTracer's traces of child processes to that of their parent; ``page TRACE PAGE`` draws flame
-graphs; ``check PACKED`` reads a ``.cvf`` file.
+``python -m lightning_perf.profilers.programs COMMAND SOURCE FILE...`` runs one:
+
+- ``memory CAPTURE TEXT`` writes a summary of a memray capture and prints its metrics.
+- ``merge TRACE CHILD...`` adds VizTracer's traces of child processes to that of their parent.
+- ``page TRACE PAGE`` draws flame graphs of such a trace; ``check PACKED`` reads a ``.cvf`` file.
+- ``operators TRACE TEXT`` writes a table of the operators in a trace of torch.profiler.
+- ``timeline SOURCE PAGE DEVICE`` draws memory over time, of such a trace or of what torch exports.
+- ``history|segments SNAPSHOT PAGE`` draws a snapshot of CUDA memory.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import json
 import linecache
 import os
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_perf.charts import FlameGraph, fold, page
+from lightning_perf.charts.memory import history, memory_page, of_events, of_points, segments
+from lightning_perf.traces.events import Event, stream
+from lightning_perf.traces.reading import key_averages, table
 from lightning_perf.units import bytes_text
 
 #: Source lines in each table of memory.
@@ -29,7 +37,6 @@ out; the field finds a name. The trace itself, for ui.perfetto.dev or vizviewer,
 each call."""
 
 Location = tuple[str, str, int]  # function, file, line
-Event = dict[str, Any]
 
 
 def summarize(capture: Path) -> tuple[str, dict[str, float]]:
@@ -172,21 +179,38 @@ def _milliseconds(nanoseconds: int) -> str:
     return f"{nanoseconds / 1e6:,.3f} ms"
 
 
-def _main(command: str, source: Path, *others: Path) -> None:
-    os.nice(10)  # training comes first
+def _main(command: str, first: str, *others: str) -> None:
+    if hasattr(os, "nice"):
+        os.nice(10)  # training comes first
+    source = Path(first)
+    if command == "merge":
+        merge(source, [*map(Path, others)])
+    elif command == "check":
+        check(source)
+    else:
+        target, *device = others
+        Path(target).write_text(_text(command, source, *device), encoding="utf-8")
+
+
+def _text(command: str, source: Path, device: str = "") -> str:
     match command:
         case "memory":
             text, numbers = summarize(source)
-            others[0].write_text(text, encoding="utf-8")
             sys.stdout.write(json.dumps(numbers))
-        case "merge":
-            merge(source, others)
-        case "check":
-            check(source)
+            return text
         case "page":
-            traced = json.loads(source.read_bytes())["traceEvents"]
-            others[0].write_text(calls_page(traced, "Python calls"), encoding="utf-8")
+            return calls_page(json.loads(source.read_bytes())["traceEvents"], "Python calls")
+        case "operators":
+            return f"{table(key_averages(stream(source, {})))}\n"
+        case "timeline":
+            read = json.loads(source.read_bytes())
+            is_trace = isinstance(read, dict)
+            timeline = of_events(read["traceEvents"], device) if is_trace else of_points(*read)
+            return memory_page(timeline, device)
+        case _:
+            snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
+            return history(snapshot) if command == "history" else segments(snapshot)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], *map(Path, sys.argv[2:]))
+    _main(*sys.argv[1:])

@@ -26,7 +26,7 @@ from lightning_perf.profilers.tools import (
     refuse_lightnings,
     refuse_python_profiler,
     refuse_torch_profiler,
-    run_python,
+    run_program,
 )
 from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
@@ -103,7 +103,7 @@ class TorchFiles:
     def key_averages(self, target: Path) -> None:
         """Write the table of operators."""
         self.trace()
-        run_python("-m", "lightning_perf.traces.reading", str(self._path), str(target))
+        run_program("operators", self._path, target)
 
     def memory_timeline(self, target: Path) -> None:
         """Write the page about memory over time."""
@@ -117,8 +117,7 @@ class TorchFiles:
                 self._on_error(error)
                 self.trace()
                 source = self._path
-            files = str(source), str(target)
-            run_python("-m", "lightning_perf.charts.memory", "timeline", *files, self._device)
+            run_program("timeline", source, target, self._device)
         finally:
             points.unlink(missing_ok=True)
 

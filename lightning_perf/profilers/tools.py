@@ -194,6 +194,11 @@ def _nothing_collects() -> bool:
     return bool(ran)
 
 
+def run_program(command: str, *arguments: Path | str) -> str:
+    """Run a command of ``lightning_perf.profilers.programs``; returns what it prints."""
+    return run_python("-m", "lightning_perf.profilers.programs", command, *map(str, arguments))
+
+
 def run_python(*arguments: str) -> str:
     """Run a Python program in a process of its own, so that training keeps the GIL.
 

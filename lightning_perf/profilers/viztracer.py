@@ -28,6 +28,7 @@ from lightning_perf.profilers.tools import (
     refuse_lightnings,
     refuse_python_profiler,
     refuse_torch_profiler,
+    run_program,
     run_python,
 )
 from lightning_perf.profilers.windows import Recorded, Recording
@@ -159,7 +160,6 @@ _OURS = {
     "dump_raw", "log_sparse", "output_file", "pid_suffix", "process_name", "register_global",
     "trace_self", "tracer_entries", "verbose",
 }  # fmt: skip
-_PROGRAMS = "lightning_perf.profilers.programs"
 
 
 class VizTracer(RecordsChildren):
@@ -282,8 +282,8 @@ class VizTracer(RecordsChildren):
 
 def _merge(path: Path, children: Files) -> None:
     """Add the traces of child processes."""
-    if files := [str(child) for child in children.wait().values()]:
-        run_python("-m", _PROGRAMS, "merge", str(path), *files)
+    if files := children.wait().values():
+        run_program("merge", path, *files)
 
 
 def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
@@ -294,7 +294,7 @@ def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
         path.replace(raw)
         try:
             run_python("-m", "viztracer", "--quiet", "--compress", str(raw), "-o", str(packed))
-            run_python("-m", _PROGRAMS, "check", str(packed))
+            run_program("check", packed)
         finally:
             raw.replace(path)
         packed.replace(path)
@@ -302,7 +302,7 @@ def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
 
 def _draw(path: Path, merge: Callable[[], None], page: Path) -> None:
     merge()
-    run_python("-m", _PROGRAMS, "page", str(path), str(page))
+    run_program("page", path, page)
 
 
 def _cvf(name: str) -> str:

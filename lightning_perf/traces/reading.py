@@ -1,19 +1,14 @@
-"""Sums the times of a trace's operators, as ``torch.profiler.profile.key_averages()`` does.
-
-A program: ``python -m lightning_perf.traces.reading TRACE TEXT`` writes them as a table.
-"""
+"""Sums the times of a trace's operators, as ``torch.profiler.profile.key_averages()`` does."""
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_perf.traces.events import ADDRESS, SLACK, Event, nanoseconds, stream
+from lightning_perf.traces.events import ADDRESS, SLACK, Event, nanoseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -209,8 +204,3 @@ def _short(row: Row) -> str:
     if len(row.name) <= _WIDTH:
         return row.name
     return f"...{row.name[3 - _WIDTH :]}" if row.python else f"{row.name[: _WIDTH - 3]}..."
-
-
-if __name__ == "__main__":
-    trace, target = map(Path, sys.argv[1:])
-    target.write_text(table(key_averages(stream(trace, {}))) + "\n", encoding="utf-8")

@@ -144,7 +144,7 @@ def test_pages_about_a_snapshot_load_nothing(tmp_path: Path, kind: str) -> None:
     """The program writes complete pages, and escapes names."""
     source, target = tmp_path / "s.pickle", tmp_path / "page.html"
     source.write_bytes(pickle.dumps(SNAPSHOT))
-    program = [sys.executable, "-m", "lightning_perf.charts.memory"]
+    program = [sys.executable, "-m", "lightning_perf.profilers.programs"]
     subprocess.run([*program, kind, source, target], check=True)
     page = target.read_text()
     assert page.rstrip().endswith("</html>")
