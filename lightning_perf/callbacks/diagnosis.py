@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_perf.checks import flag
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
-from lightning_perf.diagnosis import RULES, Findings, Rule, Verdict, diagnose
+from lightning_perf.diagnosis import RULES, Findings, FunctionRule, Verdict, diagnose
 from lightning_perf.diagnosis.report import document, report_page
 from lightning_perf.diagnosis.signals import COMPILE, Loader, Record, Setup
 from lightning_perf.errors import ConfigError, describe, warn
@@ -94,7 +94,7 @@ class Diagnosis(WindowCallback):
         self,
         folder: str = _FOLDER,
         schedule: Schedule | str | None = "every 200ba",
-        rules: Sequence[Rule] | None = None,
+        rules: Sequence[FunctionRule] | None = None,
         terminal: bool = True,
         capture: PyTorch | bool | None = None,
     ) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 OTHER = "other"
-#: Distinguishable for the colour-blind, and on light and dark pages.
+#: Of the categories of time: distinguishable for the colour-blind, and on light and dark pages.
 COLOURS = {
     "dataloader_next": "#db4e10",
     "to_device": "#f3bc00",
@@ -40,19 +40,12 @@ COLOURS = {
     "validation": "#a86cac",
     OTHER: "#9a9a9a",
 }
-#: For categories of the user, two of which may share a colour.
-_CUSTOM = ("#ff8fab", "#00796b", "#c9a66b", "#5e35b1", "#b0003a", "#7cb342")
 #: For layers that have no fixed colour.
 PALETTE = tuple(
     COLOURS[name]
     for name in ("backward", "to_device", "callbacks", "forward", "dataloader_next", "validation",
                  "logging", "optimizer_step")
 )  # fmt: skip
-
-
-def colour_of(name: str) -> str:
-    """The colour of a timing category, as ``#rrggbb``; a custom name always has the same one."""
-    return COLOURS.get(name) or _CUSTOM[crc32(name.encode()) % len(_CUSTOM)]
 
 
 def ticks(low: float, high: float, about: int = 8) -> list[float]:

@@ -6,7 +6,6 @@ import struct
 import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_perf.charts import (
+    COLOURS,
     OTHER,
     Areas,
     Bar,
@@ -22,7 +22,6 @@ from lightning_perf.charts import (
     Layer,
     Part,
     Table,
-    colour_of,
     page,
     ticks,
 )
@@ -53,20 +52,16 @@ _SIZE, _DPI = (10.0, 5.0), 150
 
 
 def stacked_html(
-    path: str | Path,
-    rows: Sequence[Row],
-    title: str = _TITLE,
-    table: Sequence[TableRow] = (),
-    first: int = 0,
+    path: str | Path, rows: Sequence[Row], table: Sequence[TableRow] = (), first: int = 0
 ) -> None:
     """Write a page about where the time of a batch went, over the steps from the first on."""
     parts: list[Part] = [stack(rows, first)]
     if table:
         parts += [Heading("Callbacks and loggers"), _costs(table)]
-    Path(path).write_text(page(title, parts), encoding="utf-8")
+    Path(path).write_text(page(_TITLE, parts), encoding="utf-8")
 
 
-def stacked_png(path: str | Path, rows: Sequence[Row], title: str = _TITLE, first: int = 0) -> None:
+def stacked_png(path: str | Path, rows: Sequence[Row], first: int = 0) -> None:
     """Write the chart of `stacked_html` as a picture.
 
     Any thread may call it: it neither uses nor changes pyplot or the user's settings.
@@ -78,7 +73,7 @@ def stacked_png(path: str | Path, rows: Sequence[Row], title: str = _TITLE, firs
     figure = Figure(figsize=_SIZE, dpi=_DPI, facecolor=_PAPER, frameon=True)
     figure.set_layout_engine("none")
     canvas = FigureCanvasAgg(figure)
-    figure.text(0.025, 0.93, _shorten(title, 80), size=14, color=_INK)
+    figure.text(0.025, 0.93, _TITLE, size=14, color=_INK)
     figure.text(0.025, 0.875, shown.summary, size=10, color=_FAINT)
     figure.text(0.975, 0.025, "  ".join(shown.notes), size=8, color=_FAINT, ha="right")
     if shown.layers:
@@ -91,16 +86,12 @@ def stacked_png(path: str | Path, rows: Sequence[Row], title: str = _TITLE, firs
 def stack(rows: Sequence[Row], first: int = 0) -> Areas:
     """Arrange rows as a stacked chart, the category with the most time at the bottom.
 
-    A category that is missing or not a positive number counts as zero; a row without any number is
-    left out. ``first`` is the first step of the first row.
+    A category that a row lacks counts as zero. ``first`` is the first step of the first row.
 
     Example:
         >>> [layer.name for layer in stack([(1, {"forward": 0.1, "backward": 0.2})]).layers]
         ['backward', 'forward']
     """
-    rows = sorted(
-        (row for row in rows if any(map(isfinite, row[1].values()))), key=lambda row: row[0]
-    )
     ends = np.array([step for step, _ in rows], dtype=float)
     first = min([first, *ends[:1].astype(int)])
     steps, begins, counts = np.unique(ends, return_index=True, return_counts=True)
@@ -155,9 +146,9 @@ def _steps(first: int, last: int) -> str:
 def _seconds(rows: Sequence[Row], widths: Numbers) -> dict[str, Numbers]:
     """Seconds of all steps of each row, by category."""
     names = dict.fromkeys(name for _, values in rows for name in values)
-    table = np.array([[values.get(name, 0.0) for name in names] for _, values in rows], dtype=float)
-    table = np.where(np.isfinite(table), table, 0.0).clip(min=0.0)
-    return {name: table[:, column] * widths for column, name in enumerate(names)}
+    return {
+        name: widths * np.array([values.get(name, 0.0) for _, values in rows]) for name in names
+    }
 
 
 def _fold(spent: dict[str, Numbers]) -> dict[str, Numbers]:
@@ -181,7 +172,7 @@ def _layers(
     return tuple(
         Layer(
             name,
-            colour_of(name),
+            COLOURS[name],
             (np.add.reduceat(spent[name], starts) / sizes).tolist(),
             sums[name] / steps,
             sums[name] / total,
@@ -257,36 +248,25 @@ def _legend(figure: Figure, shown: Areas) -> None:
             Rectangle((0.70, y - 0.013), 0.013, 0.026, color=layer.colour, lw=0, fill=True)
         )
         style: dict[str, Any] = {"va": "center", "size": 9}
-        figure.text(0.722, y, _shorten(layer.name, 20), color=_INK, **style)
+        figure.text(0.722, y, layer.name, color=_INK, **style)
         figure.text(0.917, y, shown.text(layer.amount), color=_FAINT, ha="right", **style)
         figure.text(0.975, y, f"{layer.share:.1%}", color=_INK, ha="right", **style)
 
 
-def _shorten(name: str, length: int) -> str:
-    return name if len(name) <= length else name[: length - 3] + "..."
-
-
 def _override_settings(figure: Figure) -> None:
     """Replace what artists take from rcParams: fonts, TeX, formulas, effects."""
-    from matplotlib.font_manager import FontProperties, findfont, get_font
+    from matplotlib.font_manager import FontProperties
     from matplotlib.text import Text
 
-    faces = {
-        weight: FontProperties(
-            family=[_FONT], style="normal", variant="normal", weight=weight, stretch="normal"
-        )
-        for weight in ("normal", "bold")
-    }
-    glyphs = get_font(findfont(faces["normal"]))
-    headline = figure.texts[0]
     for artist in figure.findobj():
         artist.set(sketch_params=None, path_effects=[])
         if isinstance(artist, Text):
-            face = faces["bold" if artist is headline else "normal"].copy()
-            face.set_size(artist.get_fontsize())
-            # Each character that the font lacks would be a warning.
-            known = (c if glyphs.get_char_index(ord(c)) else "?" for c in artist.get_text())
-            artist.set(text="".join(known), fontproperties=face, usetex=False, parse_math=False)
+            face = FontProperties(
+                family=[_FONT], style="normal", variant="normal", stretch="normal",
+                weight="bold" if artist is figure.texts[0] else "normal",
+                size=artist.get_fontsize(),
+            )  # fmt: skip
+            artist.set(fontproperties=face, usetex=False, parse_math=False)
 
 
 # -- how late each rank is ------------------------------------------------------------------------
@@ -301,7 +281,6 @@ def heatmap_html(
     path: str | Path,
     steps: Sequence[int],
     lateness: Sequence[NDArray[np.float64]],
-    title: str = _RANKS_TITLE,
 ) -> None:
     """Write a page that shows for each rank, over the steps, how much longer its own work takes.
 
@@ -327,7 +306,7 @@ def heatmap_html(
         ),
         notes=(f"Each row is the latest of {each} ranks.",) if each > 1 else (),
     )
-    Path(path).write_text(page(title, [part]), encoding="utf-8")
+    Path(path).write_text(page(_RANKS_TITLE, [part]), encoding="utf-8")
 
 
 def _image(alpha: NDArray[np.uint8]) -> bytes:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from lightning_perf.diagnosis.rules import (
     FunctionRule,
     Impact,
-    Rule,
     Verdict,
     costs,
     judge,
@@ -31,7 +30,6 @@ __all__ = [
     "Findings",
     "FunctionRule",
     "Impact",
-    "Rule",
     "Signals",
     "Unknown",
     "Verdict",
@@ -40,7 +38,7 @@ __all__ = [
 ]
 
 #: All rules of the package.
-RULES: tuple[Rule, ...] = (
+RULES: tuple[FunctionRule, ...] = (
     FunctionRule("input-bound", costs.input_bound, 0.10),
     FunctionRule("transfer-bound", costs.transfer_bound, 0.10),
     FunctionRule("epoch-restart", costs.epoch_restart, 0.05),
@@ -81,7 +79,7 @@ class Findings:
     abstained: Mapping[str, str] = field(default_factory=dict)
 
 
-def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
+def diagnose(signals: Signals, rules: Sequence[FunctionRule] = RULES) -> Findings:
     """Apply rules to signals; a rule that fails or lacks a signal is listed with its reason.
 
     Example:

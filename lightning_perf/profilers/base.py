@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag, rank_list, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
-from lightning_perf.profilers.processes import SUPPORTED, Children, Files
 from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording, first_window
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.compat import resumes
@@ -410,32 +409,6 @@ class Profiler(PerfCallback):
                 f"The first one would have {first}; training ended after batch "
                 f"{ended.timestamp.batch}."
             )
-
-
-class RecordsChildren(Profiler):
-    """A profiler that can record child processes, too."""
-
-    _of_a_run = (*Profiler._of_a_run, "_children")
-    _children: Children | None = None
-
-    @staticmethod
-    def check_supported(field: str, wanted: bool) -> None:
-        """Refuse an option that records child processes where the system cannot."""
-        if wanted and not SUPPORTED:
-            raise ConfigError(field, wanted, "needs a system with POSIX signals", "False")
-
-    def shut_children(self) -> Files:
-        """Close the window of the child processes, if they are recorded."""
-        return self._children.shut() if self._children is not None else Files(Path(), ())
-
-    @override
-    def close(self, context: RunContext, reason: str) -> None:
-        super().close(context, reason)
-        if self._children is not None:
-            self._children.leave()
-            # After the writers of the children's files, some of which the last window added.
-            context.on_close(self._children.remove)
-            self._children = None
 
 
 def shared(arguments: Mapping[str, Any]) -> dict[str, Any]:

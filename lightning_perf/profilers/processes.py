@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.profilers.base import Profiler
+
+if TYPE_CHECKING:
+    from lightning_perf.run.context import RunContext
 
 #: Records into a file, by path and number of the child: the first ``next`` starts the recorder on
 #: the main thread, the second stops it on any thread, the third cleans up on the main thread.
@@ -29,8 +37,6 @@ ChildRecord = Callable[[Path, int], Generator[None, None, None]]
 _INTERVAL, _PATIENCE = 0.02, 5.0
 #: Handled by the main thread when another thread of the process simulates it; never sent.
 _SIGNAL = getattr(signal, "SIGURG", None)
-
-SUPPORTED = _SIGNAL is not None
 
 
 class Children:
@@ -105,6 +111,32 @@ class Files:
         return {number: path for number, path in files.items() if path.exists()}
 
 
+class RecordsChildren(Profiler):
+    """A profiler that can record child processes, too."""
+
+    _of_a_run = (*Profiler._of_a_run, "_children")
+    _children: Children | None = None
+
+    @staticmethod
+    def check_supported(field: str, wanted: bool) -> None:
+        """Refuse an option that records child processes where the system cannot."""
+        if wanted and _SIGNAL is None:
+            raise ConfigError(field, wanted, "needs a system with POSIX signals", "False")
+
+    def shut_children(self) -> Files:
+        """Close the window of the child processes, if they are recorded."""
+        return self._children.shut() if self._children is not None else Files(Path(), ())
+
+    @override
+    def close(self, context: RunContext, reason: str) -> None:
+        super().close(context, reason)
+        if self._children is not None:
+            self._children.leave()
+            # After the writers of the children's files, some of which the last window added.
+            context.on_close(self._children.remove)
+            self._children = None
+
+
 def _run(
     target: Callable[..., Any], record: ChildRecord, marker: Path, number: int, /, *args: Any,
     **kwargs: Any,
@@ -136,7 +168,7 @@ class _Watch:
         self._running: Generator[None, None, None] | None = None
         self._stopped: Generator[None, None, None] | None = None
         self._over = threading.Event()
-        assert _SIGNAL is not None  # checked by the profilers, by SUPPORTED
+        assert _SIGNAL is not None  # checked by the profilers
         self._signal = _SIGNAL
         self._handler = signal.signal(self._signal, self._turn)
         self._turn()

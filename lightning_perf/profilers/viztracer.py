@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag, needs, whole
 from lightning_perf.errors import ConfigError
-from lightning_perf.profilers.base import RecordsChildren, shared
-from lightning_perf.profilers.processes import Children, Files
+from lightning_perf.profilers.base import shared
+from lightning_perf.profilers.processes import Children, Files, RecordsChildren
 from lightning_perf.profilers.tools import (
     blaming,
     check_options,

@@ -158,8 +158,6 @@ def check_reachable(tracking_uri: str) -> None:
 
 #: MLflow's limits: metrics of one call, and characters of a param.
 _BATCH, _LONGEST_PARAM = 1000, 6000
-#: The number of waiting metrics that are sent without a pause.
-_URGENT = 2 * _BATCH
 _MOST_WAITING = 20_000
 _FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
 #: Seconds between calls, and the pause as a multiple of the last call's duration: a call holds the
@@ -188,7 +186,7 @@ class MlflowMetrics:
         # The earliest time of the next call, on time.monotonic.
         self._due = 0.0
         self._lost = 0
-        self._queued = self._urgent_queued = False
+        self._queued = False
         self._digest = WarningDigest()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -201,8 +199,6 @@ class MlflowMetrics:
             else:
                 self._waiting.append((clean_key(prefix + key), value, now, step))
         self._enqueue()
-        if len(self._waiting) >= _URGENT and not self._retry and not self._urgent_queued:
-            self._urgent_queued = self._worker.submit(self._send, "metrics to MLflow")
 
     def log_params(self, params: Mapping[str, object]) -> None:
         """Queue params; a param that the run already has keeps its value."""
@@ -233,7 +229,7 @@ class MlflowMetrics:
             self._queued = False
 
     def _send(self) -> None:
-        self._queued = self._urgent_queued = False
+        self._queued = False
         # Metrics logged in the meantime wait for the next job.
         for _ in range(0, len(self._waiting), _BATCH):
             began = time.monotonic()

