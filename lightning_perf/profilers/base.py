@@ -16,11 +16,11 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag, rank_list, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
-from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording, first_window
+from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.compat import resumes
 from lightning_perf.run.destination import new_writer
-from lightning_perf.schedule import Cyclic, Schedule, as_schedule
+from lightning_perf.schedule import FOREVER, Cyclic, HasTag, Schedule, as_schedule
 from lightning_perf.traces.folder import TraceOptions, check_names
 from lightning_perf.tracking.tracker import check_store
 
@@ -403,12 +403,18 @@ class Profiler(PerfCallback):
         is_trial = context.trainer.fast_dev_run  # type: ignore[attr-defined]
         if ended is None or not ended.timestamp.batch or not is_first or is_trial:
             return
-        if first := first_window(self.schedule, ended):
+        # With a schedule that waits for an event, or for another stage, it may.
+        if not _waits(self.schedule) and self.schedule.quiet_until(ended) != FOREVER:
             warn(
-                f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened. "
-                f"The first one would have {first}; training ended after batch "
-                f"{ended.timestamp.batch}."
+                f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened "
+                f"before training ended, after batch {ended.timestamp.batch}."
             )
+
+
+def _waits(schedule: Schedule) -> bool:
+    """Whether the windows of a schedule depend on events."""
+    parts = getattr(schedule, "schedules", ())
+    return schedule.watches or isinstance(schedule, HasTag) or any(map(_waits, parts))
 
 
 def shared(arguments: Mapping[str, Any]) -> dict[str, Any]:

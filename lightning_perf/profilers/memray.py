@@ -15,18 +15,9 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag, needs
 from lightning_perf.errors import ConfigError, RecorderBusy
+from lightning_perf.profilers import tools
 from lightning_perf.profilers.base import shared
 from lightning_perf.profilers.processes import Children, Files, RecordsChildren
-from lightning_perf.profilers.tools import (
-    REMOVE_ONE,
-    blaming,
-    check_options,
-    given,
-    no_collection,
-    refuse_python_profiler,
-    run_program,
-    run_python,
-)
 from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
@@ -65,7 +56,7 @@ def start(tracker: Any) -> None:
     global _recording
     # On a thread with an empty stack: memray notes the depth of the stack where it is entered, and
     # its readers cut as many frames off every stack of the main thread.
-    with no_collection(), ThreadPoolExecutor(1) as pool:
+    with tools.no_collection(), ThreadPoolExecutor(1) as pool:
         pool.submit(tracker.__enter__).result()
     _recording = tracker
 
@@ -162,7 +153,7 @@ class Memray(RecordsChildren):
     ) -> None:
         super().__init__(**shared(locals()))
         needs("Memray", "memray")
-        check_options(Memray, kwargs, _OPTIONS, "memray")
+        self.options = tools.check_options(Memray, kwargs, _OPTIONS, "memray")
         form = kwargs.get("file_format")
         if form is not None and getattr(form, "name", str(form)).lower() not in _FORMATS:
             problem = f"is not one of {', '.join(_FORMATS)}"
@@ -171,7 +162,6 @@ class Memray(RecordsChildren):
         self.flamegraph = flag("flamegraph", flamegraph)
         self.native_traces = flag("native_traces", native_traces)
         self.follow_fork, self.summary = flag("follow_fork", follow_fork), flag("summary", summary)
-        self.options = kwargs
 
     @property
     @override
@@ -189,8 +179,8 @@ class Memray(RecordsChildren):
 
     @override
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
-        refuse_python_profiler(self)
-        with blaming(given(self.options)):
+        tools.refuse_python_profiler(self)
+        with tools.blaming(self.options):
             tracker = new_tracker(path, self._tracker_options())
         if self._children is not None:
             self._children.open(path)
@@ -199,7 +189,7 @@ class Memray(RecordsChildren):
         except RuntimeError as error:
             path.unlink(missing_ok=True)
             self.shut_children()
-            raise RecorderBusy("Memray", "another memray tracker", REMOVE_ONE) from error
+            raise RecorderBusy("Memray", "another memray tracker", tools.REMOVE_ONE) from error
         yield None
         stop(tracker)
         return Recorded(further=self._further_of(path, context))
@@ -210,7 +200,7 @@ class Memray(RecordsChildren):
         super().after_batch(context, batch)
 
     def _tracker_options(self) -> dict[str, Any]:
-        options = {"native_traces": self.native_traces, **given(self.options)}
+        options = {"native_traces": self.native_traces, **self.options}
         if isinstance(name := options.get("file_format"), str):
             from memray import FileFormat
 
@@ -247,7 +237,7 @@ def _take(files: Files, number: int, target: Path) -> None:
 
 
 def _flamegraph(source: Path, page: Path) -> None:
-    run_python(
+    tools.run_python(
         "-m", "memray", "flamegraph", "--no-web", "--force", "--output", str(page), str(source)
     )
 
@@ -255,5 +245,5 @@ def _flamegraph(source: Path, page: Path) -> None:
 def _summarize(
     source: Path, prefix: str, log: Callable[[Mapping[str, float]], None], text: Path
 ) -> None:
-    output = run_program("memory", source, text)
+    output = tools.run_program("memory", source, text)
     log({f"{prefix}{key}": value for key, value in json.loads(output).items()})

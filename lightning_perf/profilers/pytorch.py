@@ -16,18 +16,8 @@ from typing_extensions import override
 from lightning_perf.checks import flag
 from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.profilers import tools
 from lightning_perf.profilers.base import Profiler, shared
-from lightning_perf.profilers.tools import (
-    check_options,
-    check_whole,
-    defaults,
-    given,
-    no_collection,
-    refuse_lightnings,
-    refuse_python_profiler,
-    refuse_torch_profiler,
-    run_program,
-)
 from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
 from lightning_perf.traces.names import file_format, remote_format
@@ -47,10 +37,10 @@ def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: An activity or an experimental option that torch does not have.
 
     Example:
-        >>> torch_options({"activities": ["cpu"], "acc_events": None})
+        >>> torch_options({"activities": ["cpu"]})
         {'activities': [<ProfilerActivity.CPU: 0>]}
     """
-    converted = given(options)
+    converted = dict(options)
     if (named := converted.get("activities")) is not None:
         try:
             converted["activities"] = [_activity(each) for each in named]
@@ -98,12 +88,12 @@ class TorchFiles:
             self._profiler.export_chrome_trace(str(self._path))
             self._exported = True
             if self._path.exists():  # otherwise the writer reports it
-                check_whole(self._path)
+                tools.check_whole(self._path)
 
     def key_averages(self, target: Path) -> None:
         """Write the table of operators."""
         self.trace()
-        run_program("operators", self._path, target)
+        tools.run_program("operators", self._path, target)
 
     def memory_timeline(self, target: Path) -> None:
         """Write the page about memory over time."""
@@ -117,7 +107,7 @@ class TorchFiles:
                 self._on_error(error)
                 self.trace()
                 source = self._path
-            run_program("timeline", source, target, self._device)
+            tools.run_program("timeline", source, target, self._device)
         finally:
             points.unlink(missing_ok=True)
 
@@ -207,16 +197,16 @@ class PyTorch(Profiler):
                 raise ConfigError("use_gzip", use_gzip, "contradicts compress=False", "None")
             compress = use_gzip
         super().__init__(**shared(locals()))
-        known = {name: value for name, value in defaults(profile).items() if name not in _OURS}
-        check_options(PyTorch, kwargs, known, "torch.profiler")
+        known = tools.defaults(profile, _OURS)
+        self.options = tools.check_options(PyTorch, kwargs, known, "torch.profiler")
         self.record_shapes = flag("record_shapes", record_shapes)
         self.profile_memory = flag("profile_memory", profile_memory)
         self.with_stack = flag("with_stack", with_stack)
         self.with_flops = flag("with_flops", with_flops)
         self.memory_filename = memory_filename
         self.memory_remote_file_name = memory_remote_file_name
-        self.key_averages, self.options = flag("key_averages", key_averages), kwargs
-        torch_options(kwargs)
+        self.key_averages = flag("key_averages", key_averages)
+        torch_options(self.options)
         self._check_memory()
         self._warned_totals = False
 
@@ -246,8 +236,8 @@ class PyTorch(Profiler):
     @override
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         if self.with_stack:
-            refuse_python_profiler(self)
-        refuse_torch_profiler(self, context)
+            tools.refuse_python_profiler(self)
+        tools.refuse_torch_profiler(self, context)
         first = context.timestamp.batch
         profiler = profile(
             schedule=_phases(first, warmup),
@@ -261,16 +251,16 @@ class PyTorch(Profiler):
         profiler.step_num = first
         for key, value in self._metadata(context).items():
             profiler.preset_metadata_json(key, json.dumps(value))
-        with no_collection():
+        with tools.no_collection():
             profiler.start()
 
         def tick() -> None:
-            refuse_lightnings(self, context)
-            with no_collection():  # the step after the warm-up starts the recording
+            tools.refuse_lightnings(self, context)
+            with tools.no_collection():  # the step after the warm-up starts the recording
                 profiler.step()
 
         yield tick
-        with no_collection():
+        with tools.no_collection():
             profiler.stop()
         files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device), self._warn)
         return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})

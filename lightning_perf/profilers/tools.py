@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from difflib import get_close_matches
@@ -32,24 +32,27 @@ _END = 16
 _TIMEOUT = 300.0
 
 
-def defaults(tool: Any) -> dict[str, Any]:
-    """The arguments of a tool with their defaults; None where there is no default.
+def defaults(tool: Any, ours: Collection[str]) -> dict[str, Any]:
+    """The arguments of a tool but ours, with their defaults; None where there is no default.
 
     Example:
-        >>> def profile(activities=None, with_modules=False): ...
-        >>> defaults(profile)
+        >>> def profile(activities=None, schedule=None, with_modules=False): ...
+        >>> defaults(profile, ours={"schedule"})
         {'activities': None, 'with_modules': False}
     """
-    arguments = signature(tool).parameters.values()
     return {
-        each.name: None if each.default is Parameter.empty else each.default for each in arguments
+        name: None if each.default is Parameter.empty else each.default
+        for name, each in signature(tool).parameters.items()
+        if name not in ours
     }
 
 
 def check_options(
     profiler: type, options: Mapping[str, Any], known: Mapping[str, Any], tool: str
-) -> None:
-    """Refuse options that a tool does not have, and values of the wrong kind for a bool or an int.
+) -> dict[str, Any]:
+    """The options that are set: LightningCLI passes all arguments of the tool, as None.
+
+    Refuses those that a tool does not have, and values of the wrong kind for a bool or an int.
 
     Raises:
         ConfigError: Suggests the most similar of the ``known`` arguments of the tool.
@@ -61,7 +64,8 @@ def check_options(
         lightning_perf.errors.ConfigError: log_gz=True is not an option of Tracer: did you mean \
 log_gc?
     """
-    for name, value in given(options).items():
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
         if name not in known:
             own = set(signature(profiler).parameters) - {"kwargs"}
             near = get_close_matches(name, sorted({*known, *own}), n=1)
@@ -73,11 +77,7 @@ log_gc?
             flag(name, value)
         elif isinstance(known[name], int) and not isinstance(value, float):
             whole(name, value, min(known[name], 1), str(known[name]))
-
-
-def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are set: LightningCLI passes all arguments of the tool, as None."""
-    return {name: value for name, value in options.items() if value is not None}
+    return given
 
 
 @contextmanager

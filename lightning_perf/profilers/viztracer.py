@@ -16,21 +16,9 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag, needs, whole
 from lightning_perf.errors import ConfigError
+from lightning_perf.profilers import tools
 from lightning_perf.profilers.base import shared
 from lightning_perf.profilers.processes import Children, Files, RecordsChildren
-from lightning_perf.profilers.tools import (
-    blaming,
-    check_options,
-    check_whole,
-    defaults,
-    given,
-    has_python_profiler,
-    refuse_lightnings,
-    refuse_python_profiler,
-    refuse_torch_profiler,
-    run_program,
-    run_python,
-)
 from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
@@ -122,7 +110,7 @@ def record_child(
     rank: int, entries: int, options: Mapping[str, Any], path: Path, number: int
 ) -> Generator[None, None, None]:
     """Record a child process, as `ChildRecord` says."""
-    if has_python_profiler():
+    if tools.has_python_profiler():
         return
     tracer = ready_tracer(rank, entries, options, number)
     start(tracer)
@@ -223,15 +211,14 @@ class VizTracer(RecordsChildren):
         needs("VizTracer", "viztracer")
         from viztracer import VizTracer as Tracer
 
-        known = {name: value for name, value in defaults(Tracer).items() if name not in _OURS}
-        check_options(VizTracer, kwargs, known, "viztracer")
+        known = tools.defaults(Tracer, _OURS)
+        self.options = tools.check_options(VizTracer, kwargs, known, "viztracer")
         if compress and kwargs.get("log_torch"):
             problem = "cannot hold the operators that log_torch records"
             raise ConfigError("compress", compress, problem, "False")
         self.check_supported("patch", patch)
         self.tracer_entries = whole("tracer_entries", tracer_entries, 1, "500000")
         self.patch, self.html = flag("patch", patch), flag("html", html)
-        self.options = kwargs
 
     @property
     @override
@@ -242,7 +229,7 @@ class VizTracer(RecordsChildren):
     def prepare(self, context: RunContext) -> None:
         super().prepare(context)
         if self.patch and self._writer is not None:
-            options = {key: value for key, value in given(self.options).items() if _is_plain(value)}
+            options = {key: value for key, value in self.options.items() if _is_plain(value)}
             options.pop("log_torch", None)
             rank = context.ranks.global_rank
             self._children = Children(partial(record_child, rank, self.tracer_entries, options))
@@ -257,14 +244,13 @@ class VizTracer(RecordsChildren):
 
     @override
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
-        refuse_python_profiler(self)
+        tools.refuse_python_profiler(self)
         tick = None
         if self.options.get("log_torch"):
-            refuse_torch_profiler(self, context)
-            tick = partial(refuse_lightnings, self, context)
-        options = given(self.options)
-        with blaming(options):
-            tracer = ready_tracer(context.ranks.global_rank, self.tracer_entries, options)
+            tools.refuse_torch_profiler(self, context)
+            tick = partial(tools.refuse_lightnings, self, context)
+        with tools.blaming(self.options):
+            tracer = ready_tracer(context.ranks.global_rank, self.tracer_entries, self.options)
         if self._children is not None:
             self._children.open(path)
         try:
@@ -283,18 +269,20 @@ class VizTracer(RecordsChildren):
 def _merge(path: Path, children: Files) -> None:
     """Add the traces of child processes."""
     if files := children.wait().values():
-        run_program("merge", path, *files)
+        tools.run_program("merge", path, *files)
 
 
 def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
     merge()
-    check_whole(path)
+    tools.check_whole(path)
     if compress:
         raw, packed = (path.with_name(f"{path.name}{suffix}") for suffix in (".json", ".cvf"))
         path.replace(raw)
         try:
-            run_python("-m", "viztracer", "--quiet", "--compress", str(raw), "-o", str(packed))
-            run_program("check", packed)
+            tools.run_python(
+                "-m", "viztracer", "--quiet", "--compress", str(raw), "-o", str(packed)
+            )
+            tools.run_program("check", packed)
         finally:
             raw.replace(path)
         packed.replace(path)
@@ -302,7 +290,7 @@ def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
 
 def _draw(path: Path, merge: Callable[[], None], page: Path) -> None:
     merge()
-    run_program("page", path, page)
+    tools.run_program("page", path, page)
 
 
 def _cvf(name: str) -> str:

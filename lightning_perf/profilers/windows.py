@@ -1,18 +1,14 @@
-"""Windows of batches: the recording of one, and when the first one comes."""
+"""The recording of a window of batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from lightning_perf.errors import RecorderBusy
-
-if TYPE_CHECKING:
-    from lightning_perf.core.progress import Moment
-    from lightning_perf.schedule import Schedule
 
 Tick = Callable[[], None]
 
@@ -105,26 +101,3 @@ class OpenRecording:
         finally:
             OpenRecording.current = None
         raise RuntimeError("record() yielded twice: yield once, a function to call per batch")
-
-
-#: Batches after the end of training that are searched for the first window.
-_FURTHEST = 20_000
-#: A training this many times as long is assumed for schedules by samples, tokens or seconds.
-_MUCH_LONGER = 1_000_000
-
-
-def first_window(schedule: Schedule, moment: Moment) -> str | None:
-    """When the first window would have begun, had training continued after ``moment``.
-
-    Returns a clause, or None if no window can be foreseen.
-    """
-    now, batch = moment.timestamp, moment.timestamp.batch
-    found = moment
-    while batch <= now.batch + _FURTHEST:
-        found = found.ahead(batch - found.timestamp.batch)
-        if schedule.window(found) is not None:
-            return f"begun after batch {batch}"
-        batch = max(schedule.quiet_until(found), batch + 1)
-    totals = ("sample", "token", "total_wct")
-    later = replace(now, **{name: getattr(now, name) * _MUCH_LONGER for name in totals})
-    return "come later" if schedule(replace(moment, timestamp=later, previous=now)) else None

@@ -39,7 +39,7 @@ from helpers.faults import (
 from helpers.faults import hidden as hidden_files
 
 from lightning_perf import Fixed, VizTracer
-from lightning_perf.profilers import viztracer
+from lightning_perf.profilers import tools
 from lightning_perf.profilers.tools import run_python
 
 pytestmark = pytest.mark.slow
@@ -124,7 +124,7 @@ def squeezed() -> Setting:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-    viztracer.run_python = run_squeezed
+    tools.run_python = run_squeezed
     return Setting()
 
 

@@ -267,23 +267,19 @@ def test_two_of_one_kind_need_different_names(tmp_path: Path, recorder: Recorder
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
+    "schedule",
     [
-        (Fixed(100, 2), "would have begun after batch 100; training ended after batch 16"),
-        ("every 1000ba", "would have begun after batch 1000; training ended after batch 16"),
-        ("at 2ep", "would have begun after batch 32; training ended after batch 16"),
-        (Cyclic(wait=16, warmup=4, active=2), "would have begun after batch 20; training"),
-        ("every 100000sp", "would have come later; training ended after batch 16"),
-        ("every 3600sec", "would have come later; training ended after batch 16"),
+        Fixed(100, 2), "every 1000ba", "at 2ep", Cyclic(wait=16, warmup=4, active=2),
+        "every 100000sp", "every 3600sec",
     ],
     ids=str,
-)
-def test_a_schedule_without_a_window_warns(tmp_path: Path, schedule: Any, expected: str) -> None:
-    """One warning at the end of training has the start of the first window."""
+)  # fmt: skip
+def test_a_schedule_without_a_window_warns(tmp_path: Path, schedule: Any) -> None:
+    """One warning at the end of training says when that was."""
     with pytest.warns(PerfWarning, match="recorded nothing: no window of") as caught:
         trainer(tmp_path, PyTorch(schedule=schedule), logger=Records()).fit(Small())
     (message,) = ours(caught)
-    assert expected in message
+    assert "before training ended, after batch 16." in message
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_yaml_has_names_for_objects_of_torch(
 def test_activities_may_be_names_members_or_mappings() -> None:
     """All forms that torch accepts, and names."""
     cpu, cuda = ProfilerActivity.CPU, ProfilerActivity.CUDA
-    named = torch_options({"activities": ["cpu", cuda, {"CUDA": ["KERNEL"]}], "acc_events": None})
+    named = torch_options({"activities": ["cpu", cuda, {"CUDA": ["KERNEL"]}]})
     assert named == {"activities": [cpu, cuda, {cuda: ["KERNEL"]}]}
 
 
