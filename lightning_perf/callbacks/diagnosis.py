@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_perf.checks import flag
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
-from lightning_perf.diagnosis import RULES, Findings, FunctionRule, Verdict, diagnose
+from lightning_perf.diagnosis import RULES, Findings, Rule, Verdict, diagnose
 from lightning_perf.diagnosis.report import document, report_page
 from lightning_perf.diagnosis.signals import COMPILE, Loader, Record, Setup
 from lightning_perf.errors import ConfigError, describe, warn
@@ -33,7 +33,7 @@ from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
 from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.timing.totals import Action, Cost
 from lightning_perf.traces.events import TraceError
-from lightning_perf.traces.folder import check_names
+from lightning_perf.traces.names import folder_format
 
 if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Costs, Signals
@@ -94,12 +94,12 @@ class Diagnosis(WindowCallback):
         self,
         folder: str = _FOLDER,
         schedule: Schedule | str | None = "every 200ba",
-        rules: Sequence[FunctionRule] | None = None,
+        rules: Sequence[Rule] | None = None,
         terminal: bool = True,
         capture: PyTorch | bool | None = None,
     ) -> None:
         super().__init__()
-        check_names(folder, "diagnosis.json", f"{folder}/diagnosis.json")
+        folder_format(folder)
         self.folder = folder
         self.schedule = None if schedule is None else as_schedule(schedule)
         self.rules = None if rules is None else list(rules)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lightning_perf.diagnosis.rules import (
     FunctionRule,
     Impact,
+    Rule,
     Verdict,
     costs,
     judge,
@@ -30,6 +31,7 @@ __all__ = [
     "Findings",
     "FunctionRule",
     "Impact",
+    "Rule",
     "Signals",
     "Unknown",
     "Verdict",
@@ -38,7 +40,7 @@ __all__ = [
 ]
 
 #: All rules of the package.
-RULES: tuple[FunctionRule, ...] = (
+RULES: tuple[Rule, ...] = (
     FunctionRule("input-bound", costs.input_bound, 0.10),
     FunctionRule("transfer-bound", costs.transfer_bound, 0.10),
     FunctionRule("epoch-restart", costs.epoch_restart, 0.05),
@@ -79,7 +81,7 @@ class Findings:
     abstained: Mapping[str, str] = field(default_factory=dict)
 
 
-def diagnose(signals: Signals, rules: Sequence[FunctionRule] = RULES) -> Findings:
+def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
     """Apply rules to signals; a rule that fails or lacks a signal is listed with its reason.
 
     Example:

@@ -21,7 +21,8 @@ from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.compat import resumes
 from lightning_perf.run.destination import new_writer
 from lightning_perf.schedule import FOREVER, Cyclic, HasTag, Schedule, as_schedule
-from lightning_perf.traces.folder import TraceOptions, check_names
+from lightning_perf.traces.folder import TraceOptions
+from lightning_perf.traces.names import file_format, folder_format, remote_format
 from lightning_perf.tracking.tracker import check_store
 
 if TYPE_CHECKING:
@@ -124,8 +125,14 @@ class Profiler(PerfCallback):
         if not isinstance(output_path_prefix, str | Path | None):
             problem = "is not a string"
             raise ConfigError("output_path_prefix", output_path_prefix, problem, '"profiles"')
-        check_names(folder, filename, remote_file_name, num_traces_to_keep)
+        folder_format(folder)
+        file_format(filename)
+        if remote_file_name is not None:
+            remote_format(remote_file_name)
         check_store(remote_file_name)
+        if type(num_traces_to_keep) is not int or num_traces_to_keep < -1:
+            problem = "must be -1 or a number of files"
+            raise ConfigError("num_traces_to_keep", num_traces_to_keep, problem, "5")
         self.overwrite, self.compress = flag("overwrite", overwrite), flag("compress", compress)
         self.num_traces_to_keep = num_traces_to_keep
         self.batches_per_trace = whole("batches_per_trace", batches_per_trace, 1, "20")

@@ -15,7 +15,6 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-from lightning_perf.errors import ConfigError
 from lightning_perf.traces.names import (
     IN_EPOCH,
     TOTALS,
@@ -59,19 +58,6 @@ class TraceOptions:
     readme: str | None = None
     #: Whether a file that was not begun when the run ends is left out.
     optional: bool = False
-
-
-def check_names(
-    folder: str, filename: str, remote_file_name: str | None, num_traces_to_keep: int = -1
-) -> None:
-    """Validate options of `TraceOptions`, for callbacks, which exist before their writers."""
-    folder_format(folder)
-    file_format(filename)
-    if remote_file_name is not None:
-        remote_format(remote_file_name)
-    if type(num_traces_to_keep) is not int or num_traces_to_keep < -1:
-        problem = "must be -1 or a number of files"
-        raise ConfigError("num_traces_to_keep", num_traces_to_keep, problem, "5")
 
 
 def conflicts(

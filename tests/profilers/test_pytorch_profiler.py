@@ -183,6 +183,8 @@ def test_nothing_is_written_outside_of_the_folder(tmp_path: Path) -> None:
         ({"filename": "/rank{rank}.json"}, "filename"),
         ({"remote_file_name": "{oops}"}, "remote_file_name"),
         ({"num_traces_to_keep": -2}, "num_traces_to_keep"),
+        ({"num_traces_to_keep": 1.5}, "num_traces_to_keep"),
+        ({"num_traces_to_keep": True}, "num_traces_to_keep"),
         ({"batches_per_trace": 0}, "batches_per_trace"),
         ({"record_shape": True}, "record_shape"),
     ],

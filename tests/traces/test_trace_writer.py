@@ -14,7 +14,7 @@ from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, 
 
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
-from lightning_perf.traces.folder import check_names, compress, place
+from lightning_perf.traces.folder import compress, place
 from lightning_perf.traces.uploads import (
     Mirror,
     PendingUpload,
@@ -458,13 +458,6 @@ def test_saved_traces_are_listed_by_global_rank(make_writer, worker):
     written = record(writer, 7)
     assert worker.drain(PATIENCE)
     assert writer.saved_traces == [(Timestamp(batch=7), [None, None, written, None])]
-
-
-@pytest.mark.parametrize("value", [-2, 1.5, "3", None, True])
-def test_num_traces_to_keep_is_checked(value):
-    """Only -1 and integers from 0 are accepted."""
-    with pytest.raises(ConfigError, match="num_traces_to_keep"):
-        check_names("traces", "{batch}.json", None, value)
 
 
 @pytest.mark.parametrize("field", ["folder", "filename", "remote_file_name"])

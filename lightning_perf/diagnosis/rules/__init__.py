@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_perf.diagnosis.stats import lower_share
 
@@ -62,6 +62,23 @@ class Verdict:
         return {**asdict(self), "evidence": dict(self.evidence)}
 
 
+class Rule(Protocol):
+    """Finds one kind of cause. Pure: the same signals give the same verdicts."""
+
+    @property
+    def code(self) -> str:
+        """The code of its verdicts."""
+        ...
+
+    def __call__(self, signals: Signals) -> Iterable[Verdict]:
+        """The verdicts; none if nothing is wrong.
+
+        Raises:
+            Unknown: A signal is missing, or too short.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Impact:
     """What a cause costs."""
@@ -87,7 +104,7 @@ class Impact:
 
 @dataclass(frozen=True, slots=True)
 class FunctionRule:
-    """A rule: a function that finds one kind of cause, always the same in the same signals.
+    """A rule from a function.
 
     Example:
         >>> def scheduler_bound(signals):
@@ -98,8 +115,7 @@ class FunctionRule:
     """
 
     code: str
-    #: Yields verdicts, or impacts for `judge`; none if nothing is wrong. Raises `Unknown` if a
-    #: signal is missing, or too short.
+    #: Yields verdicts, or impacts for `judge`.
     find: Callable[[Signals], Iterable[Impact | Verdict]]
     #: Share of the wall time from which on an impact is worth a warning.
     threshold: float = 0.0
