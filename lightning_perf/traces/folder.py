@@ -215,7 +215,8 @@ class Layout:
         self._remote_values = run_values(distinct if in_store else name, ranks)
         if run.mirror is not None:
             name, identity = distinct, None
-        self._folder = RunFolder(run.root, options.folder, ranks, name, identity)
+        #: Where the files are.
+        self.folder = RunFolder(run.root, options.folder, ranks, name, identity)
         suffix = re.search(r"\.\w+$", options.filename.removesuffix(".gz"))
         self._suffix = suffix[0] if suffix else ""
         # The last number that each name got.
@@ -223,19 +224,14 @@ class Layout:
         self._most_remembered = run.most_remembered
         self._lock = threading.Lock()
 
-    @property
-    def run_name(self) -> str:
-        """The run's name as it is in the folder's name."""
-        return self._folder.run_name
-
     def conflict(self, now: Timestamp, stage: str) -> Path | None:
         """A file of the stage that is later than `now`, or None."""
         values = {**self._values, "stage": stage}
-        return conflicts(self._file, values, _within(self._folder.folder, stage), now)
+        return conflicts(self._file, values, _within(self.folder.folder, stage), now)
 
     def spool(self, stage: str) -> Path:
         """As `TraceWriter.spool`."""
-        folder = _within(self._folder.claim(), stage)
+        folder = _within(self.folder.claim(), stage)
         make_folder(folder)
         # Random, so that nobody who may write to the folder can put a link in its place.
         number = f"{self._values['rank']}-{os.urandom(8).hex()}"
@@ -250,7 +246,7 @@ class Layout:
         be compressed: its names have no ``.gz``.
         """
         values = {**self._values, **time_values(timestamp), "stage": stage}
-        folder, name = _within(self._folder.folder, stage), self._file.render(values)
+        folder, name = _within(self.folder.folder, stage), self._file.render(values)
         remote = self._remote_path(timestamp, stage)
         if remote is not None and stage != "train":
             remote = remote.parent / stage / remote.name
@@ -287,7 +283,7 @@ class Layout:
         It has no remote name in the root of a target, where it would be among the user's files.
         """
         remote = self._remote_path(timestamp, stage)
-        path = self._folder.folder / README
+        path = self.folder.folder / README
         if remote is None or remote.parent == PurePosixPath():
             return path, None
         return path, str(remote.parent / README)

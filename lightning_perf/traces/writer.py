@@ -49,7 +49,7 @@ class TraceWriter:
     @property
     def run_name(self) -> str:
         """The run's name as it is in the folder's name: with an id if another run has the name."""
-        return self._layout.run_name
+        return self._layout.folder.run_name
 
     @property
     def saved_traces(self) -> list[tuple[Timestamp, list[Path | None]]]:

@@ -245,16 +245,6 @@ def store_target(url: str) -> Target | None:
     return Target(store.send, store.address)
 
 
-def store_mirror(url: str) -> Mirror:
-    """The folder of a URL as the mirror of a local folder."""
-    store = _Store(url)
-    return Mirror(
-        adding=Target(partial(store.send, adds=True), store.address),
-        replacing=Target(store.send, store.address),
-        folder=split_url(url)[2].rstrip("/"),
-    )
-
-
 class _Store:
     """A file system that connects at the first upload, on that thread."""
 
@@ -335,7 +325,13 @@ def root_of(place: str) -> Root:
         path = Path.cwd()
         warn(f"{without_credentials(place)} {error.problem}: files are written to {path} instead.")
         return Root(path)
-    return Root(_temporary(), store_mirror(place), place=without_credentials(place).rstrip("/"))
+    store, (_, _, folder) = _Store(place), split_url(place)
+    mirror = Mirror(
+        adding=Target(partial(store.send, adds=True), store.address),
+        replacing=Target(store.send, store.address),
+        folder=folder.rstrip("/"),
+    )
+    return Root(_temporary(), mirror, place=without_credentials(place).rstrip("/"))
 
 
 def trial_root() -> Root:
