@@ -44,38 +44,35 @@ class Recorded:
 Recording = Generator[Tick | None, None, Recorded | None]
 
 
+@dataclass(eq=False)
 class OpenRecording:
     """A recording in progress, started by its construction; a process has one at a time.
-
-    ``warmup`` is the number of batches before the window begins.
 
     Raises:
         RecorderBusy: Another recording is in progress.
     """
 
+    owner: object
+    recording: Recording
+    path: Path
+    stage: str
+    window: Hashable
+    #: Number of batches before the window begins.
+    warmup: int
+    #: Batches of the window so far.
+    batches: int = 0
     #: The one of this process.
     current: ClassVar[OpenRecording | None] = None
 
-    def __init__(
-        self,
-        owner: object,
-        recording: Recording,
-        path: Path,
-        stage: str,
-        window: Hashable,
-        warmup: int,
-    ) -> None:
-        self.owner, self.path, self.stage, self.warmup = owner, path, stage, warmup
-        self.batches = 0
-        self._recording, self._window = recording, window
+    def __post_init__(self) -> None:
         if (current := OpenRecording.current) is not None:
-            wanted, other = type(owner).__name__, type(current.owner).__name__
+            wanted, other = type(self.owner).__name__, type(current.owner).__name__
             raise RecorderBusy(wanted, f"another {other}" if other == wanted else other)
         OpenRecording.current = self
         try:
-            if not hasattr(recording, "__next__"):
+            if not hasattr(self.recording, "__next__"):
                 raise TypeError("record() is not a generator: yield between start and stop")
-            self.tick = next(recording)
+            self.tick = next(self.recording)
         except BaseException:
             OpenRecording.current = None
             raise
@@ -90,12 +87,12 @@ class OpenRecording:
     def includes(self, window: Hashable | None, most: int) -> bool:
         """Whether the next batch, which is in this window, belongs to this recording."""
         warming_up = self.warmup > 0 and window is None
-        return warming_up or (self._window == window and self.batches < most)
+        return warming_up or (self.window == window and self.batches < most)
 
     def stop(self) -> Recorded:
         """Stop the recorder."""
         try:
-            next(self._recording)
+            next(self.recording)
         except StopIteration as stopped:
             return stopped.value if isinstance(stopped.value, Recorded) else Recorded()
         finally:
