@@ -1,0 +1,166 @@
+"""Batches that are noted and counted later, against batches that are counted at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers.small import Records, Small, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_perf import Flops, SpeedMonitor, Suite, WindowCallback
+from lightning_perf.core.window import Window
+from lightning_perf.run import batch_tracker, flop_meter
+from lightning_perf.run.context import RunContext
+
+PACKS: dict[str, Callable[[Tensor], Any]] = {
+    "list": lambda x: [x, x],
+    "tuple": lambda x: (x, x),
+    "dict": lambda x: {"x": x, "y": x},
+    "tensor": lambda x: x,
+}
+
+
+class Packed(Small):
+    """Trains on batches of eight and, at some places, of four rows, packed in one of four ways."""
+
+    def __init__(self, pack: str) -> None:
+        super().__init__()
+        self.pack = pack
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if isinstance(batch, dict):
+            batch = batch["x"]
+        return self.net(batch if isinstance(batch, Tensor) else batch[0]).square().mean()
+
+    def train_dataloader(self) -> Any:
+        sizes = [4 if number % 11 == 5 else 8 for number in range(40)]
+        return DataLoader([PACKS[self.pack](torch.ones(n, 8)) for n in sizes], batch_size=None)
+
+
+class Keeps(SpeedMonitor):
+    """Keeps what is recorded of each batch, without its time, and the counts in checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.records: list[Any] = []
+        self.noted = 0
+
+    def prepare(self, context: RunContext) -> None:
+        super().prepare(context)
+        context.batches.listeners.append(
+            lambda stage, records: self.records.extend((stage, *each[1:]) for each in records)
+        )
+        self.tracker = context.tracker
+
+
+class Saves(L.Callback):
+    """Asks our callback for its state at each batch of a list, as a checkpoint does."""
+
+    def __init__(self, keeps: Keeps, *batches: int) -> None:
+        self.keeps, self.batches = keeps, batches
+        self.counts: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.keeps.noted += bool(self.keeps.tracker._noted)
+        if args[-1] in self.batches:
+            state = self.keeps.state_dict()["progress"]["stages"]["train"]
+            self.counts.append({key: n for key, n in state.items() if not key.endswith("wct")})
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 3}, {"val_check_interval": 17}], ids=str
+)
+def test_noted_batches_are_counted_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str, options: dict[str, Any]
+) -> None:
+    """The records, the steps of all reports and what checkpoints hold are the same."""
+    monkeypatch.setattr(flop_meter, "_SETTLED", 4)
+    found = []
+    for most, folder in ((1000, "noted"), (0, "at once")):
+        monkeypatch.setattr(batch_tracker, "_MOST_NOTED", most)
+        keeps, records = Keeps(), Records()
+        saves = Saves(keeps, 7, 23, 39)
+        ours = Suite([keeps, Flops("every 9ba", peak_flops=1e12)])
+        run = trainer(
+            tmp_path / folder, ours, saves, logger=records, max_epochs=2, log_every_n_steps=10,
+            limit_val_batches=2 if "val_check_interval" in options else 0, **options,
+        )  # fmt: skip
+        run.fit(Packed(pack))
+        steps = [(step, sorted(row)) for step, row in records.rows]
+        found.append((keeps.records, saves.counts, steps, records.of("batch_flops")))
+        assert bool(keeps.noted) == bool(most)
+    assert found[0] == found[1]
+    assert len(found[0][1]) == 6
+    assert sum(stage == "train" for stage, *_ in found[0][0]) == 80
+
+
+class Declares(Small):
+    """Says after ten batches that a batch costs twice as much."""
+
+    def __init__(self, number: Any = 1000) -> None:
+        super().__init__()
+        self.flops_per_batch = number
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 10:
+            self.flops_per_batch *= 2
+
+
+class Sums(WindowCallback):
+    columns = ("flops/model", "batch/count")
+    found: tuple[float, float] = (0.0, 0.0)
+
+    def on_window(self, window: Window) -> None:
+        if window.at_end and window.stage == "train":
+            self.found = tuple(window.total(name) for name in self.columns)  # type: ignore[assignment]
+
+
+def test_a_declared_number_that_changes_is_seen(tmp_path: Path) -> None:
+    """Between two reports each batch counts with the number that it had."""
+    sums = Sums()
+    options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1000}
+    trainer(tmp_path, sums, logger=Records(), limit_val_batches=0, **options).fit(Declares())
+    # The first of 32 batches is not timed.
+    assert sums.found == (9 * 1000 + 22 * 2000, 31)
+
+
+def test_a_declared_number_that_raises_is_reported(tmp_path: Path) -> None:
+    """Batches go on being counted without FLOPs, with one warning, and training goes on."""
+
+    class Breaks(Small):
+        @property
+        def flops_per_batch(self) -> int:
+            if self.global_step > 10:
+                raise OSError("gone")
+            return 1000
+
+    sums = Sums()
+    run = trainer(tmp_path, sums, logger=Records(), limit_val_batches=0, log_every_n_steps=1000)
+    with pytest.warns(UserWarning, match="flops_per_batch failed"):
+        run.fit(Breaks())
+    assert (run.global_step, sums.found[1]) == (16, 15)
+
+
+class Looks(SpeedMonitor):
+    """Has a hook for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def after_batch(self, context: RunContext, batch: Any) -> None:
+        self.seen.append(context.counters.batch)
+
+
+def test_a_callback_with_a_hook_for_each_batch_sees_each(tmp_path: Path) -> None:
+    """The counts are those after its batch."""
+    looks = Looks()
+    trainer(tmp_path, looks, logger=Records(), log_every_n_steps=1000).fit(Small())
+    assert looks.seen == list(range(1, 17))
