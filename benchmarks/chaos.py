@@ -531,6 +531,11 @@ def _trained(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     del model
     gc.collect()
+    # A thread of ours that is ending, on a busy machine, may still hold it.
+    until = time.monotonic() + PATIENCE
+    while ours and watched() is not None and time.monotonic() < until:
+        time.sleep(0.05)
+        gc.collect()
     kept = watched() is not None and ours
     return {"error": error, "weights": weights, "state": state, "steps": steps, "kept": kept}
 
