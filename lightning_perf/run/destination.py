@@ -118,11 +118,11 @@ class Reporting:
         for target in self._mlflow:
             target.log_params(params)
 
-    def describe(self, text: str) -> None:
+    def describe(self, text: Callable[[], str]) -> None:
         """Make a text the description of MLflow runs, unless the user wrote one."""
         if not self._trial:
             for target in self._mlflow:
-                target.describe(text)
+                target.describe(text())
 
     def close(self, file_worker: Worker, file_timeout: float, timeout: float) -> None:
         """Wait at most so many seconds for files and uploads; warn about metrics not sent."""
@@ -226,11 +226,13 @@ def write_files(
     stage: str,
     *,
     overwrite: bool = False,
+    durable: bool = False,
 ) -> None:
     """Write files below the trainer's ``default_root_dir``, and to MLflow as artifacts.
 
     Each name has a function that writes the file, on the worker thread; ``folder`` is a format
-    string, and ``stage`` what they describe, as for traces.
+    string, and ``stage`` what they describe, as for traces. Only ``durable`` files wait for the
+    disk, which takes milliseconds per file.
     """
     for filename, write in files.items():
         options = TraceOptions(
@@ -238,6 +240,7 @@ def write_files(
             filename=filename,
             remote_file_name=f"{folder}/{filename}",
             overwrite=overwrite,
+            durable=durable,
         )
         writer = new_writer(context, options)
         spooled = writer.spool(stage)

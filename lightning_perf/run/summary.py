@@ -191,8 +191,10 @@ class RunSummary:
     def write(self) -> None:
         """Write the file after all others of the run, and the description in MLflow."""
         write = {FILE_NAME: self._write}
-        destination.write_files(self._context, "{run_name}", write, "train", overwrite=True)
-        self._context.reporting.describe(description(self.content))
+        destination.write_files(
+            self._context, "{run_name}", write, "train", overwrite=True, durable=True
+        )
+        self._context.reporting.describe(partial(description, self.content))
 
     def _write(self, path: Path) -> None:
         """On the thread that makes files, whose last job this is."""

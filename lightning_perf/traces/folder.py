@@ -58,6 +58,8 @@ class TraceOptions:
     readme: str | None = None
     #: Whether a file that was not begun when the run ends is left out.
     optional: bool = False
+    #: Whether to wait for the disk, so that a file survives a crash of the machine.
+    durable: bool = True
 
 
 def conflicts(
@@ -342,11 +344,12 @@ def compress(source: Path, target: Path) -> None:
     source.unlink()
 
 
-def place(source: Path, target: Path) -> None:
+def place(source: Path, target: Path, *, durable: bool = True) -> None:
     """Rename a file once it is on the disk; if that raises `OSError`, the source stays."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb+") as raw:
-        _sync(raw)
+    if durable:
+        with source.open("rb+") as raw:
+            _sync(raw)
     source.replace(target)
 
 

@@ -210,7 +210,7 @@ class TraceWriter:
     def _compress(self, trace: Trace) -> Trace:
         """Move the file to its name, compressed or as it is."""
         if not self._options.compress:
-            place(trace.spooled, trace.path)
+            place(trace.spooled, trace.path, durable=self._options.durable)
             return trace
         try:
             compress(trace.spooled, trace.path)

@@ -184,18 +184,21 @@ def panel(summary: Summary) -> RenderableType:
     """The summary for a terminal."""
     from rich.console import Group
 
-    from lightning_perf.diagnosis.report import panel as verdict_panel
-
     parts: list[RenderableType] = [_table(part) for part in rows(summary) if part]
-    parts.append(verdict_panel(_verdicts(summary), summary.get("abstained")))
+    if summary.get("verdicts") or summary.get("abstained"):
+        from lightning_perf.diagnosis.report import panel as verdict_panel
+
+        parts.append(verdict_panel(_verdicts(summary), summary.get("abstained")))
     return Group(*parts)
 
 
 def _verdicts(summary: Summary) -> list[Verdict]:
-    # Imported at the end of a run, since each callback would import the rules at the start.
+    if not (verdicts := summary.get("verdicts", ())):
+        return []
+    # With the rules, which take 20 ms to import: `Diagnosis` alone needs them in a run.
     from lightning_perf.diagnosis import Verdict
 
-    return [Verdict(**each) for each in summary.get("verdicts", ())]
+    return [Verdict(**each) for each in verdicts]
 
 
 def _table(cells: Sequence[_Row]) -> Table:
@@ -238,12 +241,12 @@ def progress(summary: Summary) -> str:
 
 def description(summary: Summary) -> str:
     """The summary as Markdown for MLflow, which folds it after some lines."""
-    from lightning_perf.diagnosis.report import headline as verdict_headline
-
     facts, figures = rows(summary)
     first = headline(summary)
     lines = [f"**{first}**", ""] if first else []
     if verdicts := _verdicts(summary):
+        from lightning_perf.diagnosis.report import headline as verdict_headline
+
         lines += [*(f"- {verdict_headline(each)}" for each in verdicts), ""]
     if figures:
         head, *body = [[cell.replace("\n", ", ") for cell in row] for row in figures]

@@ -145,12 +145,14 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
         seconds = seconds * min(1.0, signals.gpu_idle * wall.sum() / max(seconds.sum(), 1e-12))
     share = float(seconds.sum() / wall.sum())
     each = float(seconds.sum() / batches)
+    if not each >= _INFO * LEAST:
+        return  # before the bootstrap, which is most of the work
     waiting = signals.waiting[start:] if impact.contended else None
     certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
     if certain >= threshold and each >= LEAST:
         critical = certain >= max(CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
         severity = "critical" if critical else "warning"
-    elif share >= _INFO * threshold and each >= _INFO * LEAST:
+    elif share >= _INFO * threshold:
         severity = "info"
     else:
         return
