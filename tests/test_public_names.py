@@ -102,3 +102,35 @@ for name in ("Memray", "VizTracer"):
         assert f'{name} needs the package {extra}. Try pip install "lightning_perf[{extra}]".' in (
             done.stdout
         )
+
+
+@pytest.mark.slow
+def test_the_end_of_a_run_imports_nothing_heavy(tmp_path: Path) -> None:
+    """The first end of a process writes its summary with what is imported."""
+    code = """
+import sys
+import lightning as L
+import lightning_perf
+from helpers.small import Small, trainer
+
+class Before(L.Callback):
+    def on_train_end(self, trainer, pl_module):
+        self.modules = set(sys.modules)
+
+before = Before()
+trainer(sys.argv[1], lightning_perf.SpeedMonitor(), before, max_epochs=4).fit(Small())
+print("imported:", *{name.partition(".")[0] for name in set(sys.modules) - before.modules})
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    _, mark, names = done.stdout.rpartition("imported:")
+    assert mark
+    heavy = {"jinja2", "lightning_perf", "matplotlib", "mlflow", "rich", "scipy", "torch"}
+    assert not heavy & set(names.split())
+    assert list(tmp_path.rglob("summary.json"))

@@ -8,13 +8,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
+from lightning_perf import charts
 from lightning_perf.checks import flag
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
@@ -51,6 +52,8 @@ _LAST_WINDOW_TIMEOUT = 10.0
 #: The largest share of the time that analyses take during training, since they compete for Python's
 #: lock, and seconds in addition, for the first ones.
 _MOST_TIME, _FIRST_SECONDS = 0.002, 0.01
+#: Seconds after which a run prepares what its end writes.
+_LONG_RUN = 10.0
 
 
 class Diagnosis(WindowCallback):
@@ -197,6 +200,9 @@ class Diagnosis(WindowCallback):
             job = partial(self._analyse, self._signals(context), context, window.step)
             if not context.file_worker.submit(job, "the diagnosis"):
                 self._analysing = False
+            if time.monotonic() - (self._start or inf) > _LONG_RUN:
+                # In a short run its import would cost more than the end without it.
+                context.file_worker.submit(charts.template, "the template")
         context.reporting.deliver()
         return None
 

@@ -286,7 +286,7 @@ def page(title: str, parts: Iterable[Part]) -> str:
     script = _asset("page.js") + _asset("flame.js")
     # The page's policy allows this script alone: no text on the page can run as code.
     digest = b64encode(sha256(script.encode()).digest()).decode()
-    return _template().render(
+    return template().render(
         title=title,
         parts=named,
         flame_style=_asset("flame.css"),
@@ -301,7 +301,8 @@ def _asset(name: str) -> str:
 
 
 @cache
-def _template() -> Template:
+def template() -> Template:
+    """The template of all pages; the first call imports jinja2, which takes some 50 ms."""
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

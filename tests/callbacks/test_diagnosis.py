@@ -420,3 +420,13 @@ def test_bad_arguments_are_refused(options: Any) -> None:
     """Each error names the argument."""
     with pytest.raises(ConfigError, match=next(iter(options))):
         Diagnosis(**options)
+
+
+def test_a_long_run_prepares_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template is made during training, so that the end need not import jinja2."""
+    prepared = threading.Event()
+    monkeypatch.setattr(module, "_LONG_RUN", -1.0)
+    monkeypatch.setattr(module.charts, "template", prepared.set)
+    diagnosis = Diagnosis(schedule="every 20ba", terminal=False)
+    trainer(tmp_path, diagnosis, log_every_n_steps=10, max_epochs=2).fit(WaitsFor(prepared.is_set))
+    assert prepared.is_set()

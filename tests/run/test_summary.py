@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,21 @@ class Crashes(Small):
 
 class Interrupted(Crashes):
     error = KeyboardInterrupt
+
+
+def test_the_end_waits_for_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the file that has all figures: on a busy disk each wait takes milliseconds."""
+    synced, sync = set[int](), os.fsync
+
+    def noted(file: int) -> None:
+        synced.add(os.fstat(file).st_ino)
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    trainer(tmp_path, Timings(), Diagnosis(terminal=False)).fit(Small())
+    files = {path.name: path.stat().st_ino for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"table.json", "timings.html", "diagnosis.json", "report.html"} < files.keys()
+    assert synced == {files["summary.json"]}
 
 
 @pytest.mark.parametrize("kind", ["none", "csv"])
