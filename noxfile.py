@@ -150,7 +150,8 @@ def instructions(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure our overhead beside every peer's on an idle machine (``-- --turns 60``)."""
     _check(session, "overhead")
-    session.run("python", "benchmarks/profilers.py", env=TEST_ENV)
+    for script in ("profilers", "ends"):
+        session.run("python", f"benchmarks/{script}.py", env=TEST_ENV)
 
 
 @nox.session(default=False)
