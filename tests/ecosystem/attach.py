@@ -1,4 +1,6 @@
-"""A pytest plugin: with ``--attach`` every Trainer that a test makes has our callbacks.
+"""A pytest plugin: with ``--attach FOLDER`` every Trainer that a test makes has our callbacks.
+
+Their files go to the folder, for many tests list the one in which they train.
 
 ``--outcomes FILE`` writes how each test ended, to compare a run with one without us, and how many
 batches our callbacks counted.
@@ -17,17 +19,18 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings
+from lightning_perf.run.destination import Reporting
 from lightning_perf.run.stages import Counters
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--attach", action="store_true", help="give every Trainer our callbacks")
+    parser.addoption("--attach", help="give every Trainer our callbacks, with files in a folder")
     parser.addoption("--outcomes", type=Path, help="a JSON file of how each test ended")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--attach"):
-        _attach()
+    if folder := config.getoption("--attach"):
+        _attach(folder)
         config.pluginmanager.register(_CleanUp())
     # Workers of xdist report to the process that started them.
     if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
@@ -41,22 +44,27 @@ def _suite() -> Suite:
     return Suite([speed, Flops("1ba", peak_flops=peak), Timings(), SystemMetrics()])
 
 
-def _attach() -> None:
-    make = pl.Trainer.__init__
+def _attach(folder: str) -> None:
+    make, report = pl.Trainer.__init__, Reporting.__init__
 
     @wraps(make)
     def make_with_us(self: pl.Trainer, *args: Any, callbacks: Any = None, **options: Any) -> None:
         theirs = [callbacks] if isinstance(callbacks, pl.Callback) else callbacks or []
         make(self, *args, callbacks=[*theirs, _suite()], **options)
 
+    def report_elsewhere(self: Reporting, *args: Any) -> None:
+        report(self, *args)
+        self._default_root = folder
+
     pl.Trainer.__init__ = make_with_us
+    Reporting.__init__ = report_elsewhere  # type: ignore[method-assign]
 
 
 class _CleanUp:
     """Removes what a test of Lightning takes for its own leftovers; runs before its fixtures end.
 
-    After an exception nothing waits for our threads, which must end on their own. Where a test
-    trains in the current folder, Timings writes its pages there.
+    After an exception nothing waits for our threads, which must end on their own. Ranks that a test
+    spawns write our files into the folder in which they train.
     """
 
     def __init__(self) -> None:
