@@ -237,9 +237,7 @@ def _take(files: Files, number: int, target: Path) -> None:
 
 
 def _flamegraph(source: Path, page: Path) -> None:
-    tools.run_python(
-        "-m", "memray", "flamegraph", "--no-web", "--force", "--output", str(page), str(source)
-    )
+    tools.run_program("flamegraph", source, page)
 
 
 def _summarize(

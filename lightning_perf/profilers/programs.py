@@ -3,6 +3,7 @@
 ``python -m lightning_perf.profilers.programs COMMAND SOURCE FILE...`` runs one:
 
 - ``memory CAPTURE TEXT`` writes a summary of a memray capture and prints its metrics.
+- ``flamegraph CAPTURE PAGE`` is memray's own.
 - ``merge TRACE CHILD...`` adds VizTracer's traces of child processes to that of their parent.
 - ``page TRACE PAGE`` draws flame graphs of such a trace; ``check PACKED`` reads a ``.cvf`` file.
 - ``operators TRACE TEXT`` writes a table of the operators in a trace of torch.profiler.
@@ -17,11 +18,13 @@ import linecache
 import os
 import pickle
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
+from typing import Any, TextIO
 
 from lightning_perf.charts import FlameGraph, fold, page
 from lightning_perf.charts.memory import history, memory_page, of_events, of_points, segments
@@ -31,12 +34,24 @@ from lightning_perf.units import bytes_text
 
 #: Source lines in each table of memory.
 _LINES = 15
+#: Bytes of the largest file that is read for its source lines.
+_MOST_SOURCE = 16 << 20
 _UNKNOWN = ("<no Python frame>", "", 0)
 _SUMMARY = """Time by call path, summed over the window. Click a frame to zoom in, the root to zoom
 out; the field finds a name. The trace itself, for ui.perfetto.dev or vizviewer, holds the time of
 each call."""
 
 Location = tuple[str, str, int]  # function, file, line
+
+_open = tokenize.open
+
+
+def _open_source(filename: Any) -> TextIO:
+    """As ``tokenize.open``: code may name a device or a pipe as its file, which never ends."""
+    status = Path(filename).stat()
+    if not S_ISREG(status.st_mode) or status.st_size > _MOST_SOURCE:
+        raise OSError(f"{filename} is not a source file")
+    return _open(filename)
 
 
 def summarize(capture: Path) -> tuple[str, dict[str, float]]:
@@ -94,7 +109,7 @@ def _table(title: str, sizes: Counter[Location]) -> Iterator[str]:
     for (function, file, line), size in sorted(sizes.items(), key=lambda x: (-x[1], x[0]))[:_LINES]:
         place = f"{file}:{line}" if file else ""
         yield f"{bytes_text(size):>10}  {function}  {place}"
-        # As memray does: another file may hold secrets, or never end.
+        # As memray does: another file may hold secrets.
         source = linecache.getline(file, line).strip() if file.endswith(".py") else ""
         if source:
             yield f"{'':12}{source[:88]}"
@@ -182,11 +197,16 @@ def _milliseconds(nanoseconds: int) -> str:
 def _main(command: str, first: str, *others: str) -> None:
     if hasattr(os, "nice"):
         os.nice(10)  # training comes first
+    tokenize.open = _open_source  # linecache reads with it
     source = Path(first)
     if command == "merge":
         merge(source, [*map(Path, others)])
     elif command == "check":
         check(source)
+    elif command == "flamegraph":
+        from memray.commands import main
+
+        sys.exit(main([command, "--no-web", "--force", "--output", *others, first]))
     else:
         target, *device = others
         Path(target).write_text(_text(command, source, *device), encoding="utf-8")

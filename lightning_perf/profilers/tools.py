@@ -206,8 +206,9 @@ def run_python(*arguments: str) -> str:
     """
     command = [sys.executable, "-P", *arguments]
     done = subprocess.run(  # noqa: S603
-        command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False
-    )
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+        timeout=_TIMEOUT, check=False,
+    )  # fmt: skip
     if done.returncode:
         # A reader written in C may crash on a damaged file, without a word.
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit {done.returncode}"]

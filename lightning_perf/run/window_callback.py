@@ -132,7 +132,8 @@ class WindowCallback(PerfCallback):
             window: The values of all ranks since this callback's last window of the stage.
 
         Returns:
-            Numbers by key; those that are not finite are left out.
+            Numbers by key; those that are not finite are left out. None or no numbers leave the
+            attribute ``metrics`` as it is.
         """
         raise NotImplementedError("write on_window(self, window)")
 
@@ -167,8 +168,9 @@ class WindowCallback(PerfCallback):
         if not isinstance(found, Mapping):
             raise TypeError(f"on_window returned {found!r}: return numbers by key")
         prefix = f"{window.stage}/" if self.prefixes_stage and window.stage != "train" else ""
-        self.metrics = {prefix + key: _number(key, value) for key, value in found.items()}
-        return self.metrics
+        metrics = {prefix + key: _number(key, value) for key, value in found.items()}
+        self.metrics = metrics or self.metrics
+        return metrics
 
 
 def _number(key: str, value: object) -> float:

@@ -261,6 +261,19 @@ def test_the_summary_shows_the_source_of_python_files_only(tmp_path: Path) -> No
     assert "password" not in found
 
 
+def test_a_pipe_is_not_read_for_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page and the summary of code that names a pipe as its file are made nevertheless."""
+    monkeypatch.setattr("lightning_perf.profilers.tools._TIMEOUT", 60)
+    pipe = tmp_path / "pipe.py"
+    os.mkfifo(pipe)
+    model = Hungry()
+    model.eat = eating(str(pipe), "eat")  # type: ignore[method-assign]
+    run = tmp_path / "run"
+    _, *further = fit(run, Memray(schedule="first 1ba", flamegraph=True), model=model)
+    folder = run / "records-version_0" / "memray"
+    assert ["pipe.py" in (folder / name).read_text() for name in further] == [True, True]
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data[::-1]])
 @pytest.mark.parametrize("made", [{"flamegraph": True, "summary": False}, {"summary": True}])
 def test_a_damaged_capture_is_kept_with_one_warning(

@@ -49,6 +49,19 @@ class Returning(WindowCallback):
         return self.returned
 
 
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_the_last_metrics_stay_where_nothing_is_reported(tmp_path: Path, nothing: object) -> None:
+    """Both None and an empty dict leave the attribute as it is, and log nothing."""
+    records = Records()
+    callback = Returning({"a": 1.0})
+    run = trainer(tmp_path, callback, logger=records, limit_train_batches=2)
+    run.fit(Small())
+    callback.returned = nothing
+    run.test(Small(), verbose=False)
+    assert callback.metrics == {"a": 1.0}
+    assert not records.of("test/a")
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
