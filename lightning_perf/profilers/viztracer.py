@@ -41,6 +41,8 @@ def ready_tracer(rank: int, entries: int, options: Mapping[str, Any], child: int
     """
     tracer = _tracer(os.getpid(), entries)
     name = f"rank {rank} {multiprocessing.current_process().name}" if child else f"rank {rank}"
+    # Only with log_torch, VizTracer would read the files of all functions, on this thread.
+    options = {"file_info": False, **options}
     with _unhooked():
         tracer.__init__(
             entries, process_name=name, dump_raw=True, register_global=False, verbose=0, **options
