@@ -263,7 +263,7 @@ def test_the_summary_shows_the_source_of_python_files_only(tmp_path: Path) -> No
 
 def test_a_pipe_is_not_read_for_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page and the summary of code that names a pipe as its file are made nevertheless."""
-    monkeypatch.setattr("lightning_perf.profilers.tools._TIMEOUT", 60)
+    monkeypatch.setattr("lightning_perf.profilers.tools._TIMEOUT", 120)
     pipe = tmp_path / "pipe.py"
     os.mkfifo(pipe)
     model = Hungry()
