@@ -424,9 +424,14 @@ def test_bad_arguments_are_refused(options: Any) -> None:
 
 def test_a_long_run_prepares_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The template is made during training, so that the end need not import jinja2."""
-    prepared = threading.Event()
+    prepared, template = threading.Event(), module.charts.template
+
+    def prepare() -> Any:
+        prepared.set()
+        return template()
+
     monkeypatch.setattr(module, "_LONG_RUN", -1.0)
-    monkeypatch.setattr(module.charts, "template", prepared.set)
+    monkeypatch.setattr(module.charts, "template", prepare)
     diagnosis = Diagnosis(schedule="every 20ba", terminal=False)
     trainer(tmp_path, diagnosis, log_every_n_steps=10, max_epochs=2).fit(WaitsFor(prepared.is_set))
     assert prepared.is_set()
