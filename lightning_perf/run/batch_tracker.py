@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from lightning_perf.flops.peaks import BatchCost
     from lightning_perf.flops.shapes import Signature
     from lightning_perf.run.context import RunContext
-    from lightning_perf.timing.cuda_events import DeviceBatchTimer, DeviceSegmentTimer
+    from lightning_perf.timing.clock import Clock
+    from lightning_perf.timing.cuda_events import (
+        DeviceBatchTime,
+        DeviceBatchTimer,
+        DeviceSegmentTimer,
+    )
 
     #: Cost, samples and tokens of a batch, and whether counting its FLOPs slowed it down.
     Figures = tuple[BatchCost | None, int | None, int | None, bool]
@@ -55,6 +60,7 @@ class BatchTracker:
         self.report_possible = False
         #: The step at which loggers write what is reported now.
         self.step = 0
+        self._clock: Clock | None = None
         # Those of the device, if it has a clock.
         self._timer: DeviceBatchTimer | None = None
         self._segments: DeviceSegmentTimer | None = None
@@ -73,7 +79,10 @@ class BatchTracker:
             part.overrides("before_batch") or part.overrides("after_batch")
             for part in context.parts
         )
-        self._timer, self._segments = context.batches.timer, context.spans.segments
+        recorder = context.spans.recorder
+        self._clock = recorder.clock if recorder is not None else None
+        self._segments = recorder.device if recorder is not None else None
+        self._timer = context.batches.timer
 
     def begin(self) -> None:
         """Reports that come before the stage's first batch have its step."""
@@ -97,11 +106,15 @@ class BatchTracker:
             self._segments.end_batch()
         train = context.stage == "train"
         counts = self._loop.counts if train else self._other_counts()
-        self._noted.extend((perf_counter(), figures, timed, *counts))
         if self._unseen:
             self._unseen -= 1
+            self._noted.extend((perf_counter(), figures, timed, *counts))
             return False
-        self.count()
+        if self._noted:
+            self.count()
+        self._add(perf_counter(), figures, timed, *counts)
+        if self._clock is not None and len(self._clock.log) > _MOST_SPAN_ITEMS:
+            self._clock.add_up()
         done, windows = context.counters.batches, context.windows
         if train:
             self.report_due = self._logs_at(self.step + 1) and not self._loop.accumulating
@@ -110,23 +123,31 @@ class BatchTracker:
         if windows.pending:
             windows.gatherer.poll()
         self.report_possible = self.report_due or context.counters.batch >= windows.quiet_until
-        self._unseen = self._until_next_look()
+        if not (self._watched or self.report_possible or windows.pending):
+            self._unseen = self._until_next_look()
         return True
 
     def count(self) -> None:
         """Count the noted batches; on the training thread, before their figures are read."""
-        if not self._noted:
-            return
         noted, self._noted = iter(self._noted), []
-        context = self._context
-        counters, stage = context.counters, context.stage
-        for now, figures, timed, step, steps, last in zip(*[noted] * 6, strict=True):
-            cost, samples, tokens, slowed = figures
-            seconds = counters.add(now, samples, tokens, steps, last)
-            record = (seconds, samples, tokens, cost, slowed, counters.batches == 1)
-            context.batches.end_batch(stage, record, timed)
-            self.step = step
-        context.spans.add_up(_MOST_SPAN_ITEMS)
+        for batch in zip(*[noted] * 6, strict=True):
+            self._add(*batch)
+
+    def _add(
+        self,
+        now: float,
+        figures: Figures,
+        timed: DeviceBatchTime | None,
+        step: int,
+        steps: int,
+        last: bool,
+    ) -> None:
+        context, counters = self._context, self._context.counters
+        cost, samples, tokens, slowed = figures
+        seconds = counters.add(now, samples, tokens, steps, last)
+        record = (seconds, samples, tokens, cost, slowed, counters.batches == 1)
+        context.batches.end_batch(context.stage, record, timed)
+        self.step = step
 
     def _examine(self, batch: Any, signature: Signature | None) -> Figures:
         """Count the samples, tokens and FLOPs of a batch."""
@@ -162,10 +183,8 @@ class BatchTracker:
 
     def _until_next_look(self) -> int:
         """The number of next batches at which nobody looks."""
-        windows = self._context.windows
-        if self._watched or self.report_possible or windows.pending:
-            return 0
-        ahead = min(windows.quiet_until - self._context.counters.batch - 1, _MOST_NOTED)
+        quiet_until = self._context.windows.quiet_until
+        ahead = min(quiet_until - self._context.counters.batch - 1, _MOST_NOTED)
         if self._every:  # a batch makes one step at most
             ahead = min(ahead, -(self.step + 1) % self._every - 1)
         return max(int(ahead), 0)

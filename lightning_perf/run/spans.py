@@ -322,16 +322,6 @@ class Spans:
         return self.recorder.latest if self.recorder is not None else Totals({})
 
     @property
-    def segments(self) -> DeviceSegmentTimer | None:
-        """Times on the device; None if they are not recorded."""
-        return self.recorder.device if self.recorder is not None else None
-
-    def add_up(self, most: int) -> None:
-        """Add up what was recorded if that is more than ``most`` items."""
-        if self.recorder is not None and len(self.recorder.clock.log) > most:
-            self.recorder.clock.add_up()
-
-    @property
     def running(self) -> Action | None:
         """What the training thread does now; None if it is not timed."""
         return self.recorder.clock.running if self.recorder is not None else None
