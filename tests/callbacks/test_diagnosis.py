@@ -250,7 +250,8 @@ def test_verdicts_come_while_training_runs(tmp_path: Path) -> None:
     diagnosis = Diagnosis(rules=[mine], schedule="every 20ba", terminal=False)
     run = trainer(tmp_path, Suite([diagnosis]), log_every_n_steps=10, max_epochs=2)
     run.fit(WaitsFor(lambda: diagnosis.verdicts))
-    assert (mine.seen[0], mine.seen[-1]) == (40, 80)
+    # On a busy machine the analysis of batch 60 may come after that of the end.
+    assert (mine.seen[0], max(mine.seen)) == (40, 80)
     assert [each.code for each in diagnosis.verdicts] == ["mine"]
 
 
