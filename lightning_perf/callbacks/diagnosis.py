@@ -31,6 +31,7 @@ from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
+from lightning_perf.system.cgroup import usable_cpus
 from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.timing.totals import Action, Cost
 from lightning_perf.traces.events import TraceError
@@ -314,8 +315,6 @@ def _write(text: Callable[[], str], path: Path) -> None:
 
 def _setup(context: RunContext) -> Setup:
     """The settings of a training that begins."""
-    from lightning_perf.system.host import usable_cpus  # imports psutil
-
     trainer, limits = context.trainer, context.limits
     return Setup(
         device=trainer.strategy.root_device.type,

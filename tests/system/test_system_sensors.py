@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from lightning_perf.system import Sampler, gpu_key, gpu_number
-from lightning_perf.system.host import Cgroup, Cpu, Rates, memory, physical, traffic
+from lightning_perf.system.cgroup import Cgroup
+from lightning_perf.system.host import Cpu, Rates, memory, physical, traffic
 
 Patch = pytest.MonkeyPatch
 GB = 10**9
