@@ -31,19 +31,19 @@ _INFERRED: dict[str, _Counter] = {
     "get_num_samples_in_batch": get_num_samples,
     "get_num_tokens_in_batch": get_num_tokens,
 }
-#: Batches noted at most until they are counted, and items of recorded spans until they are added
-#: up: reports may be far apart.
-_MOST_NOTED, _MOST_SPAN_ITEMS = 1000, 50_000
+#: The most batches that are deferred, and the most items of recorded spans that are kept until they
+#: are added up: reports may be far apart.
+_MOST_DEFERRED, _MOST_SPAN_ITEMS = 1000, 50_000
 #: Signatures whose figures are remembered at most: every batch may have another shape.
 _MOST_KNOWN = 64
 
 
 class BatchTracker:
-    """Counts each batch of the running stage, and says whether anybody may look at it.
+    """Counts each batch of the running stage, and decides whether a report may be due after it.
 
-    Training batches of known shapes at which nobody looks are only noted, and counted together when
-    somebody does: between training's own work caches are cold, and each object that is touched
-    there takes several times as long as in the loop that counts.
+    Training batches of known shapes are deferred while no report, schedule or callback needs their
+    counts, and counted together later: between training steps caches are cold, and each object that
+    is accessed there takes several times as long as in the loop that counts.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -61,12 +61,12 @@ class BatchTracker:
         #: The step at which loggers write what is reported now.
         self.step = 0
         self._clock: Clock | None = None
-        # Those of the device, if it has a clock.
+        # Timers of the device; None if it has no clock of its own.
         self._timer: DeviceBatchTimer | None = None
         self._segments: DeviceSegmentTimer | None = None
-        # Batches that are not counted yet, six items each, and how many may still be added.
-        self._noted: list[Any] = []
-        self._unseen = 0
+        # Deferred batches, six items each, and how many of the next ones may be deferred.
+        self._deferred: list[Any] = []
+        self._deferrable = 0
         self._known: dict[Signature | None, Figures] = {}
 
     def enter(self) -> None:
@@ -91,26 +91,26 @@ class BatchTracker:
 
     def restart(self) -> None:
         """Other parameters may be frozen from now on."""
-        self._unseen = 0
+        self._deferrable = 0
         self._known.clear()
 
     def end(self, batch: Any) -> bool:
-        """A batch has ended; return whether anybody may look at it."""
+        """A batch has ended; return whether it was counted, not deferred."""
         context, signature = self._context, plain_signature(batch)
         figures, meter = self._known.get(signature), context.meter
         if figures is None or (meter.declared and not meter.unchanged):
-            self._unseen = 0
+            self._deferrable = 0
             figures = self._examine(batch, signature)
         timed = None if self._timer is None else self._timer.end()
         if self._segments is not None:
             self._segments.end_batch()
         train = context.stage == "train"
         counts = self._loop.counts if train else self._other_counts()
-        if self._unseen:
-            self._unseen -= 1
-            self._noted.extend((perf_counter(), figures, timed, *counts))
+        if self._deferrable:
+            self._deferrable -= 1
+            self._deferred.extend((perf_counter(), figures, timed, *counts))
             return False
-        if self._noted:
+        if self._deferred:
             self.count()
         self._add(perf_counter(), figures, timed, *counts)
         if self._clock is not None and len(self._clock.log) > _MOST_SPAN_ITEMS:
@@ -124,13 +124,13 @@ class BatchTracker:
             windows.gatherer.poll()
         self.report_possible = self.report_due or context.counters.batch >= windows.quiet_until
         if not (self._watched or self.report_possible or windows.pending):
-            self._unseen = self._until_next_look()
+            self._deferrable = self._deferrable_batches()
         return True
 
     def count(self) -> None:
-        """Count the noted batches; on the training thread, before their figures are read."""
-        noted, self._noted = iter(self._noted), []
-        for batch in zip(*[noted] * 6, strict=True):
+        """Count the deferred batches; on the training thread, before their counts are read."""
+        deferred, self._deferred = iter(self._deferred), []
+        for batch in zip(*[deferred] * 6, strict=True):
             self._add(*batch)
 
     def _add(
@@ -181,10 +181,10 @@ class BatchTracker:
     def _logs_at(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
 
-    def _until_next_look(self) -> int:
-        """The number of next batches at which nobody looks."""
+    def _deferrable_batches(self) -> int:
+        """The number of next batches whose counts neither a report nor a schedule needs."""
         quiet_until = self._context.windows.quiet_until
-        ahead = min(quiet_until - self._context.counters.batch - 1, _MOST_NOTED)
+        ahead = min(quiet_until - self._context.counters.batch - 1, _MOST_DEFERRED)
         if self._every:  # a batch makes one step at most
             ahead = min(ahead, -(self.step + 1) % self._every - 1)
         return max(int(ahead), 0)

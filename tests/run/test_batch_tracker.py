@@ -1,4 +1,4 @@
-"""Batches that are noted and counted later, against batches that are counted at once."""
+"""Batches that are deferred and counted later, against batches that are counted at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Keeps(SpeedMonitor):
     def __init__(self) -> None:
         super().__init__(4)
         self.records: list[Any] = []
-        self.noted = 0
+        self.deferred = 0
 
     def prepare(self, context: RunContext) -> None:
         super().prepare(context)
@@ -67,7 +67,7 @@ class Saves(L.Callback):
         self.counts: list[dict[str, Any]] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.keeps.noted += bool(self.keeps.tracker._noted)
+        self.keeps.deferred += bool(self.keeps.tracker._deferred)
         if args[-1] in self.batches:
             state = self.keeps.state_dict()["progress"]["stages"]["train"]
             self.counts.append({key: n for key, n in state.items() if not key.endswith("wct")})
@@ -77,14 +77,14 @@ class Saves(L.Callback):
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_grad_batches": 3}, {"val_check_interval": 17}], ids=str
 )
-def test_noted_batches_are_counted_as_others(
+def test_deferred_batches_are_counted_as_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str, options: dict[str, Any]
 ) -> None:
     """The records, the steps of all reports and what checkpoints hold are the same."""
     monkeypatch.setattr(flop_meter, "_SETTLED", 4)
     found = []
-    for most, folder in ((1000, "noted"), (0, "at once")):
-        monkeypatch.setattr(batch_tracker, "_MOST_NOTED", most)
+    for most, folder in ((1000, "deferred"), (0, "at once")):
+        monkeypatch.setattr(batch_tracker, "_MOST_DEFERRED", most)
         keeps, records = Keeps(), Records()
         saves = Saves(keeps, 7, 23, 39)
         ours = Suite([keeps, Flops("every 9ba", peak_flops=1e12)])
@@ -95,7 +95,7 @@ def test_noted_batches_are_counted_as_others(
         run.fit(Packed(pack))
         steps = [(step, sorted(row)) for step, row in records.rows]
         found.append((keeps.records, saves.counts, steps, records.of("batch_flops")))
-        assert bool(keeps.noted) == bool(most)
+        assert bool(keeps.deferred) == bool(most)
     assert found[0] == found[1]
     assert len(found[0][1]) == 6
     assert sum(stage == "train" for stage, *_ in found[0][0]) == 80
