@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,7 +290,7 @@ def test_rules_abstain_where_a_signal_is_missing() -> None:
     found = diagnose(signals)
     assert [each.code for each in found.verdicts] == ["input-bound"]
     assert found.abstained == {
-        "warmup": "the time of the first step is not known",
+        "warmup": "the first step or the others were not timed",
         "slowdown": "a slowdown needs 100 steps",
         "host-memory-growth": "memory/rss is not measured",
         "cpu-saturated": "the kernel does not say how long a thread waits for a CPU",
@@ -296,6 +298,52 @@ def test_rules_abstain_where_a_signal_is_missing() -> None:
     }
     short = signals_of(FINE, windows=6, columns={"memory/rss": [1e9] * 6})
     assert "was sampled" in diagnose(short).abstained["host-memory-growth"]
+
+
+def test_steps_that_a_profiler_slowed_have_no_warmup() -> None:
+    """NaN in all of them, as where each batch is recorded, is a missing signal: no rule fails."""
+    found = diagnose(signals_of(FINE, first_step=3.0, steps=np.full(STEPS, np.nan)))
+    assert found.abstained["warmup"] == "the first step or the others were not timed"
+
+
+def test_memory_that_was_first_sampled_after_a_window_is_diagnosed() -> None:
+    """A node's sampler may start late: the windows without a sample are left out."""
+    sizes = [np.nan, *(1e9 + 1e8 * n for n in range(1, WINDOWS))]
+    (found,) = diagnose(signals_of(FINE, columns={"memory/rss": sizes})).verdicts
+    assert found.code == "host-memory-growth"
+
+
+def test_a_slowdown_of_a_resumed_run_is_at_its_total_batch() -> None:
+    """The checkpoint was of batch 1000, so that the 61st batch of this process is number 1061."""
+    signals = PLANTED["slowdown"][0]
+    windows = [
+        replace(
+            each,
+            first=replace(each.first, batch=each.first.batch + 1000),
+            last=replace(each.last, batch=each.last.batch + 1000),
+        )
+        for each in signals.windows
+    ]
+    (found,) = diagnose(replace(signals, windows=windows)).verdicts
+    assert found.evidence["batch"] == 1061.0
+    assert found.advice.startswith("From batch 1061 on")
+
+
+@pytest.mark.parametrize(
+    ("stalled", "advice"),
+    [
+        (range(7, STEPS, 20), 'PyTorch(schedule="at 100ba for 20ba")'),
+        ((7, 23, 29, 61, 70, 99), "records the batches after a slow one"),
+    ],
+)
+def test_a_stall_without_a_period_has_no_interval_to_look_for(
+    stalled: Sequence[int], advice: str
+) -> None:
+    """A trace of one period has a slow batch; without one, what follows a slow batch is recorded."""
+    signals = signals_of({**FINE, "forward": 0.04}, steps=steps(*stalled, extra=0.4))
+    (found,) = diagnose(signals).verdicts
+    assert advice in found.advice
+    assert ("this interval" in found.advice) == isinstance(stalled, range)
 
 
 TRAPS = {

@@ -90,8 +90,7 @@ def _samples(signals: Signals, column: str, unit: float) -> tuple[Numbers, Numbe
         raise Unknown(f"{column} is not measured")
     times = np.cumsum(signals.wall)
     ranks = np.array([window[column] for window in signals.windows])
-    measured = np.isfinite(ranks).all(axis=0)
-    sizes = unit * ranks[:, measured].max(axis=1, initial=0.0)
+    sizes = unit * np.fmax.reduce(ranks, axis=1)  # NaN only where no rank was sampled
     fresh = np.append(True, np.diff(sizes) != 0) & (sizes > 0)
     fresh &= times >= _WARMUP * times[-1]
     return times[fresh], sizes[fresh]

@@ -34,8 +34,8 @@ _COMPUTE, _LOW_MFU = 0.8, 0.4
 def warmup(signals: Signals) -> Iterable[Verdict]:
     """The first step takes many times as long as the others, in a run that is short."""
     first, wall = signals.first_step, float(signals.wall.sum())
-    if first is None or not len(signals.steps):
-        raise Unknown("the time of the first step is not known")
+    if first is None or not np.isfinite(signals.steps).any():
+        raise Unknown("the first step or the others were not timed")
     median = float(np.nanmedian(signals.steps))
     # The start of the data pipeline has a rule of its own.
     lost = first - median - float(signals.restarts.seconds[:1].sum())
@@ -115,17 +115,23 @@ def periodic_stall(signals: Signals) -> Iterable[Impact]:
     if phase in ("callbacks", "logging", "checkpoint"):
         return  # the rules on callbacks, loggers and checkpoints name it
     each = float(excess.sum() / count)
-    often = f"every {found.period:.0f} batches" if found.period else "at irregular intervals"
     where = f", in {phase}" if phase else ""
-    advice = (
-        f"A batch takes {duration(each)} longer than usual {often}{where}. Look for work that "
-        "is done at this interval; a trace of one such batch shows it "
-        "(PyTorch(schedule=OnSlowBatch()))."
-    )
-    evidence = known(
-        stalls=float(count), seconds_per_stall=each,
-        period_batches="irregular" if found.period is None else found.period,
-    )  # fmt: skip
+    advice = f"A batch takes {duration(each)} longer than usual"
+    if found.period is None:
+        advice += (
+            f" at irregular intervals{where}. Look for other programs and slow storage; "
+            "PyTorch(schedule=OnSlowBatch()) records the batches after a slow one."
+        )
+    else:
+        period = f"{found.period:.0f}"
+        advice += (
+            f" every {period} batches{where}. Look for work that is done at this interval; "
+            f'PyTorch(schedule="at 100ba for {period}ba") records one of them.'
+        )
+    evidence = {
+        "stalls": float(count), "seconds_per_stall": each,
+        "period_batches": found.period or "irregular",
+    }  # fmt: skip
     yield Impact(excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False)
 
 
@@ -142,7 +148,7 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
     early = float(np.median(steps[measured[: max(change.start // 4, stats.FEWEST_STEPS)]]))
     gradual = early * _SLOWER**0.5 < change.before
     before, after = min(early, change.before), change.after
-    at = int(measured[change.start]) + signals.dropped
+    at = int(measured[change.start]) + signals.dropped  # of this process
     window = int(np.searchsorted(np.cumsum(signals.counts), at, side="right"))
     if _more_work(signals, window, after / before):
         return
@@ -154,13 +160,14 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
     if _growth(signals, signals.waiting, window) > 0.5 * (after - before):
         return  # other programs took the CPU: `cpu-saturated` reports it
     phase, culprit = _changed(signals, window)
+    batch = signals.windows[0].first.batch + at  # a resumed run does not begin at 0
     evidence = known(
-        batch=float(at), before_seconds=before, after_seconds=after,
+        batch=float(batch), before_seconds=before, after_seconds=after,
         cpu_percent=signals.average("system/cpu_util_simple"),
     )  # fmt: skip
     where = f" The time went to {culprit or phase}." if phase else ""
     advice = (
-        f"From batch {at} on, a step takes {duration(after)} instead of "
+        f"From batch {batch} on, a step takes {duration(after)} instead of "
         f"{duration(before)}.{where} Look for state that grows, for throttling, and "
         "for other programs on the machine."
     )
