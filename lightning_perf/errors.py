@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lightning_perf.warnings")
 _MESSAGE_LENGTH, _VALUE_LENGTH = 300, 200
+#: What reading a damaged file may raise, besides `OSError`.
+DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class ConfigError(ValueError):

@@ -82,13 +82,14 @@ def _show_run(run: Run, console: Console) -> None:
     pages.sort(key=lambda path: path.endswith("/timings.html"))
     where = "" if run.tracking_uri is None else " or among MLflow's artifacts"
     _list(console, f"Pages: open in a browser{where}:", pages)
-    if (uri := run.tracking_uri) is not None:
+    if run.tracking_uri is not None:
+        uri = without_credentials(run.tracking_uri)
+        command = f"mlflow ui --backend-store-uri {uri}"
+        if uri.startswith(("http://", "https://")):
+            command = f"python -m webbrowser {uri}"
         console.print(
             "To see the run and its charts, start MLflow and open the address that it prints:"
         )
-        command = f"mlflow ui --backend-store-uri {uri}"
-        if uri.startswith(("http://", "https://")):
-            command = f"python -m webbrowser {without_credentials(uri)}"
         console.print(f"  {command}", style="bold")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis.stats import Numbers, resampled_ratios
-from lightning_perf.errors import describe
+from lightning_perf.errors import DAMAGE, describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _RATES = {
     "tokens_per_sec": "tokens",
     "mfu": "ideal_seconds",
 }
-_STEP, _SAMPLE = ("step", "step"), ("step", "sample")
+_STEP, _SAMPLE, _SIZE = ("step", "step"), ("step", "sample"), ("size", "batch")
 _KINDS = ("step", "phase", "culprit", "rate")
 
 
@@ -115,7 +115,7 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
         if each not in windowed
     ]
     if run in windowed and len(windowed) > 1:
-        figures = [_figures(each, each.stage["windows"]) for each in windowed]
+        figures = [_figures(each) for each in windowed]
         for each, found in zip(windowed, figures, strict=True):
             windows = min((len(ratio.parts) for ratio in found.values()), default=0)
             if windows < _FEWEST_WINDOWS:
@@ -125,7 +125,7 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
                 )
     else:
         # A whole run includes the warm-up, so it is compared with whole runs.
-        figures = [_figures(each, _whole_run(each.stage)) for each in runs]
+        figures = [_figures(each, whole=True) for each in runs]
     if not all(_STEP in each for each in figures):
         raise Incomparable("the runs have no time per batch in common: add Timings to them")
     # Phases and culprits that a run does not list cost nothing, if it has phases.
@@ -135,16 +135,14 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
         for key in dict.fromkeys(key for each in figures for key in each)
         if (timed if key[0] in ("phase", "culprit") else all(key in each for each in figures))
     ]
-    decides = _STEP
-    if _SAMPLE in keys:
-        per = [each["rate", "samples_per_sec"].value / each["rate", "batches_per_sec"].value
-               for each in figures]  # fmt: skip
-        if max(per) > (1 + _SAME_BATCH) * min(per):
+    decides, per_sample = _STEP, {_SAMPLE, _SIZE}
+    if per_sample <= set(keys):
+        sizes = [each[_SIZE].value for each in figures]
+        if max(sizes) > (1 + _SAME_BATCH) * min(sizes):
             notes.append("batch sizes differ: what counts is the time per sample")
             decides = _SAMPLE
-        else:
-            keys.remove(_SAMPLE)
-    changes = {key: _change(key, figures) for key in keys}
+    shown = (key for key in keys if key == decides or key not in per_sample)
+    changes = {key: _change(key, figures) for key in shown}
     order = sorted(
         changes.values(), key=lambda each: (_KINDS.index(each.kind), -abs(each.difference))
     )
@@ -166,10 +164,12 @@ class _Ratio(NamedTuple):
 _Figures = dict[tuple[str, str], _Ratio]
 
 
-def _figures(run: Measured, windows: Mapping[str, Any]) -> _Figures:
+def _figures(run: Measured, whole: bool = False) -> _Figures:
+    """The figures of a run's windows, or of the ``whole`` run as one window."""
     try:
+        windows = _whole_run(run.stage) if whole else run.stage["windows"]
         return _ratios(windows, run.stage.get("whole_run", {}).get("throughput", {}))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except DAMAGE as error:
         raise Incomparable(f"the windows of {run.name} are damaged ({describe(error)})") from error
 
 
@@ -200,6 +200,7 @@ def _ratios(windows: Mapping[str, Any], known: Mapping[str, Any]) -> _Figures:
         found |= {("rate", rate): _Ratio(series["", name], timed) for rate, name in rates.items()}
         if "samples_per_sec" in rates:
             found[_SAMPLE] = _Ratio(timed, series["", "samples"])
+            found[_SIZE] = _Ratio(series["", "samples"], series["", "timed_batches"])
     return {key: ratio for key, ratio in found.items() if ratio.wholes.sum() > 0}
 
 

@@ -12,7 +12,7 @@ from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_perf.errors import describe
+from lightning_perf.errors import DAMAGE, describe
 from lightning_perf.traces.events import TraceError, stream
 from lightning_perf.traces.folder import gzipped_whole, written_whole
 
@@ -153,7 +153,7 @@ def _damage_named(path: Path) -> Iterator[None]:
         yield
     except TraceError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except DAMAGE as error:
         raise TraceError(f"{path} is damaged ({describe(error)})") from error
 
 

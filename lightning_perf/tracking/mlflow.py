@@ -138,6 +138,8 @@ def tracking_problem(tracking_uri: str, remedy: str = "") -> str | None:
         check_reachable(tracking_uri)
     except OSError as error:
         return f"{without_credentials(tracking_uri)} does not respond ({describe(error)})"
+    except ValueError:  # of the port or the host name
+        return f"{without_credentials(tracking_uri)} is not a valid address"
     return None
 
 

@@ -234,7 +234,7 @@ def _from_metrics(client: MlflowClient, run: Any) -> Summary:
     windows = _windows(points)
     rates = {name: metrics[key] for name, key in _RATES.items() if key in metrics}
     if rates:
-        step = _points(client, run_id, "throughput/batches_per_sec")[-1][0]
+        step = _points(client, run_id, _RATES[next(iter(rates))])[-1][0]
         last = {"first": step, "last": step, "batches": 0}
         windows["last_window"] = windows.get("last_window", last) | {"throughput": rates}
     prefix = "lightning_perf/"

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import describe
+from lightning_perf.errors import DAMAGE, describe
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _problem(content: object) -> str:
     try:
         description(content)
         panel(content)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except DAMAGE as error:
         return f"is damaged ({describe(error)})"
     return ""
 

@@ -15,6 +15,9 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import Timings
+from lightning_perf.cli import new_console
+from lightning_perf.cli.runs import _show_run
+from lightning_perf.tracking.runs import Run
 
 
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
@@ -84,7 +87,31 @@ def test_a_run_without_a_summary_is_read_from_its_metrics(
     ]
 
 
-@pytest.mark.parametrize("uri", ["", "sqlite:///none.db", "http://127.0.0.1:{port}", "nowhere://x"])
+def test_a_run_with_the_rates_of_another_tool_is_read(
+    mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has tokens per second, and no batches per second; the step is that of the former."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("other tool")).info.run_id
+    client.log_metric(run, "throughput/tokens_per_sec", 500.0, step=7)
+    code, lines, _ = report(capsys, run, "--tracking_uri", mlflow_database)
+    assert (code, lines[-3:]) == (0, ["last window", "step 7", "tokens/s │ 500"])
+
+
+def test_the_report_shows_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    """The address of a database is printed without it, like that of a server."""
+    summary = {"version": 1, "run": "owl", "status": "finished", "stages": {}}
+    for uri in ("mysql://me:secret@host/db", "https://me:secret@host"):
+        _show_run(Run("owl", summary, (), uri), new_console(soft_wrap=True))
+        out = capsys.readouterr().out
+        assert "//host" in out
+        assert "secret" not in out
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["", "sqlite:///none.db", "http://127.0.0.1:{port}", "nowhere://x", "http://127.0.0.1:x"],
+)
 def test_an_unreadable_address_is_one_line(
     uri: str, in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,21 @@ def test_damaged_windows_are_one_line(windows: Any) -> None:
         compared(stage(windows=6) | {"windows": windows}, stage())
 
 
+@pytest.mark.parametrize("whole", ["x", {"timings": 5}, {"throughput": 5}])
+def test_a_damaged_whole_run_is_one_line(whole: Any) -> None:
+    """Without windows, whole runs are compared: the message names the run, too."""
+    with pytest.raises(Incomparable, match="the windows of now are damaged"):
+        compared({"whole_run": whole}, stage())
+
+
+def test_runs_without_a_number_of_batches_are_compared_per_step() -> None:
+    """Neither the rate nor the timed batches of a damaged run say how large its batches are."""
+    now = stage()
+    del now["whole_run"]["throughput"]["batches_per_sec"]
+    now["windows"]["timed_batches"] = [0] * 20
+    assert compared(now, stage()).slowdown.name == "step"
+
+
 def test_nothing_in_common_is_said() -> None:
     """A run that measured no time."""
     with pytest.raises(Incomparable, match="no time per batch in common"):

@@ -230,6 +230,11 @@ DAMAGED = {
     "partial": ('{"version": 1, "run": "x"}', "is damaged"),
     "wrong types": ('{"version": 1, "run": "x", "status": "finished", "stages": 3}', "is damaged"),
     "binary": ("\x80\udc80", "is cut short"),
+    "infinite": (
+        '{"version": 1, "run": "x", "status": "finished", "stages": {"train": {"whole_run": '
+        '{"first": 0, "last": 1, "batches": 2, "timings": {"forward": Infinity}}}}}',
+        "is damaged",
+    ),
 }
 
 
