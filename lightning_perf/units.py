@@ -51,3 +51,13 @@ def three_digits(value: float) -> str:
     if not value:
         return "0"
     return f"{value:,.{max(2 - floor(log10(abs(value))), 0)}f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    Example:
+        >>> counted(1, "call"), counted(1200, "call")
+        ('1 call', '1,200 calls')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

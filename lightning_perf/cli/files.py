@@ -26,7 +26,7 @@ from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
 from lightning_perf.tracking.tracker import STORE, check_store, store_target, tracker_at
-from lightning_perf.units import duration
+from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +123,8 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
     from lightning_perf.traces import combine
 
     traces = combine.find_window(folder, window)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=2 * len(traces))
         for trace in traces:
             combine.scan(trace)
@@ -151,7 +152,8 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
         })  # fmt: skip
         return
     console = new_console()
-    console.print(f"{target}: {len(traces)} ranks, {events:,} events", soft_wrap=True)
+    ranks = counted(len(traces), "rank")
+    console.print(f"{target}: {ranks}, {events:,} events", soft_wrap=True)
     if missing:
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         console.print(f"No traces of ranks {', '.join(map(str, missing[:10]))}{more}.")

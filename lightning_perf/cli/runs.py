@@ -84,12 +84,11 @@ def _show_run(run: Run, console: Console) -> None:
     _list(console, f"Pages: open in a browser{where}:", pages)
     if run.tracking_uri is not None:
         uri = without_credentials(run.tracking_uri)
+        how = "start MLflow and open the address that it prints"
         command = f"mlflow ui --backend-store-uri {uri}"
         if uri.startswith(("http://", "https://")):
-            command = f"python -m webbrowser {uri}"
-        console.print(
-            "To see the run and its charts, start MLflow and open the address that it prints:"
-        )
+            how, command = "open MLflow", f"python -m webbrowser {uri}"
+        console.print(f"To see the run and its charts, {how}:")
         console.print(f"  {command}", style="bold")
 
 
@@ -117,7 +116,7 @@ def _natural(path: str) -> list[tuple[int, str]]:
     ),
     argument(
         "--threshold",
-        "Exit with code 1 if a step takes longer by more than this, with 95 % confidence: "
+        "Exit with code 1 if a step takes longer by more than this, with 95% confidence: "
         "such as 5%.",
     ),
     TRACKING_URI,
@@ -197,9 +196,14 @@ def _show_changes(
     before = baselines[0] if len(baselines) == 1 else f"{len(baselines)} runs"
     headline = f"{run} compared with {before}: {_headline(found.slowdown)}"
     console.print(headline, style="bold", soft_wrap=True)
-    table = Table("", "before", "now", "change", "95 % interval")
+    table = Table(box=None, pad_edge=False)
+    table.add_column(overflow="fold")  # names are never cut
+    for heading in ("before", "now", "change", "95% interval"):
+        table.add_column(heading, no_wrap=True)
     for each in _shown(found):
         table.add_row(*_row(each, found.changes[0].before), style="" if each.certain else "dim")
+    if not console.is_terminal:  # a log of CI is wider than rich assumes
+        console.width = max(console.width, 120)
     console.print(table)
     for note in notes:
         console.print(f"Note: {note}.", soft_wrap=True)
@@ -233,7 +237,7 @@ def _row(each: Change, step: float) -> tuple[str, ...]:
         name, change, interval = RATES[each.name][0], _percent(each), _percents(each)
     else:
         text = duration
-        name = {"step": "time per ", "phase": "  ", "culprit": "    "}[each.kind] + each.name
+        name = f"time per {each.name}" if each.kind == "step" else f"  {each.name}"
         # Of a phase or culprit, how much slower it makes the whole step.
         whole = each.before if each.kind == "step" else step
         scale, unit = time_unit(max(map(abs, (each.low or 0, each.high or 0, each.difference))))

@@ -32,7 +32,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "seconds": duration,
     "share": lambda value: f"{value:.1%}",
     "bytes": bytes_text,
-    "percent": lambda value: f"{value:.0f} %",
+    "percent": lambda value: f"{value:.0f}%",
     "celsius": lambda value: f"{value:.0f} °C",
     "watts": lambda value: f"{value:.0f} W",
     "mhz": lambda value: f"{value:.0f} MHz",
@@ -41,9 +41,9 @@ _UNITS: dict[str, Callable[[float], str]] = {
 _MOST_ACTIONS = 20
 #: Sensors of the machine, and how the page shows them.
 _SENSORS = (
-    ("cpu_util_simple", "CPUs in use", "{:.0f} %".format),
-    ("cpu_iowait", "CPUs waiting for I/O", "{:.0f} %".format),
-    ("process_cpu", "CPU of this training (100 % is one CPU)", "{:.0f} %".format),
+    ("cpu_util_simple", "CPUs in use", "{:.0f}%".format),
+    ("cpu_iowait", "CPUs waiting for I/O", "{:.0f}%".format),
+    ("process_cpu", "CPU of this training (100% is one CPU)", "{:.0f}%".format),
     ("free_memory", "free memory", bytes_text),
 )
 

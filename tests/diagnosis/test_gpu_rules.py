@@ -162,6 +162,12 @@ def test_without_sensors_nothing_is_said_about_a_gpu() -> None:
     assert "throttled" in diagnose(on_gpu(FINE, unsupported)).abstained
 
 
+def test_constant_memory_of_a_gpu_is_diagnosed() -> None:
+    """It is read in each window, so that equal values are samples: there is no growth."""
+    columns = sampled(gpu_util=97.0) | {"memory/current_allocated_mem": [2.0] * WINDOWS}
+    assert "device-memory-growth" not in diagnose(on_gpu(FINE, columns)).abstained
+
+
 def test_waiting_gpus_count_as_busy() -> None:
     """With several ranks, what one rank's callback costs is not bounded by their idle time."""
     setup = Setup(device="cuda", world_size=2)

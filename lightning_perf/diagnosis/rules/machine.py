@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_perf.diagnosis.rules import Impact, Verdict, known
 from lightning_perf.diagnosis.signals import COMPUTE, WAITING, Signals, Unknown
-from lightning_perf.units import bytes_text, duration
+from lightning_perf.units import bytes_text, counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,7 +35,10 @@ _LAUNCHES, _WAITS = 0.7, 0.05
 def host_memory_growth(signals: Signals) -> Iterable[Verdict]:
     """The processes' memory grows without levelling off."""
     free = signals.average("system/free_memory", latest=True)
-    yield from _growth("host-memory-growth", signals, "memory/rss", 1.0, free)
+    times, sizes = _samples(signals, "memory/rss", 1.0)
+    # A node is sampled at intervals: several short windows have the same sample.
+    fresh = np.append(True, np.diff(sizes) != 0)[: len(sizes)]
+    yield from _growth("host-memory-growth", signals, times[fresh], sizes[fresh], free)
 
 
 def device_memory_growth(signals: Signals) -> Iterable[Verdict]:
@@ -44,20 +47,19 @@ def device_memory_growth(signals: Signals) -> Iterable[Verdict]:
         sensors = signals.gpus("gpu_free_memory")
         found = [signals.average(*columns, latest=True) for columns in sensors]
         free = min((each for each in found if each is not None and isfinite(each)), default=None)
-        yield from _growth(
-            "device-memory-growth", signals, "memory/current_allocated_mem", 1e9, free
-        )
+        samples = _samples(signals, "memory/current_allocated_mem", 1e9)
+        yield from _growth("device-memory-growth", signals, *samples, free)
 
 
 def _growth(
-    code: str, signals: Signals, column: str, unit: float, free: float | None
+    code: str, signals: Signals, times: Numbers, sizes: Numbers, free: float | None
 ) -> Iterable[Verdict]:
-    """Memory that grows to the end: a gauge in ``unit`` bytes, and the bytes left."""
+    """Memory in bytes that grows to the end, and the bytes left."""
     from scipy.stats import theilslopes  # lines that a few outliers do not move
 
-    times, sizes = _samples(signals, column, unit)
     if len(sizes) < _FEWEST_SAMPLES:
-        raise Unknown(f"{column} was sampled {len(sizes)} times, and needs {_FEWEST_SAMPLES}")
+        found = counted(len(sizes), "sample")
+        raise Unknown(f"memory has {found} after the warm-up, and a trend needs {_FEWEST_SAMPLES}")
     whole, level = theilslopes(sizes, times), float(sizes[0])
     grown = float(whole.slope) * (times[-1] - times[0])
     if whole.low_slope <= 0 or grown < _GROWTH_BYTES or grown < _GROWTH_SHARE * level:
@@ -85,15 +87,14 @@ def _growth(
 
 
 def _samples(signals: Signals, column: str, unit: float) -> tuple[Numbers, Numbers]:
-    """Seconds and bytes of a gauge's samples, without repetitions and without the warm-up."""
+    """Seconds and bytes of the samples of a gauge in ``unit`` bytes, without the warm-up."""
     if not signals.windows or column not in signals.windows[0].columns:
         raise Unknown(f"{column} is not measured")
     times = np.cumsum(signals.wall)
     ranks = np.array([window[column] for window in signals.windows])
     sizes = unit * np.fmax.reduce(ranks, axis=1)  # NaN only where no rank was sampled
-    fresh = np.append(True, np.diff(sizes) != 0) & (sizes > 0)
-    fresh &= times >= _WARMUP * times[-1]
-    return times[fresh], sizes[fresh]
+    kept = (sizes > 0) & (times >= _WARMUP * times[-1])
+    return times[kept], sizes[kept]
 
 
 def cpu_saturated(signals: Signals) -> Iterable[Impact]:
@@ -105,8 +106,8 @@ def cpu_saturated(signals: Signals) -> Iterable[Impact]:
     advice = "Use fewer DataLoader workers, or fewer threads (torch.set_num_threads)."
     if foreign is not None and foreign > _FOREIGN:
         advice = (
-            f"Other programs use {foreign:.0f} % of the CPUs: run them elsewhere, or "
-            "give this training CPUs of its own."
+            f"Other programs use {foreign:.0f}% of the CPUs: run them elsewhere, or give this "
+            "training CPUs of its own."
         )
     evidence = known(
         cpu_percent=None if foreign is None else use,
