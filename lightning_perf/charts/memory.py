@@ -24,7 +24,7 @@ from lightning_perf.charts import (
     page,
     ticks,
 )
-from lightning_perf.units import bytes_text, bytes_unit, duration, time_unit
+from lightning_perf.units import bytes_text, bytes_unit, counted, duration, time_unit
 
 if TYPE_CHECKING:
     from lightning_perf.traces.events import Event
@@ -180,7 +180,8 @@ def segments(snapshot: Snapshot) -> str:
     used = sum(_in_use(block) for segment in found for block in segment["blocks"])
     total = sum(segment["total_size"] for segment in found)
     shown = f" Shown: the largest {_MOST_SEGMENTS}." if len(found) > _MOST_SEGMENTS else ""
-    summary = f"{len(found)} segments of {bytes_text(total)}, {bytes_text(used)} in use.{shown}"
+    count = counted(len(found), "segment")
+    summary = f"{count} of {bytes_text(total)}, {bytes_text(used)} in use.{shown}"
     legend = (
         "Blue: allocated. Yellow: waits for a stream. Grey: free. A bar is as long as its segment, "
         "relative to the largest one."

@@ -240,10 +240,12 @@ class Profiler(PerfCallback):
 
     @override
     def close(self, context: RunContext, reason: str) -> None:
-        self._stop(context, cut_short=reason == "exception")
-        if reason == "teardown" and self._writer is not None and not self._opened:
-            self._warn_of_no_window(context)
-        self.schedule.close()
+        try:
+            self._stop(context, cut_short=reason == "exception")
+            if reason == "teardown" and self._writer is not None and not self._opened:
+                self._warn_of_no_window(context)
+        finally:  # a schedule may have replaced a signal handler
+            self.schedule.close()
 
     # -- windows ----------------------------------------------------------------------------------
 

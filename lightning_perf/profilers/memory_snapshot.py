@@ -149,13 +149,15 @@ class MemorySnapshot(Profiler):
     def close(self, context: RunContext, reason: str) -> None:
         error = sys.exception() if reason == "exception" else None
         self._ran_out = isinstance(error, torch.OutOfMemoryError)
-        # The history of an open window ends with this moment anyway.
-        if self._ran_out and self._open is None and self._writer is not None and context.stage:
-            path = self._writer.spool(context.stage)
-            self.save(path, context.timestamp, context.stage, self._dump(path))
-        super().close(context, reason)
-        _watching.discard(self)
-        self._oom = None
+        try:
+            # The history of an open window ends with this moment anyway.
+            if self._ran_out and self._open is None and self._writer is not None and context.stage:
+                path = self._writer.spool(context.stage)
+                self.save(path, context.timestamp, context.stage, self._dump(path))
+        finally:  # the disk may be full
+            super().close(context, reason)
+            _watching.discard(self)
+            self._oom = None
 
     def _dump(self, path: Path) -> Recorded:
         snapshot = (self._ran_out and self._oom) or torch.cuda.memory._snapshot()

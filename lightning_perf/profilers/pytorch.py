@@ -14,7 +14,6 @@ from torch.profiler import _ExperimentalConfig as ExperimentalConfig  # type: ig
 from typing_extensions import override
 
 from lightning_perf.checks import flag
-from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.profilers import tools
 from lightning_perf.profilers.base import Profiler, shared
@@ -273,11 +272,10 @@ class PyTorch(Profiler):
             TraceError: The file is damaged.
             OSError: The file cannot be read, such as one that was deleted.
         """
-        paths = (path for _, saved in self.saved_traces for path in saved if path is not None)
-        training = [path for path in paths if path.parent.name not in STAGES[1:]]
-        if not training:
+        path = self._writer.latest("train") if self._writer is not None else None
+        if path is None:
             raise LookupError("no batches of training were recorded on this rank")
-        return summarize(training[-1])
+        return summarize(path)
 
     def _metadata(self, context: RunContext) -> dict[str, Any]:
         ranks, stamp = context.ranks, context.timestamp

@@ -42,7 +42,7 @@ class TraceWriter:
         self._uploads = UploadQueue(run, prunes=options.num_traces_to_keep >= 0)
         # By raw file. Single operations of a dictionary are atomic.
         self._queued: dict[Path, Trace] = {}
-        self._saved: dict[Path, Timestamp] = {}
+        self._saved: dict[Path, Trace] = {}
         self._lock = threading.Lock()
         self._readme_placed = self._readme_sent = False
 
@@ -60,11 +60,17 @@ class TraceWriter:
         """
         here, world_size = self._run.ranks.global_rank, self._run.ranks.world_size
         with self._lock:
-            saved = list(self._saved.items())
+            saved = list(self._saved.values())
         return [
-            (timestamp, [path if rank == here else None for rank in range(world_size)])
-            for path, timestamp in saved
+            (trace.timestamp, [trace.path if rank == here else None for rank in range(world_size)])
+            for trace in saved
         ]
+
+    def latest(self, stage: str) -> Path | None:
+        """The latest of these traces of a stage; None without one."""
+        with self._lock:
+            saved = reversed(self._saved.values())
+            return next((trace.path for trace in saved if trace.stage == stage), None)
 
     def check(self, now: Mapping[str, Timestamp], resumes: bool = False) -> None:
         """Refuse a folder with traces later than `now`, unless they may be overwritten.
@@ -227,7 +233,7 @@ class TraceWriter:
         keep = self._options.num_traces_to_keep
         with self._lock:
             self._saved.pop(trace.path, None)
-            self._saved[trace.path] = trace.timestamp
+            self._saved[trace.path] = trace
             if len(self._saved) > (keep if keep >= 0 else self._run.most_remembered):
                 del self._saved[next(iter(self._saved))]
 

@@ -153,7 +153,9 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
     if flops := whole.get("flops_per_batch"):
         yield "FLOPs per batch", f"{flops:.4g}"
     costs = [row for row in summary.get("culprits", ()) if row["share"] >= _LEAST_COST]
-    lines = [f"{row['share']:.1%}  {row['name']} ({counted(row['calls'], 'call')})" for row in costs]
+    lines = [
+        f"{row['share']:.1%}  {row['name']} ({counted(row['calls'], 'call')})" for row in costs
+    ]
     if lines:
         yield "callbacks, loggers\nand checkpoints", "\n".join(lines[:_MOST_COSTS])
     if overhead := summary.get("overhead"):

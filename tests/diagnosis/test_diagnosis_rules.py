@@ -340,7 +340,7 @@ def test_a_slowdown_of_a_resumed_run_is_at_its_total_batch() -> None:
 def test_a_stall_without_a_period_has_no_interval_to_look_for(
     stalled: Sequence[int], advice: str
 ) -> None:
-    """A trace of one period has a slow batch; without one, what follows a slow batch is recorded."""
+    """A trace of one period has a slow batch; else what follows a slow batch is recorded."""
     signals = signals_of({**FINE, "forward": 0.04}, steps=steps(*stalled, extra=0.4))
     (found,) = diagnose(signals).verdicts
     assert advice in found.advice

@@ -119,7 +119,7 @@ def test_an_out_of_memory_error_leaves_five_files(
     assert files(tmp_path) == AT_THE_END
     folder = tmp_path / "records-version_0" / "memory_snapshots"
     plot = (folder / "rank0.3_segment_plot.html").read_text()
-    assert "1 segments of 4.0 MiB, 3.0 MiB in use" in plot
+    assert "1 segment of 4.0 MiB, 3.0 MiB in use" in plot
     for name in AT_THE_END:
         if not name.endswith(".pickle"):
             assert loaded_from_elsewhere((folder / name).read_text()) == [], name
@@ -127,6 +127,25 @@ def test_an_out_of_memory_error_leaves_five_files(
     assert "train.py:7:forward (3.0 MiB, 75.0%)" in memory
     assert "seg_256" not in memory
     assert "seg_256 (4.0 MiB, 100.0%)" in (folder / "rank0.3_segment_flamegraph.svg").read_text()
+
+
+def test_a_snapshot_that_cannot_be_written_ends_the_run_as_any(
+    tmp_path: Path, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory, on a disk that is full: the profiler no longer watches the allocator."""
+
+    def full(self: MemorySnapshot, path: Path) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(MemorySnapshot, "_dump", full)
+    profiler = MemorySnapshot(schedule=Never())
+    with (
+        pytest.warns(PerfWarning, match="no space left"),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        fit(tmp_path, profiler, OutOfMemory())
+    assert profiler not in memory_snapshot._watching
+    assert profiler._oom is None
 
 
 def test_html_false_keeps_the_flame_graphs(tmp_path: Path, allocator: Allocator) -> None:

@@ -214,6 +214,20 @@ def test_an_exception_closes_the_open_window(
     assert recorder.fit(tmp_path / "next", recorder.kind(schedule="every 8ba")) == {"rank0.9": 1}
 
 
+def test_a_recorder_that_fails_to_stop_leaves_its_schedule_closed(tmp_path: Path) -> None:
+    """An exception ends the run, and stopping fails, too: the signal handler is released."""
+
+    class Stuck(Profiler):
+        def record(self, path: Path, context: Any, warmup: int) -> Any:
+            yield None
+            raise RuntimeError("stuck")
+
+    signalled = OnSignal()
+    with pytest.warns(PerfWarning, match="stuck"), pytest.raises(ValueError, match="planted"):
+        trainer(tmp_path, Stuck(schedule=Always() | signalled)).fit(Failing(ValueError))
+    assert signalled._handler is None
+
+
 def test_two_of_one_kind_record_in_turn(tmp_path: Path, recorder: Recorder) -> None:
     """Different windows are all recorded; of overlapping ones the second is left out."""
     apart = [recorder.kind(schedule=Fixed(2, 3)), recorder.kind(schedule=Fixed(8, 2), folder="b")]

@@ -111,8 +111,8 @@ def test_tensor_cores_are_known_by_the_names_of_kernels(
 
 @pytest.mark.parametrize("stack", [False, True])
 def test_a_real_trace_of_the_cpu(tmp_path: Path, stack: bool) -> None:
-    """Its steps, its operators, and no device."""
-    profiler = PyTorch(schedule="at 3ba for 4ba", with_stack=stack)
+    """Its steps, its operators, and no device. Its folder may be named as a stage."""
+    profiler = PyTorch(schedule="at 3ba for 4ba", with_stack=stack, folder="{run_name}/test")
     trainer(tmp_path, profiler).fit(Small())
     found = profiler.trace_summary()
     assert (found.steps, found.device) == (4, None)
