@@ -148,7 +148,7 @@ def watch(run: str | None, tracking_uri: str | None, json: bool) -> int:
     seen = _print(source, json) if json or not console.is_terminal else _show(source, console)
     if seen is None:
         raise Failure("the training ended before its first report", 1)
-    if seen.runs:
+    if seen.is_running:
         raise Failure("the training was killed before its run ended", 1)
     return 0
 
@@ -164,8 +164,8 @@ class Seen(NamedTuple):
     updated: float
 
     @property
-    def runs(self) -> bool:
-        """Whether the status is "running": the run continues, or was killed."""
+    def is_running(self) -> bool:
+        """Whether the run continues, or was killed."""
         return bool(self.summary["status"] == RUNNING)
 
 
@@ -267,7 +267,7 @@ def _looks(source: Source) -> Iterator[Seen | None]:
         alive = source.alive(seen)
         seen = source.read() or seen
         yield seen
-        if not alive or (seen is not None and not seen.runs):
+        if not alive or (seen is not None and not seen.is_running):
             return
         time.sleep(source.interval)
 
@@ -303,5 +303,5 @@ def _view(seen: Seen | None) -> RenderableType:
         return Text("waiting for the first report")
     age = max(_now() - seen.updated, 0.0)
     state = f"{seen.summary['run']}: {seen.summary['status']}"
-    head = Text(f"{state}, updated {age:.0f} s ago" if seen.runs else state, style="bold")
+    head = Text(f"{state}, updated {age:.0f} s ago" if seen.is_running else state, style="bold")
     return Group(head, panel(seen.summary))

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_perf.charts import Areas, Heading, Part, Table, page
 from lightning_perf.charts.stacked import stack
-from lightning_perf.diagnosis.rules import known
+from lightning_perf.diagnosis.rules import without_none
 from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.summary import facts, tables
@@ -132,7 +132,9 @@ def document(
         "verdicts": [verdict.as_dict() for verdict in findings.verdicts],
         "abstained": dict(findings.abstained),
         "timings": timings,
-        "system": known(**{name: signals.average(f"system/{name}") for name, *_ in _SENSORS}),
+        "system": without_none(
+            **{name: signals.average(f"system/{name}") for name, *_ in _SENSORS}
+        ),
         "overhead": overhead(signals),
     }
     if isinstance(captured, str):

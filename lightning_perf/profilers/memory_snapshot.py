@@ -175,10 +175,6 @@ def _warn_once() -> None:
     warn("MemorySnapshot records nothing: there is no CUDA device here.")
 
 
-def _plot(kind: str, source: Path, page: Path) -> None:
-    run_program(kind, source, page)
-
-
 def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Path) -> None:
     def draw(folded: str) -> str:
         return FlameGraph(fold(read_folded(folded)), title, bytes_text).document()
@@ -191,9 +187,9 @@ def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Pa
 _segments = partial(_flames, "Contents of each segment", _memory_viz.segments)
 _memory = partial(_flames, "Memory in use", _memory_viz.memory)
 #: What is made of a snapshot; all but the page only if the run ends because it is out of memory.
-_FURTHER: Mapping[str, tuple[str, Callable[[Path, Path], None]]] = {
-    "page": (".html", partial(_plot, "history")),
-    "segment_plot": ("_segment_plot.html", partial(_plot, "segments")),
+_FURTHER: Mapping[str, tuple[str, Callable[[Path, Path], object]]] = {
+    "page": (".html", partial(run_program, "history")),
+    "segment_plot": ("_segment_plot.html", partial(run_program, "segments")),
     "segment_flamegraph": ("_segment_flamegraph.svg", _segments),
     "memory_flamegraph": ("_memory_flamegraph.svg", _memory),
 }

@@ -207,10 +207,10 @@ class Memray(RecordsChildren):
             options["file_format"] = FileFormat[name.upper()]
         return options
 
-    def _further_of(self, path: Path, context: RunContext) -> dict[str, Callable[[Path], None]]:
-        further: dict[str, Callable[[Path], None]] = {}
+    def _further_of(self, path: Path, context: RunContext) -> dict[str, Callable[[Path], object]]:
+        further: dict[str, Callable[[Path], object]] = {}
         if self.flamegraph:
-            further["flamegraph"] = partial(_flamegraph, path)
+            further["flamegraph"] = partial(tools.run_program, "flamegraph", path)
         if self.summary:
             log = partial(context.reporting.log_from_worker, step=context.tracker.step)
             further["summary"] = partial(_summarize, path, self._prefix(context), log)
@@ -234,10 +234,6 @@ def _take(files: Files, number: int, target: Path) -> None:
     if number not in found:
         raise OSError("the child process ended without leaving its file")
     shutil.move(found[number], target)
-
-
-def _flamegraph(source: Path, page: Path) -> None:
-    tools.run_program("flamegraph", source, page)
 
 
 def _summarize(

@@ -23,7 +23,7 @@ class Recorded:
     #: Completes the file: the path that ``record`` was given.
     finish: Callable[[], None] | None = None
     #: Writes further files, by their name in ``Profiler.further_files``; called before ``finish``.
-    further: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    further: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
     # At the end of a run the training thread does what the worker has not begun. It must not move
     # the recording while the worker still reads it.
     _turn: Lock = field(default_factory=Lock)

@@ -175,7 +175,7 @@ _KINDS = {
 }
 
 
-class Table(NamedTuple):
+class EventTable(NamedTuple):
     """One row per event."""
 
     #: Nanoseconds.
@@ -188,17 +188,17 @@ class Table(NamedTuple):
     #: The operator's number, which its kernels have too; 0 without one.
     link: NDArray[Any]
 
-    def at(self, rows: NDArray[Any]) -> Table:
+    def at(self, rows: NDArray[Any]) -> EventTable:
         """Some of the rows."""
-        return Table(*(column[rows] for column in self))
+        return EventTable(*(column[rows] for column in self))
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
     """What was read of a trace."""
 
-    host: Table
-    device: Table
+    host: EventTable
+    device: EventTable
     names: list[tuple[Kind, str]]
     #: All events of the file, also those of other kinds.
     count: int
@@ -228,7 +228,7 @@ def read(path: Path, most: int) -> Events:
         if len(columns[0]) == most:
             notes.append(f"only the first {most:,} events of the {what} are used")
     host, device = (
-        Table(*(np.frombuffer(each, dtype=each.typecode) for each in columns))
+        EventTable(*(np.frombuffer(each, dtype=each.typecode) for each in columns))
         for columns in (reader.host, reader.device)
     )
     return Events(host, device, list(reader.names), reader.count, notes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_perf.traces.events import SLACK, STEP, Kind, Table, read
+from lightning_perf.traces.events import SLACK, STEP, EventTable, Kind, read
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class _Walk(NamedTuple):
     waits: dict[tuple[str, str, str], tuple[int, float]]
 
 
-def _walk(host: Table, names: Sequence[tuple[Kind, str]], begin: int, end: int) -> _Walk:
+def _walk(host: EventTable, names: Sequence[tuple[Kind, str]], begin: int, end: int) -> _Walk:
     """Nest the calls of each thread by their times, and sum those that start in a span."""
     found = _Walk([0] * len(names), [0] * len(names), {})
     waiting = [_SYNCHRONIZING.fullmatch(name) is not None for _, name in names]
@@ -196,7 +196,7 @@ def _where(running: Sequence[tuple[Kind, str]]) -> tuple[str, str]:
     return operator, (own or lines or [""])[-1]
 
 
-def _launched(operators: Table, device: Table, count: int) -> list[float]:
+def _launched(operators: EventTable, device: EventTable, count: int) -> list[float]:
     """Seconds on the device of what each name's operators launched."""
     if not len(operators.link):
         return [0.0] * count
@@ -210,7 +210,7 @@ def _launched(operators: Table, device: Table, count: int) -> list[float]:
     return found
 
 
-def _kernels(events: Events, device: Table) -> list[Operator]:
+def _kernels(events: Events, device: EventTable) -> list[Operator]:
     count = len(events.names)
     seconds = np.bincount(device.name, (device.end - device.start) / 1e9, count)
     calls = np.bincount(device.name, minlength=count)
@@ -223,11 +223,11 @@ def _kernels(events: Events, device: Table) -> list[Operator]:
 
 
 def _device_time(
-    events: Events, device: Table, kinds: NDArray[Any], begin: int, end: int
+    events: Events, device: EventTable, kinds: NDArray[Any], begin: int, end: int
 ) -> DeviceTime:
     host, names = events.host, [name for _, name in events.names]
 
-    def are(test: Callable[[str], object], table: Table) -> NDArray[np.bool_]:
+    def are(test: Callable[[str], object], table: EventTable) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = np.array([bool(test(name)) for name in names])[table.name]
         return found
 
@@ -243,7 +243,7 @@ def _device_time(
     points = np.unique(times.clip(begin, end))
     lengths = np.diff(points) / 1e9
 
-    def during(table: Table, rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def during(table: EventTable, rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Whether one of these events runs, from each of the points to the next."""
         begun, over = (
             np.searchsorted(np.sort(each[rows]), points[:-1], "right")

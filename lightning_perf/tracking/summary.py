@@ -228,7 +228,7 @@ def headline(summary: Summary, window: str = "whole_run") -> str:
 
 
 def progress(summary: Summary) -> str:
-    """The last window in one line: its step, rates, the largest categories, and verdicts."""
+    """The last window in one line: step, rates, the largest categories, and serious verdicts."""
     _, windows = main_stage(summary)
     name = "last_window" if windows.get("last_window") else "whole_run"
     if not (window := windows.get(name)):
@@ -236,7 +236,9 @@ def progress(summary: Summary) -> str:
     times = window.get("timings") or {}
     whole = sum(times.values())
     shares = [f"{each} {times[each] / whole:.0%}" for each in _largest(window, _MOST_COSTS)]
-    verdicts = [f"{each.code} ({each.severity})" for each in _verdicts(summary)]
+    found = _verdicts(summary)
+    serious = [f"{each.code} ({each.severity})" for each in found if each.severity != "info"]
+    verdicts = dict.fromkeys(serious or [each.code for each in found[:1]])
     parts = (headline(summary, name), ", ".join(shares), ", ".join(verdicts))
     return f"step {window['last']}: {'; '.join(part for part in parts if part)}"
 

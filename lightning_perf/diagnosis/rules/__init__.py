@@ -169,6 +169,6 @@ def graded(share: float, worth: bool = True) -> str:
     return "info" if not worth else "critical" if share >= CRITICAL else "warning"
 
 
-def known(**values: float | str | None) -> dict[str, float | str]:
-    """Evidence: the values that are not None."""
+def without_none(**values: float | str | None) -> dict[str, float | str]:
+    """Evidence, as far as it is known."""
     return {name: value for name, value in values.items() if value is not None}

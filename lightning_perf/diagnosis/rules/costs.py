@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import Impact, Verdict, judge, known
+from lightning_perf.diagnosis.rules import Impact, Verdict, judge, without_none
 from lightning_perf.diagnosis.signals import COMPILE, FETCH, GC
 from lightning_perf.units import duration
 
@@ -42,7 +42,7 @@ def input_bound(signals: Signals) -> Iterable[Impact]:
     wait, loader = signals.per_batch(waits), signals.setup.loader
     workers = None if loader is None else loader.num_workers
     advice, step = _faster_loader(signals, wait)
-    evidence = known(
+    evidence = without_none(
         wait_seconds=wait, step_seconds=signals.step_seconds,
         cpu_percent=signals.average("system/cpu_util_simple"),
         iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
@@ -102,7 +102,7 @@ def transfer_bound(signals: Signals) -> Iterable[Impact]:
     elif on_gpu:
         advice = "Move less: smaller dtypes (uint8 images), and transforms on the device."
     hook = signals.slowest(signals.rows("to_device"))
-    evidence = known(pin_memory=None if loader is None else str(loader.pin_memory))
+    evidence = without_none(pin_memory=None if loader is None else str(loader.pin_memory))
     yield Impact(
         seconds, culprit=hook and hook.name, phase="to_device", evidence=evidence, advice=advice
     )
@@ -217,7 +217,7 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     if phase == "dataloader_next":
         advice += " Most of it is waiting for data: give its DataLoader workers."
     runs = float(np.count_nonzero(seconds > 0.5 * seconds.max()))
-    yield Impact(
-        seconds, 2.0, f"validate.{phase}", "validation", advice=advice, whole_run=True,
+    yield Impact(  # too rare an event for a bootstrap
+        seconds, 1.0, f"validate.{phase}", "validation", advice=advice, whole_run=True,
         on_host=False, evidence={"mostly": phase, "windows_with_validation": runs},
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import Impact, Verdict, known
+from lightning_perf.diagnosis.rules import Impact, Verdict, without_none
 from lightning_perf.diagnosis.signals import COMPUTE, WAITING, Signals, Unknown
 from lightning_perf.units import bytes_text, counted, duration
 
@@ -21,7 +21,7 @@ _GROWTH_BYTES, _GROWTH_SHARE = 100e6, 0.10
 #: Samples that a trend needs, and the share of the run that is its warm-up.
 _FEWEST_SAMPLES, _WARMUP = 8, 0.2
 #: Growth that continues: the second half grows at this share of the whole run's rate.
-_GOES_ON = 0.4
+_CONTINUES = 0.4
 #: Memory that ends within this many seconds is critical.
 _SOON = 3600.0
 #: Percent of the CPUs that other programs use, from which on they are blamed.
@@ -67,11 +67,11 @@ def _growth(
     half = len(sizes) // 2
     later = theilslopes(sizes[half:], times[half:])
     rate = float(later.slope)
-    if later.low_slope <= 0 or rate < _GOES_ON * whole.slope:
+    if later.low_slope <= 0 or rate < _CONTINUES * whole.slope:
         return
     per_batch = rate * float(signals.wall.sum()) / max(signals.batches, 1)
     left = None if free is None else free / rate
-    evidence = known(
+    evidence = without_none(
         grown_bytes=grown, bytes_per_batch=per_batch, first_bytes=level,
         last_bytes=float(sizes[-1]), seconds_until_full=left,
     )  # fmt: skip
@@ -109,11 +109,11 @@ def cpu_saturated(signals: Signals) -> Iterable[Impact]:
             f"Other programs use {foreign:.0f}% of the CPUs: run them elsewhere, or give this "
             "training CPUs of its own."
         )
-    evidence = known(
+    evidence = without_none(
         cpu_percent=None if foreign is None else use,
         own_percent=None if use is None or foreign is None else use - foreign,
         usable_cpus=setup.cpus, torch_threads=setup.threads,
-        num_workers=setup.loader.num_workers if setup.loader is not None else 0,
+        num_workers=None if setup.loader is None else setup.loader.num_workers,
     )  # fmt: skip
     yield Impact(signals.waiting, evidence=evidence, advice=advice, contended=False)
 
@@ -137,7 +137,7 @@ def throttled(signals: Signals) -> Iterable[Verdict]:
     kinds = ("power", "thermal", "hardware")
     power, thermal, hardware = (signals.gpu_average(f"gpu_throttled_{k}") or 0.0 for k in kinds)
     clock = signals.gpu_average("gpu_sm_clock")
-    evidence = known(
+    evidence = without_none(
         throttled_percent=share, power_percent=power, thermal_percent=thermal,
         hardware_percent=hardware, gpu_temperature_celsius=signals.gpu_average("gpu_temperature"),
         gpu_power_watts=signals.gpu_average("gpu_power"),

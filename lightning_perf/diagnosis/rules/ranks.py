@@ -49,8 +49,8 @@ _EXPLAINED = 0.8
 #: A chronic straggler is the same rank in at least this share of the windows, and the fewest
 #: windows for that.
 _CHRONIC, _FEWEST_WINDOWS = 0.7, 3
-#: The least waiting for which a rank is named: share of the wall time, and seconds per batch.
-_LEAST_SHARE, _LEAST_SECONDS = 0.05, 1e-3
+#: The least waiting for which a rank is named, as a share of the wall time.
+_LEAST_SHARE = 0.05
 #: The least share of the wall time for a rank that is late now and then.
 _LEAST_ONCE = 0.1
 #: Every rank of a slow node has at least this share of the node's excess, and a slow host at least
@@ -223,7 +223,7 @@ def _phases(
 
 def _enough(wall: float) -> float:
     """The least lateness that is worth a name, in seconds per batch."""
-    return max(_LEAST_SHARE * wall, _LEAST_SECONDS)
+    return max(_LEAST_SHARE * wall, LEAST)
 
 
 def _latest(own: Numbers, waits: Numbers) -> _Late:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_perf.diagnosis import stats
-from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, graded, known
+from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, graded, without_none
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, Signals, Unknown
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import duration
@@ -98,11 +98,12 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
         f"{most.name}. Do not call gc.collect() there; keep fewer Python objects alive, call "
         "gc.freeze() after set-up, or raise gc.set_threshold()."
     )
-    evidence = known(
-        collections=count, seconds_per_collection=float(seconds.sum() / count), mostly_in=most.name,
-    )  # fmt: skip
+    each = float(seconds.sum() / count)
     events = count if count < 0.5 * signals.batches else None
-    yield Impact(seconds, events, most.name, most.category, evidence=evidence, advice=advice)
+    yield Impact(
+        seconds, events, most.name, most.category, advice=advice,
+        evidence={"collections": count, "seconds_per_collection": each, "mostly_in": most.name},
+    )  # fmt: skip
 
 
 def periodic_stall(signals: Signals) -> Iterable[Impact]:
@@ -161,7 +162,7 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
         return  # other programs took the CPU: `cpu-saturated` reports it
     phase, culprit = _changed(signals, window)
     batch = signals.windows[0].first.batch + at  # a resumed run does not begin at 0
-    evidence = known(
+    evidence = without_none(
         batch=float(batch), before_seconds=before, after_seconds=after,
         cpu_percent=signals.average("system/cpu_util_simple"),
     )  # fmt: skip
