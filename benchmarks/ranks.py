@@ -31,7 +31,7 @@ from lightning_perf import Flops, SpeedMonitor, SystemMetrics, Timings
 from lightning_perf.run import context, windows
 from lightning_perf.run.collective import HEADER, Gatherer
 from lightning_perf.run.hardware import GPU_COLUMNS
-from lightning_perf.system import GPU
+from lightning_perf.system.gpus import GPU
 
 WORLDS = (1, 8, 64, 1000, 10_000)
 PER_NODE = 8

@@ -16,7 +16,8 @@ from lightning_perf.core.window import PerRank, Window
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.hardware import HOST_MEMORY, sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
-from lightning_perf.system import GPU, HOST, PER_GPU, gpu_key
+from lightning_perf.system import HOST
+from lightning_perf.system.gpus import GPU, PER_GPU, gpu_key
 
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext

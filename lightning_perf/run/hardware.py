@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_perf.errors import describe, warn
-from lightning_perf.system import GPU, HOST, Sampler, count_gpus, gpu_number, node_sensors
+from lightning_perf.system import HOST, Sampler, node_sensors
+from lightning_perf.system.gpus import GPU, count_gpus, gpu_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

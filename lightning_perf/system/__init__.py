@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lightning_perf.background import Worker
 from lightning_perf.errors import describe, warn
-from lightning_perf.system.gpus import (
-    GPU,
-    PER_GPU,
-    count_gpus,
-    gpu_key,
-    gpu_number,
-    gpus,
-    nvidia_driver,
-)
+from lightning_perf.system.gpus import gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -28,18 +20,6 @@ if TYPE_CHECKING:
 
     _Open = Callable[[set[int]], AbstractContextManager[Sequence["Sensor"]]]
     _Samples = Iterator[float]
-
-__all__ = [
-    "GPU",
-    "HOST",
-    "PER_GPU",
-    "Sampler",
-    "count_gpus",
-    "gpu_key",
-    "gpu_number",
-    "node_sensors",
-    "nvidia_driver",
-]
 
 #: What is measured of a node. docs/system_metrics.md says what each is, and in which unit.
 HOST = (

@@ -30,7 +30,8 @@ from lightning_perf.callbacks.system_metrics import _memory
 from lightning_perf.core.progress import Ranks
 from lightning_perf.run import hardware
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.system import GPU, HOST, Sampler, gpu_key
+from lightning_perf.system import HOST, Sampler
+from lightning_perf.system.gpus import GPU, gpu_key
 
 #: Nobody waits a second for a test: what is not sampled in time is sampled at the end.
 FAST = 0.1
