@@ -1,4 +1,4 @@
-"""What a diagnosis leaves: a block in the terminal, a JSON document, and an HTML page."""
+"""The views of a diagnosis: text for the terminal, a JSON document, and an HTML page."""
 
 from __future__ import annotations
 

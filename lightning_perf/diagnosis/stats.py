@@ -76,11 +76,11 @@ def _blocks(
 
 
 def _uncontended(parts: Numbers, wholes: Numbers, waits: Numbers) -> Numbers:
-    """What share the parts have where the thread does not wait for a CPU.
+    """The share of the parts if the thread did not wait for a CPU.
 
-    How the share changes from window to window with the share of waiting tells how much of the
-    waiting was within the part. If windows do not differ in it, the part had its share of it.
-    Seconds have one row per series of windows.
+    A regression over the windows: the more the part's share grows with the share of waiting, the
+    more of the waiting happened within the part. If all windows wait alike, the part is charged in
+    proportion. Seconds have one row per resample.
     """
     total = np.maximum(wholes.sum(1, keepdims=True), 1e-12)
     share, contention = parts.sum(1, keepdims=True) / total, waits.sum(1, keepdims=True) / total

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 TRACE_NAME = re.compile(r"rank(\d+)\.(.+\.json)(?:\.gz)?")
 #: Keys of a trace's head that are equal on all ranks of a window.
 _SHARED = ("run_name", "stage", "batch", "world_size")
-#: Collectives that no rank leaves before the last one has come, as gloo, NCCL's annotations and
-#: NCCL's kernels are named. Only those of the device are timed there.
+#: Collectives that no rank leaves before the last rank has entered: the names in gloo, of NCCL's
+#: annotations and of NCCL's kernels.
 _COLLECTIVE = re.compile(
     r"(?:gloo|nccl):(?:_?all_?reduce|all_?gather|_?reduce_scatter|all_?to_?all|barrier)\w*"
     r"|nccl(?:Dev)?Kernel_?(?:AllReduce|AllGather|ReduceScatter|SendRecv)\w*",
@@ -129,17 +129,13 @@ def scan(trace: Trace) -> None:
         trace.head["world_size"] = int(trace.head.get("world_size", 0))
         trace.base = float(trace.head.get("baseTimeNanoseconds", 0)) / 1e3
     # NCCL's annotations on the host end when the kernel is launched: the kernels are more exact.
-    timed_there = any(name.startswith(_DEVICE) for name in collectives)
-    trace.collectives = {
-        name: sorted(found)
-        for name, found in collectives.items()
-        if name.startswith(_DEVICE) or not timed_there
-    }
+    exact = {name: found for name, found in collectives.items() if name.startswith(_DEVICE)}
+    trace.collectives = {name: sorted(found) for name, found in (exact or collectives).items()}
     trace.steps = {name: sorted(found) for name, found in steps.items()}
 
 
 def _shared_name(name: str, event: Event) -> str:
-    """The name of a collective with its process group, and whether it was timed on the device."""
+    """The name of a collective with its process group, after ``_DEVICE`` if it is a kernel."""
     arguments = event.get("args", {})
     group = arguments.get("Process Group Ranks") or arguments.get("Process Group Name", "")
     on_device = _DEVICE if event.get("cat") in _KERNELS else ""
@@ -173,10 +169,10 @@ def check(traces: Sequence[Trace]) -> None:
 def align(traces: Sequence[Trace]) -> None:
     """Set each rank's shift to the first rank's clock, from what all ranks share.
 
-    No rank leaves a collective before the last one has come, and each leaves it at once now and
-    then: the shortest delay from the last one's start to a rank's end is about the same on all
-    ranks. Longer ones show how long the rank waited for a CPU. Without collectives, steps end at
-    the same time. A clock that agrees already is left alone.
+    No rank leaves a collective before the last rank has entered it. A rank that then waits for a
+    CPU leaves it late, but not every time: its shortest delay after the last rank's start is about
+    that of the other ranks. Without collectives, steps end at the same time. A clock that agrees
+    already is left alone.
     """
     first = traces[0]
     first.error = 0.0

@@ -173,7 +173,7 @@ def _connected(tracking_uri: str) -> Iterator[MlflowClient]:
 
 
 def _is_older(run: Any, folder: Path) -> bool:
-    """Whether a run had ended when the run of a folder, another one, ended."""
+    """Whether a run of MLflow ended before that of a folder, if they are not the same run."""
     ended = run.info.end_time or run.info.start_time
     later: bool = (folder / FILE_NAME).stat().st_mtime > ended / 1e3
     return later and folder.name != run.info.run_name
