@@ -277,11 +277,7 @@ _RANKS_COLOUR = (219, 78, 16)
 _MOST_RANKS = 512
 
 
-def heatmap_html(
-    path: str | Path,
-    steps: Sequence[int],
-    lateness: Sequence[NDArray[np.float64]],
-) -> None:
+def heatmap_html(path: str | Path, steps: Sequence[int], lateness: Sequence[Numbers]) -> None:
     """Write a page that shows for each rank, over the steps, how much longer its own work takes.
 
     For each window, ``steps`` has its last step, and ``lateness`` one value per rank: seconds per

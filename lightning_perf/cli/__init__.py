@@ -63,8 +63,7 @@ def flag(name: str, what: str) -> Argument:
 #: Options of several commands.
 JSON = flag("--json", "Print JSON.")
 TRACKING_URI = argument(
-    "--tracking-uri",
-    "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
+    "--tracking-uri", "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db."
 )
 
 

@@ -162,9 +162,9 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
             console.print(f"rank {trace.rank}: nothing in common with rank 0, clock as it is")
             continue
         shift = abs(_shift(trace, traces[0]))
-        text = duration(shift / 1e6) if shift else "nothing"
+        text = f"shifted by {duration(shift / 1e6)}" if shift else "not shifted"
         error = duration(trace.error / 1e6)
-        console.print(f"rank {trace.rank}: clock shifted by {text}, residual error {error}")
+        console.print(f"rank {trace.rank}: clock {text}, residual error {error}")
     _show_collectives(console, found, len(traces))
 
 

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_perf.errors import describe
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import tracking_problem
-from lightning_perf.tracking.summary import (
-    FILE_NAME,
-    RUNNING,
-    VERSION,
-    SummaryError,
-    read_summary,
-)
+from lightning_perf.tracking.summary import FILE_NAME, RUNNING, VERSION, SummaryError, read_summary
 
 if TYPE_CHECKING:
     import re

@@ -39,7 +39,7 @@ def warmup(signals: Signals) -> Iterable[Verdict]:
     median = float(np.nanmedian(signals.steps))
     # The start of the data pipeline has a rule of its own.
     lost = first - median - float(signals.restarts.seconds[:1].sum())
-    share = lost / wall if wall else 0.0
+    share = lost / wall
     # What the thread waited for a CPU meanwhile, more than usual, was not the warm-up's.
     usually = signals.counts[:1] * signals.per_batch(signals.waiting)
     certain = lost - float(np.maximum(signals.waiting[:1] - usually, 0.0).sum())
@@ -47,24 +47,23 @@ def warmup(signals: Signals) -> Iterable[Verdict]:
         return
     phase = None
     if len(signals.windows) > (signals.start or 1):
-        over = {
-            name: seconds[0] - signals.counts[0] * signals.per_batch(seconds)
-            for name in CATEGORIES
-            for seconds in [signals.category(name)]
-        }
+        spent, first_window = (
+            {name: signals.category(name) for name in CATEGORIES},
+            signals.counts[0],
+        )
+        over = {n: each[0] - first_window * signals.per_batch(each) for n, each in spent.items()}
         phase = max(over, key=over.__getitem__)
-    compiled = signals.total([row for row in signals.actions if row.stage == COMPILE])
-    evidence = {
-        "first_step_seconds": first,
-        "median_step_seconds": median,
-        "compile_seconds": float(compiled.seconds.sum()),
-    }
+    compilations = signals.total([row for row in signals.actions if row.stage == COMPILE])
+    compiling = float(compilations.seconds.sum())
     advice = (
         f"The first step takes {duration(first)}, the others {duration(median)}. Its share "
         "falls with the length of the run; to compare speeds, leave it out."
     )
-    if evidence["compile_seconds"] > 0.5 * first:
+    if compiling > 0.5 * first:
         advice += " Most of it is compilation, which torch.compile's cache can save."
+    evidence = {
+        "first_step_seconds": first, "median_step_seconds": median, "compile_seconds": compiling,
+    }  # fmt: skip
     yield Verdict("warmup", graded(share), share, phase=phase, evidence=evidence, advice=advice)
 
 
@@ -155,7 +154,7 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
         return
     slower = steps[measured][0 if gradual else change.start :]
     lost = float(np.minimum(slower - before, after).sum())
-    share = lost / float(signals.wall.sum() or 1.0)
+    share = lost / float(signals.wall.sum())
     if share < _SLOWDOWN / 3 or after - before < LEAST:
         return
     if _growth(signals, signals.waiting, window) > 0.5 * (after - before):
