@@ -131,9 +131,9 @@ def is_mlflow(logger: Any) -> bool:
 
 def tracking_problem(tracking_uri: str, remedy: str = "") -> str | None:
     """Why MLflow cannot be read at an address, found within seconds; None if nothing is known."""
-    database = tracking_uri.removeprefix("sqlite:///")
-    if database != tracking_uri and not Path(database).exists():  # MLflow would create it
-        return f"there is no {database} in {Path.cwd()}{remedy}"
+    database = re.match(r"sqlite:///([^?]+)", tracking_uri)
+    if database and not Path(database[1]).exists():  # MLflow would create it
+        return f"there is no {database[1]} in {Path.cwd()}{remedy}"
     try:
         check_reachable(tracking_uri)
     except OSError as error:

@@ -87,6 +87,16 @@ def test_a_run_without_a_summary_is_read_from_its_metrics(
     ]
 
 
+def test_the_options_of_a_database_are_not_part_of_its_path(
+    mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SQLAlchemy takes them after a question mark."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("options")).info.run_id
+    code, _, err = report(capsys, run, "--tracking_uri", f"{mlflow_database}?timeout=30")
+    assert (code, err) == (0, "")
+
+
 def test_a_run_with_the_rates_of_another_tool_is_read(
     mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
