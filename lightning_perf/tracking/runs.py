@@ -181,7 +181,8 @@ def _find(client: MlflowClient, what: str | None) -> Any:
     if what is not None:
         with suppress(MlflowException):
             return client.get_run(what)
-        named = "attributes.run_name = '{}'".format(what.replace("'", ""))
+        quote = '"' if "'" in what else "'"
+        named = f"attributes.run_name = {quote}{what}{quote}"
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     newest = ["attributes.start_time DESC"]
     found = client.search_runs(experiments, named, order_by=newest, max_results=1)

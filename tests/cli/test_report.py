@@ -97,6 +97,19 @@ def test_the_options_of_a_database_are_not_part_of_its_path(
     assert (code, err) == (0, "")
 
 
+def test_a_quote_in_a_name_is_part_of_it(
+    mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run "its" is not "it's"."""
+    client = MlflowClient(mlflow_database)
+    experiment = client.create_experiment("quotes")
+    wanted = client.create_run(experiment, run_name="it's").info.run_id
+    client.create_run(experiment, run_name="its")
+    assert call(capsys, "report", "it's", "--tracking_uri", mlflow_database)[1].startswith(
+        f"it's ({wanted})"
+    )
+
+
 def test_a_run_with_the_rates_of_another_tool_is_read(
     mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
