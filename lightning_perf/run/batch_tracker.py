@@ -130,8 +130,11 @@ class BatchTracker:
     def count(self) -> None:
         """Count the deferred batches; on the training thread, before their counts are read."""
         deferred, self._deferred = iter(self._deferred), []
-        for batch in zip(*[deferred] * 6, strict=True):
-            self._add(*batch)
+        try:
+            for batch in zip(*[deferred] * 6, strict=True):
+                self._add(*batch)
+        finally:  # after Ctrl-C the others are counted as the run ends
+            self._deferred = [*deferred]
 
     def _add(
         self,

@@ -235,8 +235,10 @@ class FlopMeter:
         elif self.work is not None:
             self._known += 1
             if self._known >= _SETTLED and not self._missed:
-                self.settled = True
-                self._steps.restore()
+                # Not if steps change their batches, which are only seen at their ends from now on.
+                self._known, self.settled = 0, signature(batch) == self._signature
+                if self.settled:
+                    self._steps.restore()
 
     def _store(self, cache: FlopCache, counts: Counts, whole: bool) -> None:
         # A skipped step has no backward: count the next batch instead.

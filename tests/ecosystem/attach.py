@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings
+from lightning_perf.run import flop_meter
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.stages import Counters
 
@@ -41,10 +42,11 @@ def _suite() -> Suite:
     # With a peak given, no test waits until that of this machine is measured.
     peak = 1e12
     speed = SpeedMonitor(window_size=2, gpu_flops_available=peak)
-    return Suite([speed, Flops("1ba", peak_flops=peak), Timings(), SystemMetrics()])
+    return Suite([speed, Flops("4ba", peak_flops=peak), Timings(), SystemMetrics()])
 
 
 def _attach(folder: str) -> None:
+    flop_meter._SETTLED = 1  # short trainings have batches that are deferred, too
     make, report = pl.Trainer.__init__, Reporting.__init__
 
     @wraps(make)

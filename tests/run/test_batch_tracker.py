@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers.small import Records, Small, trainer
+from helpers.small import FLOPS_PER_SAMPLE, Records, Small, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -17,6 +17,7 @@ from lightning_perf import Flops, SpeedMonitor, Suite, WindowCallback
 from lightning_perf.core.window import Window
 from lightning_perf.run import batch_tracker, flop_meter
 from lightning_perf.run.context import RunContext
+from lightning_perf.run.stages import Counters
 
 PACKS: dict[str, Callable[[Tensor], Any]] = {
     "list": lambda x: [x, x],
@@ -101,6 +102,26 @@ def test_deferred_batches_are_counted_as_others(
     assert sum(stage == "train" for stage, *_ in found[0][0]) == 80
 
 
+class Takes(Small):
+    """Takes 4 or 8 rows out of its batch, beside 2 that stay."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch.pop("x")).square().mean()
+
+    def train_dataloader(self) -> Any:
+        rows = [{"x": torch.ones(4 + 4 * (i % 2), 8), "y": torch.ones(2)} for i in range(30)]
+        return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+
+def test_a_step_may_change_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The FLOPs are those of the batch that it was given."""
+    monkeypatch.setattr(flop_meter, "_SETTLED", 4)
+    keeps = Keeps()
+    trainer(tmp_path, keeps, logger=Records(), log_every_n_steps=1000).fit(Takes())
+    counted = [cost.total for _, _, _, cost, *_ in keeps.records]
+    assert counted == 15 * [4 * FLOPS_PER_SAMPLE, 8 * FLOPS_PER_SAMPLE]
+
+
 class Declares(Small):
     """Says after ten batches that a batch costs twice as much."""
 
@@ -164,3 +185,26 @@ def test_a_callback_with_a_hook_for_each_batch_sees_each(tmp_path: Path) -> None
     looks = Looks()
     trainer(tmp_path, looks, logger=Records(), log_every_n_steps=1000).fit(Small())
     assert looks.seen == list(range(1, 17))
+
+
+def test_an_interrupt_while_deferred_batches_are_counted_loses_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are in what a checkpoint of the interrupted training holds."""
+    monkeypatch.setattr(flop_meter, "_SETTLED", 4)
+    add = Counters.add
+
+    def interrupted(self: Counters, *args: Any) -> float:
+        if self.batch == 31:
+            monkeypatch.setattr(Counters, "add", add)
+            raise KeyboardInterrupt
+        return add(self, *args)
+
+    monkeypatch.setattr(Counters, "add", interrupted)
+    keeps = Keeps()
+    run = trainer(tmp_path, keeps, Saves(keeps, 36), logger=Records(), log_every_n_steps=1000)
+    with pytest.raises(SystemExit):
+        run.fit(Packed("list"))
+    assert keeps.deferred
+    assert not keeps.tracker._deferred
+    assert keeps.state_dict()["progress"]["stages"]["train"]["batch"] == 36
