@@ -138,6 +138,10 @@ class Diagnosis(WindowCallback):
         self._spent = 0.0
         self._active = False
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_gc": None}
+
     @property
     @override
     def parts(self) -> list[PerfCallback]:

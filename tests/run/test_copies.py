@@ -64,7 +64,7 @@ ARGUMENTS: dict[str, Callable[[], Any] | None] = {
     "Window": lambda: window_of({"batch/seconds": [1.0]}),
 }
 NAMES = [name for name in lightning_perf.__all__ if ARGUMENTS.get(name, name) is not None]
-MEASURING = ["Flops", "SpeedMonitor", "Suite", "SystemMetrics", "Timings"]
+MEASURING = ["Diagnosis", "Flops", "SpeedMonitor", "Suite", "SystemMetrics", "Timings"]
 
 
 def made(name: str) -> Any:
