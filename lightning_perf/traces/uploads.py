@@ -185,13 +185,13 @@ class UploadQueue:
         If that fails, `retry` is called later, on the worker. Returns whether all targets have it,
         and it was not listed in the meantime: a listed file stays.
         """
-        left, why, final = [], "", False
+        left, why, final = [], "", True
         for target, remote in trace.sends:
             try:
                 target.send(trace.path, remote)
             except Exception as error:
                 left.append((target, remote))
-                why, final = describe(error), isinstance(error, NotHere)
+                why, final = describe(error), final and isinstance(error, NotHere)
         failed = replace(trace, failures=trace.failures + 1, sends=tuple(left))
         with self._lock:
             if not left:
