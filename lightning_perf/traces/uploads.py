@@ -215,9 +215,10 @@ class UploadQueue:
         root, run_name = self._run.root, self._run.run_name
         listed = advice = f"`lightning-perf upload` sends what {root / FILE_NAME} lists"
         try:
-            for path, (target, remote) in ((t.path.absolute(), s) for t in parked for s in t.sends):
-                address = dict(target.address)
-                append_pending(root, PendingUpload(str(path), remote, run_name, why, address))
+            for trace in parked:
+                for target, remote in trace.sends:
+                    path, address = str(trace.path.absolute()), dict(target.address)
+                    append_pending(root, PendingUpload(path, remote, run_name, why, address))
         except OSError as error:
             advice = f"the list of pending uploads could not be written ({describe(error)})"
         names = ", ".join(str(trace.path) for trace in parked[:_MOST_NAMED])
