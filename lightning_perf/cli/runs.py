@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_perf.diagnosis.compare import Change, Comparison
     from lightning_perf.tracking.runs import Run
 
-
 #: The folders and suffixes of traces that Perfetto opens.
 _TRACES, _TRACE_FILES = {"torch_traces", "viztracer"}, (".json", ".json.gz")
 #: The most files of a kind that are shown.
