@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_perf.diagnosis.compare import Change, Comparison
     from lightning_perf.tracking.runs import Run
 
-
 #: The folders and suffixes of traces that Perfetto opens.
 _TRACES, _TRACE_FILES = {"torch_traces", "viztracer"}, (".json", ".json.gz")
 #: The most files of a kind that are shown.
@@ -239,7 +238,7 @@ def _row(each: Change, step: float) -> tuple[str, ...]:
         text = duration
         name = f"time per {each.name}" if each.kind == "step" else f"  {each.name}"
         # Of a phase or culprit, how much slower it makes the whole step.
-        whole = each.before if each.kind == "step" else step
+        whole = (each.before if each.kind == "step" else step) or 1.0
         scale, unit = time_unit(max(map(abs, (each.low or 0, each.high or 0, each.difference))))
         change = f"{each.difference * scale:+.3g} {unit} ({each.difference / whole:+.1%})"
         interval = "unknown"

@@ -120,13 +120,10 @@ def document(
     if signals.windows:
         first, last = signals.windows[0], signals.windows[-1]
         timings = {
-            "first_batch": first.first.batch,
-            "last_batch": last.last.batch,
-            "step": last.step,
-            "batches": signals.batches,
-            "wall_seconds": float(signals.wall.sum()),
+            "first_batch": first.first.batch, "last_batch": last.last.batch, "step": last.step,
+            "batches": signals.batches, "wall_seconds": float(signals.wall.sum()),
             "seconds": {name: float(signals.category(name).sum()) for name in CATEGORIES},
-        }
+        }  # fmt: skip
     found = {
         "version": VERSION,
         "verdicts": [verdict.as_dict() for verdict in findings.verdicts],

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
     from lightning_perf.traces.writer import TraceWriter
 
-
 #: Files that are made of a recording, which exists without them.
 _OPTIONAL = (".html", ".txt", ".svg")
 #: Maximum number of warm-up batches.

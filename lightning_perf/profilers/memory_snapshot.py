@@ -27,7 +27,6 @@ from lightning_perf.units import bytes_text
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
-
 #: Profilers that need a snapshot when an allocation fails.
 _watching: WeakSet[MemorySnapshot] = WeakSet()
 

@@ -34,8 +34,7 @@ _OPTIONS = {
 _FORMATS = ("all_allocations", "aggregated_allocations")
 #: Captures of child processes that are kept per window.
 _MOST_CHILDREN = 64
-
-
+#: The tracker that records.
 _recording: Any = None
 
 

@@ -25,7 +25,6 @@ from lightning_perf.traces.summary import TraceSummary, summarize
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
-
 _ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
 
 

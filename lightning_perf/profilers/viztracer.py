@@ -25,10 +25,9 @@ from lightning_perf.schedule import Schedule
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
-
 #: Process ids in traces: rank 0 is 1, its first child 10001.
 _CHILDREN = 10_000
-
+#: The tracer that records.
 _recording: Any = None
 
 

@@ -150,12 +150,10 @@ class Cpu:
         total = sum(sum(each) for each in spent.values())
         if not total:
             return self._quota_use(now)
-        busy = sum(each[0] for each in spent.values())
-        waited = sum(each[1] for each in spent.values())
         return {
-            "cpu_util_simple": 100 * busy / total,
+            "cpu_util_simple": 100 * sum(busy for busy, _, _ in spent.values()) / total,
             "cpu_util_max": max(100 * each[0] / sum(each) for each in spent.values()),
-            "cpu_iowait": 100 * waited / total,
+            "cpu_iowait": 100 * sum(waited for _, waited, _ in spent.values()) / total,
         } | self._quota_use(now)
 
     def _times(self) -> Times:

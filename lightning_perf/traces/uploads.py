@@ -185,13 +185,13 @@ class UploadQueue:
         If that fails, `retry` is called later, on the worker. Returns whether all targets have it,
         and it was not listed in the meantime: a listed file stays.
         """
-        left, why, final = [], "", False
+        left, why, final = [], "", True
         for target, remote in trace.sends:
             try:
                 target.send(trace.path, remote)
             except Exception as error:
                 left.append((target, remote))
-                why, final = describe(error), isinstance(error, NotHere)
+                why, final = describe(error), final and isinstance(error, NotHere)
         failed = replace(trace, failures=trace.failures + 1, sends=tuple(left))
         with self._lock:
             if not left:
@@ -215,9 +215,10 @@ class UploadQueue:
         root, run_name = self._run.root, self._run.run_name
         listed = advice = f"`lightning-perf upload` sends what {root / FILE_NAME} lists"
         try:
-            for path, (target, remote) in ((t.path.absolute(), s) for t in parked for s in t.sends):
-                address = dict(target.address)
-                append_pending(root, PendingUpload(str(path), remote, run_name, why, address))
+            for trace in parked:
+                for target, remote in trace.sends:
+                    path, address = str(trace.path.absolute()), dict(target.address)
+                    append_pending(root, PendingUpload(path, remote, run_name, why, address))
         except OSError as error:
             advice = f"the list of pending uploads could not be written ({describe(error)})"
         names = ", ".join(str(trace.path) for trace in parked[:_MOST_NAMED])

@@ -68,13 +68,12 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
             if folder is None or not _is_older(run, folder):
                 return _read(client, run)
     except (LookupError, ImportError) as error:
-        if folder is None and local and isinstance(error, LookupError):
+        if folder is None:
+            if not local or isinstance(error, ImportError):
+                raise
             place = "" if what is None else f"in a folder {what} "
             missing = f"there is no {FILE_NAME} {place}below the current folder"
             raise LookupError(f"{missing}, and {error}") from error
-        if folder is None:
-            raise
-    assert folder is not None  # or the run was read
     return read_folder(folder)
 
 

@@ -200,7 +200,8 @@ def _verdicts(summary: Summary) -> list[Verdict]:
     # With the rules, which take 20 ms to import: `Diagnosis` alone needs them in a run.
     from lightning_perf.diagnosis import Verdict
 
-    return [Verdict(**each) for each in verdicts]
+    names = Verdict.__dataclass_fields__.keys()  # a later version may have added others
+    return [Verdict(**{name: each[name] for name in each.keys() & names}) for each in verdicts]
 
 
 def _table(cells: Sequence[_Row]) -> Table:

@@ -106,9 +106,13 @@ class Tracker(ABC):
 
 def trackers_of(loggers: Sequence[Any]) -> list[Tracker]:
     """The runs of loggers that take files, MLflow's first. Call it on rank 0."""
-    if not loggers:
-        return []  # without a search for the trackers of other packages
-    return [run for kind in _kinds() for logger in loggers if (run := kind.of(logger)) is not None]
+    found: list[Tracker] = []
+    for kind in _kinds() if loggers else ():  # a search for the trackers of other packages
+        try:
+            found += [run for logger in loggers if (run := kind.of(logger)) is not None]
+        except Exception as error:
+            warn(f"{kind.__name__} takes no files of this run ({describe(error)}).")
+    return found
 
 
 def tracker_at(address: Mapping[str, str]) -> Tracker | None:

@@ -169,6 +169,17 @@ def test_files_that_cannot_be_compared_are_one_line(
     assert why in err
 
 
+def test_a_baseline_that_took_no_time_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is a share of it."""
+    nothing = {**WHOLE, "windows": {"batches": [10] * 6, "timings": {"forward": [0.0] * 6}}}
+    good, zero = (
+        written(tmp_path / str(n), {"train": each}) for n, each in enumerate((GOOD, nothing))
+    )
+    assert compare(capsys, good, zero)[0] == 0
+
+
 @pytest.mark.parametrize("threshold", ["x", "-5%", "nan", ""])
 def test_a_threshold_is_a_share(capsys: pytest.CaptureFixture[str], threshold: str) -> None:
     """The message has an example."""

@@ -10,8 +10,14 @@ from helpers.late import PHASES, Late, find
 from helpers.windows import ranks_window, window_of
 
 from lightning_perf import Window
-from lightning_perf.diagnosis.rules.ranks import find_straggler
+from lightning_perf.diagnosis.rules.ranks import Straggler, straggler_of, work_of
 from lightning_perf.timing.totals import CATEGORIES
+
+
+def find_straggler(windows: list[Window]) -> Straggler | None:
+    """As the callers: of windows with batches, of several ranks."""
+    several = [each for each in windows if each.batches and each.world_size > 1]
+    return straggler_of([work_of(each) for each in several])
 
 
 def late(category: str, rank: int = 2, ranks: int = 4, seconds: float = 5.0) -> Window:

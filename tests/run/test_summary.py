@@ -275,6 +275,10 @@ def test_verdicts_are_in_the_file_and_its_views(
     assert code in call(capsys, "report", str(tmp_path))[1]
     trainer(tmp_path / "short", Diagnosis(), limit_train_batches=5).fit(Small())
     assert summary_of(tmp_path / "short")["abstained"]
+    # Of a later version that says more of each verdict.
+    more = {**found, "verdicts": [{**each, "more": 1} for each in found["verdicts"]]}
+    (tmp_path / "summary.json").write_text(json.dumps(more))
+    assert code in call(capsys, "report", str(tmp_path / "summary.json"))[1]
 
 
 def test_validation_alone(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
 from lightning_perf.traces.folder import compress, place
 from lightning_perf.traces.uploads import (
     Mirror,
+    NotHere,
     PendingUpload,
     Target,
     read_pending,
@@ -243,6 +244,23 @@ def test_only_failed_targets_are_retried(make_writer, worker, tmp_path):
         after(worker, record(writer, 2))
     assert [entry.target for entry in read_pending(tmp_path)] == [{"run_id": "other"}]
     assert one.attempts == 2
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_target_of_another_process_leaves_retries_to_the_others(
+    make_writer, worker, tmp_path, order
+):
+    """W&B takes no file of this rank, and MLflow fails twice: MLflow is tried a third time."""
+    mlflow = Server(failures=2)
+
+    def wandb(path, remote):
+        raise NotHere("the W&B run belongs to rank 0's process")
+
+    targets = [Target(mlflow, {"run_id": "mlflow"}), Target(wandb, {"run_id": "wandb"})][::order]
+    with pytest.warns(PerfWarning, match="not uploaded"):
+        after(worker, record(make_writer(targets=targets)))
+    assert mlflow.attempts == 3
+    assert [entry.target["run_id"] for entry in read_pending(tmp_path)] == ["wandb"]
 
 
 def test_an_unfinished_upload_is_listed_for_each_failed_target(make_writer, worker, tmp_path):

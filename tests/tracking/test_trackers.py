@@ -16,6 +16,7 @@ from helpers.small import Records, Small, trainer
 
 from lightning_perf import PerfWarning, PyTorch, Tracker
 from lightning_perf.traces.uploads import NotHere, read_pending
+from lightning_perf.tracking import tracker
 from lightning_perf.tracking.tracker import _kinds
 
 TRACE = "torch_traces/rank0.2.pt.trace.json.gz"
@@ -87,6 +88,22 @@ def test_a_tracker_of_another_package_takes_files(
     names = {path.name for path in (tmp_path / "shelf").iterdir()}
     files = (TRACE, "summary.json")
     assert names == {f"records-version_0-{file}".replace("/", "-") for file in files}
+
+
+def test_a_tracker_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One package's tracker raises for a logger of another: the run keeps its other trackers."""
+
+    class Broken(ShelfRun):
+        @classmethod
+        def of(cls, logger: Any) -> Any:
+            raise AttributeError("no api")
+
+    monkeypatch.setattr(tracker, "_kinds", lambda: (Broken, ShelfRun))
+    with pytest.warns(PerfWarning, match="Broken takes no files of this run"):
+        (found,) = tracker.trackers_of([Shelf(tmp_path)])
+    assert type(found) is ShelfRun
 
 
 #: Trains with W&B offline; then again, as on a rank whose process does not own the run.

@@ -137,18 +137,11 @@ class _Late(NamedTuple):
     waiting: float
 
 
-def find_straggler(windows: Sequence[Window]) -> Straggler | None:
+def straggler_of(works: Sequence[Work]) -> Straggler | None:
     """The rank or node that makes the others wait, if it is always or mostly the same.
 
-    Windows are of training, without the warm-up, with the columns ``timings/*``, ``waits/*`` and
-    ``progress/batches``.
+    ``works`` are of windows of training with several ranks, without the warm-up.
     """
-    works = [work_of(window) for window in windows if window.batches and window.world_size > 1]
-    return straggler_of(works)
-
-
-def straggler_of(works: Sequence[Work]) -> Straggler | None:
-    """The same from what `work_of` returned for each window."""
     if len(works) < _FEWEST_WINDOWS:
         return None
     # Where no rank is late in most windows, the sum shows one that is very late now and then.
@@ -198,7 +191,7 @@ def _common(works: Sequence[Work], is_node: bool, chronic: bool) -> Straggler | 
 
 
 def work_of(window: Window) -> Work:
-    """What each rank did and how long it waited in a window, as in `find_straggler`."""
+    """What each rank did and how long it waited in a window of ``timings/*`` and ``waits/*``."""
     own, waits = _phases(window, PHASES)
     waits = waits + window[_WAITS]
     wall = float(own.sum(axis=1).mean() + waits.mean())
@@ -286,7 +279,8 @@ def _taken(signals: Signals) -> float:
 
 def straggler(signals: Signals) -> Iterable[Verdict]:
     """One rank, or one node, makes the others wait."""
-    found = find_straggler(_windows(signals)[signals.start :])
+    windows = _windows(signals)[signals.start :]
+    found = straggler_of([work_of(window) for window in windows if window.batches])
     if found is None or found.seconds < LEAST or found.share < _STRAGGLER / 2:
         return
     who = f"node {found.node}" if found.rank is None else f"rank {found.rank}"
