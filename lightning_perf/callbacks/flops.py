@@ -15,7 +15,7 @@ from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Every, Schedule, as_schedule
 
 if TYPE_CHECKING:
-    from lightning_perf.run.batches import BatchRecord
+    from lightning_perf.run.batches import BatchRecord, BatchTotals
     from lightning_perf.run.context import RunContext
 
 
@@ -91,9 +91,8 @@ class Flops(WindowCallback):
         self._reported = set()
         context.meter.require(self.peak_flops, "peak_flops")
         if self.formula is not None:
-            signal = self._formula = FormulaSignal(
-                formula_for(self.formula, context.module), context.batches.sharing
-            )
+            formula = formula_for(self.formula, context.module)
+            signal = self._formula = FormulaSignal(formula, context.batches)
             context.batches.listeners.append(signal.fold)
             context.windows.sources["formula"] = lambda: signal
             self.columns = ("flops/*", "formula/*")
@@ -135,20 +134,20 @@ class Flops(WindowCallback):
 
 
 class FormulaSignal:
-    """The signal of a formula's FLOPs, for the batches of training, each of ``sharing`` ranks."""
+    """The signal of a formula's FLOPs, for the batches of training."""
 
     columns = ("formula/ideal_seconds", "formula/batch")
     gauges = frozenset({"formula/batch"})
 
-    def __init__(self, formula: Callable[[Any], float], sharing: int = 1) -> None:
-        self._formula, self._sharing = formula, sharing
+    def __init__(self, formula: Callable[[Any], float], batches: BatchTotals) -> None:
+        self._formula, self._batches = formula, batches
         # Of batches whose records were not folded yet.
         self._pending: deque[float] = deque()
         self._ideal_seconds, self._last = 0.0, 0.0
 
     def count(self, batch: Any) -> None:
         """Apply the formula to a batch."""
-        self._pending.append(float(self._formula(batch)) / self._sharing)
+        self._pending.append(float(self._formula(batch)) / self._batches.sharing)
 
     def fold(self, stage: str, records: Sequence[BatchRecord]) -> None:
         """Add batches whose time is known by now."""

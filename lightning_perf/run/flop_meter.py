@@ -155,7 +155,7 @@ class FlopMeter:
             if self.work is None:
                 self._find_cost(self._cache, batch)
         except Exception as error:
-            self.wanted = self.settled = False
+            self.wanted = self.settled = self.counted = False
             warn(
                 f"FLOPs are no longer counted ({describe(error)}): mfu is not reported. {_DEFINE} "
                 "Please report this."

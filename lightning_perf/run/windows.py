@@ -222,7 +222,7 @@ class Windows:
         What is due follows from what all ranks share, so every rank sends the same messages.
         """
         subscriptions = self._subscriptions
-        due = [each for each in subscriptions if each.callback.window_due(context, at_end)]
+        due = [each for each in subscriptions if each.callback.is_due(context, at_end)]
         self.quiet_until = min(
             (each.callback.trigger.quiet_until for each in subscriptions), default=inf
         )
