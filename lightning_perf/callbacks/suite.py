@@ -65,16 +65,17 @@ class Suite(PerfCallback):
         example = "[SpeedMonitor(), Flops()]"
         if not isinstance(callbacks, list | tuple):
             raise ConfigError("callbacks", callbacks, "is not a list", example)
+        self.callbacks: list[PerfCallback] = []
         for part in callbacks:
             if not isinstance(part, PerfCallback):
                 problem = "may hold only callbacks of lightning_perf; give others to the Trainer"
                 raise ConfigError("callbacks", part, problem, example)
-        suites = [each for each in callbacks if isinstance(each, Suite)]
-        for suite in suites:  # their callbacks become this one's
-            self.show_summary |= suite.show_summary
-            self.data_parallel_size = self.data_parallel_size or suite.data_parallel_size
-        self.callbacks: list[PerfCallback] = [part for each in callbacks
-                          for part in (each.callbacks if each in suites else [each])]  # fmt: skip
+            if isinstance(part, Suite):
+                self.callbacks += part.callbacks
+                self.show_summary |= part.show_summary
+                self.data_parallel_size = self.data_parallel_size or part.data_parallel_size
+            else:
+                self.callbacks.append(part)
         keys = [each.kind if each.keeps_progress else each.state_key for each in self.callbacks]
         if len(set(keys)) < len(keys):
             raise ConfigError("callbacks", keys, "holds one callback twice", example)
@@ -179,7 +180,7 @@ class EnvironmentSuite(Suite):
         suites = [each for each in others if isinstance(each, EnvironmentSuite)]
         repeated = suites[0] is not self
         kinds = {type(part) for each in others if each not in suites for part in each.parts}
-        self.callbacks: list[PerfCallback] = [part for part in self._all if not (repeated or type(part) in kinds)]
+        self.callbacks = [part for part in self._all if not (repeated or type(part) in kinds)]
         left_out = [type(part).__name__ for part in self._all if type(part) in kinds]
         if left_out and not repeated:
             names = ", ".join(left_out)

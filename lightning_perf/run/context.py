@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -31,7 +32,8 @@ from lightning_perf.run.hardware import (
     node_gpus,
     node_sampler,
 )
-from lightning_perf.run.spans import Spans, SpanSignal, WaitSignal
+from lightning_perf.run.profiler import Spans
+from lightning_perf.run.spans import SpanSignal, WaitSignal
 from lightning_perf.run.stages import Counters, Progress, StageStack
 from lightning_perf.run.summary import LiveSummary, end_summary
 from lightning_perf.run.windows import Windows
@@ -342,7 +344,8 @@ class RunContext:
         """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
         compat.show_metrics(self.trainer, metrics)
         self.reporting.log(metrics, step)
-        self._live.refresh(self)
+        if monotonic() >= self._live.due:
+            self._live.refresh(self)
 
     def _catch_up(self) -> None:
         """Reconcile with Lightning after a resume: its epoch always, its counts if we have none."""
