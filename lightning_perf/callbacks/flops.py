@@ -109,10 +109,11 @@ class Flops(WindowCallback):
 
     @override
     def window_due(self, context: RunContext, at_end: bool) -> bool:
+        due = super().window_due(context, at_end)
         if not at_end and not context.stages.nested and context.counters.batches == 1:
             self.trigger.request()
             return True
-        return super().window_due(context, at_end)
+        return due
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -147,7 +148,8 @@ class FormulaSignal:
 
     def count(self, batch: Any) -> None:
         """Apply the formula to a batch."""
-        self._pending.append(float(self._formula(batch)) / self._batches.sharing)
+        flops = 0.0 if batch is None else float(self._formula(batch))  # None: Lightning skipped it
+        self._pending.append(flops / self._batches.sharing)
 
     def fold(self, stage: str, records: Sequence[BatchRecord]) -> None:
         """Add batches whose time is known by now."""

@@ -173,6 +173,36 @@ def test_lengths_that_keep_changing_are_predicted(tmp_path: Path) -> None:
     assert len(records.of("mfu")) == 60 - 16
 
 
+def collate(items: list[int]) -> list[Tensor] | None:
+    """A batch as that of Small, but for one that Lightning skips."""
+    return None if items[0] == 9 else [torch.ones(4, 8), torch.ones(4, 1)]
+
+
+def test_a_skipped_batch_reaches_no_function_of_the_user(tmp_path: Path) -> None:
+    """Neither ``flops_per_batch`` nor a formula is called with None."""
+
+    class Declared(Small):
+        def flops_per_batch(self, batch: list[Tensor]) -> float:
+            return 10.0 * len(batch[0])
+
+    flops = Flops(peak_flops=1e9, formula=lambda batch: 20.0 * len(batch[0]))
+    loader = DataLoader(range(16), collate_fn=collate)
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        trainer(tmp_path, flops).fit(Declared(), loader)
+    assert flops.metrics["batch_flops"] == 40.0
+    assert flops.metrics["batch_flops_from_formula"] == 80.0
+    assert flops.metrics["mfu_from_formula"] == pytest.approx(2 * flops.metrics["mfu"])
+
+
+def test_a_window_that_opens_at_the_first_batch_stays_open(
+    tmp_path: Path, records: Records
+) -> None:
+    """The schedule sees the first batch, too, at which there is a report anyway."""
+    run = trainer(tmp_path, Flops("at 1ba for 12sp", peak_flops=1e9), logger=records)
+    run.fit(Small())
+    assert [step for step, _ in records.of("batch_flops")] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("batches", [999, 1000, 1001])
 def test_a_formula_belongs_to_its_own_batch(batches: int) -> None:
     """Also where records are folded within a stage, which comes before the formula is applied."""
@@ -201,9 +231,6 @@ def test_ranks_that_share_a_batch_share_the_formula(tmp_path: Path) -> None:
 
 def test_a_skipped_batch_has_no_flops(tmp_path: Path, records: Records) -> None:
     """A data loader may give None, which Lightning skips: the rates of others stay known."""
-
-    def collate(items: list[int]) -> list[Tensor] | None:
-        return None if items[0] == 9 else [torch.ones(4, 8), torch.ones(4, 1)]
 
     monitor = SpeedMonitor(window_size=4)
     run = trainer(tmp_path, monitor, logger=records, log_every_n_steps=1)

@@ -325,3 +325,19 @@ def test_a_schedule_that_raises_switches_off_one_callback(tmp_path: Path) -> Non
         run.fit(Small())
     assert len(ours(caught)) == 1
     assert [step for step, _ in records.of("mfu")] == [4, 9, 14]
+
+
+def test_an_epoch_that_ends_early_is_an_epoch_for_schedules(tmp_path: Path) -> None:
+    """Before its end nothing says so: the window comes one batch later, and is not missed."""
+
+    class Short(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 5 else None
+
+    records, diary = Records(), Diary()
+    timings = Timings(schedule="every epoch")
+    trainer(tmp_path, timings, diary, logger=records, max_epochs=3).fit(Short())
+    assert [step for step, _ in records.of("timings/forward")] == [5, 10, 14]
+    assert [m.timestamp.epoch for m in diary.moments] == [0] * 5 + [1] * 5 + [2] * 5
+    assert [m.previous.epoch for m in diary.moments][4:7] == [0, 0, 1]
+    assert diary.moments[5].previous.batch_in_epoch == 5
