@@ -295,7 +295,7 @@ class Windows:
         if found:
             context.log(found, report.step)
 
-    def recap(self, context: RunContext, stage: str) -> list[tuple[int, Window]]:
+    def summary_windows(self, context: RunContext, stage: str) -> list[tuple[int, Window]]:
         """The whole run of a stage, and its last window with batches if that is shorter.
 
         Each comes with the step of its first batch. They end at the last report of all ranks; if
