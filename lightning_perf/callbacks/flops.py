@@ -76,8 +76,7 @@ class Flops(WindowCallback):
         formula: Callable[[Any], float] | str | dict[str, Any] | None = None,
     ) -> None:
         super().__init__(as_schedule(schedule, default=Every("5ba")))
-        if peak_flops is not None:
-            check_peak(peak_flops, "peak_flops")
+        check_peak(peak_flops)
         if not (formula is None or callable(formula) or isinstance(formula, str | dict)):
             problem = "is neither a function of the batch nor the name of a formula"
             raise ConfigError("formula", formula, problem, "'palm'")

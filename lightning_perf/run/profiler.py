@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.profilers import PassThroughProfiler
 from typing_extensions import override
 
+from lightning_perf.patches import same
 from lightning_perf.run.spans import SpanRecorder
 from lightning_perf.timing.clock import NOTHING
 from lightning_perf.timing.totals import Totals
@@ -144,7 +145,7 @@ class TeeProfiler:
             self._find(action_name).__exit__(None, None, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self._theirs,)
+        return same, (self._theirs,)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -178,7 +179,3 @@ class _TeeSpan:
             return self._theirs.__exit__(*error)
         finally:
             self._ours.__exit__(None, None, None)
-
-
-def _same(value: Any) -> Any:
-    return value
