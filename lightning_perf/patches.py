@@ -52,7 +52,7 @@ class MethodPatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the owner gets the method itself.
-        return _same, (self.original,)
+        return same, (self.original,)
 
 
 class ContextPatch(MethodPatch):
@@ -160,5 +160,6 @@ def _reference(owner: Any) -> Callable[[], Any]:
         return lambda: owner
 
 
-def _same(value: Any) -> Any:
+def same(value: Any) -> Any:
+    """Return the value: what is pickled with this is replaced by it in copies."""
     return value

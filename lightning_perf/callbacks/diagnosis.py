@@ -48,8 +48,6 @@ _FOLDER = "{run_name}/diagnosis"
 _FEWEST_BATCHES = 10
 #: How torch names the time of one compilation.
 _COMPILED = "_compile.compile_inner"
-#: Seconds that the end of a run waits for its last window.
-_LAST_WINDOW_TIMEOUT = 10.0
 #: The largest share of the time that analyses take during training, since they compete for Python's
 #: lock, and seconds in addition, for the first ones.
 _MOST_TIME, _FIRST_SECONDS = 0.002, 0.01
@@ -278,8 +276,7 @@ class Diagnosis(WindowCallback):
         self._active = False
         if reason == "failure" or self._start is None or context.ranks.global_rank != 0:
             return
-        if reason != "exception":
-            context.windows.gatherer.finish(_LAST_WINDOW_TIMEOUT)
+        context.finish_reports(reason)
         context.batches.fold("train")
         signals = self._signals(context)
         self._analyse(signals, context, context.tracker.step)

@@ -15,7 +15,7 @@ from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Every, Schedule, as_schedule
 
 if TYPE_CHECKING:
-    from lightning_perf.run.batches import BatchRecord
+    from lightning_perf.run.batches import BatchRecord, BatchTotals
     from lightning_perf.run.context import RunContext
 
 
@@ -76,8 +76,7 @@ class Flops(WindowCallback):
         formula: Callable[[Any], float] | str | dict[str, Any] | None = None,
     ) -> None:
         super().__init__(as_schedule(schedule, default=Every("5ba")))
-        if peak_flops is not None:
-            check_peak(peak_flops, "peak_flops")
+        check_peak(peak_flops)
         if not (formula is None or callable(formula) or isinstance(formula, str | dict)):
             problem = "is neither a function of the batch nor the name of a formula"
             raise ConfigError("formula", formula, problem, "'palm'")
@@ -91,9 +90,8 @@ class Flops(WindowCallback):
         self._reported = set()
         context.meter.require(self.peak_flops, "peak_flops")
         if self.formula is not None:
-            signal = self._formula = FormulaSignal(
-                formula_for(self.formula, context.module), context.batches.sharing
-            )
+            formula = formula_for(self.formula, context.module)
+            signal = self._formula = FormulaSignal(formula, context.batches)
             context.batches.listeners.append(signal.fold)
             context.windows.sources["formula"] = lambda: signal
             self.columns = ("flops/*", "formula/*")
@@ -110,10 +108,11 @@ class Flops(WindowCallback):
 
     @override
     def window_due(self, context: RunContext, at_end: bool) -> bool:
+        due = super().window_due(context, at_end)
         if not at_end and not context.stages.nested and context.counters.batches == 1:
             self.trigger.request()
             return True
-        return super().window_due(context, at_end)
+        return due
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -135,20 +134,21 @@ class Flops(WindowCallback):
 
 
 class FormulaSignal:
-    """The signal of a formula's FLOPs, for the batches of training, each of ``sharing`` ranks."""
+    """The signal of a formula's FLOPs, for the batches of training."""
 
     columns = ("formula/ideal_seconds", "formula/batch")
     gauges = frozenset({"formula/batch"})
 
-    def __init__(self, formula: Callable[[Any], float], sharing: int = 1) -> None:
-        self._formula, self._sharing = formula, sharing
+    def __init__(self, formula: Callable[[Any], float], batches: BatchTotals) -> None:
+        self._formula, self._batches = formula, batches
         # Of batches whose records were not folded yet.
         self._pending: deque[float] = deque()
         self._ideal_seconds, self._last = 0.0, 0.0
 
     def count(self, batch: Any) -> None:
         """Apply the formula to a batch."""
-        self._pending.append(float(self._formula(batch)) / self._sharing)
+        flops = 0.0 if batch is None else float(self._formula(batch))  # None: Lightning skipped it
+        self._pending.append(flops / self._batches.sharing)
 
     def fold(self, stage: str, records: Sequence[BatchRecord]) -> None:
         """Add batches whose time is known by now."""

@@ -92,8 +92,7 @@ class SpeedMonitor(WindowCallback):
         for name, counter in counters.items():
             if counter is not None and not callable(counter):
                 raise ConfigError(name, counter, "is not a function of the batch", "my_counter")
-        if gpu_flops_available is not None:
-            check_peak(gpu_flops_available, "gpu_flops_available")
+        check_peak(gpu_flops_available, "gpu_flops_available")
         self.gpu_flops_available = gpu_flops_available
         self.time_unit = time_unit
         self.units = {

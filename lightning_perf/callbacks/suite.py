@@ -34,7 +34,8 @@ class Suite(PerfCallback):
     (``teardown`` and ``on_exception`` before it).
 
     Args:
-        callbacks: Callbacks of lightning_perf, in the order in which they run.
+        callbacks: Callbacks of lightning_perf, in the order in which they run. Those of a Suite
+            among them become this one's, with its other arguments.
         show_summary: Whether to print the summary of the run at its end, on rank 0.
         data_parallel_size: How many different batches the ranks train on at a time, if several
             ranks share a batch (tensor, context or pipeline parallel) and the strategy does not
@@ -64,14 +65,20 @@ class Suite(PerfCallback):
         example = "[SpeedMonitor(), Flops()]"
         if not isinstance(callbacks, list | tuple):
             raise ConfigError("callbacks", callbacks, "is not a list", example)
+        self.callbacks: list[PerfCallback] = []
         for part in callbacks:
             if not isinstance(part, PerfCallback):
                 problem = "may hold only callbacks of lightning_perf; give others to the Trainer"
                 raise ConfigError("callbacks", part, problem, example)
-        keys = [each.kind if each.keeps_progress else each.state_key for each in callbacks]
+            if isinstance(part, Suite):
+                self.callbacks += part.callbacks
+                self.show_summary |= part.show_summary
+                self.data_parallel_size = self.data_parallel_size or part.data_parallel_size
+            else:
+                self.callbacks.append(part)
+        keys = [each.kind if each.keeps_progress else each.state_key for each in self.callbacks]
         if len(set(keys)) < len(keys):
             raise ConfigError("callbacks", keys, "holds one callback twice", example)
-        self.callbacks = list(callbacks)
 
     @property
     @override
@@ -194,12 +201,9 @@ def from_environment(value: str) -> list[EnvironmentSuite]:
     if value.lower() in ("1", "true", "yes", "on"):
         return [EnvironmentSuite(always_on().callbacks)]
     given = _read(value)
-    suites = [each for each in given if isinstance(each, Suite)]
-    show = any(suite.show_summary for suite in suites) if suites else True
+    show = not any(isinstance(each, Suite) for each in given)  # else as the suites say
     try:
-        parts = [part for each in given
-                 for part in (each.callbacks if isinstance(each, Suite) else [each])]  # fmt: skip
-        return [EnvironmentSuite(parts, show)]
+        return [EnvironmentSuite(given, show)]
     except ConfigError as error:
         raise _unusable(value, error) from error
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
 _FOLDER = "{run_name}/timings"
-#: Seconds that the files of a run wait for its last window.
-_LAST_WINDOW_TIMEOUT = 10.0
 #: Windows in which a straggler is searched.
 _RECENT = 10
 #: Reports that the picture of all ranks shows; beyond it, neighbours are merged.
@@ -193,18 +191,15 @@ class Timings(WindowCallback):
         self.table = (context.spans.totals - since).table(TABLED)
         batches = context.progress.timestamp(self._stage).batch - batch
         if batches and context.ranks.global_rank == 0:
-            if reason != "exception":
-                context.windows.gatherer.finish(_LAST_WINDOW_TIMEOUT)
+            context.finish_reports(reason)
             self._leave_files(context, batches)
 
     def _leave_files(self, context: RunContext, batches: int) -> None:
         rows, first, table = self.rows, self._history.first, folded(self.table)
-        texts = {
-            "table.md": as_markdown(table, batches),
-            "table.json": json.dumps([row._asdict() for row in self.table], indent=1),
-        }
+        content = json.dumps([row._asdict() for row in self.table], indent=1)
         files: dict[str, Callable[[Path], None]] = {
-            name: partial(_write, text) for name, text in texts.items()
+            "table.md": partial(_write, as_markdown(table, batches)),
+            "table.json": partial(_write, content),
         }
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)

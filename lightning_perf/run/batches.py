@@ -106,12 +106,12 @@ class BatchTotals:
         if not self.wanted:
             return
         found = self._stages[stage]
+        if len(found.records) + len(found.late) >= _MOST_RECORDS:
+            self.fold(stage)  # without this batch, which listeners may not have seen yet
         if timed is None:
             found.records.append(record)
         else:
             found.late.append((record, timed))
-        if len(found.records) + len(found.late) >= _MOST_RECORDS:
-            self.fold(stage)
 
     def fold(self, stage: str) -> None:
         """Bring the totals up to date, as far as the device is known to have come."""
@@ -205,7 +205,9 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
             no_tokens += 1
         else:
             tokens += batch_tokens
-        if cost is None:
+        if cost is None and batch_samples == 0:  # Lightning skipped the batch
+            known_seconds += spent
+        elif cost is None:
             no_flops += 1
         else:
             model += cost.total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -34,7 +34,7 @@ def _install_stage_hooks(callback: type[PerfCallback], stage: str, word: str) ->
     def batch_start(
         self: PerfCallback, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any
     ) -> None:
-        context = self._context
+        context = self._driven
         if context is None or context.stage != stage:
             return
         for part in self._before_batch_parts:
@@ -56,7 +56,7 @@ def _batch_end(stage: str) -> Callable[..., None]:
         batch: Any,
         *_: Any,
     ) -> None:
-        context = self._context
+        context = self._driven
         if context is None or context.stage != stage:
             return
         if context.members[0] is self:
@@ -77,6 +77,29 @@ def _batch_end(stage: str) -> Callable[..., None]:
     return batch_end
 
 
+def _with_ours(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A subclass's hook that runs ours too, whether or not it calls super()."""
+
+    @wraps(theirs)
+    def hook(self: PerfCallback, *args: Any, **kwargs: Any) -> Any:
+        ours = getattr(PerfCallback, name)
+        if name in _ENDS:  # ours may be repeated
+            try:
+                return theirs(self, *args, **kwargs)
+            finally:
+                ours(self, *args, **kwargs)
+        ours(self, *args, **kwargs)
+        driven, self._driven = self._driven, None  # super() does nothing
+        try:
+            return theirs(self, *args, **kwargs)
+        finally:
+            self._driven = None if driven is None else self._context
+
+    return hook
+
+
+#: Lightning's words for stages in the names of hooks.
+_WORDS = ("train", "validation", "test", "predict")
 #: Set-up errors that the user can fix: these stop the run before it starts.
 _FOR_THE_USER = (ConfigError, RecorderBusy, FileExistsError)
 #: Lightning's per-batch hooks that no lifecycle method needs.
@@ -85,6 +108,17 @@ _UNUSED = (
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
+)
+#: Hooks that release what a run holds, and all hooks that advance it.
+_ENDS = {"teardown", "on_exception"}
+_HOOKS = (
+    _ENDS
+    | {"on_train_epoch_end"}
+    | {
+        f"on_{word}_{hook}"
+        for word in _WORDS
+        for hook in ("start", "end", "batch_start", "batch_end")
+    }
 )
 #: Methods of the module, which holds the Trainer, that Lightning attaches to each callback.
 _ATTACHED = ("log", "log_dict")
@@ -106,8 +140,16 @@ class PerfCallback(Callback):
     #: The units of its metrics, by key or pattern (``"timings/*"``), for the run's params.
     units: Mapping[str, str] = {}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in _HOOKS & vars(cls).keys():
+            setattr(cls, name, _with_ours(name, vars(cls)[name]))
+
     def __init__(self) -> None:
         self._context: RunContext | None = None
+        #: The context that Lightning's hooks advance: None if another callback hosts this one, and
+        #: while a subclass's hook runs.
+        self._driven: RunContext | None = None
         self._progress: Progress | None = None
         self._disabled = False
         #: Whether another callback hosts this one and receives Lightning's hooks in its place.
@@ -227,6 +269,7 @@ class PerfCallback(Callback):
             vars(each).pop("state_key", None)
         context = RunContext.join(trainer, pl_module, self)
         self._attach(context)
+        self._driven = context
         self._skip_hooks(*_UNUSED)
         context.describe({key: v for part in self.parts for key, v in part.settings().items()})
 
@@ -244,7 +287,8 @@ class PerfCallback(Callback):
     def _detach(self) -> None:
         """Detach from the run, and from the module that Lightning attached for logging."""
         for each in self.with_parts:
-            each._context, each._hosted = None, False
+            each._context = each._driven = None
+            each._hosted = False
             for name in (*each._skipped_hooks, *_ATTACHED):
                 vars(each).pop(name, None)
             each._skipped_hooks.clear()
@@ -264,9 +308,10 @@ class PerfCallback(Callback):
         # A run belongs to one process: spawned processes and copies join their own.
         left_out = {*self._skipped_hooks, *_ATTACHED, "state_key"}
         own = {name: value for name, value in vars(self).items() if name not in left_out}
-        none = {"_context": None, "_progress": None, "_hosted": False, "_settled": False}
+        none = dict.fromkeys(("_context", "_driven", "_progress"))
+        flags = {"_hosted": False, "_settled": False}
         lists = ("_before_batch_parts", "_after_batch_parts", "_skipped_hooks")
-        return own | none | {name: [] for name in lists}
+        return own | none | flags | {name: [] for name in lists}
 
     def settings(self) -> dict[str, object]:
         """The constructor's arguments, for the run's params."""
@@ -317,8 +362,8 @@ class PerfCallback(Callback):
             self.disable("leave", error)
 
     def _begin(self, stage: str, word: str) -> None:
-        context = self._context
-        if context is None or self._hosted:
+        context = self._driven
+        if context is None:
             return
         leads, last = context.members[0] is self, context.members[-1] is self
         if leads:
@@ -334,8 +379,8 @@ class PerfCallback(Callback):
             part.call(part.on_start, context, reraise=not context.stages.nested)
 
     def _end(self, stage: str) -> None:
-        context = self._context
-        if context is None or context.stage != stage or self._hosted:
+        context = self._driven
+        if context is None or context.stage != stage:
             return
         self._run_shared(context.tracker.count)
         for part in self.parts:
@@ -359,7 +404,7 @@ class PerfCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Advance the epoch."""
-        context = self._context
+        context = self._driven
         if context is not None and context.stage == "train" and context.members[0] is self:
             self._run_shared(context.end_epoch)
 
@@ -371,5 +416,5 @@ def _readable(value: object) -> object:
     return getattr(value, "__qualname__", value) if callable(value) else value
 
 
-for _stage, _word in zip(STAGES, ("train", "validation", "test", "predict"), strict=True):
+for _stage, _word in zip(STAGES, _WORDS, strict=True):
     _install_stage_hooks(PerfCallback, _stage, _word)

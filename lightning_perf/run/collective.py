@@ -61,7 +61,7 @@ class _Report:
 class Gatherer:
     """Gathers over a gloo group of its own, so that the accelerator is never synchronised.
 
-    A single rank gathers nothing: it holds its reports for a moment.
+    A single rank gathers nothing: it delivers reports that end within ``HOLD`` seconds together.
 
     A report is sent at one batch and read at a later one, when it has arrived. Messages are paired
     by their order, so every rank sends the same ones, however far it is behind: none is ever

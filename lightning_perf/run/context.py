@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -31,7 +32,8 @@ from lightning_perf.run.hardware import (
     node_gpus,
     node_sampler,
 )
-from lightning_perf.run.spans import Spans, SpanSignal, WaitSignal
+from lightning_perf.run.profiler import Spans
+from lightning_perf.run.spans import SpanSignal, WaitSignal
 from lightning_perf.run.stages import Counters, Progress, StageStack
 from lightning_perf.run.summary import LiveSummary, end_summary
 from lightning_perf.run.windows import Windows
@@ -182,8 +184,7 @@ class RunContext:
             return
         del _CONTEXTS[id(self.trainer)]
         self._patches.restore()
-        if reason != "exception":
-            self.windows.gatherer.finish(GATHER_TIMEOUT)
+        self.finish_reports(reason)
         self.windows.gatherer.close()
         summary = end_summary(self, self._joined, reason)
         self.meter.close()
@@ -194,15 +195,15 @@ class RunContext:
                 finish()
             except Exception as error:  # the others may hold what was recorded
                 warn(f"the run did not end as it should ({describe(error)}).")
-        self.reporting.tidy()
+        self.reporting.remove_temporary()
         self.warnings_digest.summarize()
         with suppress(Exception):  # such as a closed stdout
             shown = summary is not None and summary.show()
             here = reason == "teardown" and self.ranks.global_rank == 0
             if here and not (shown or self.trainer.loggers):
-                self._tell_where()
+                self._log_locations()
 
-    def _tell_where(self) -> None:
+    def _log_locations(self) -> None:
         """Log where the metrics and files are, since there is no logger."""
         named = [f"{type(p).__name__}.metrics" for p in self._joined if getattr(p, "metrics", None)]
         run, saved = Path(self.trainer.default_root_dir, self.run_name), saved_by(self._joined)
@@ -216,6 +217,11 @@ class RunContext:
         places += [f"files are in {', '.join(folders)}"] if folders else []
         if places:
             rank_zero_info(f"lightning_perf: this Trainer has no logger: {'; '.join(places)}.")
+
+    def finish_reports(self, reason: str) -> None:
+        """Wait a bounded time for the last reports of all ranks; not after an exception."""
+        if reason != "exception":
+            self.windows.gatherer.finish(GATHER_TIMEOUT)
 
     def abandon(self) -> None:
         """Remove all callbacks: the run has ended without their hooks being called."""
@@ -258,7 +264,7 @@ class RunContext:
         self.meter.start(stage)
         if stage == "train":
             limits = self.limits = compat.limits_of(self.trainer, owners[1:], self.batches.sharing)
-            self._catch_up()
+            self._reconcile()
             self.describe(self.setup())
         self.stages.enter(stage, limits)
         self._select_stage()
@@ -342,9 +348,10 @@ class RunContext:
         """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
         compat.show_metrics(self.trainer, metrics)
         self.reporting.log(metrics, step)
-        self._live.refresh(self)
+        if monotonic() >= self._live.due:
+            self._live.refresh(self)
 
-    def _catch_up(self) -> None:
+    def _reconcile(self) -> None:
         """Reconcile with Lightning after a resume: its epoch always, its counts if we have none."""
         counters, trainer = self.progress.stages["train"], self.trainer
         total, in_epoch = compat.batches_seen(trainer)

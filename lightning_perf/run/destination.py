@@ -142,7 +142,7 @@ class Reporting:
             target.warn_lost()
         self.deliver()
 
-    def tidy(self) -> None:
+    def remove_temporary(self) -> None:
         """Remove temporary folders, after all files were moved or uploaded."""
         for root in self._roots.values():
             root.close()

@@ -155,7 +155,7 @@ class FlopMeter:
             if self.work is None:
                 self._find_cost(self._cache, batch)
         except Exception as error:
-            self.wanted = self.settled = False
+            self.wanted = self.settled = self.counted = False
             warn(
                 f"FLOPs are no longer counted ({describe(error)}): mfu is not reported. {_DEFINE} "
                 "Please report this."
@@ -220,12 +220,14 @@ class FlopMeter:
     def after_batch(self, batch: Any) -> None:
         """Finish the batch that has just ended: set ``work`` and ``counted``."""
         begun, self._begun = self._begun, False
-        if self.declared:
+        if batch is None:  # Lightning skipped it
+            self.work, self.counted = None, False
+        elif self.declared:
             self.work, self.counted = self._declared_work(batch), False
-        elif self.settled and batch is not None:
+        elif self.settled:
             self.counted = False
             self._look_up(batch)
-        elif not begun:  # Lightning skipped the batch
+        elif not begun:
             self.work, self.counted = None, False
         elif self.counter is not None:
             counts, self.counted = self.counter.counts, True

@@ -9,19 +9,12 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.profilers import PassThroughProfiler
 from torch.autograd import Variable
 from torchmetrics import Metric
 
 from lightning_perf.flops import is_compiled
-from lightning_perf.patches import MethodPatch, PatchSet
+from lightning_perf.patches import MethodPatch, PatchSet, is_of_class
 from lightning_perf.run import compat
-from lightning_perf.run.lightning_spans import (
-    NullProfiler,
-    SpanProfiler,
-    TeeProfiler,
-    classify,
-)
 from lightning_perf.timing.clock import (
     NOTHING,
     Clock,
@@ -81,6 +74,78 @@ _DEVICE_WAITS = {"waits/device/start": START, "waits/device/backward": GRADIENTS
 _ITER = ("dataloader_next", "iter")
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 _MOVE = ("from_device", "predictions")
+
+
+#: By the last part of a span's name; the parts before it are classes of the user.
+_CATEGORIES = {
+    hook: category
+    for category, hooks in {
+        "dataloader_next": ("train_dataloader_next", "val_next", "test_next", "predict_next"),
+        "to_device": (
+            "on_before_batch_transfer", "batch_to_device", "transfer_batch_to_device",
+            "on_after_batch_transfer",
+        ),
+        "forward": ("training_step", "validation_step", "test_step", "predict_step"),
+        "backward": ("backward",),
+        "optimizer_step": ("optimizer_step",),
+        "step_lr_schedulers": ("lr_scheduler_step",),
+        "checkpoint": ("save_checkpoint",),
+        "other": ("run_training_batch", "run_training_epoch", "on_predict_batch_end"),
+    }.items()
+    for hook in hooks
+}  # fmt: skip
+#: Hooks that do work even if the user does not override them.
+_ALWAYS_ACTIVE = {"optimizer_step", "lr_scheduler_step", "on_predict_batch_end"}
+#: Lightning's base classes, whose hooks are empty.
+_EMPTY = {"Callback", "LightningModule", "LightningDataModule", "ModelHooks", "DataHooks"}
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+#: Runs only while a checkpoint is written.
+_SAVE_HOOK = "on_save_checkpoint"
+_MODULES = ("[LightningModule]", "[LightningDataModule]")
+
+
+def classify(action: str, trainer: Trainer) -> tuple[str, str] | None:
+    """The category and the name under which a span of Lightning is recorded.
+
+    None for spans that are not: empty hooks, which the trainer's callbacks and modules do not
+    override, and the user's own spans.
+    """
+    owner, _, hook = action.rpartition(".")
+    if owner.startswith("[Callback]"):
+        return _callback(owner.removeprefix("[Callback]"), hook, trainer)
+    if owner.startswith(_MODULES):
+        return _module_hook(owner.partition("]")[2], hook, trainer)
+    if owner and not owner.startswith("["):
+        return None
+    category = _CATEGORIES.get(hook)
+    return None if category is None else (category, hook)
+
+
+def _callback(key: str, hook: str, trainer: Trainer) -> tuple[str, str] | None:
+    callbacks = getattr(trainer, "callbacks", ())
+    owners = [callback for callback in callbacks if callback.state_key == key]
+    if owners and not any(_overrides(owner, hook) for owner in owners):
+        return None
+    name = type(owners[0]).__name__ if owners else key.partition("{")[0]
+    saves = any(base.__name__ == "Checkpoint" for o in owners for base in type(o).__mro__)
+    return "checkpoint" if saves or hook == _SAVE_HOOK else "callbacks", f"{name}.{hook}"
+
+
+def _module_hook(name: str, hook: str, trainer: Trainer) -> tuple[str, str] | None:
+    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    ours = any(_overrides(owner, hook) for owner in owners if type(owner).__name__ == name)
+    if hook in _CATEGORIES:
+        return (_CATEGORIES[hook], hook) if ours or hook in _ALWAYS_ACTIVE else None
+    category = "checkpoint" if hook == _SAVE_HOOK else "other"
+    return (category, f"{name}.{hook}") if ours and hook.startswith("on_") else None
+
+
+def _overrides(owner: object, hook: str) -> bool:
+    """Whether a hook is not the empty one of Lightning's base class."""
+    base = next((each for each in type(owner).__mro__ if hook in vars(each)), None)
+    if base is None or not is_of_class(owner, hook, getattr(owner, hook, None)):
+        return True
+    return base.__name__ not in _EMPTY or not base.__module__.startswith(_LIGHTNING)
 
 
 class SpanRecorder:
@@ -294,72 +359,6 @@ class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
             return UntrackedSpan(str(key))
         span = self[key] = self._make(key)
         return span
-
-
-class Spans:
-    """Replaces the trainer's profiler while the run's context lives.
-
-    Where nobody needs timings and the trainer has no profiler, spans cost less than without us.
-    """
-
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
-        self._profiler = getattr(trainer, "profiler", None)
-        self._installed: Any = None
-        #: Records times once they are required.
-        self.recorder: SpanRecorder | None = None
-        if type(self._profiler) is PassThroughProfiler:
-            self._install(NullProfiler())
-
-    @property
-    def totals(self) -> Totals:
-        """Exclusive times since timings were first required."""
-        return self.recorder.totals() if self.recorder is not None else Totals({})
-
-    @property
-    def latest(self) -> Totals:
-        """What `totals` returned last: at the latest report."""
-        return self.recorder.latest if self.recorder is not None else Totals({})
-
-    @property
-    def running(self) -> Action | None:
-        """What the training thread does now; None if it is not timed."""
-        return self.recorder.clock.running if self.recorder is not None else None
-
-    def require(self) -> SpanRecorder:
-        """Record times from now on."""
-        if self.recorder is None:
-            self._uninstall()
-            self.recorder = SpanRecorder(self._trainer, self._module)
-            self._listen(self.recorder)
-        return self.recorder
-
-    def enter(self, stage: str) -> None:
-        """A stage begins."""
-        if self.recorder is not None:
-            self.recorder.enter(stage)
-            if getattr(self._trainer, "profiler", None) is not self._installed:
-                self._listen(self.recorder)  # the user replaced it
-
-    def restore(self) -> None:
-        """Restore the profiler, unless the user replaced it meanwhile."""
-        self._uninstall()
-        if self.recorder is not None:
-            self.recorder.close()
-            self.recorder = None
-
-    def _listen(self, recorder: SpanRecorder) -> None:
-        theirs, find = getattr(self._trainer, "profiler", None), recorder.cache.__getitem__
-        none = type(theirs) is PassThroughProfiler
-        self._install(SpanProfiler(find) if none else TeeProfiler(theirs, find))
-
-    def _install(self, replacement: Any) -> None:
-        self._profiler = getattr(self._trainer, "profiler", None)
-        self._installed = self._trainer.profiler = replacement  # type: ignore[attr-defined]
-
-    def _uninstall(self) -> None:
-        if getattr(self._trainer, "profiler", None) is self._installed:
-            self._trainer.profiler = self._profiler  # type: ignore[attr-defined]
 
 
 class SpanSignal:

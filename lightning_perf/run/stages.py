@@ -19,9 +19,9 @@ class Counters:
     """Progress of one stage, updated in place so that a batch creates no Timestamp."""
 
     __slots__ = (
-        "_earlier_began", "_epoch_began", "_last_epoch", "batch", "batches", "epoch", "epoch_ends",
-        "last_samples", "last_seconds", "last_steps", "last_tokens", "mark", "sample", "step",
-        "token", "total_wct",
+        "_asked_epoch", "_earlier_began", "_epoch_began", "_last_epoch", "batch", "batches",
+        "epoch", "epoch_ends", "last_samples", "last_seconds", "last_steps", "last_tokens", "mark",
+        "sample", "step", "token", "total_wct",
     )  # fmt: skip
 
     def __init__(self, stamp: Timestamp | None = None) -> None:
@@ -36,7 +36,8 @@ class Counters:
         )
         #: Where the epoch before began.
         self._earlier_began = self._epoch_began
-        self._last_epoch = stamp.epoch
+        # The epochs of the present moment and the one before, as schedules saw them.
+        self._asked_epoch = self._last_epoch = stamp.epoch
         self.last_samples: int | None = 0
         self.last_tokens: int | None = 0
         self.last_steps = 0
@@ -51,6 +52,7 @@ class Counters:
     def enter(self, now: float) -> None:
         """The stage begins."""
         self.batches, self.mark, self.epoch_ends = 0, now, False
+        self._asked_epoch = self.epoch
 
     def add(
         self, now: float, samples: int | None, tokens: int | None, step: int, epoch_ends: bool
@@ -68,7 +70,9 @@ class Counters:
         self.total_wct += seconds
         self.last_samples, self.last_tokens, self.last_seconds = samples, tokens, seconds
         self.last_steps, self.step = step - self.step, step
-        self._last_epoch, self.epoch_ends = self.epoch, epoch_ends
+        # Not the epoch of this batch: schedules are not asked where an epoch ends early.
+        self._last_epoch, self._asked_epoch = self._asked_epoch, self.epoch + epoch_ends
+        self.epoch_ends = epoch_ends
         return seconds
 
     def end_epoch(self) -> None:

@@ -157,6 +157,16 @@ class WindowCallback(PerfCallback):
             return at_end
         return self.trigger.due(context)
 
+    def is_due(self, context: RunContext, at_end: bool) -> bool:
+        """As ``window_due``; a schedule that raises switches this callback off."""
+        try:
+            return self.window_due(context, at_end)
+        except Exception as error:
+            if not self._disabled:
+                self.disable("schedule", error)
+            self.trigger.quiet_until = inf  # not evaluated again
+            return at_end
+
     def window_ended(self, context: RunContext) -> None:
         """A window of this callback has ended, which is delivered later: keep what it lacks."""
 

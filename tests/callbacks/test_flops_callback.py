@@ -12,9 +12,15 @@ import torch
 from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_perf import ConfigError, Every, Flops, Never, PerfWarning, SpeedMonitor
+from lightning_perf.callbacks.flops import FormulaSignal
 from lightning_perf.flops import measure
+from lightning_perf.flops.peaks import BatchCost, PeakResolver
+from lightning_perf.run.batches import BatchTotals
+from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.context import RunContext
 
 KEYS = {
     "mfu", "hfu", "batch_flops", "actual_batches_per_sec", "max_batches_per_sec", "total_flops",
@@ -165,6 +171,97 @@ def test_lengths_that_keep_changing_are_predicted(tmp_path: Path) -> None:
     assert values == [n * FLOPS_PER_SAMPLE for n in range(3, 63)]
     assert records.of("throughput/device/mfu")
     assert len(records.of("mfu")) == 60 - 16
+
+
+def collate(items: list[int]) -> list[Tensor] | None:
+    """A batch as that of Small, but for one that Lightning skips."""
+    return None if items[0] == 9 else [torch.ones(4, 8), torch.ones(4, 1)]
+
+
+def test_a_skipped_batch_reaches_no_function_of_the_user(tmp_path: Path) -> None:
+    """Neither ``flops_per_batch`` nor a formula is called with None."""
+
+    class Declared(Small):
+        def flops_per_batch(self, batch: list[Tensor]) -> float:
+            return 10.0 * len(batch[0])
+
+    flops = Flops(peak_flops=1e9, formula=lambda batch: 20.0 * len(batch[0]))
+    loader = DataLoader(range(16), collate_fn=collate)
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        trainer(tmp_path, flops).fit(Declared(), loader)
+    assert flops.metrics["batch_flops"] == 40.0
+    assert flops.metrics["batch_flops_from_formula"] == 80.0
+    assert flops.metrics["mfu_from_formula"] == pytest.approx(2 * flops.metrics["mfu"])
+
+
+def test_a_window_that_opens_at_the_first_batch_stays_open(
+    tmp_path: Path, records: Records
+) -> None:
+    """The schedule sees the first batch, too, at which there is a report anyway."""
+    run = trainer(tmp_path, Flops("at 1ba for 12sp", peak_flops=1e9), logger=records)
+    run.fit(Small())
+    assert [step for step, _ in records.of("batch_flops")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("batches", [999, 1000, 1001])
+def test_a_formula_belongs_to_its_own_batch(batches: int) -> None:
+    """Also where records are folded within a stage, which comes before the formula is applied."""
+    totals = BatchTotals().start()
+    formula = FormulaSignal(lambda flops: flops, totals)
+    totals.listeners.append(formula.fold)
+    cost = BatchCost(ideal_seconds=1.0, total=1.0)
+    for number in range(batches):
+        totals.end_batch("train", (1.0, 1, 0, cost, False, number == 0))
+        formula.count(number)
+    totals.fold("train")
+    assert formula.totals("train") == (sum(range(batches)), batches - 1)
+
+
+def test_ranks_that_share_a_batch_share_the_formula(tmp_path: Path) -> None:
+    """Also where a callback that says so stands behind Flops."""
+
+    class Sharing(PerfCallback):
+        def prepare(self, context: RunContext) -> None:
+            context.batches.sharing = context.meter.sharing = 2
+
+    flops = Flops(peak_flops=1e9, formula=lambda _: 4.0)
+    trainer(tmp_path, flops, Sharing()).fit(Small())
+    assert flops.metrics["batch_flops_from_formula"] == 2.0
+
+
+def test_a_skipped_batch_has_no_flops(tmp_path: Path, records: Records) -> None:
+    """A data loader may give None, which Lightning skips: the rates of others stay known."""
+
+    monitor = SpeedMonitor(window_size=4)
+    run = trainer(tmp_path, monitor, logger=records, log_every_n_steps=1)
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        run.fit(Small(), DataLoader(range(16), collate_fn=collate))
+    rates = dict(records.of("throughput/batches_per_sec"))
+    flops = dict(records.of("throughput/flops_per_sec"))
+    assert flops.keys() == rates.keys()
+    per_batch = [flops[step] / rates[step] / (4 * FLOPS_PER_SAMPLE) for step in (8, 9, 12, 13)]
+    assert per_batch == pytest.approx([1.0, 0.75, 0.75, 1.0])
+
+
+def test_an_error_of_the_meter_leaves_the_throughput(
+    tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one warning, and no batch counts as slowed down from then on."""
+
+    class Compiled(Small):
+        def configure_model(self) -> None:
+            self.net.compile(backend="eager")
+
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(PeakResolver, "cost_of", fail)
+    monitor = SpeedMonitor(window_size=4)
+    run = trainer(tmp_path, monitor, logger=records, log_every_n_steps=1)
+    with pytest.warns(PerfWarning, match="no longer counted.*planted"):
+        run.fit(Compiled())
+    steps = [step for step, _ in records.of("throughput/batches_per_sec")]
+    assert steps == list(range(4, 16))
 
 
 def test_a_formula_may_be_named(tmp_path: Path) -> None:

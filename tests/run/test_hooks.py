@@ -14,7 +14,17 @@ from helpers.diary import Diary
 from helpers.small import Records, Small, ours, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_perf import At, Every, Flops, PerfWarning, SpeedMonitor, Suite
+from lightning_perf import (
+    At,
+    Every,
+    Flops,
+    Moment,
+    PerfWarning,
+    Schedule,
+    SpeedMonitor,
+    Suite,
+    Timings,
+)
 from lightning_perf.run.context import RunContext
 
 
@@ -263,3 +273,71 @@ def test_hooks_that_no_verb_needs_stay_the_user_s(tmp_path: Path) -> None:
     assert seen == ["of the class", "of the object"] * 2
     assert callable(monitor.on_before_zero_grad)
     assert vars(copy.deepcopy(monitor)).keys() == vars(monitor).keys() - {"state_key"}
+
+
+DRIVEN = (
+    "on_train_start", "on_train_batch_start", "on_train_batch_end", "on_validation_end",
+    "on_train_epoch_end", "on_train_end", "teardown",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("calls_super", [False, True])
+def test_a_hook_of_a_subclass_may_leave_out_super(
+    tmp_path: Path, calls_super: bool, hosted: bool
+) -> None:
+    """As with Lightning's own callbacks: each batch counts once, for all callbacks."""
+    seen: list[str] = []
+
+    def hook(name: str) -> Any:
+        def run(self: Any, *args: Any, **kwargs: Any) -> None:
+            seen.append(name)
+            if calls_super:
+                getattr(super(theirs, self), name)(*args, **kwargs)
+
+        return run
+
+    theirs: Any = type("Theirs", (Diary,), {name: hook(name) for name in DRIVEN})
+    other, usual, first = Diary("other"), Diary(), theirs()
+    options: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1}
+    trainer(tmp_path, usual, **options).fit(Small())
+    run = trainer(tmp_path, Suite([first]) if hosted else first, other, **options)
+    run.fit(Small())
+    assert first.entries == other.entries == usual.entries
+    assert [m.timestamp.epoch for m in other.moments] == [m.timestamp.epoch for m in usual.moments]
+    assert [seen.count(name) for name in DRIVEN] == [1, 6, 6, 3, 2, 1, 1]  # a sanity check, too
+    assert first._context is None
+
+
+def test_a_schedule_that_raises_switches_off_one_callback(tmp_path: Path) -> None:
+    """The others report as before."""
+
+    class Failing(Schedule):
+        def window(self, moment: Moment) -> int | None:
+            if moment.timestamp.batch > 5:
+                raise ZeroDivisionError("planted")
+            return None
+
+    records = Records()
+    timings = Timings(schedule=Failing())
+    run = trainer(tmp_path, timings, Flops(peak_flops=1e9), logger=records)
+    with pytest.warns(PerfWarning, match="Timings is off.*schedule failed.*planted") as caught:
+        run.fit(Small())
+    assert len(ours(caught)) == 1
+    assert [step for step, _ in records.of("mfu")] == [4, 9, 14]
+
+
+def test_an_epoch_that_ends_early_is_an_epoch_for_schedules(tmp_path: Path) -> None:
+    """Before its end nothing says so: the window comes one batch later, and is not missed."""
+
+    class Short(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 5 else None
+
+    records, diary = Records(), Diary()
+    timings = Timings(schedule="every epoch")
+    trainer(tmp_path, timings, diary, logger=records, max_epochs=3).fit(Short())
+    assert [step for step, _ in records.of("timings/forward")] == [5, 10, 14]
+    assert [m.timestamp.epoch for m in diary.moments] == [0] * 5 + [1] * 5 + [2] * 5
+    assert [m.previous.epoch for m in diary.moments][4:7] == [0, 0, 1]
+    assert diary.moments[5].previous.batch_in_epoch == 5

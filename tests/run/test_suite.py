@@ -121,6 +121,16 @@ def test_the_key_in_checkpoints_is_that_of_the_kind(tmp_path: Path) -> None:
     assert again._progress.stages["train"].batch == 32
 
 
+def test_a_suite_within_a_suite_keeps_its_arguments_and_state() -> None:
+    """Its callbacks become the outer one's, with the keys that a resume looks for."""
+    monitor, flops = SpeedMonitor(2), Flops()
+    suite = Suite([Suite([monitor], show_summary=True, data_parallel_size=1), flops])
+    assert suite.callbacks == suite.parts == [monitor, flops]
+    assert (suite.show_summary, suite.data_parallel_size) == (True, 1)
+    with pytest.raises(ConfigError, match="holds one callback twice"):
+        Suite([Suite([SpeedMonitor()]), SpeedMonitor()])
+
+
 @pytest.mark.parametrize("logger", [False, True])
 def test_without_a_logger_one_line_says_where_the_figures_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, logger: bool

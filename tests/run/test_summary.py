@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from torch import Tensor
 
 from lightning_perf import Diagnosis, Flops, PyTorch, SpeedMonitor, Suite, Timings
-from lightning_perf.run.summary import StageHistory
+from lightning_perf.run.windows import StageHistory
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
 from lightning_perf.tracking.summary import SummaryError, read_summary
 
