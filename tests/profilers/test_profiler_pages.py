@@ -182,4 +182,4 @@ def test_a_snapshot_without_history_says_so() -> None:
     """Without an open window there are only segments."""
     nothing = {**SNAPSHOT, "device_traces": [[]]}
     assert "No history was recorded" in history(nothing)
-    assert "1 segments of 4.0 MiB, 3.0 MiB in use" in segments(nothing)
+    assert "1 segment of 4.0 MiB, 3.0 MiB in use" in segments(nothing)
