@@ -51,7 +51,8 @@ if __name__ == "__main__":
 def start(folder: Path, options: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
     """A process that trains, and starts its ranks as the strategy does."""
     script = folder / "train.py"
-    script.write_text(SCRIPT)
+    if not script.exists():  # a rank that was started before may read it now
+        script.write_text(SCRIPT)
     known = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     return subprocess.Popen(
