@@ -78,7 +78,7 @@ def _batch_end(stage: str) -> Callable[..., None]:
 
 
 def _with_ours(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A subclass's hook that runs ours too, whether or not it calls super()."""
+    """Wrap a subclass's hook so that it runs our part once, with or without super()."""
 
     @wraps(theirs)
     def hook(self: PerfCallback, *args: Any, **kwargs: Any) -> Any:

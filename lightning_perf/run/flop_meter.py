@@ -237,7 +237,7 @@ class FlopMeter:
         elif self.work is not None:
             self._known += 1
             if self._known >= _SETTLED and not self._missed:
-                # Not if steps change their batches, which are only seen at their ends from now on.
+                # Once settled, batches are looked up when they end: steps must not change them.
                 self._known, self.settled = 0, signature(batch) == self._signature
                 if self.settled:
                     self._steps.restore()

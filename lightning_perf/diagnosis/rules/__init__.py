@@ -170,5 +170,5 @@ def graded(share: float, worth: bool = True) -> str:
 
 
 def without_none(**values: float | str | None) -> dict[str, float | str]:
-    """Evidence, as far as it is known."""
+    """The values that are not None: evidence, as far as it was measured."""
     return {name: value for name, value in values.items() if value is not None}

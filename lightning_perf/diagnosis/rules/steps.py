@@ -47,11 +47,8 @@ def warmup(signals: Signals) -> Iterable[Verdict]:
         return
     phase = None
     if len(signals.windows) > (signals.start or 1):
-        spent, first_window = (
-            {name: signals.category(name) for name in CATEGORIES},
-            signals.counts[0],
-        )
-        over = {n: each[0] - first_window * signals.per_batch(each) for n, each in spent.items()}
+        batches, spent = signals.counts[0], {name: signals.category(name) for name in CATEGORIES}
+        over = {name: each[0] - batches * signals.per_batch(each) for name, each in spent.items()}
         phase = max(over, key=over.__getitem__)
     compilations = signals.total([row for row in signals.actions if row.stage == COMPILE])
     compiling = float(compilations.seconds.sum())
