@@ -24,7 +24,7 @@ from lightning_perf.cli import (
 )
 from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
-from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, rewrite_pending
+from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, revise_pending
 from lightning_perf.tracking.tracker import STORE, check_store, store_target, tracker_at
 from lightning_perf.units import counted, duration
 
@@ -261,13 +261,14 @@ def _send_all(
         for key in track(entries, "uploading", console=console, disable=not console.is_terminal):
             errors[key] = send(entries[key], place)
     finally:
-        # Read again: a running training may have added entries.
-        kept = [
-            replace(each, error=errors.get(_key(each), each.error))
-            for each in read_pending(place)
-            if errors.get(_key(each)) not in ("", forgotten)
-        ]
-        rewrite_pending(place, kept)
+
+        def left(entry: PendingUpload) -> PendingUpload | None:
+            error = errors.get(_key(entry))
+            if error is None:  # a running training has added it
+                return entry
+            return None if error in ("", forgotten) else replace(entry, error=error)
+
+        revise_pending(place, left)
     return [(entries[key].path, error) for key, error in errors.items()]
 
 
@@ -275,7 +276,7 @@ def _places(folder: str) -> Iterator[Path]:
     for place, below, files in os.walk(folder):
         # Hidden folders belong to other tools and may be large.
         below[:] = sorted(name for name in below if not name.startswith("."))
-        if FILE_NAME in files:
+        if any(name.startswith(FILE_NAME) for name in files):
             yield Path(place)
 
 

@@ -267,7 +267,14 @@ class PerfCallback(Callback):
         for each in self.with_parts:  # from now on checkpoints keep their state
             each._settled = True
             vars(each).pop("state_key", None)
-        context = RunContext.join(trainer, pl_module, self)
+        try:
+            context = RunContext.join(trainer, pl_module, self)
+        except Exception as error:
+            # With several ranks the others wait for this one, so that only an error ends all.
+            if isinstance(error, _FOR_THE_USER) or trainer.world_size > 1:
+                raise
+            self.disable("setup", error)
+            return
         self._attach(context)
         self._driven = context
         self._skip_hooks(*_UNUSED)

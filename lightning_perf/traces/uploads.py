@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import WarningDigest, describe, warn
-from lightning_perf.traces.folder import written_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from lightning_perf.background import Worker
@@ -95,6 +95,7 @@ class Trace:
 
 
 FILE_NAME = "pending_uploads.jsonl"
+_MOVED = f"{FILE_NAME}.moved-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +116,45 @@ class PendingUpload:
 def append_pending(root: Path, entry: PendingUpload) -> None:
     """Append an entry to the list in `root`; safe with several processes."""
     root.mkdir(parents=True, exist_ok=True)
+    path = root / FILE_NAME
     # Not through a link: it may point anywhere.
     how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    with open(os.open(root / FILE_NAME, how, 0o666), "ab") as file:  # noqa: PTH123
-        file.write(_line(entry))  # a single write, so that lines of several ranks do not mix
+    for _ in range(3):
+        with open(os.open(path, how, 0o666), "ab", buffering=0) as file:  # noqa: PTH123
+            file.write(_line(entry))  # a single write, so that lines of several ranks do not mix
+            # `revise_pending` may have moved the list and read it before the line was there.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return
 
 
 def read_pending(root: Path) -> list[PendingUpload]:
     """The entries of the list in `root`, oldest first; warns about damaged lines and skips them."""
-    path = root / FILE_NAME
+    return [entry for path in [*_moved(root), root / FILE_NAME] for entry in _read(path)]
+
+
+def revise_pending(root: Path, revise: Callable[[PendingUpload], PendingUpload | None]) -> None:
+    """Replace each entry of the list in `root` by what ``revise`` returns; None removes it.
+
+    Entries that other processes append meanwhile stay: they begin a new list. If this is
+    interrupted, an entry may be listed twice, and none is lost.
+    """
+    with suppress(FileNotFoundError):
+        (root / FILE_NAME).rename(root / f"{_MOVED}{os.urandom(4).hex()}")
+    for path in _moved(root):
+        for entry in _read(path):
+            revised = revise(entry)
+            if revised is not None:
+                append_pending(root, revised)
+        path.unlink(missing_ok=True)
+
+
+def _moved(root: Path) -> list[Path]:
+    """Lists that are being revised, or whose revision was interrupted."""
+    return sorted(root.glob(f"{_MOVED}*"))
+
+
+def _read(path: Path) -> list[PendingUpload]:
     entries = []
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
@@ -135,15 +166,6 @@ def read_pending(root: Path) -> list[PendingUpload]:
         except (AttributeError, RecursionError, TypeError, ValueError):
             warn(f"line {number} of {path} is damaged and was skipped.")
     return entries
-
-
-def rewrite_pending(root: Path, entries: Iterable[PendingUpload]) -> None:
-    """Replace the list in `root`; an empty list removes the file."""
-    if lines := [_line(entry) for entry in entries]:
-        with written_whole(root / FILE_NAME) as file:
-            file.writelines(lines)
-    else:
-        (root / FILE_NAME).unlink(missing_ok=True)
 
 
 def _line(entry: PendingUpload) -> bytes:

@@ -141,6 +141,23 @@ def test_warnings_as_errors_do_not_stop_training(
     caplog.clear()
 
 
+def test_an_unexpected_error_at_set_up_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing can be measured, each callback warns once, and one rank trains without them."""
+
+    def fail(*_: Any) -> None:
+        raise AttributeError("a newer Lightning")
+
+    monkeypatch.setattr("lightning_perf.run.compat.data_parallel_size", fail)
+    run = trainer(tmp_path, SpeedMonitor(), Flops(), max_epochs=2)
+    with pytest.warns(PerfWarning, match="setup failed .*a newer Lightning") as caught:
+        run.fit(Small())
+    assert len(ours(caught)) == 2
+    assert run.global_step == 32
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_exception_closes_everything_and_goes_on(tmp_path: Path) -> None:
     """The user sees the own exception; our callbacks were closed by then."""
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, tried
@@ -20,8 +21,9 @@ from lightning_perf.traces.uploads import (
     NotHere,
     PendingUpload,
     Target,
+    append_pending,
     read_pending,
-    rewrite_pending,
+    revise_pending,
 )
 from lightning_perf.tracking.mlflow import MlflowRun
 
@@ -514,23 +516,60 @@ def test_a_folder_in_place_of_the_target_is_an_error(tmp_path):
     assert (tmp_path / "source").read_bytes() == CONTENT
 
 
-def test_the_list_of_pending_uploads_is_rewritten(tmp_path):
-    """Entries are read back as written, and an empty list removes the file."""
-    entries = [PendingUpload(f"/{n}", "é", "run", "why", {"run_id": "x"}) for n in range(3)]
-    rewrite_pending(tmp_path, entries)
+def listed(number):
+    """An entry of the list."""
+    return PendingUpload(f"/{number}", "é", "run", "why", {"run_id": "x"})
+
+
+def test_the_list_of_pending_uploads_is_revised(tmp_path):
+    """Entries are replaced, removed or kept; an empty list has no file."""
+    entries = [listed(number) for number in range(3)]
+    for entry in entries:
+        append_pending(tmp_path, entry)
     assert read_pending(tmp_path) == entries
-    rewrite_pending(tmp_path, entries[1:])
-    assert read_pending(tmp_path) == entries[1:]
-    rewrite_pending(tmp_path, [])
+    changed = replace(entries[1], error="gone")
+    revised = {"/0": None, "/1": changed, "/2": entries[2]}
+    revise_pending(tmp_path, lambda entry: revised[entry.path])
+    assert read_pending(tmp_path) == [changed, entries[2]]
+    revise_pending(tmp_path, lambda entry: None)
     assert files(tmp_path) == []
     assert read_pending(tmp_path) == []
+
+
+def test_an_interrupted_revision_loses_no_entry(tmp_path):
+    """Entries stay listed when a revision stops in their middle, and the next one removes them."""
+    for number in range(3):
+        append_pending(tmp_path, listed(number))
+
+    def interrupted(entry):
+        if entry == listed(1):
+            raise KeyboardInterrupt
+        return entry
+
+    with pytest.raises(KeyboardInterrupt):
+        revise_pending(tmp_path, interrupted)
+    assert {entry.path for entry in read_pending(tmp_path)} == {"/0", "/1", "/2"}
+    revise_pending(tmp_path, lambda entry: None)
+    assert files(tmp_path) == []
+
+
+def test_entries_that_a_training_adds_during_a_revision_stay(tmp_path):
+    """Nothing is lost while one process appends to the list and another one revises it."""
+    entries = [listed(number) for number in range(50)]
+    appending = threading.Thread(
+        target=lambda: [append_pending(tmp_path, entry) for entry in entries]
+    )
+    appending.start()
+    while appending.is_alive():
+        revise_pending(tmp_path, lambda entry: entry)
+    assert {entry.path for entry in read_pending(tmp_path)} == {entry.path for entry in entries}
 
 
 @pytest.mark.parametrize("line", ['{"path": "/a", "rem', '{"path": "/a"}', "[]", "7"])
 def test_a_damaged_line_is_skipped(tmp_path, line):
     """A damaged line is a warning with its number; other lines are read."""
     entry = PendingUpload("/0", "0", "run", "why")
-    rewrite_pending(tmp_path, [entry])
+    append_pending(tmp_path, entry)
     with (tmp_path / "pending_uploads.jsonl").open("a") as file:
         file.write(line)
     with pytest.warns(PerfWarning, match="line 2"):
