@@ -18,7 +18,6 @@ from lightning_perf.run import compat
 from lightning_perf.timing.clock import (
     NOTHING,
     Clock,
-    InclusiveSpan,
     SaveSpan,
     Span,
     SpanWithCallbacks,
@@ -176,7 +175,7 @@ class SpanRecorder:
     def totals(self) -> Totals:
         """Exclusive times since this was constructed, up to now."""
         device = self.device.costs if self.device is not None else {}
-        self.latest = Totals(self.clock.costs, self.clock.whole, device)
+        self.latest = Totals(self.clock.costs, self.clock.batches, device)
         return self.latest
 
     def enter(self, stage: str) -> None:
@@ -221,7 +220,8 @@ class SpanRecorder:
         category, label = what
         clock = self.clock
         if label == "run_training_batch":
-            return InclusiveSpan(clock, what, name)
+            clock.batch = Span(clock, what, name)
+            return clock.batch
         if label == "save_checkpoint":
             return SaveSpan(clock, what, name)
         if label == "run_training_epoch":

@@ -40,8 +40,6 @@ class Span:
 
     __slots__ = ("_clock", "_name", "timer", "what")
 
-    #: Whether its duration, nested spans included, is added to the clock's ``whole``.
-    inclusive = False
     #: Whether its timer is the same each time.
     own_timer = True
 
@@ -65,13 +63,6 @@ class Span:
         clock = self._clock
         if get_ident() == clock.thread:
             clock.log.extend((perf_counter(), self, False))
-
-
-class InclusiveSpan(Span):
-    """Also adds its inclusive duration, nested spans included, to the clock's ``whole``."""
-
-    __slots__ = ()
-    inclusive = True
 
 
 class SpanWithCallbacks(Span):
@@ -159,8 +150,9 @@ class Clock:
         #: entered or left; or which timer runs from then on, and None. Kept tuples would make the
         #: garbage collector run more often.
         self.log: list[float | Span | Timer | bool | None] = []
-        #: All spans.
+        #: All spans, and the one around each training batch, if there is one.
         self.spans: list[Span] = []
+        self.batch: Span | None = None
         self._adding = Lock()
         self._stage = ""
         self._timers: dict[Action, Timer] = {}
@@ -170,7 +162,7 @@ class Clock:
         self._running = root.timer
         # The time up to which the running timer is complete.
         self._mark = perf_counter()
-        self._whole = 0.0
+        self._batches = 0.0
 
     @property
     def stage(self) -> str:
@@ -190,10 +182,10 @@ class Clock:
         return self._open[-1][1]
 
     @property
-    def whole(self) -> float:
-        """Inclusive seconds of all ``InclusiveSpan``."""
+    def batches(self) -> float:
+        """Seconds of all training batches, nested spans included."""
         self.add_up()
-        return self._whole
+        return self._batches
 
     @property
     def costs(self) -> dict[Action, Cost]:
@@ -256,8 +248,8 @@ class Clock:
                 else:
                     if opened[-1][0] is what or self._unwind(what):
                         began = opened.pop()[2]
-                        if what.inclusive:
-                            self._whole += now - began
+                        if what is self.batch:
+                            self._batches += now - began
                     running = opened[-1][1]
             self._running, self._mark = running, mark
         finally:
