@@ -182,7 +182,10 @@ def _find(client: MlflowClient, what: str | None) -> Any:
             return client.get_run(what)
         quote = '"' if "'" in what else "'"
         named = f"attributes.run_name = {quote}{what}{quote}"
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    pages = [client.search_experiments()]
+    while pages[-1].token:
+        pages.append(client.search_experiments(page_token=pages[-1].token))
+    experiments = [experiment.experiment_id for page in pages for experiment in page]
     newest = ["attributes.start_time DESC"]
     found = client.search_runs(experiments, named, order_by=newest, max_results=1)
     if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,21 @@ def test_a_quote_in_a_name_is_part_of_it(
     assert call(capsys, "report", "it's", "--tracking_uri", mlflow_database)[1].startswith(
         f"it's ({wanted})"
     )
+
+
+def test_a_run_is_found_among_many_experiments(
+    mlflow_database: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow returns experiments in pages of 1,000: here of two, with the run on the last page."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("first"), run_name="owl").info.run_id
+    for number in range(4):
+        client.create_experiment(f"later {number}")
+    paged = partialmethod(MlflowClient.search_experiments, max_results=2)
+    monkeypatch.setattr(MlflowClient, "search_experiments", paged)
+    code, out, _ = call(capsys, "report", "owl", "--tracking_uri", mlflow_database)
+    assert code == 0
+    assert run in out
 
 
 def test_a_run_with_the_rates_of_another_tool_is_read(
