@@ -152,7 +152,7 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
     if certain >= threshold and each >= LEAST:
         critical = certain >= max(CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
         severity = "critical" if critical else "warning"
-    elif share >= _INFO * threshold:
+    elif certain > 0.0 and share >= _INFO * threshold:
         severity = "info"
     else:
         return
