@@ -118,6 +118,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._depth = 0
+        self._paused = False
         self._fake_mode: object = None
         self._model: Counter[str] = Counter()
         self._hardware: Counter[str] = Counter()
@@ -142,6 +143,15 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
             self._pop()
+
+    @contextmanager
+    def paused(self, paused: bool = True) -> Iterator[None]:
+        """Count nothing inside, except inside of ``paused(False)``."""
+        before, self._paused = self._paused, paused
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def _push(self) -> None:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -182,7 +192,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, operator: Any, args: tuple[Any, ...], out: object) -> None:
         formula = classify(operator)
         # Another fake mode only computes shapes, as DTensor does for global shapes.
-        if formula is Kind.LIGHT or _fake_mode() is not self._fake_mode:
+        if formula is Kind.LIGHT or self._paused or _fake_mode() is not self._fake_mode:
             return
         work = _work(formula, args, out)
         if work is None:
