@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from helpers.clocks import FakeClock
 from helpers.diary import Diary
 from helpers.small import Records, Small, TwoOptimizers, ours, trainer
 from lightning.pytorch.callbacks import EarlyStopping
@@ -152,6 +153,30 @@ def test_max_time_defines_the_fraction(tmp_path: Path) -> None:
     first, end = diary.moments[0], diary.moments[-1]
     assert first.fraction == pytest.approx(first.timestamp.total_wct)
     assert 0.8 < (end.fraction or 0) <= 1.0
+
+
+def test_validation_counts_for_max_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning ends a training when batches and validation have taken max_time together."""
+    clock = FakeClock()
+    clock.replace_clocks(monkeypatch)
+
+    class Timed(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            clock.sleep(1.0)
+            self.trainer.should_stop = self.trainer.current_epoch + batch_idx == 2
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            clock.sleep(4.0)
+
+    diary = Diary()
+    options: dict[str, Any] = {"max_epochs": -1, "max_time": {"seconds": 10}}
+    batches = {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    trainer(tmp_path, diary, **options, **batches).fit(Timed())
+    moments = [moment for moment in diary.moments if moment.stage == "train"]
+    found = [(moment.previous_fraction, moment.fraction) for moment in moments]
+    assert found == [(0.0, 0.1), (0.1, 0.2), (0.2, 0.7), (0.7, 0.8)]
+    assert [moments[2].ahead(n).previous_fraction for n in (0, 1)] == [0.2, 0.7]
 
 
 def test_early_stopping_keeps_counts_correct(tmp_path: Path) -> None:
