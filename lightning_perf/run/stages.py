@@ -224,6 +224,11 @@ class StageStack:
         if self._device_timer is not None:
             self._device_timer.enter()
 
+    def limit(self, limits: Limits) -> None:
+        """Continue the current stage with other limits."""
+        self._stages[-1] = self._stages[-1]._replace(limits=limits)
+        self._moment = None
+
     def exit(self) -> None:
         """End the current stage."""
         ended = self._stages.pop()

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_perf import PerfWarning, SpeedMonitor, Timestamp
+from lightning_perf import Cyclic, PerfWarning, SpeedMonitor, Timestamp, WindowCallback
 from lightning_perf.run.batch_tracker import BatchCounter
 
 # Lightning's advice on loaders; warnings of ours stay errors.
@@ -143,6 +143,34 @@ def test_counts_are_right_under_every_limit(
 ) -> None:
     """Ending an epoch or the training early keeps the counts correct."""
     assert counts(last(tmp_path, Small(), **options)) == expected
+
+
+def test_epochs_of_different_lengths(tmp_path: Path) -> None:
+    """Each epoch's own length decides how much of it is done and where its windows are."""
+
+    class Growing(L.LightningDataModule):
+        batches = 2
+
+        def train_dataloader(self) -> Any:
+            self.batches += 2
+            return loader(4 * self.batches, 4)
+
+    class Seen(WindowCallback):
+        columns = ("batch/count",)
+
+        def on_window(self, window: Any) -> None:
+            seen.append(window.last.batch)
+
+    seen: list[int] = []
+    schedule, diary = Cyclic(skip_first=5, warmup=0, active=1, per_epoch=True), Diary()
+    options: dict[str, Any] = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    trainer(tmp_path, diary, Seen(schedule), **options).fit(Small(), datamodule=Growing())
+    fractions = [
+        epoch + batch / length for epoch, length in enumerate((4, 6, 8)) for batch in range(length)
+    ]
+    found = [3 * moment.fraction for moment in diary.moments]
+    assert found == pytest.approx([*fractions[1:], 3])
+    assert seen == [4 + 5, 4 + 6 + 5, 4 + 6 + 8]
 
 
 def test_max_time_defines_the_fraction(tmp_path: Path) -> None:
