@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_perf.flops.operators import (
     AUTOCAST,
+    CUDNN,
     Formula,
     Kind,
     classify,
@@ -23,6 +24,7 @@ from lightning_perf.flops.operators import (
     is_autocast,
     is_composite,
     qualified_name,
+    tf32_is_on,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ class Counts:
     """FLOPs and operator calls under a counter.
 
     FLOPs are grouped by the dtype of the operands (``"bfloat16"``), because the peak depends on it.
-    A complex product counts as four real ones.
+    What cuDNN computes of float32 in TensorFloat-32 is ``"tf32"``. A complex product counts as four
+    real ones.
     """
 
     #: FLOPs without recomputation, for MFU.
@@ -240,6 +243,10 @@ def _work(formula: Formula | Kind, args: tuple[Any, ...], out: object) -> tuple[
         return None
     dtype = tensors[0].dtype
     name = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
+    # MIOpen, cuDNN's counterpart on AMD devices, has no TensorFloat-32.
+    nvidia = tensors[0].device.type == "cuda" and torch.version.hip is None
+    if nvidia and formula in CUDNN and name == "float32" and tf32_is_on(cudnn=True):
+        name = "tf32"
     return name, int(formula(args, out)) * (4 if dtype.is_complex else 1)
 
 

@@ -195,6 +195,22 @@ FORMULAS: dict[str, Formula] = {
     for name in names.split()
 }
 
+#: Formulas of what cuDNN computes, which has its own setting of TensorFloat-32, on by default.
+CUDNN: frozenset[Formula] = frozenset({
+    plain_convolution, transposed_convolution, convolution, convolution_backward, recurrent,
+    recurrent_backward,
+})  # fmt: skip
+
+
+def tf32_is_on(cudnn: bool = False) -> bool:
+    """Whether float32 products on CUDA, or those of cuDNN, may use TensorFloat-32."""
+    backend: Any = torch.backends.cuda.matmul
+    if cudnn:
+        backend = getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)
+    precision = getattr(backend, "fp32_precision", None)
+    return bool(precision == "tf32" or (precision is None and backend.allow_tf32))
+
+
 # Names in aten without a formula that do count; in other namespaces most operators do.
 _HEAVY = re.compile(
     r"""_?(
