@@ -164,7 +164,8 @@ class SpeedMonitor(WindowCallback):
             return {} if nested else {"time/total": spent / each}
         validation = window.own("progress/validation_seconds")
         found = elapsed(spent, validation, self.time_unit)
-        if self._remaining is not None and not window.at_end:
+        if self._remaining is not None and self._context is not None and not window.at_end:
+            self._remaining.limits = self._context.limits  # those of the present epoch
             left = self._remaining.seconds(window.last, validation)
             if left is not None:
                 found["time/remaining_estimate"] = left / each
@@ -198,7 +199,9 @@ class RemainingTime:
     def __init__(
         self, limits: Limits, start: Timestamp, validations: int = 0, horizon: int = 100
     ) -> None:
-        self._limits, self._start, self._horizon = limits, start, horizon
+        #: Those of the present epoch.
+        self.limits = limits
+        self._start, self._horizon = start, horizon
         self._batches, self._batch_seconds, self._stall_seconds = 0, 0.0, 0.0
         self._before = validations if start.batch else 0
         self._validations, self._validated_at = 0, 0
@@ -232,8 +235,8 @@ class RemainingTime:
         if not self._batches:
             return None
         left = inf
-        if self._limits.max_seconds:  # Lightning's Timer counts validation too
-            left = max(self._limits.max_seconds - now.total_wct - validation_seconds, 0.0)
+        if self.limits.max_seconds:  # Lightning's Timer counts validation too
+            left = max(self.limits.max_seconds - now.total_wct - validation_seconds, 0.0)
         batches = self._batches_left(now)
         if batches < inf:
             validations, each = self._validations_left(now.batch + batches, validation_seconds)
@@ -242,7 +245,7 @@ class RemainingTime:
         return left if left < inf else None
 
     def _batches_left(self, now: Timestamp) -> float:
-        limits, left = self._limits, inf
+        limits, left = self.limits, inf
         batches, steps = now.batch - self._start.batch, now.step - self._start.step
         if limits.max_steps and steps > 0:
             # Measured steps per batch: covers gradient accumulation and several optimizers.
@@ -253,7 +256,7 @@ class RemainingTime:
         return max(left, 0.0)
 
     def _batches_per_epoch(self, now: Timestamp) -> float:
-        limits, samples = self._limits, now.sample - self._start.sample
+        limits, samples = self.limits, now.sample - self._start.sample
         if limits.batches_per_epoch:
             return limits.batches_per_epoch
         if limits.samples_per_epoch and samples:

@@ -198,15 +198,18 @@ class Limits:
         """Whether a limit is set, so that the fraction of training is defined."""
         return not (self.max_steps is None and self.max_epochs is None and self.max_seconds is None)
 
-    def fraction(self, timestamp: Timestamp) -> float | None:
-        """Return the largest of the fractions of the limits that are set; None without a limit."""
+    def fraction(self, timestamp: Timestamp, validation_seconds: float = 0.0) -> float | None:
+        """Return the largest of the fractions of the limits that are set; None without a limit.
+
+        ``validation_seconds`` are those of validation inside of fit, which count for ``max_time``.
+        """
         done = -1.0
         if self.max_steps:
             done = timestamp.step / self.max_steps
         if self.max_epochs:
             done = max(done, (timestamp.epoch + self._within_epoch(timestamp)) / self.max_epochs)
         if self.max_seconds:
-            done = max(done, timestamp.total_wct / self.max_seconds)
+            done = max(done, (timestamp.total_wct + validation_seconds) / self.max_seconds)
         return min(done, 1.0) if done >= 0.0 else None
 
     def _within_epoch(self, timestamp: Timestamp) -> float:
@@ -243,16 +246,19 @@ class Moment:
     run_name: str = ""
     #: Duration of the last batch in seconds, including the wait for its data.
     batch_seconds: float = 0.0
+    #: Seconds of validation inside of fit so far, and one batch earlier.
+    validation_seconds: float = 0.0
+    previous_validation_seconds: float = 0.0
 
     @property
     def fraction(self) -> float | None:
         """The completed fraction of the stage, or None without a limit."""
-        return self.limits.fraction(self.timestamp)
+        return self.limits.fraction(self.timestamp, self.validation_seconds)
 
     @property
     def previous_fraction(self) -> float | None:
         """The fraction one batch earlier."""
-        return self.limits.fraction(self.previous)
+        return self.limits.fraction(self.previous, self.previous_validation_seconds)
 
     def ahead(self, batches: int) -> Moment:
         """Return the expected moment a number of batches later.
@@ -260,12 +266,13 @@ class Moment:
         Batches, epochs and steps are predicted; samples, tokens and seconds are kept unchanged.
         """
         timestamp, previous = self.timestamp, self.previous
+        validated = self.validation_seconds if batches else self.previous_validation_seconds
         for _ in range(batches):
             previous, timestamp = timestamp, self._next(timestamp)
         # Positional for speed, because profilers look ahead after every batch.
         return Moment(
             self.stage, timestamp, previous, self.limits, self.ranks, self.run_name,
-            self.batch_seconds,
+            self.batch_seconds, self.validation_seconds, validated,
         )  # fmt: skip
 
     def _next(self, timestamp: Timestamp) -> Timestamp:

@@ -3,6 +3,7 @@
 from lightning_perf.flops.counter import FlopCounter
 from lightning_perf.flops.formulas import TransformerConfig, formula_for, palm
 from lightning_perf.flops.measure import measure_peak
+from lightning_perf.flops.operators import tf32_is_on
 from lightning_perf.flops.peaks import (
     DevicePeaks,
     check_peak,
@@ -11,7 +12,6 @@ from lightning_perf.flops.peaks import (
     lookup,
     peak_flops,
     table,
-    tf32_is_on,
 )
 from lightning_perf.flops.shadow import count_on_shadow, is_compiled
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_perf.flops.operators import (
     AUTOCAST,
+    CUDNN,
     Formula,
     Kind,
     classify,
@@ -23,6 +24,7 @@ from lightning_perf.flops.operators import (
     is_autocast,
     is_composite,
     qualified_name,
+    tf32_is_on,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ class Counts:
     """FLOPs and operator calls under a counter.
 
     FLOPs are grouped by the dtype of the operands (``"bfloat16"``), because the peak depends on it.
-    A complex product counts as four real ones.
+    What cuDNN computes of float32 in TensorFloat-32 is ``"tf32"``. A complex product counts as four
+    real ones.
     """
 
     #: FLOPs without recomputation, for MFU.
@@ -118,6 +121,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._depth = 0
+        self._paused = False
         self._fake_mode: object = None
         self._model: Counter[str] = Counter()
         self._hardware: Counter[str] = Counter()
@@ -142,6 +146,15 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
             self._pop()
+
+    @contextmanager
+    def paused(self, paused: bool = True) -> Iterator[None]:
+        """Count nothing inside, except inside of ``paused(False)``."""
+        before, self._paused = self._paused, paused
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def _push(self) -> None:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -182,7 +195,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, operator: Any, args: tuple[Any, ...], out: object) -> None:
         formula = classify(operator)
         # Another fake mode only computes shapes, as DTensor does for global shapes.
-        if formula is Kind.LIGHT or _fake_mode() is not self._fake_mode:
+        if formula is Kind.LIGHT or self._paused or _fake_mode() is not self._fake_mode:
             return
         work = _work(formula, args, out)
         if work is None:
@@ -230,6 +243,10 @@ def _work(formula: Formula | Kind, args: tuple[Any, ...], out: object) -> tuple[
         return None
     dtype = tensors[0].dtype
     name = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
+    # MIOpen, cuDNN's counterpart on AMD devices, has no TensorFloat-32.
+    nvidia = tensors[0].device.type == "cuda" and torch.version.hip is None
+    if nvidia and formula in CUDNN and name == "float32" and tf32_is_on(cudnn=True):
+        name = "tf32"
     return name, int(formula(args, out)) * (4 if dtype.is_complex else 1)
 
 

@@ -180,10 +180,22 @@ _TABLE: dict[str, Formula] = {
         2 * attention(args[1:], out)
     ),
     "higher_order::flex_attention_backward": lambda args, out: 2 * attention(args, out),
-    "_flash_attention_forward": lambda args, _: packed_attention(args[:3], args[3:5]),
+    """_flash_attention_forward torch_attn::_varlen_attn
+    flash_attn::_flash_attn_varlen_forward""": lambda args, _: packed_attention(
+        args[:3], args[3:5]
+    ),
     "_efficient_attention_forward": lambda args, _: packed_attention(args[:3], args[4:6]),
-    "_flash_attention_backward _efficient_attention_backward": lambda args, _: (
+    """_flash_attention_backward _efficient_attention_backward
+    torch_attn::_varlen_attn_backward""": lambda args, _: (
         2 * packed_attention(args[1:4], args[6:8])
+    ),
+    # Of the package flash-attn; the packed backward gets the gradients' memory before the ends.
+    "flash_attn::_flash_attn_forward": lambda args, _: packed_attention(args[:3], (None, None)),
+    "flash_attn::_flash_attn_backward": lambda args, _: (
+        2 * packed_attention(args[1:4], (None, None))
+    ),
+    "flash_attn::_flash_attn_varlen_backward": lambda args, _: (
+        2 * packed_attention(args[1:4], args[9:11])
     ),
     "_native_multi_head_attention": multi_head_attention,
     "_transformer_encoder_layer_fwd": transformer_encoder_layer,
@@ -194,6 +206,22 @@ FORMULAS: dict[str, Formula] = {
     for names, formula in _TABLE.items()
     for name in names.split()
 }
+
+#: Formulas of what cuDNN computes, which has its own setting of TensorFloat-32, on by default.
+CUDNN: frozenset[Formula] = frozenset({
+    plain_convolution, transposed_convolution, convolution, convolution_backward, recurrent,
+    recurrent_backward,
+})  # fmt: skip
+
+
+def tf32_is_on(cudnn: bool = False) -> bool:
+    """Whether float32 products on CUDA, or those of cuDNN, may use TensorFloat-32."""
+    backend: Any = torch.backends.cuda.matmul
+    if cudnn:
+        backend = getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)
+    precision = getattr(backend, "fp32_precision", None)
+    return bool(precision == "tf32" or (precision is None and backend.allow_tf32))
+
 
 # Names in aten without a formula that do count; in other namespaces most operators do.
 _HEAVY = re.compile(

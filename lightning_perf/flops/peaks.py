@@ -21,16 +21,18 @@ import torch
 
 from lightning_perf.errors import ConfigError, warn
 from lightning_perf.flops.measure import measure_peak
+from lightning_perf.flops.operators import tf32_is_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lightning_perf.flops.counter import Counts
 
-#: The column of the table for each dtype.
+#: The column of the table for each dtype; ``tf32`` is float32 in TensorFloat-32.
 COLUMNS = {
     "float64": "fp64",
     "float32": "fp32",
+    "tf32": "tf32",
     "float16": "fp16",
     "bfloat16": "bf16",
     "float8_e4m3fn": "fp8",
@@ -103,7 +105,8 @@ def lookup(device_name: str) -> DevicePeaks | None:
 def peak_flops(device_name: str, dtype: str, tf32: bool = False) -> float | None:
     """Return the FLOP/s of a device for matrix products of one dtype, or None if unknown.
 
-    With ``tf32``, float32 products use TensorFloat-32 if the device supports it.
+    With ``tf32``, float32 products use TensorFloat-32 if the device supports it. Without it,
+    ``"tf32"`` is float32.
 
     Example:
         >>> peak_flops("NVIDIA A100-SXM4-40GB", "float32", tf32=True) / 1e12
@@ -112,11 +115,16 @@ def peak_flops(device_name: str, dtype: str, tf32: bool = False) -> float | None
     peaks = lookup(device_name)
     if peaks is None or dtype not in COLUMNS:
         return None
-    column = COLUMNS[dtype]
-    if column == "fp32" and tf32 and peaks.tf32 is not None:
-        column = "tf32"
-    value: float | None = getattr(peaks, column)
+    value: float | None = getattr(peaks, _column(dtype, tf32, peaks.tf32 is not None))
     return value
+
+
+def _column(dtype: str, tf32: bool, supported: bool) -> str:
+    """The column of a dtype; TensorFloat-32 is float32 where it is not supported."""
+    column = COLUMNS.get(dtype, "")
+    if column == "tf32" or (column == "fp32" and tf32):
+        return "tf32" if supported else "fp32"
+    return column
 
 
 # Dense FLOPs per clock and multiprocessor by compute capability, from NVIDIA's architecture white
@@ -160,9 +168,7 @@ def estimate_from_properties(
         rates["fp8"] = 2 * half
     if capability >= (10, 0):
         rates["fp4"] = 4 * full
-    column = COLUMNS.get(dtype, "")
-    if column == "fp32" and tf32 and "tf32" in rates:
-        column = "tf32"
+    column = _column(dtype, tf32, "tf32" in rates)
     return sm_count * clock_hz * rates.get(column, 0) or None
 
 
@@ -204,7 +210,7 @@ def resolve_peak(
     is that of TensorFloat-32 if it is enabled. None if the peak is unknown.
     """
     if given == "measure" or (given is None and device.type == "cpu"):
-        measured = measure_peak(device, dtype_name)
+        measured = measure_peak(device, "float32" if dtype_name == "tf32" else dtype_name)
         return None if measured is None else Peak(measured, "measured")
     if given is not None:
         return Peak(float(given), "given")
@@ -367,9 +373,3 @@ def device_name(device: torch.device | str) -> str:
     if device.type == "mps" and hasattr(torch.backends.mps, "get_name"):
         return str(torch.backends.mps.get_name())
     return device.type
-
-
-def tf32_is_on() -> bool:
-    """Whether float32 matrix products may use TensorFloat-32."""
-    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    return precision == "tf32" or (precision is None and torch.backends.cuda.matmul.allow_tf32)

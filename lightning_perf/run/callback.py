@@ -113,7 +113,7 @@ _UNUSED = (
 _ENDS = {"teardown", "on_exception"}
 _HOOKS = (
     _ENDS
-    | {"on_train_epoch_end"}
+    | {"on_train_epoch_start", "on_train_epoch_end"}
     | {
         f"on_{word}_{hook}"
         for word in _WORDS
@@ -408,6 +408,12 @@ class PerfCallback(Callback):
         for member in list(self._context.members):
             if not member._disabled:
                 member.disable(step, error)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the length of the epoch."""
+        context = self._driven
+        if context is not None and context.stage == "train" and context.members[0] is self:
+            self._run_shared(context.begin_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Advance the epoch."""

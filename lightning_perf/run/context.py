@@ -263,7 +263,7 @@ class RunContext:
         limits = Limits()
         self.meter.start(stage)
         if stage == "train":
-            limits = self.limits = compat.limits_of(self.trainer, owners[1:], self.batches.sharing)
+            limits = self._read_limits()
             self._reconcile()
             self.describe(self.setup())
         self.stages.enter(stage, limits)
@@ -290,6 +290,15 @@ class RunContext:
             _log.warning(
                 "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", names
             )
+
+    def begin_epoch(self) -> None:
+        """An epoch of training begins, perhaps on other data: loaders may have been reloaded."""
+        self.stages.limit(self._read_limits())
+
+    def _read_limits(self) -> Limits:
+        owners = [getattr(self.trainer, "datamodule", None), *self.parts]
+        self.limits = compat.limits_of(self.trainer, owners, self.batches.sharing)
+        return self.limits
 
     def end_epoch(self) -> None:
         """An epoch of training is over."""

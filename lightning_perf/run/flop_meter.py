@@ -88,7 +88,8 @@ class FlopMeter:
         self.counter: FlopCounter | None = None
         # Whether a backward ran under the counter.
         self._backward_seen = False
-        self._steps, self._backward = PatchSet(), PatchSet()
+        # Of each step, and of what belongs to a batch that is counted.
+        self._steps, self._counting = PatchSet(), PatchSet()
         #: Whether the step of the current batch has begun.
         self._begun = False
 
@@ -179,10 +180,11 @@ class FlopMeter:
         elif cache.tries and self._compiled:
             self._count_on_shadow(cache, batch)
         elif cache.tries:
-            strategy = self._trainer.strategy
-            self._backward.wrap_in_context(strategy, "backward", self._in_backward)
+            strategy, counter = self._trainer.strategy, FlopCounter()
+            self._counting.wrap_in_context(strategy, "backward", self._in_backward)
+            self._counting.wrap(strategy, "optimizer_step", partial(_Update, counter=counter))
             # Last: after an error above, nothing would stop it.
-            self.counter, self._backward_seen = FlopCounter(), False
+            self.counter, self._backward_seen = counter, False
 
     def _in_backward(self) -> AbstractContextManager[Any]:
         self._backward_seen = True
@@ -190,7 +192,7 @@ class FlopMeter:
 
     def _stop_counting(self) -> None:
         self.counter = None
-        self._backward.restore()
+        self._counting.restore()
 
     def _warn_unpredictable(self, message: str) -> None:
         if not self._warned_unpredictable:
@@ -305,3 +307,24 @@ class _Step(MethodPatch):
             return self.original(*args, **kwargs)
         with meter.counter:
             return self.original(*args, **kwargs)
+
+
+class _Update(MethodPatch):
+    """Leaves out what an optimizer computes, such as Muon's products, but not its closure.
+
+    With manual optimization it runs within the step, under the counter.
+    """
+
+    def __init__(self, original: Callable[..., Any], counter: FlopCounter) -> None:
+        super().__init__(original)
+        self._counter = counter
+
+    def __call__(
+        self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        def counted() -> Any:
+            with self._counter.paused(False):
+                return closure()
+
+        with self._counter.paused():
+            return self.original(optimizer, counted, *args, **kwargs)

@@ -169,6 +169,8 @@ class StageStack:
         self.progress, self.ranks, self.run_name = progress, ranks, run_name
         self._device_timer = device_timer
         self._stages: list[_Stage] = []
+        # Where training stood at the last validation inside of it, and the seconds of those before.
+        self._validated_at, self._validated_before = -1, 0.0
         self._moment: Moment | None = None
         # The counts of which `_moment` was made.
         self._moment_of: tuple[object, ...] = ()
@@ -197,7 +199,8 @@ class StageStack:
         name, _, limits, counters = self._stages[-1]
         key = name, counters.batch, counters.epoch
         if self._moment is None or key != self._moment_of:
-            stamp = counters.timestamp()
+            stamp, validated = counters.timestamp(), self.progress.validation_seconds
+            since = counters.batch == self._validated_at + 1
             self._moment_of = key
             self._moment = Moment(
                 name,
@@ -207,6 +210,8 @@ class StageStack:
                 self.ranks,
                 self.run_name,
                 counters.last_seconds,
+                validated,
+                self._validated_before if since else validated,
             )
         return self._moment
 
@@ -219,6 +224,11 @@ class StageStack:
         if self._device_timer is not None:
             self._device_timer.enter()
 
+    def limit(self, limits: Limits) -> None:
+        """Continue the current stage with other limits."""
+        self._stages[-1] = self._stages[-1]._replace(limits=limits)
+        self._moment = None
+
     def exit(self) -> None:
         """End the current stage."""
         ended = self._stages.pop()
@@ -228,8 +238,10 @@ class StageStack:
             self._device_timer.exit()
         if self._stages:
             # The enclosing training batch excludes validation inside fit.
-            seconds = perf_counter() - ended.entered
-            self.progress.validation_seconds += seconds
+            seconds, progress = perf_counter() - ended.entered, self.progress
+            self._validated_at = self.counters.batch
+            self._validated_before = progress.validation_seconds
+            progress.validation_seconds += seconds
             self.counters.mark += seconds
 
     @contextmanager

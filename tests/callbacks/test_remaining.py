@@ -126,6 +126,19 @@ def test_validation_is_estimated_after_the_first_one(
         assert seconds == pytest.approx((48 - batch) * BATCH + to_come * VALIDATION), batch
 
 
+def test_an_epoch_of_another_length_changes_the_estimate(tmp_path: Path, clock: Clock) -> None:
+    """Data that grows from 16 to 32 batches between two epochs leaves 32 batches to train on."""
+
+    class Growing(Timed):
+        def train_dataloader(self) -> Any:
+            self.batch_size = 4 - 2 * bool(self.trained)
+            return super().train_dataloader()
+
+    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    found = estimates(tmp_path, Growing(clock), **options)
+    assert found[15:] == pytest.approx([BATCH * left for left in range(31, -1, -1)])
+
+
 def test_uneven_intervals_of_validation_are_averaged() -> None:
     """Three validations in each epoch of 16 batches, after 5, 10 and 15 of them."""
     limits = Limits(max_epochs=4, batches_per_epoch=16)

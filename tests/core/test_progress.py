@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from helpers.clocks import FakeClock
 from helpers.diary import Diary
 from helpers.small import Records, Small, TwoOptimizers, ours, trainer
 from lightning.pytorch.callbacks import EarlyStopping
@@ -18,7 +19,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_perf import PerfWarning, SpeedMonitor, Timestamp
+from lightning_perf import Cyclic, PerfWarning, SpeedMonitor, Timestamp, WindowCallback
 from lightning_perf.run.batch_tracker import BatchCounter
 
 # Lightning's advice on loaders; warnings of ours stay errors.
@@ -144,6 +145,34 @@ def test_counts_are_right_under_every_limit(
     assert counts(last(tmp_path, Small(), **options)) == expected
 
 
+def test_epochs_of_different_lengths(tmp_path: Path) -> None:
+    """Each epoch's own length decides how much of it is done and where its windows are."""
+
+    class Growing(L.LightningDataModule):
+        batches = 2
+
+        def train_dataloader(self) -> Any:
+            self.batches += 2
+            return loader(4 * self.batches, 4)
+
+    class Seen(WindowCallback):
+        columns = ("batch/count",)
+
+        def on_window(self, window: Any) -> None:
+            seen.append(window.last.batch)
+
+    seen: list[int] = []
+    schedule, diary = Cyclic(skip_first=5, warmup=0, active=1, per_epoch=True), Diary()
+    options: dict[str, Any] = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    trainer(tmp_path, diary, Seen(schedule), **options).fit(Small(), datamodule=Growing())
+    fractions = [
+        epoch + batch / length for epoch, length in enumerate((4, 6, 8)) for batch in range(length)
+    ]
+    found = [3 * moment.fraction for moment in diary.moments]
+    assert found == pytest.approx([*fractions[1:], 3])
+    assert seen == [4 + 5, 4 + 6 + 5, 4 + 6 + 8]
+
+
 def test_max_time_defines_the_fraction(tmp_path: Path) -> None:
     """With max_time alone, the fraction is that of the elapsed seconds."""
     diary = Diary()
@@ -152,6 +181,30 @@ def test_max_time_defines_the_fraction(tmp_path: Path) -> None:
     first, end = diary.moments[0], diary.moments[-1]
     assert first.fraction == pytest.approx(first.timestamp.total_wct)
     assert 0.8 < (end.fraction or 0) <= 1.0
+
+
+def test_validation_counts_for_max_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning ends a training when batches and validation have taken max_time together."""
+    clock = FakeClock()
+    clock.replace_clocks(monkeypatch)
+
+    class Timed(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            clock.sleep(1.0)
+            self.trainer.should_stop = self.trainer.current_epoch + batch_idx == 2
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            clock.sleep(4.0)
+
+    diary = Diary()
+    options: dict[str, Any] = {"max_epochs": -1, "max_time": {"seconds": 10}}
+    batches = {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    trainer(tmp_path, diary, **options, **batches).fit(Timed())
+    moments = [moment for moment in diary.moments if moment.stage == "train"]
+    found = [(moment.previous_fraction, moment.fraction) for moment in moments]
+    assert found == [(0.0, 0.1), (0.1, 0.2), (0.2, 0.7), (0.7, 0.8)]
+    assert [moments[2].ahead(n).previous_fraction for n in (0, 1)] == [0.2, 0.7]
 
 
 def test_early_stopping_keeps_counts_correct(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -119,6 +120,25 @@ def test_dtypes_are_kept_apart():
         mlp(torch.float64)(x.double())
 
     assert count(step).model == {"bfloat16": FIRST + SECOND, "float64": FIRST + SECOND}
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_cudnn_uses_tf32_unless_it_is_forbidden(allowed):
+    """On CUDA the peak of TensorFloat-32 applies to convolutions alone, and only where it may."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = allowed
+    try:
+        with FakeTensorMode(), torch.no_grad(), FlopCounter() as counter:
+            for device, dtype in (("cuda", None), ("cuda", torch.half), ("cpu", None)):
+                image = torch.empty(1, 2, 4, 4, device=device, dtype=dtype)
+                kernels, matrix = image.new_empty(3, 2, 3, 3), image.new_empty(5, 3)
+                F.linear(F.conv2d(image, kernels).mean((2, 3)), matrix)
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+    conv, linear = 2 * 12 * 2 * 9, 2 * 5 * 3
+    on_cuda = {"tf32": conv, "float32": linear} if allowed else {"float32": conv + linear}
+    expected = {**on_cuda, "float32": on_cuda["float32"] + conv + linear, "float16": conv + linear}
+    assert counter.counts.model == expected
 
 
 def test_complex_products_count_four_times():

@@ -192,6 +192,46 @@ def test_packed_sequences(kind):
     assert FORMULAS[f"aten::_{kind}_attention_backward"](backward, None) == 2 * expected
 
 
+#: Operators of attention outside of aten, with the arguments of their makers.
+LIBRARIES = {
+    "flash_attn::_flash_attn_forward": "Tensor q, Tensor k, Tensor v, float p, bool causal",
+    "flash_attn::_flash_attn_backward": (
+        "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor(a!)? dq, "
+        "Tensor(b!)? dk, Tensor(c!)? dv, float p, bool causal"
+    ),
+    "flash_attn::_flash_attn_varlen_forward": (
+        "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, int max_k, float p"
+    ),
+    "flash_attn::_flash_attn_varlen_backward": (
+        "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor(a!)? dq, "
+        "Tensor(b!)? dk, Tensor(c!)? dv, Tensor cu_q, Tensor cu_k, int max_q, int max_k, float p"
+    ),
+    "torch_attn::_varlen_attn": (
+        "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor? cu_k, int max_q, int max_k"
+    ),
+    "torch_attn::_varlen_attn_backward": (
+        "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+        "Tensor cu_q, Tensor cu_k, int max_q, int max_k, bool is_causal"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_attention_of_libraries(name):
+    """The kernels of flash-attn and of torch's variable-length attention are counted."""
+    packed, ends = "varlen" in name, torch.tensor([0, 3, 10])
+    tensor = torch.empty(10, HEADS, WIDTH) if packed else torch.empty(1, 10, HEADS, WIDTH)
+    values = {"float": 0.0, "int": 7, "bool": False, "Tensor": tensor}
+    kinds = [one.split() for one in LIBRARIES[name].split(", ")]
+    args = [
+        ends if argument.startswith("cu_") else values.get(kind.rstrip("?"))
+        for kind, argument in kinds
+    ]
+    flops = FORMULAS[name](args, None)
+    pairs = 3**2 + 7**2 if packed else 10**2
+    assert flops == (2 if "backward" in name else 1) * 4 * HEADS * WIDTH * pairs
+
+
 def test_fused_multi_head_attention():
     """Four projections and attention; queries and keys may differ in length."""
     query, key = meta(BATCH, QUERIES, WIDTH), meta(BATCH, KEYS, WIDTH)

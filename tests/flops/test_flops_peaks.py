@@ -115,6 +115,7 @@ def test_float32_uses_tf32_if_supported():
     assert peak_flops(a100, "float32", tf32=True) == 156e12
     assert peak_flops(a100, "bfloat16", tf32=True) == 312e12
     assert peak_flops(t4, "float32", tf32=True) == peak_flops(t4, "float32") == 8.1e12
+    assert (peak_flops(a100, "tf32"), peak_flops(t4, "tf32")) == (156e12, 8.1e12)
 
 
 def test_an_unsupported_dtype_has_no_peak():

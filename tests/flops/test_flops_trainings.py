@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.small import (
     FLOPS_PER_SAMPLE,
     HIDDEN,
@@ -17,6 +18,7 @@ from helpers.small import (
     launch,
     trainer,
 )
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -78,6 +80,50 @@ def test_manual_optimization_counts_both_optimizers(tmp_path: Path) -> None:
     """Two forwards and two backwards in one batch are both counted."""
 
     assert counted(tmp_path, TwoOptimizers())["batch_flops"] == 2 * 4 * FLOPS_PER_SAMPLE
+
+
+class Orthogonal(torch.optim.SGD):
+    """Multiplies the gradients of matrices before it uses them, as Muon does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for one in self.param_groups[0]["params"]:
+            one.grad = one.grad @ (one.grad.T @ one.grad) if one.dim() == 2 else one.grad
+        return super().step() if loss is None else loss
+
+
+class Manual(Small):
+    """One optimizer, whose step gets the forward and the backward as a closure or follows them."""
+
+    automatic_optimization = False
+
+    def __init__(self, closure: bool) -> None:
+        super().__init__()
+        self.closure = closure
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer, forward = self.optimizers(), super().training_step
+
+        def train() -> Tensor:
+            optimizer.zero_grad()
+            loss = forward(batch, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        if self.closure:
+            optimizer.step(closure=train)
+        else:
+            train()
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return Orthogonal(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_what_an_optimizer_computes_is_not_the_model_s(tmp_path: Path, closure: bool) -> None:
+    """With manual optimization products of an optimizer count as little as without it."""
+    assert counted(tmp_path, Manual(closure))["batch_flops"] == 4 * FLOPS_PER_SAMPLE
 
 
 class Dump(PerfCallback):
