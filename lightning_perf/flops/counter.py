@@ -6,12 +6,13 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_perf.flops.operators import (
@@ -138,6 +139,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Self:
         if self._depth == 0:
             self._fake_mode = _fake_mode()
+            _CONSTRUCTION.patch()
             self._push()
         self._depth += 1
         return self
@@ -146,6 +148,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
             self._pop()
+            _CONSTRUCTION.restore()
 
     @contextmanager
     def paused(self, paused: bool = True) -> Iterator[None]:
@@ -206,6 +209,47 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hardware[dtype] += flops
         if not is_recomputation():
             self._model[dtype] += flops
+
+
+class _Construction:
+    """Lets counted code construct tensors of its own classes, which torch refuses under a mode.
+
+    Replaces ``Tensor.__new__`` while any thread counts.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._counters = Lock(), 0
+
+    def patch(self) -> None:
+        """A counter starts."""
+        # It remembers Tensor.__new__. The first operator under a mode would import it, too.
+        import torch._dynamo  # noqa: F401
+
+        with self._lock:
+            self._counters += 1
+            Tensor.__new__ = _construct  # type: ignore[method-assign, assignment]
+
+    def restore(self) -> None:
+        """A counter stops."""
+        with self._lock:
+            self._counters -= 1
+            if not self._counters:
+                del Tensor.__new__
+
+
+_CONSTRUCTION = _Construction()
+
+
+def _construct(kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """As ``Tensor.__new__``, outside of the counters of this thread."""
+    mode = _get_current_dispatch_mode()
+    if not isinstance(mode, FlopCounter):
+        return torch._C.TensorBase.__new__(kind, *args, **kwargs)
+    mode._pop()
+    try:
+        return _construct(kind, *args, **kwargs)
+    finally:
+        mode._push()
 
 
 def _dispatch_keys(args: Sequence[Any]) -> DispatchKeySet:

@@ -84,6 +84,25 @@ class Nested(Small):
         return self.net(nested).values().square().mean()
 
 
+class Labelled(Tensor):
+    """A class of tensors with a constructor of its own, as PINA has."""
+
+    def __new__(cls, values: Any, label: str) -> Labelled:
+        return super().__new__(cls, values)
+
+    def __init__(self, values: Any, label: str) -> None:
+        self.label = label
+
+
+class Constructing(Small):
+    """Makes such tensors of others and of numbers."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        found = self.net(Labelled(batch[0], "in")) - Labelled([0.5], "out")
+        assert isinstance(found, Labelled)
+        return Labelled(found, "loss").square().mean()
+
+
 def train(folder: Path, kind: type[Small], *callbacks: Any) -> tuple[list[Tensor], Tensor]:
     torch.manual_seed(3)
     model = kind()
@@ -101,6 +120,7 @@ def train(folder: Path, kind: type[Small], *callbacks: Any) -> tuple[list[Tensor
         (Locked, EXACT),
         (Hooked, EXACT),  # weight normalization is elementwise
         (Nested, EXACT),
+        (Constructing, EXACT),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

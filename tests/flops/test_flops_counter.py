@@ -1,5 +1,7 @@
 """FlopCounter, compared with closed formulas."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -175,6 +177,23 @@ def test_an_exception_leaves_nothing_behind():
     assert _get_current_dispatch_mode() is None
     torch.mm(x, x)
     assert counter.counts.model_flops == 0
+
+
+def test_tensors_of_other_classes_are_constructed_until_the_last_counter_ends():
+    """Counters overlap, as those of two threads do; nothing stays behind."""
+
+    class Other(torch.Tensor):
+        pass
+
+    first, second = FlopCounter(), FlopCounter()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(first.__enter__).result()
+        with second, FlopCounter():
+            assert type(Other(torch.ones(2))) is type(Other([1.0])) is type(Other(2, 3)) is Other
+            thread.submit(first.__exit__).result()
+            assert type(Other(torch.ones(2))) is Other
+        assert type(thread.submit(Other, [1.0]).result()) is Other
+    assert "__new__" not in vars(torch.Tensor)
 
 
 def test_uncounted_operators_are_named():
