@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 
 from lightning_perf import PyTorch
 from lightning_perf.errors import PerfWarning
-from lightning_perf.traces.uploads import PendingUpload, Target, read_pending, rewrite_pending
+from lightning_perf.traces.uploads import PendingUpload, Target, append_pending, read_pending
 from lightning_perf.tracking.mlflow import MlflowRun
 
 
@@ -47,8 +47,8 @@ def test_listed_files_are_uploaded_to_their_runs(
     """Lists of the folder and its subfolders are processed and then removed."""
     below = tmp_path / "runs" / "one"
     below.mkdir(parents=True)
-    rewrite_pending(tmp_path, [listed(tmp_path, "sent/a.json", mlflow_database, run_id)])
-    rewrite_pending(below, [listed(below, "sent/b.json", mlflow_database, run_id)])
+    append_pending(tmp_path, listed(tmp_path, "sent/a.json", mlflow_database, run_id))
+    append_pending(below, listed(below, "sent/b.json", mlflow_database, run_id))
     assert exit_code("upload", str(tmp_path)) == 0
     assert artifacts(mlflow_database, run_id, "sent") == ["sent/a.json", "sent/b.json"]
     assert not list(tmp_path.rglob("pending_uploads.jsonl"))
@@ -66,7 +66,8 @@ def test_failed_uploads_stay_listed(
         listed(tmp_path, "dead/b.json", mlflow_database, run_id),
         listed(tmp_path, "dead/c.json", mlflow_database, "nosuchrun"),
     ]
-    rewrite_pending(tmp_path, entries)
+    for entry in entries:
+        append_pending(tmp_path, entry)
     assert exit_code("upload", str(tmp_path)) == 1
     first, last = read_pending(tmp_path)
     assert (first.remote, last.remote) == ("dead/a.json", "dead/c.json")
@@ -83,7 +84,7 @@ def test_tracking_uri_replaces_the_listed_address(
 ) -> None:
     """Uploads go to the address of --tracking_uri instead of the listed one."""
     dead = f"http://127.0.0.1:{free_port()}"
-    rewrite_pending(tmp_path, [listed(tmp_path, "moved/a.json", dead, run_id)])
+    append_pending(tmp_path, listed(tmp_path, "moved/a.json", dead, run_id))
     assert exit_code("upload", str(tmp_path), "--tracking_uri", mlflow_database) == 0
     assert artifacts(mlflow_database, run_id, "moved") == ["moved/a.json"]
 
@@ -94,7 +95,7 @@ def test_missing_files_are_removed_on_request_only(
     """A missing file is reported, and stays listed without --forget-missing."""
     entry = listed(tmp_path, "gone/a.json", mlflow_database, run_id)
     Path(entry.path).unlink()
-    rewrite_pending(tmp_path, [entry])
+    append_pending(tmp_path, entry)
     assert exit_code("upload", str(tmp_path)) == 1
     assert "--forget-missing" in capsys.readouterr().err
     assert [kept.path for kept in read_pending(tmp_path)] == [entry.path]
@@ -107,7 +108,7 @@ def test_no_database_is_created(
     in_tmp: Path, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A relative address is relative to the current folder, which is the default."""
-    rewrite_pending(in_tmp, [listed(in_tmp, "a.json", "sqlite:///mlflow.db", run_id)])
+    append_pending(in_tmp, listed(in_tmp, "a.json", "sqlite:///mlflow.db", run_id))
     assert exit_code("upload") == 1
     assert "there is no mlflow.db" in capsys.readouterr().err
     assert not (in_tmp / "mlflow.db").exists()
@@ -116,7 +117,7 @@ def test_no_database_is_created(
 def test_an_entry_without_a_run_is_kept(tmp_path: Path) -> None:
     """It cannot be uploaded, but stays on the list."""
     (tmp_path / "a.json").touch()
-    rewrite_pending(tmp_path, [PendingUpload(str(tmp_path / "a.json"), "a.json", "run", "why")])
+    append_pending(tmp_path, PendingUpload(str(tmp_path / "a.json"), "a.json", "run", "why"))
     assert exit_code("upload", str(tmp_path)) == 1
     (kept,) = read_pending(tmp_path)
     assert "names no run" in kept.error
