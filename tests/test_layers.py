@@ -22,7 +22,7 @@ LAYERS = [
     {"flops", "schedule", "system", "timing"},
     {"background"},
     {"checks"},
-    {"core", "patches"},
+    {"cgroup", "core", "patches"},
     {"errors", "units", "__init__"},
 ]
 #: Libraries that may be imported in some packages only.

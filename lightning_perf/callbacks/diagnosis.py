@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 from lightning_perf import charts
+from lightning_perf.cgroup import usable_cpus
 from lightning_perf.checks import flag
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
@@ -31,7 +32,6 @@ from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
-from lightning_perf.system.cgroup import usable_cpus
 from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.timing.totals import Action, Cost
 from lightning_perf.traces.events import TraceError

@@ -78,8 +78,8 @@ def _packages() -> Iterator[Finding]:
 
 
 def _hardware() -> Iterator[Finding]:
+    from lightning_perf.cgroup import usable_cpus
     from lightning_perf.flops import cuda_devices, device_name, lookup
-    from lightning_perf.system.cgroup import usable_cpus
     from lightning_perf.system.gpus import nvidia_driver
 
     yield Finding("hardware", "CPU", f"{device_name('cpu')}, {usable_cpus()} usable")

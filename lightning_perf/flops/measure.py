@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_perf.cgroup import usable_cpus
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -86,13 +88,16 @@ def _rate(dtype: torch.dtype, device: torch.device, budget: float) -> float | No
     if device.type != "cpu":
         return _best_rate(_SIZES, make, device, budget) or None
     threads = torch.get_num_threads()
-    cores = min(threads, _usable_cores())
+    cores = min(threads, usable_cpus())
     # Created here, because this uses all threads; the first product loads the libraries.
     small = {size: make(size) for size in _SIZES_ALONE}
     small[_SIZES_ALONE[0]]()
     search = partial(_best_rate, _SIZES_ALONE, small.__getitem__, device, _SHARE_ALONE * budget)
     alone = search() if threads == 1 else _on_one_thread(search)
     together = _best_rate(_SIZES, make, device, (1.0 - _SHARE_ALONE) * budget)
+    if alone and cores < threads:
+        # A quota stops all threads, but only after a burst on more cores than it grants.
+        together = min(together, cores * alone)
     return plausible_rate(alone, together, cores)
 
 
@@ -165,10 +170,6 @@ def _seconds(run: _Product, device: torch.device) -> float:
     run()
     synchronize()
     return time.perf_counter() - start
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _on_one_thread(search: Callable[[], float]) -> float | None:

@@ -261,8 +261,10 @@ class PeakResolver:
         self._device = device
         self._mixed = precision.endswith("-mixed")
         base = precision.removesuffix("-mixed").removesuffix("-true")
-        #: The dtype of the operands of matrix products.
+        #: The dtype of the operands of matrix products, by the precision.
         self.dtype = _DTYPES.get(base, _FP8 if base.startswith("transformer-engine") else "float32")
+        # That of most of the work that was counted last.
+        self._counted = self.dtype
         self._given: float | str | None = None
         self._given_as = ""
         self._peaks: dict[str, Peak | None] = {}
@@ -312,6 +314,7 @@ class PeakResolver:
     def cost_of(self, counts: Counts) -> BatchCost:
         """Return the cost of a batch on this device."""
         total = float(counts.model_flops)
+        self._counted = max(counts.model, key=counts.model.__getitem__, default=self._counted)
         seconds = self._seconds(counts.model)
         peaks = {peak.value for dtype in counts.model if (peak := self.get(dtype))}
         return BatchCost(
@@ -329,7 +332,7 @@ class PeakResolver:
         if mfu <= 1.0 or self._warned_above_peak:
             return
         self._warned_above_peak = True
-        peak = self.get(self.dtype)
+        peak = self.get(self._counted)
         used = f"{peak.value:.3g} FLOP/s ({peak.source})" if peak else "unknown"
         warn(
             f"mfu is {mfu:.3g}, which is more than the hardware can do. The peak in use is wrong: "
@@ -338,7 +341,7 @@ class PeakResolver:
 
     def setup(self) -> dict[str, object]:
         """Return the peak and its source for the parameters of the run."""
-        peak = self.get(self.dtype)
+        peak = self.get(self._counted)
         return {"peak_flops": peak.value, "peak_source": peak.source} if peak else {}
 
     def _seconds(self, flops: Mapping[str, float]) -> float:

@@ -369,14 +369,15 @@ class Cyclic(Schedule):
         return (timestamp.epoch, cycle) if self.per_epoch else cycle
 
     def quiet_until(self, moment: Moment) -> int:
-        """Return the first batch of the next active part, or of the next epoch if it is earlier."""
+        """Return the first batch of the next active part."""
         timestamp, length = moment.timestamp, moment.limits.batches_per_epoch
         if not self.per_epoch:
             return self._active_from(timestamp.batch)
         if length is None:
             return super().quiet_until(moment)
-        # The next epoch may have another length.
-        begins = min(self._active_from(timestamp.batch_in_epoch), length)
+        begins = self._active_from(timestamp.batch_in_epoch)
+        if begins >= length:
+            begins = length + self._active_from(0)
         return max(timestamp.batch - timestamp.batch_in_epoch + begins, timestamp.batch + 1)
 
     def _active_from(self, batch: int) -> int:

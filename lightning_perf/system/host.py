@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from lightning_perf.system.cgroup import Cgroup
+from lightning_perf.cgroup import Cgroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set

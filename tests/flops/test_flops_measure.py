@@ -53,7 +53,7 @@ class Machine:
 
     RATE, LAUNCH, STALL = 100e9, 1e-4, 0.005
 
-    def __init__(self, monkeypatch, stalls=lambda call: False, threads=1, waiting=1.0):
+    def __init__(self, monkeypatch, stalls=lambda call: False, threads=1, waiting=1.0, cpus=99):
         self.calls, self.seconds, self.sizes = 0, 0.0, []
         self.stalls, self.threads, self.waiting = stalls, threads, waiting
         self.alone = False
@@ -61,7 +61,7 @@ class Machine:
         monkeypatch.setattr(measure, "_seconds", self.time)
         monkeypatch.setattr(measure, "_now", lambda: self.seconds)
         monkeypatch.setattr(measure, "_on_one_thread", self.on_one_thread)
-        monkeypatch.setattr(measure, "_usable_cores", lambda: threads)
+        monkeypatch.setattr(measure, "usable_cpus", lambda: cpus)
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
 
     def time(self, product, _device):
@@ -101,6 +101,13 @@ def test_stalls_do_not_affect_the_result(monkeypatch, stalls):
 def test_threads_that_wait_for_one_another(monkeypatch, waiting):
     """On a busy machine the peak is that of single threads, not a thousandth of it."""
     machine = Machine(monkeypatch, threads=4, waiting=waiting)
+    assert measure_peak(CPU, "float32") == pytest.approx(4 * machine.RATE, rel=0.3)
+
+
+@pytest.mark.parametrize("waiting", [1, 16])
+def test_a_container_has_the_peak_of_its_quota(monkeypatch, waiting):
+    """64 threads on a quota of 4 CPUs reach that of 4, though they run on 64 in a burst."""
+    machine = Machine(monkeypatch, threads=64, waiting=waiting, cpus=4)
     assert measure_peak(CPU, "float32") == pytest.approx(4 * machine.RATE, rel=0.3)
 
 

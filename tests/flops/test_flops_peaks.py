@@ -17,7 +17,13 @@ from lightning_perf.flops import (
     table,
     tf32_is_on,
 )
-from lightning_perf.flops.peaks import Peak, estimate_from_properties, resolve_peak
+from lightning_perf.flops.counter import Counts
+from lightning_perf.flops.peaks import (
+    Peak,
+    PeakResolver,
+    estimate_from_properties,
+    resolve_peak,
+)
 
 NAMES = {
     "NVIDIA A100-SXM4-40GB": "A100",
@@ -295,6 +301,15 @@ def test_other_devices():
     assert device_name(meta) == "meta"
     assert device_name(CPU)  # the maker's name, which differs from machine to machine
     assert resolve_peak(meta, "float32") is None
+
+
+def test_the_peak_of_a_run_is_that_of_most_of_its_work(gpu):
+    """A summary shows the peak that MFU refers to: of convolutions, that of TensorFloat-32."""
+    gpu("NVIDIA A100-SXM4-40GB")
+    peaks = PeakResolver(CUDA, "32-true")
+    assert peaks.setup()["peak_flops"] == 19.5e12
+    peaks.cost_of(Counts(model={"float32": 1, "tf32": 99}))
+    assert peaks.setup()["peak_flops"] == 156e12
 
 
 def test_the_tf32_setting_decides_float32(gpu, monkeypatch):

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_perf.cgroup import Cgroup
 from lightning_perf.system import Sampler
-from lightning_perf.system.cgroup import Cgroup
 from lightning_perf.system.gpus import gpu_key, gpu_number
 from lightning_perf.system.host import Cpu, Rates, memory, physical, traffic
 
