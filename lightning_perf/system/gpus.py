@@ -63,12 +63,19 @@ _READINGS: dict[str, Callable[[Any, Any], Mapping[str, float]]] = {
         "gpu_sm_clock": 1e6 * nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
         "gpu_memory_clock": 1e6 * nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
     },
-    "throttled": lambda nvml, gpu: _throttled(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)),
+    "throttled": lambda nvml, gpu: _throttled(_reasons(nvml, gpu)),
 }
 
 
 def _memory(memory: Any) -> dict[str, float]:
     return {"gpu_free_memory": memory.free, "gpu_used_memory": memory.used}
+
+
+def _reasons(nvml: Any, gpu: Any) -> int:
+    try:
+        return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+    except nvml.NVMLError_FunctionNotFound:  # its name in drivers before 535
+        return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
 
 
 def _throttled(reasons: int) -> dict[str, float]:

@@ -59,6 +59,16 @@ def test_idling_or_a_fixed_clock_is_not_throttling(monkeypatch: Patch, reasons: 
         assert gpu(0.0)["gpu_0/gpu_throttled"] == 0
 
 
+def test_an_older_driver_has_another_name_for_throttling(monkeypatch: Patch) -> None:
+    """Drivers before 535 know the reasons for reduced clocks by their earlier name only."""
+    nvml = install(monkeypatch, FakeGpu(UUIDS[0], reasons=FakeNvml.NVMLError_FunctionNotFound()))
+    monkeypatch.setattr(
+        nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda gpu: 0x40, raising=False
+    )
+    with gpus() as (gpu,):
+        assert gpu(0.0)["gpu_0/gpu_throttled_thermal"] == 100
+
+
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [
