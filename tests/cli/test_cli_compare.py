@@ -180,7 +180,7 @@ def test_a_baseline_that_took_no_time_is_compared(
     assert compare(capsys, good, zero)[0] == 0
 
 
-@pytest.mark.parametrize("threshold", ["x", "-5%", "nan", ""])
+@pytest.mark.parametrize("threshold", ["x", "-5%", "nan", "nan%", "5", ""])
 def test_a_threshold_is_a_share(capsys: pytest.CaptureFixture[str], threshold: str) -> None:
     """The message has an example."""
     code, _, err = compare(capsys, "a", "b", f"--threshold={threshold}")
