@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from math import isfinite
+from math import inf
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -159,12 +159,14 @@ def compare(
 
 
 def _fraction(text: str) -> float:
-    number = text.strip().removesuffix("%")
+    number = text.strip()
+    percent = number.endswith("%")
     try:
-        value = float(number) / (100 if text.strip().endswith("%") else 1)
+        value = float(number.removesuffix("%")) / (100 if percent else 1)
     except ValueError:
         value = -1.0
-    if not (isfinite(value) and value >= 0):
+    # 5 alone means 5 % to most users, and not 500 %.
+    if not 0 <= value < (inf if percent else 1):
         raise Failure(f"--threshold {text} is not a share, such as 5% or 0.05")
     return value
 

@@ -194,9 +194,8 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
     local = runs.latest_folder(Path(), run) if tracking_uri is None else None
     if local is not None:
         return folder_source(local)
-    uri = tracking_uri or runs.default_tracking_uri()
     # Each read takes many requests.
-    return Source(lambda: Seen(runs.read_run(run, uri).summary, _now()), interval=10.0)
+    return Source(lambda: Seen(runs.find_run(run, tracking_uri).summary, _now()), interval=10.0)
 
 
 def folder_source(folder: Path) -> Source:

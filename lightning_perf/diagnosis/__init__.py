@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightning_perf.diagnosis.rules import (
+    LEAST,
     FunctionRule,
     Impact,
     Rule,
@@ -21,6 +22,7 @@ from lightning_perf.diagnosis.rules import (
 )
 from lightning_perf.diagnosis.signals import Signals, Unknown
 from lightning_perf.errors import describe
+from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -105,5 +107,10 @@ def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
     found.sort(key=lambda verdict: (verdict.severity == "info", -verdict.share))
     if not found or found[0].severity == "info":
         advice = "No cause is worth a warning." if found else "Nothing slows this run down."
+        if signals.step_seconds < LEAST:
+            advice = (
+                f"No cause is worth a warning. Steps of {duration(signals.step_seconds)} are "
+                "mostly overhead of Python and Lightning: larger batches do more work per step."
+            )
         found.insert(0, Verdict("healthy", "info", advice=advice))
     return Findings(found, abstained)

@@ -335,10 +335,11 @@ class Profiler(PerfCallback):
         self.save(running.path, context.progress.timestamp(stage), stage, recorded)
 
     def _skip(self, error: RecorderBusy | OSError) -> None:
-        """Warn, once per kind of error, that windows are left out."""
+        """Warn, once per kind of error, that batches are not recorded."""
         name = type(self).__name__
         if isinstance(error, RecorderBusy):
-            kind, message = "busy", f"{error} Conflicting windows of {name} are left out."
+            missing = f"Batches that both would record are missing from the traces of {name}."
+            kind, message = "busy", f"{error} {missing}"
         else:
             kind = "disk"
             message = f"{name} cannot write ({describe(error)}): windows are left out until it can."

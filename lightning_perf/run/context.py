@@ -211,7 +211,9 @@ class RunContext:
         here, own = run, [str(run)] if run.exists() else []
         if root.mirror is not None:
             here, own = root.path, [f"{root.place}/{self.run_name}"] if saved else []
-        elsewhere = {str(path.parent) for path in saved if here not in path.parents}
+        # Not the temporary folder of fast_dev_run, which is removed by now.
+        others = {path.parent for path in saved if here not in path.parents}
+        elsewhere = {str(folder) for folder in others if folder.exists()}
         folders = [*own, *sorted(elsewhere)]
         places = [f"the last figures are in {', '.join(named)}"] if named else []
         places += [f"files are in {', '.join(folders)}"] if folders else []

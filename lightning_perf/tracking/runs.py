@@ -133,12 +133,6 @@ def default_tracking_uri() -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
 
 
-def read_run(what: str, tracking_uri: str) -> Run:
-    """Read the run of this id or name from MLflow; raises `LookupError`."""
-    with _connected(tracking_uri) as client:
-        return _read(client, _find(client, what))
-
-
 def download(what: str, tracking_uri: str | None, folder: Path, names: re.Pattern[str]) -> None:
     """Download the files of a run with such names into a folder, below their paths in MLflow."""
     with _connected(tracking_uri or default_tracking_uri()) as client:

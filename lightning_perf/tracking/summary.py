@@ -112,7 +112,7 @@ def _problem(content: object) -> str:
 def main_stage(summary: Summary) -> tuple[str, dict[str, Any]]:
     """The stage that the run is about, and its windows."""
     stages: Mapping[str, dict[str, Any]] = summary["stages"]
-    name = "train" if "train" in stages else next(iter(stages), "")
+    name = "train" if "train" in stages else next(iter(stages), "train")
     return name, stages.get(name, {})
 
 

@@ -106,7 +106,7 @@ def test_another_recording_goes_first(tmp_path: Path) -> None:
     """One recorder works at a time: the capture is left out, and the report says so."""
     diagnosis = Diagnosis(capture=PyTorch(schedule="at 5ba for 3ba"), terminal=False)
     other = VizTracer(schedule="at 2ba for 10ba")
-    with pytest.warns(match="Conflicting windows of PyTorch are left out"):
+    with pytest.warns(match="missing from the traces of PyTorch"):
         trainer(tmp_path, other, diagnosis).fit(Small())
     section, page = captured(tmp_path)
     assert section == {"missing": "no batches of training were recorded on this rank"}

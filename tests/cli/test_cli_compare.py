@@ -153,9 +153,9 @@ def written(folder: Path, content: str | dict[str, Any]) -> str:
     ("content", "why"),
     [
         ("", "there is no"), ("{", "is cut short or no JSON"), ("[]", "is not a summary"),
-        ('{"version": 99}', "has version 99"), ({}, "is about"),
+        ('{"version": 99}', "has version 99"), ({"test": WHOLE}, "is about"),
         ({"train": {**WHOLE, "windows": {"batches": "x"}}}, "the windows of"),
-        ({"train": WHOLE}, "no time per batch in common"),
+        ({"train": WHOLE}, "no time per batch in common"), ({}, "no time per batch in common"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_compared_are_one_line(
@@ -180,7 +180,7 @@ def test_a_baseline_that_took_no_time_is_compared(
     assert compare(capsys, good, zero)[0] == 0
 
 
-@pytest.mark.parametrize("threshold", ["x", "-5%", "nan", ""])
+@pytest.mark.parametrize("threshold", ["x", "-5%", "nan", "nan%", "5", ""])
 def test_a_threshold_is_a_share(capsys: pytest.CaptureFixture[str], threshold: str) -> None:
     """The message has an example."""
     code, _, err = compare(capsys, "a", "b", f"--threshold={threshold}")

@@ -11,11 +11,11 @@ import pytest
 from helpers.clocks import Planned
 from helpers.command import call
 from helpers.servers import free_port
-from helpers.small import trainer
+from helpers.small import Small, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
-from lightning_perf import Timings
+from lightning_perf import PyTorch, Timings
 from lightning_perf.cli import new_console
 from lightning_perf.cli.runs import _show_run
 from lightning_perf.tracking.runs import Run
@@ -163,6 +163,16 @@ def test_an_unreadable_address_is_one_line(
     assert "--tracking-uri" in said
     assert said.count("\n") == 1
     assert list(in_tmp.iterdir()) == []
+
+
+def test_a_run_that_only_recorded_names_no_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of a profiler alone has no figures: its report has no empty row for a stage."""
+    trainer(tmp_path, PyTorch(schedule="first 1ba")).fit(Small())
+    code, lines, err = report(capsys, str(tmp_path))
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in lines] == ["devices"]
 
 
 @pytest.mark.parametrize("run", ["no-such-run", "0" * 32])

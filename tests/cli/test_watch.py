@@ -201,7 +201,7 @@ def test_a_process_without_a_run_is_waited_for(capsys: pytest.CaptureFixture[str
         (["99999999999999999999999"], "there is no process"),
         (["."], "there is no summary.json below"),
         ([], "there is no summary.json below"),
-        (["no-such-run"], "there is no mlflow.db"),
+        (["no-such-run"], "there is no summary.json in a folder no-such-run below"),
         (["no-such-run", "--tracking-uri", "sqlite:///none.db"], "there is no none.db"),
     ],
 )

@@ -95,9 +95,9 @@ def test_it_records_windows_uploads_and_explains(tmp_path: Path) -> None:
 
 
 def test_it_does_not_record_beside_a_profiler_of_the_same_hook(tmp_path: Path) -> None:
-    """Conflicting windows are left out, with one warning; in a Suite as well."""
+    """Batches of another profiler are left out, with one warning; in a Suite as well."""
     profilers: list[Any] = [VizTracer(schedule="first 4ba"), CProfile(schedule="first 2ba")]
-    with pytest.warns(PerfWarning, match="Conflicting windows of CProfile are left out") as caught:
+    with pytest.warns(PerfWarning, match="missing from the traces of CProfile") as caught:
         trainer(tmp_path, Suite(profilers), logger=Records()).fit(Small())
     assert len(ours(caught)) == 1
     assert [len(each.saved_traces) for each in profilers] == [1, 0]

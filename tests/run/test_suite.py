@@ -131,11 +131,11 @@ def test_a_suite_within_a_suite_keeps_its_arguments_and_state() -> None:
         Suite([Suite([SpeedMonitor()]), SpeedMonitor()])
 
 
-@pytest.mark.parametrize("logger", [False, True])
+@pytest.mark.parametrize("options", [{}, {"logger": True}, {"fast_dev_run": True}])
 def test_without_a_logger_one_line_says_where_the_figures_are(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, logger: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, bool]
 ) -> None:
-    """It names the callbacks and the folders, once, and is no warning."""
+    """It names the callbacks and the folders that were kept, once, and is no warning."""
     caplog.set_level(logging.INFO)
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.INFO)
@@ -143,7 +143,8 @@ def test_without_a_logger_one_line_says_where_the_figures_are(
     traces = PyTorch(schedule="first 1ba", folder="elsewhere")
     suite = Suite([SpeedMonitor(2), Timings()])
     try:
-        trainer(tmp_path, suite, traces, logger=Records() if logger else False).fit(Small())
+        logger = Records() if options.get("logger") else False
+        trainer(tmp_path, suite, traces, **{**options, "logger": logger}).fit(Small())
     finally:
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).removeHandler(caplog.handler)
@@ -155,6 +156,9 @@ def test_without_a_logger_one_line_says_where_the_figures_are(
         assert not lines
         return
     (line,) = lines
+    if options:
+        assert "files are in" not in line
+        return
     assert "the last figures are in SpeedMonitor.metrics, Timings.metrics" in line
     (run,) = tmp_path.glob("run-*")
     assert f"files are in {run}, {tmp_path / 'elsewhere'}" in line

@@ -72,8 +72,9 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
     faster = max(rest + _HANDOVER, fetch / workers, on_cpus)
     batch = f"a batch of {loader.batch_size}" if loader.batch_size else "a batch"
     item = f", {duration(fetch / loader.batch_size)} per item" if loader.batch_size else ""
+    worker = "a worker " if loader.num_workers else ""
     measured = (
-        f"Loading {batch} takes {duration(fetch)}{item}; without waiting, a step takes "
+        f"Loading {batch} takes {worker}{duration(fetch)}{item}; without waiting, a step takes "
         f"{duration(rest)}"
     )
     if workers > loader.num_workers and faster < (1 - _WORTHWHILE) * step:
@@ -144,7 +145,12 @@ def callback_bound(
             f"{slowest.name} takes {duration(each)} per call. Call its work less often, or "
             "move it off the training thread."
         )
-        if owner in _BARS:
+        if owner in signals.setup.ours:
+            advice = (
+                f"{slowest.name} takes {duration(each)} per call. It is lightning_perf's own: "
+                "record or report less often (schedule), or leave it out."
+            )
+        elif owner in _BARS:
             advice = f"{owner} takes {duration(each)} per update: raise its refresh_rate."
         yield Impact(
             signals.total(rows).seconds, calls if calls < 0.5 * signals.batches else None,

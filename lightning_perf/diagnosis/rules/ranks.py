@@ -287,7 +287,7 @@ def straggler(signals: Signals) -> Iterable[Verdict]:
     evidence: dict[str, float | str] = {
         "waited_seconds": found.seconds,
         "node": float(found.node),
-        "in_most_windows": str(found.chronic),
+        "slow_in": "most windows" if found.chronic else "some windows",
     }
     advice = (
         f"The other ranks wait {duration(found.seconds)} per batch for {who}, which is slow in "

@@ -125,10 +125,9 @@ def periodic_stall(signals: Signals) -> Iterable[Impact]:
             f" every {period} batches{where}. Look for work that is done at this interval; "
             f'PyTorch(schedule="at 100ba for {period}ba") records one of them.'
         )
-    evidence = {
-        "stalls": float(count), "seconds_per_stall": each,
-        "period_batches": found.period or "irregular",
-    }  # fmt: skip
+    evidence = without_none(
+        stalls=float(count), seconds_per_stall=each, period_batches=found.period
+    )
     yield Impact(excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False)
 
 
