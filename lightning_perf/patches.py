@@ -19,6 +19,8 @@ class MethodPatch:
 
     #: The patched object and the method's name, once released.
     _place: tuple[Callable[[], Any], str] | None = None
+    #: The name under which the method is found, which may not be its ``__name__``.
+    _name = ""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
@@ -35,7 +37,7 @@ class MethodPatch:
         """Become a plain `MethodPatch` that refers only to the method."""
         original = self.original
         vars(self).clear()
-        vars(self).update(original=original, _place=place)
+        vars(self).update(original=original, _place=place, _name=place[1])
         self.__class__ = MethodPatch
 
     def __getattr__(self, name: str) -> Any:
@@ -51,7 +53,11 @@ class MethodPatch:
         return hash(self.original)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the owner gets the method itself.
+        # A copy of the owner gets the method itself. Methods pickle by their __name__, which is
+        # wrong for Lightning's decorated ones.
+        owner = getattr(self.original, "__self__", None)
+        if is_of_class(owner, self._name, self.original):
+            return getattr, (owner, self._name)
         return same, (self.original,)
 
 
@@ -101,6 +107,7 @@ class PatchSet:
         with suppress(Exception):
             _clear(owner, name)
             ours = make(getattr(owner, name))
+            ours._name = name
             setattr(owner, name, ours)
             self._patched[key] = _reference(owner), ours
 

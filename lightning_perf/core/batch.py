@@ -11,6 +11,9 @@ _ADVICE = "define get_num_samples_in_batch on the LightningModule or the DataMod
 # Skipped at once: a batch may contain a list of a thousand strings.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
+#: Attributes of torch_geometric's batches: graphs, or the nodes around which a graph was sampled.
+_SIZES = ("num_graphs", "batch_size")
+
 
 def get_num_samples(batch: Any) -> int:
     """Return the number of samples: the first dimension of the tensors in a batch.
@@ -18,9 +21,9 @@ def get_num_samples(batch: Any) -> int:
     Tensors without dimensions and other values (None, numbers, strings, objects) are ignored.
 
     Args:
-        batch: A tensor, a packed sequence, a batch of graphs (``num_graphs``), or a list, tuple,
-            mapping, named tuple or dataclass that contains any of these at any depth.
-            ``input_ids`` take precedence.
+        batch: A tensor, a packed sequence, an object with a number ``num_graphs`` or
+            ``batch_size``, or a list, tuple, mapping, named tuple or dataclass that contains any of
+            these at any depth. ``input_ids`` take precedence.
 
     Raises:
         NotImplementedError: If the batch is empty or has another type.
@@ -35,7 +38,7 @@ def get_num_samples(batch: Any) -> int:
     _collect(parts, sizes)
     if len(sizes) == 1:
         return sizes.pop()
-    reason = f"{type(batch).__name__} has no tensors"
+    reason = f"no tensors were found in {type(batch).__name__}"
     if sizes:
         reason = f"the first dimensions {sorted(sizes)} differ"
     problem = f"Unable to determine the number of samples: {reason}; {_ADVICE}"
@@ -82,9 +85,10 @@ def _size(value: Any) -> int | None:
     input_ids = _input_ids(value)
     if input_ids is not None:
         return int(input_ids.shape[0])
-    graphs = getattr(value, "num_graphs", None)
-    if isinstance(graphs, int):
-        return graphs
+    for name in _SIZES:
+        size = getattr(value, name, None)
+        if isinstance(size, int):
+            return size
     # A dataclass with a length, such as chemprop's graphs: the rows of its tensors are atoms.
     if is_dataclass(value) and isinstance(value, Sized) and not isinstance(value, Mapping):
         return len(value)

@@ -111,6 +111,8 @@ class TorchFiles:
 
 
 _OURS = {"schedule", "on_trace_ready", "execution_trace_observer"}
+#: Seconds that the end of a stage waits for files; the end of the run waits for them again.
+_FILE_TIMEOUT = 60.0
 #: What torch needs to classify memory.
 _OF_MEMORY = ("with_stack", "record_shapes", "profile_memory")
 _MEMORY_EXAMPLE = "'rank{rank}.{batch}.pt.trace.memory.html'"
@@ -260,8 +262,17 @@ class PyTorch(Profiler):
         yield tick
         with tools.no_collection():
             profiler.stop()
+        profiler.action_map.clear()  # methods of its own, which would keep it alive
         files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device), self._warn)
         return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})
+
+    @override
+    def on_end(self, context: RunContext) -> None:
+        super().on_end(context)
+        if not context.stages.nested:
+            # Lightning moves the module next. What was recorded has weak references to parameters,
+            # with which torch cannot move those of a class of their own, such as DTensors.
+            context.file_worker.drain(_FILE_TIMEOUT)
 
     def trace_summary(self) -> TraceSummary:
         """What the last trace of training on this rank shows; it is read from its file.

@@ -41,6 +41,13 @@ class Graphs:
     x = torch.zeros(11, 3)
 
 
+class Neighbours:
+    """Like what torch_geometric's NeighborLoader gives: four nodes and their neighbours."""
+
+    batch_size = 4
+    x = torch.zeros(11, 3)
+
+
 @dataclass
 class Molecules:
     """Like chemprop's BatchMolGraph: its tensors count atoms and bonds, its length molecules."""
@@ -82,6 +89,7 @@ class Encoding(UserDict):
         [IMAGE, torch.tensor(1.0)],
         {"x": IMAGE, "n": torch.tensor(1)},
         Graphs(),
+        Neighbours(),
         (Molecules(torch.zeros(11, 3), torch.zeros(20, 2)), None, LABEL),
         {"x": PACKED, "y": LABEL},
         torch.nested.nested_tensor([torch.zeros(n) for n in (1, 2, 3, 4)], layout=torch.jagged),

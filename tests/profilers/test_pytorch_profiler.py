@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.recordings import theirs_in
 from helpers.small import Records, Small, left_in, ours, trainer
 from helpers.torch_traces import steps, traces
@@ -333,6 +335,19 @@ for _ in range(3):
 gc.set_threshold(20, 10, 10)
 assert fit("collecting") == windows
 """
+
+
+@pytest.mark.parametrize("schedule", ["at 2ba for 2ba", Always()], ids=str)
+def test_parameters_can_be_swapped_once_training_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: Schedule | str
+) -> None:
+    """What was recorded is released without a collection: Lightning moves the module at the end."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    gc.disable()
+    try:
+        assert fit(tmp_path, PyTorch(schedule=schedule))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

@@ -131,6 +131,26 @@ def test_a_trainer_can_be_copied_and_saved_after_a_run(
     assert torch.load(tmp_path / "trainer.pt", weights_only=False).global_step == 16
 
 
+class Saving(L.Callback):
+    """Saves the Trainer in the middle of a training."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 5:
+            torch.save(trainer, Path(trainer.default_root_dir, "trainer.pt"))
+
+
+@pytest.mark.parametrize("name", MEASURING)
+def test_a_trainer_can_be_saved_during_a_run(tmp_path: Path, name: str) -> None:
+    """As it can without us; what is loaded trains."""
+    run = trainer(tmp_path, made(name), Saving(), limit_val_batches=1, val_check_interval=2)
+    run.fit(Small())
+    again = torch.load(tmp_path / "trainer.pt", weights_only=False)
+    assert again.global_step == 5
+    again.fit_loop.max_epochs = 2
+    again.fit(Small())
+    assert again.global_step == 5 + 2 * 16
+
+
 class Keeping(Small):
     """Keeps what its Trainer is made with as hyperparameters, as neuralforecast does."""
 
