@@ -10,10 +10,10 @@ import nox
 from packaging.requirements import Requirement
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
-# Pins torch to a build that pip takes without several GB of CUDA.
+# Pins torch to a build that pip installs without several GB of CUDA.
 CONSTRAINTS = ("-c", "tests/constraints.txt")
 LOCK = "tests/lock.txt"
-# Compiling all of torch takes a minute; of most modules, nothing is needed.
+# Compiling all of torch takes a minute, and most modules are not needed.
 QUICKLY = ("--no-compile",)
 UPGRADE = ("--upgrade", "--upgrade-strategy", "eager")
 TEST_ENV = {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -118,7 +118,7 @@ def newest(session: nox.Session) -> None:
     _run_tests(session, *UPGRADE)
 
 
-# Named apart from `tests`, which has to run where there is one Python.
+# A separate name, because `tests` must run on a machine with one Python.
 for _python in PYTHONS:
     nox.session(_run_tests, name=f"tests-{_python}", python=_python, default=False)
 
@@ -148,7 +148,7 @@ def instructions(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Measure our overhead beside every peer's on an idle machine (``-- --turns 60``)."""
+    """Measure our overhead and that of peers on an idle machine (``-- --turns 60``)."""
     _check(session, "overhead")
     for script in ("profilers", "ends"):
         session.run("python", f"benchmarks/{script}.py", env=TEST_ENV)
@@ -156,7 +156,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def soak(session: nox.Session) -> None:
-    """Train long with everything on (``-- --steps 1000000``): nothing may grow."""
+    """Train long with all callbacks (``-- --steps 1000000``): no resource use may grow."""
     _check(session, "soak")
 
 
@@ -203,7 +203,7 @@ def loggers(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def ecosystem(session: nox.Session) -> None:
-    """Train real packages with and without us: same weights, true FLOPs (``-- -k darts``)."""
+    """Train with other packages, with and without us: same weights and FLOPs (``-- -k darts``)."""
     _install(session, "tests", "ecosystem", options=UPGRADE)
     session.run("pytest", "tests/ecosystem", *session.posargs, env=TEST_ENV)
 

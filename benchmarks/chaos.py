@@ -1,10 +1,10 @@
-"""Trains with random faults in everything that we use, and compares with the run without us.
+"""Trains with random faults in all interfaces that we use, and compares with the run without us.
 
     python benchmarks/chaos.py [--runs 200] [--seed 0]     # many runs from a seed
     python benchmarks/chaos.py --runs 1 --seed 17 --show   # one of them again
 
 Each run is a process with the always-on callbacks and every profiler. Its seed decides which of
-``FAULTS`` meet it, and when, and whether the user's own code ends it (``ENDS``). It must end as the
+``FAULTS`` occur, and when, and whether the user's own code ends it (``ENDS``). It must end as the
 same training ends without us: same weights, losses and random state, or the same error. Afterwards
 no thread, process, file handle, signal handler or Trainer may be left, and every file must be
 complete. The table counts, for each fault, the runs that it met.
@@ -46,7 +46,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.fake_nvml import FakeGpu, FakeNvml
-from helpers.faults import Nursery
+from helpers.faults import ForkServer
 from helpers.outcome import Random
 from helpers.small import Records, trainer
 from rich.console import Console
@@ -68,12 +68,12 @@ from lightning_perf.tracking import tracker as trackers
 
 #: Batches of a training.
 BATCHES = 48
-#: Seconds that what is left may take to go.
+#: Seconds that may pass until all resources are released.
 PATIENCE = 20.0
 
 
 class Chance:
-    """A run's random decisions, apart from all generators that the training uses."""
+    """A run's random decisions, independent of all generators that the training uses."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -100,7 +100,7 @@ def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def _failing(owner: Any, name: str, error: Callable[[], Exception] | None) -> Fault:
-    """Calls of a function fail by chance, or take long if there is no error."""
+    """Calls of a function fail at random, or take long if there is no error."""
 
     def fault(chance: Chance, _: Path) -> Any:
         def make(original: Any) -> Any:
@@ -166,7 +166,7 @@ def few_handles(chance: Chance, _: Path) -> Iterator[None]:
 
 @contextmanager
 def few_keys(chance: Chance, _: Path) -> Iterator[None]:
-    """Few of the process's 1,024 thread keys are left."""
+    """Few of the process's 1,024 thread keys are available."""
     libc, keys = ctypes.CDLL(None), list[int]()
     key = ctypes.c_uint()
     while libc.pthread_key_create(ctypes.byref(key), None) == 0:
@@ -188,7 +188,7 @@ def jumping_clock(chance: Chance, _: Path) -> Iterator[None]:
 
 
 class _Event(L.Callback):
-    """Does something before one batch."""
+    """Performs an action before one batch."""
 
     def __init__(self, batch: int, act: Callable[[], object]) -> None:
         self.batch, self.act = batch, act
@@ -198,7 +198,7 @@ class _Event(L.Callback):
             self.act()
 
 
-#: What happens within the training: added to its callbacks.
+#: Actions within the training, as a callback.
 _EVENTS: list[L.Callback] = []
 
 
@@ -206,7 +206,9 @@ def _at_a_batch(act: Callable[[Chance, Path], object]) -> Fault:
     @contextmanager
     def fault(chance: Chance, folder: Path) -> Iterator[None]:
         def acting() -> None:
-            with suppress(OSError):  # another fault meets this one: not the training's error
+            with suppress(
+                OSError
+            ):  # another fault may break this one, which is not the training's error
                 act(chance, folder)
 
         _EVENTS.append(_Event(chance.random.randrange(BATCHES), acting))
@@ -267,7 +269,7 @@ def own_profile(_: Chance, __: Path) -> Iterator[None]:
 
     sys.setprofile(called)
     yield
-    if sys.getprofile() is called:  # else it is reported as left
+    if sys.getprofile() is called:  # otherwise it is reported as left
         sys.setprofile(None)
 
 
@@ -283,7 +285,7 @@ def strict_warnings(_: Chance, __: Path) -> Iterator[None]:
 
 @contextmanager
 def bad_nvml(chance: Chance, _: Path) -> Iterator[None]:
-    """An NVIDIA driver whose answers fail."""
+    """An NVIDIA driver whose calls fail."""
     nvml = FakeNvml(FakeGpu("GPU-1"), FakeGpu("GPU-2"))
     for name in [name for name in dir(nvml) if name.startswith("nvmlDevice")]:
         original = getattr(nvml, name)
@@ -301,7 +303,7 @@ def bad_nvml(chance: Chance, _: Path) -> Iterator[None]:
 
 
 class _Tracked(trackers.Tracker):
-    """A tracker that loses, refuses and delays what it is sent."""
+    """A tracker that loses, refuses and delays uploads."""
 
     chance: Chance
 
@@ -337,14 +339,14 @@ def bad_network(chance: Chance, _: Path) -> Iterator[None]:
 
 
 class MLFlowLogger(Records):
-    """Lightning's, by its name, with a server that is gone."""
+    """Lightning's class name, with an unreachable server."""
 
     run_id, _tracking_uri = "0" * 32, "http://127.0.0.1:9"
 
 
 @contextmanager
 def no_server(_: Chance, __: Path) -> Iterator[None]:
-    """MLflow's server is gone."""
+    """MLflow's server is unreachable."""
     global _LOGGER
     _LOGGER = MLFlowLogger
     yield
@@ -383,7 +385,7 @@ def _broken() -> Exception:
 
 
 def _seams() -> dict[str, Fault]:
-    """Every seam, by name."""
+    """Every interface, by name."""
     from lightning_perf.flops import counter
     from lightning_perf.run import hardware, summary, windows
     from lightning_perf.traces import folder
@@ -472,7 +474,7 @@ def _profilers(chance: random.Random) -> list[L.Callback]:
 
 
 def play(folder: Path, seed: int, end: str, at: int, faults: list[str], ours: bool) -> None:
-    """Train in this process, and write what came of it to ``result.json``."""
+    """Train in this process, and write the result to ``result.json``."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning_perf").addHandler(logging.NullHandler())
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -531,7 +533,7 @@ def _trained(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     del model
     gc.collect()
-    # A thread of ours that is ending, on a busy machine, may still hold it.
+    # On a busy machine, a thread of ours that is ending may still reference it.
     until = time.monotonic() + PATIENCE
     while ours and watched() is not None and time.monotonic() < until:
         time.sleep(0.05)
@@ -541,14 +543,14 @@ def _trained(
 
 
 def _left(handlers: dict[Any, Any]) -> list[str]:
-    """What is still there that should have gone."""
+    """Resources that should have been released."""
     until = time.monotonic() + PATIENCE
 
     def left() -> list[str]:
         threads = [f"thread {t.name}" for t in threading.enumerate() if "lightning_perf" in t.name]
         children = [f"process {child.name()}" for child in psutil.Process().children()
                     if child.status() != psutil.STATUS_ZOMBIE]  # fmt: skip
-        # Lightning installs ours once more after its release; then it only calls the earlier one.
+        # Lightning reinstalls our handler after its release; then it only calls the earlier one.
         used = {number: signal.getsignal(number) for number in handlers}
         changed = [f"handler of {n.name}: {h!r}" for n, h in used.items()
                    if h != handlers[n] and not getattr(h, "released", False)]  # fmt: skip
@@ -606,7 +608,7 @@ def _check_files(root: Path) -> None:
 
 
 def main() -> int:
-    """Run; return the number of runs that did not end as they should."""
+    """Run; return the number of runs that did not end as expected."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -617,7 +619,7 @@ def main() -> int:
     from chaos import play as job  # as the forked process imports it
 
     counts: Counter[tuple[str, str]] = Counter()
-    bad, done, nursery, expected = 0, 0, Nursery(), dict[str, Any]()
+    bad, done, fork_server, expected = 0, 0, ForkServer(), dict[str, Any]()
     until = time.monotonic() + given.seconds
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         for seed in range(given.seed, given.seed + given.runs):
@@ -630,11 +632,11 @@ def main() -> int:
             folder = Path(scratch, str(seed))
             if end not in expected:
                 plain = Path(scratch, f"plain-{end}")
-                nursery.run(plain, job, plain, 0, end, at, [], False)
+                fork_server.run(plain, job, plain, 0, end, at, [], False)
                 result = json.loads((plain / "result.json").read_text())
                 expected[end] = {k: v for k, v in result["outcome"].items() if k != "kept"}
             try:
-                code = nursery.run(folder, job, folder, seed, end, at, faults, True).code
+                code = fork_server.run(folder, job, folder, seed, end, at, faults, True).code
                 word, why = verdict(folder, code, expected[end])
             except AssertionError as hung:
                 word, why = "HUNG", str(hung)[-1500:]
@@ -645,7 +647,7 @@ def main() -> int:
                 print("  " + (folder / "stderr").read_text()[-3000:].replace("\n", "\n  "))
             _lock_off(folder)
             shutil.rmtree(folder, ignore_errors=True)
-        nursery.close()
+        fork_server.close()
     words = ["same", *sorted({word for _, word in counts} - {"same"})]
     table = Table("fault", "runs", *words)
     for fault in sorted({fault for fault, _ in counts}):

@@ -29,9 +29,9 @@ from pathlib import Path
 
 EXPECTED = Path(__file__).with_suffix(".json")
 TOLERANCE = 1.03
-#: Runs of which the least counts: addresses differ, and with them what dicts and caches do.
+#: Number of runs, of which the minimum counts: addresses vary, and with them dicts and caches.
 TIMES = 3
-#: Steps before the counted ones, in which caches fill and shapes become known; counted ones.
+#: Steps before the counted ones, which fill caches and count shapes; counted steps.
 WARM, STEPS = 80, 40
 NOTHING, IDLE = "nothing", "an idle profiler"
 KINDS = (NOTHING, IDLE, "always on", "always on, declared FLOPs")

@@ -2,15 +2,14 @@
 
     python benchmarks/overhead.py [--turns 100] [--rows WORD ...]
 
-The model is tiny, so that the overhead is visible. All trainings live in one process and take turns
-of 50 steps, in random order; each turn is compared with the turn of "nothing" beside it, so that
-what slows the machine down for seconds falls on both. "nothing, once more" shows what the method
-cannot tell apart. The median is that of a turn's steps, the mean that of ten turns, with the report
-that each turn has. Both are medians over the turns, or over the tens of turns, with the 5 % to 95 %
-interval of 400 bootstrap samples. Reports that wait to be delivered together do so in the time of
-their own training.
-"background" is the CPU time of the threads that a callback starts, in the time of one step: in the
-other columns, all rows share it.
+The model is tiny, so that the overhead is visible. All trainings run in one process and take turns
+of 50 steps, in random order. Each turn is compared with the adjacent turn of "nothing", so that a
+slowdown of the machine for seconds affects both. "nothing, once more" shows the resolution of the
+method. The median is that of a turn's steps, the mean that of ten turns, with the report that each
+turn has. Both are medians over the turns, or over the tens of turns, with the 5 % to 95 % interval
+of 400 bootstrap samples. Reports that wait to be delivered together do so in the time of their own
+training. "background" is the CPU time of the threads that a callback starts, in the time of one
+step: in the other columns, all rows share it.
 
 Callbacks that change the whole process run apart from the others, beside "nothing": those of fkat
 and TraceML, where they are installed. The table is also written to
@@ -60,10 +59,10 @@ from lightning_perf import (
 )
 from lightning_perf.run import collective
 
-#: Steps of a turn, each of which has one report; and turns before the measured ones.
+#: Steps per turn, each with one report; and turns before the measured ones.
 STEPS, WARM = 50, 6
 NOTHING, REFERENCE, MLFLOW = "nothing", "Lightning's ThroughputMonitor", ", with MLflow"
-#: Ends the names of rows whose module has ``flops_per_batch``, so that none are counted.
+#: Ends the names of rows whose module has ``flops_per_batch``, so that nothing is counted.
 DECLARED = ", declared FLOPs"
 Options = dict[str, Any]
 
@@ -114,7 +113,7 @@ ROWS: dict[str, Callable[[], Options]] = {
     'VizTracer("1000000ba")': _callbacks(lambda: VizTracer(schedule="1000000ba")),
     'Memray("1000000ba")': _callbacks(lambda: Memray(schedule="1000000ba")),
 }
-#: Each in a process of its own. fkat's profilers record from construction on, with any schedule.
+#: Each in a separate process. fkat's profilers record from construction on, with any schedule.
 APART: dict[str, Callable[[], Options]] = {
     f"fkat's {name}": _peer("fkat.pytorch.callbacks.profiling", name)
     for name in ("Flops", "PyTorch", "VizTracer", "Memray")
@@ -138,7 +137,7 @@ class Tiny(L.LightningModule):
 
 
 class Training(threading.Thread):
-    """A training that takes turns; its loader waits before each, and notes when steps begin."""
+    """A training that takes turns: its loader waits before each, and steps are timed."""
 
     def __init__(self, name: str, turns: int, folder: Path) -> None:
         super().__init__(daemon=True)
@@ -149,7 +148,7 @@ class Training(threading.Thread):
         self.started: list[threading.Thread] = []
 
     def __len__(self) -> int:
-        # Beyond the last turn, as Lightning does not ask for what comes after the last batch.
+        # Beyond the last turn, because Lightning fetches nothing after the last batch.
         return STEPS * self.turns + 1
 
     def __iter__(self) -> Iterator[list[Tensor]]:
@@ -170,12 +169,12 @@ class Training(threading.Thread):
         self.go.acquire()
 
     def turn(self) -> None:
-        """Let it train for one turn."""
+        """Train for one turn."""
         self.go.release()
         self.done.acquire()
 
     def run(self) -> None:
-        """Train; an error ends the benchmark, which would wait for ever."""
+        """Train; an error ends the benchmark, which would otherwise wait forever."""
         try:
             self.train()
         except BaseException:
@@ -281,7 +280,7 @@ def main() -> None:
     given = parser.parse_args()
     quiet()
     if given.child:
-        # fkat installs handlers, which only the main thread may: no signal is sent here.
+        # fkat installs signal handlers, which only the main thread can; no signal is sent here.
         signal.signal = lambda *_: None  # type: ignore[assignment]
         print(json.dumps(measured([NOTHING, given.child], given.turns)), flush=True)
         os._exit(0)  # skips what some tools do at exit
@@ -307,7 +306,7 @@ def main() -> None:
     Console(width=130).print(table)
     save(dated("overhead"), turns=given.turns, rows=rows)
     sys.stdout.flush()
-    os._exit(0)  # the trainings wait for a turn that does not come
+    os._exit(0)  # the trainings wait for a turn that never comes
 
 
 if __name__ == "__main__":

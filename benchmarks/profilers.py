@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_perf import Memray, PyTorch, SpeedMonitor, VizTracer
 
-#: Steps of a recorded training, and those left out.
+#: Steps of a recorded training, and steps left out.
 RECORDED, WARM = 24, 4
 #: Of each layer: recording an empty step says little.
 WIDTH = 512

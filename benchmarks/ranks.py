@@ -39,21 +39,21 @@ CALLBACKS = (SpeedMonitor, Flops, Timings, SystemMetrics)
 
 
 class Records:
-    """What the reports of one training cost."""
+    """The costs of the reports of one training."""
 
     def __init__(self) -> None:
         self.milliseconds: list[float] = []
-        #: Of one report: bytes per rank, and keys of all reports.
+        #: Per report: bytes per rank, and keys of all reports.
         self.sent = 0
         self.keys: set[str] = set()
 
 
 class Simulated(Gatherer):
-    """Gathers numbers like this rank's from many ranks, and measures what is done with them."""
+    """Generates values of many ranks from this rank's, and measures how they are processed."""
 
     ranks = 1
     records: ClassVar[Records] = Records()
-    #: The columns of the report that is being gathered.
+    #: The columns of the current report.
     columns: ClassVar[Sequence[str]] = ()
 
     def __init__(self, trainer: L.Trainer) -> None:
@@ -85,7 +85,7 @@ class Simulated(Gatherer):
 
 
 class Watched(windows.Windows):
-    """Tells the simulation which columns a report has."""
+    """Passes the columns of a report to the simulation."""
 
     def _layout(self, due: Sequence[Any]) -> Any:
         layout = super()._layout(due)
@@ -102,7 +102,7 @@ class FakeGpus:
         signal._sampler.totals = self
 
     def __call__(self) -> dict[str, tuple[float, float]]:
-        """The real sensors' sums, and some of each GPU."""
+        """The real sensors' sums, and values of each GPU."""
         found = self._totals()
         seconds = found["free_memory"][1] if "free_memory" in found else 0.0
         return {**found, **dict.fromkeys(self.names, (40.0 * seconds, seconds))}
@@ -125,7 +125,7 @@ class Keys(L.pytorch.loggers.logger.DummyLogger):
 
 
 def reports(ranks: int, folder: str, kinds: Sequence[type[Callback]]) -> Records:
-    """Train with some callbacks, and return what their reports cost."""
+    """Train with some callbacks, and return the costs of their reports."""
     Simulated.ranks, Simulated.records = ranks, Records()
     callbacks = [SystemMetrics("200ms") if kind is SystemMetrics else kind() for kind in kinds]
     L.Trainer(
@@ -136,7 +136,7 @@ def reports(ranks: int, folder: str, kinds: Sequence[type[Callback]]) -> Records
 
 
 def memory(ranks: int, folder: str) -> float:
-    """Megabytes that numpy and Python hold at most for the reports of all callbacks."""
+    """The maximum megabytes that numpy and Python hold for the reports of all callbacks."""
     tracemalloc.start()
     try:
         reports(ranks, folder, CALLBACKS)
@@ -155,7 +155,7 @@ def main() -> None:
     table = Table("ranks", *names[:-1], "all four", title="ms per report, median (10 to 90 %)")
     sizes = Table("ranks", "KB sent per rank", "MB received per rank", "peak MB", "metrics logged")
     with tempfile.TemporaryDirectory() as folder:
-        reports(1, folder, CALLBACKS)  # the first training imports and allocates
+        reports(1, folder, CALLBACKS)  # the first training has imports and allocations
         least = memory(1, folder)
         for ranks in track(WORLDS, "training", transient=True):
             each = [reports(ranks, folder, kinds) for kinds in sets]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: quiet trainings, medians, and results with their date and machine."""
+"""Code for all benchmarks: quiet trainings, medians, and results with their date and machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUIET: dict[str, Any] = {
 
 
 def quiet(threads: int | None = 1) -> None:
-    """Hide warnings and logs; with so many threads of torch, unless it is None."""
+    """Hide warnings and logs, and set torch's number of threads unless it is None."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if threads is not None:

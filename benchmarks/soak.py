@@ -47,7 +47,7 @@ KEYS = {"rss": "MB", "handles": "", "threads": "", "step": "us"}
 
 
 class Endless(Small):
-    """One small batch again and again."""
+    """Repeats one small batch."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Endless(Small):
 
 
 class Samples(L.Callback):
-    """Samples the process every so many steps, and ends the training after some seconds."""
+    """Samples the process at an interval of steps, and ends the training after some seconds."""
 
     def __init__(self, every: int, seconds: float) -> None:
         self.every, self.process = every, psutil.Process()
@@ -101,7 +101,7 @@ class Samples(L.Callback):
 
 
 class Bounded(CSVLogger):
-    """Lightning's CSVLogger keeps all metrics in memory until they are saved: this one none."""
+    """Lightning's CSVLogger keeps all metrics in memory until they are saved; this keeps none."""
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
         """Drop them."""
@@ -119,7 +119,7 @@ def slopes(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def counted(kind: type[Profiler], windows: Counter[str]) -> Any:
-    """A profiler's ``record`` that counts its windows, as some are skipped while files are made."""
+    """A profiler's ``record`` that counts its windows, some of which are skipped."""
     record = kind.record
 
     def counting(self: Profiler, *args: Any) -> Any:
@@ -146,7 +146,7 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
 
 
 def main() -> None:
-    """Train, and write what was sampled."""
+    """Train, and write the samples."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--every", type=int, default=500)
@@ -159,7 +159,7 @@ def main() -> None:
     every, part = given.every, given.every // 4
     kinds = [kind for kind in (PyTorch, VizTracer, Memray, MemorySnapshot)
              if given.only is None or kind.__name__ in given.only]  # fmt: skip
-    # Memray's summary is made by another process, which would take most of the time.
+    # Memray's summary takes a separate process, which would take most of the time.
     options = {Memray: {"summary": False}}
     profilers = [
         kind(

@@ -4,7 +4,7 @@
                                     [--peer VENV/bin/traceml]
 
 Each row trains with real processes on gloo: a delay on one rank in one phase, none, or the same on
-all ranks. A straggler is found if rank and phase are right and it is said to be chronic. Then two
+all ranks. A straggler is found if rank and phase are right and the verdict is chronic. Then two
 ranks train with and without the always-on callbacks, in pairs whose order alternates.
 
 ``--peer`` runs the same trainings under TraceML (``pip install traceml-ai lightning``, in an
@@ -44,7 +44,7 @@ from lightning_perf import always_on
 
 ROOT = Path(__file__).parents[1]
 WORLDS, DELAYS = (2, 3, 4), (0.005, 0.02, 0.05)
-#: What TraceML calls a straggler of a phase; it has no name for the others.
+#: TraceML's name for a straggler of a phase; it has no name for the other phases.
 PEER_PHASES = {"INPUT_STRAGGLER": "input", "H2D_STRAGGLER": "input", "COMPUTE_STRAGGLER": "forward"}
 
 
@@ -55,8 +55,8 @@ def planted(world: int, phase: str, delay: float, seed: int) -> Late:
 
 
 def ours(strategy: str, folder: Path, world: int, model: Late) -> tuple[int | None, str] | None:
-    """The rank and the phase that `Timings` names."""
-    if strategy == "ddp":  # Lightning starts the script once more for each further rank
+    """The rank and the phase named by `Timings`."""
+    if strategy == "ddp":  # Lightning starts the script again for each further rank
         arguments = [*_arguments(model), str(folder), world]
         subprocess.run(
             [sys.executable, __file__, "--train", json.dumps(arguments)],
@@ -69,7 +69,7 @@ def ours(strategy: str, folder: Path, world: int, model: Late) -> tuple[int | No
 
 
 def peers(command: str, folder: Path, world: int, model: Late) -> tuple[int | None, str] | None:
-    """The same of TraceML; the phase is empty where it does not name one."""
+    """The same for TraceML; the phase is empty if it names none."""
     done = subprocess.run(
         [command, "run", __file__, "--nproc-per-node", str(world), "--run-name", "run",
          "--logs-dir", str(folder), "--master-port", str(free_port()),
@@ -107,7 +107,7 @@ def train(arguments: str) -> None:
 
 
 class Steps(L.Callback):
-    """Leaves the median step of rank 0, in seconds."""
+    """Writes the median step of rank 0, in seconds."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -118,13 +118,13 @@ class Steps(L.Callback):
         self.ends.append(time.perf_counter())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Leave it."""
+        """Write the file."""
         if trainer.global_rank == 0:
             self.path.write_text(str(np.median(np.diff(self.ends[10:]))))
 
 
 def step(folder: Path, callbacks: Iterable[L.Callback], model: L.LightningModule) -> float:
-    """Seconds of a step of two ranks."""
+    """Seconds per step of two ranks."""
     given = options(2, batches=400 if isinstance(model, Tiny) else 100, every=50)
     path = folder / "step"
     trainer(folder, Sleeps(), *callbacks, Steps(path), **given).fit(model)
@@ -132,7 +132,7 @@ def step(folder: Path, callbacks: Iterable[L.Callback], model: L.LightningModule
 
 
 def ratios(pairs: int, usual: bool) -> list[tuple[float, float]]:
-    """Seconds of a step without us, and how much longer one with us takes, for each pair."""
+    """Seconds per step without us, and the ratio of steps with and without us, for each pair."""
     found = []
     for number in track(range(pairs), "pairs", transient=True):
         seconds = [0.0, 0.0]
@@ -147,14 +147,14 @@ def ratios(pairs: int, usual: bool) -> list[tuple[float, float]]:
 
 
 class Tiny(Small):
-    """Sleeps nowhere."""
+    """Does not sleep."""
 
     def wait(self, phase: str) -> None:
         """Called by `Sleeps`."""
 
 
 def recall(tools: dict[str, Any], worlds: Iterable[int], seeds: int, console: Console) -> None:
-    """Train, and print what each tool names."""
+    """Train, and print the verdicts of each tool."""
     cases = [*itertools.product(worlds, PHASES, DELAYS), *((w, "none", 0.0) for w in worlds)]
     cases += [(world, "all", 0.02) for world in worlds]
     heads = [f"{tool} {what}" for tool in tools for what in ("right", "rank only", "wrong", "none")]
@@ -183,7 +183,7 @@ def recall(tools: dict[str, Any], worlds: Iterable[int], seeds: int, console: Co
 
 
 def outcome(found: tuple[int | None, str] | None, rank: int, phase: str) -> Any:
-    """Which of four columns a verdict counts in."""
+    """The column in which a verdict counts."""
     if found is None:
         return np.array([0, 0, 0, 1])
     if phase not in PHASES or found[0] != rank:

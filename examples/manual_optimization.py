@@ -48,7 +48,7 @@ class GAN(L.LightningModule):
         self.log("discriminator/loss", loss, prog_bar=True)
 
     def _loss(self, images: Tensor, *, real: bool) -> Tensor:
-        """Return how far the discriminator is from taking the images for what they are."""
+        """Return the discriminator's loss for one label, real or generated, of all images."""
         found = self.discriminator(images)
         return F.binary_cross_entropy_with_logits(found, torch.full_like(found, float(real)))
 

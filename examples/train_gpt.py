@@ -120,7 +120,7 @@ class Pieces(Dataset[tuple[Tensor, Tensor]]):
 
 
 class StandardLibrary(LightningDataModule):
-    """The source code of Python's standard library: a text that is on every machine.
+    """The source code of Python's standard library: a text that exists on every machine.
 
     Args:
         context: Bytes in a sequence.

@@ -1,4 +1,4 @@
-"""Train on two ranks, of which one is slow: the summary names it and its phase.
+"""Train on two ranks, one of which is slow: the summary names it and its phase.
 
 ``python examples/two_ranks.py`` needs two CPU cores and no GPU. On GPUs, remove ``accelerator``.
 """

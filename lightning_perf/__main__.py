@@ -1,4 +1,4 @@
-"""``python -m lightning_perf``, where the command is not on the path."""
+"""``python -m lightning_perf``, if the command is not on the path."""
 
 from lightning_perf.cli import main
 

@@ -1,6 +1,6 @@
 """The CPUs and the memory that this process may use: Linux control groups, version 2.
 
-Without psutil, since `Diagnosis` works where that is missing.
+psutil is not used, because `Diagnosis` works without it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _used_memory(folder: Path) -> float:
 
 
 def _stat(file: Path, name: str) -> float:
-    """Return one number from a file of names and numbers; 0 if it is not there."""
+    """Return one number from a file of names and numbers; 0 if the name is missing."""
     numbers = dict(line.split() for line in _text(file).splitlines())
     return float(numbers.get(name, 0))
 

@@ -199,7 +199,7 @@ EXTRAS = {"matplotlib": "charts", "memray": "memray", "mlflow": "mlflow", "viztr
 
 
 def install_command(package: str) -> str:
-    """The pip command that brings a package."""
+    """The pip command that installs a package."""
     extra = EXTRAS.get(package)
     return f"pip install {package}" if extra is None else f'pip install "lightning_perf[{extra}]"'
 

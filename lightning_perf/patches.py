@@ -34,7 +34,7 @@ class MethodPatch:
         return self.original(*args, **kwargs)
 
     def _release(self, place: tuple[Callable[[], Any], str]) -> None:
-        """Become a plain `MethodPatch` that refers only to the method."""
+        """Become a plain `MethodPatch` that references only the method."""
         original = self.original
         vars(self).clear()
         vars(self).update(original=original, _place=place, _name=place[1])

@@ -13,12 +13,12 @@ from helpers.servers import free_port, start_mlflow, stop_mlflow
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
-#: Other sessions of nox run these, with more packages installed.
+#: Other nox sessions run these, with more packages installed.
 collect_ignore = ["ecosystem", "release"]
 
 
 #: Fixtures that start a server or processes.
-SLOW_FIXTURES = {"mlflow_server", "nursery"}
+SLOW_FIXTURES = {"mlflow_server", "fork_server"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -61,7 +61,7 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def worker() -> Iterator[Any]:
-    """A worker whose jobs must not raise: `_no_unexpected_warning` sees that."""
+    """A worker whose jobs must not raise, as checked by `_no_unexpected_warning`."""
     from lightning_perf.background import Worker
 
     worker = Worker("test worker")
@@ -110,7 +110,7 @@ def records() -> Any:
 
 @pytest.fixture(autouse=True)
 def _no_unexpected_warning(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Fail a test whose training logs a warning of ours: such warnings never raise there."""
+    """Fail a test whose training logs a warning of ours, as such warnings never raise there."""
     yield
     records = [*caplog.get_records("call"), *caplog.get_records("teardown")]
     assert not [r.getMessage() for r in records if r.name == "lightning_perf.warnings"]
@@ -124,10 +124,10 @@ def _quiet_lightning() -> None:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Any]:
-    """Starts processes that need not import anything: forks of one that has."""
-    from helpers.faults import Nursery
+def fork_server() -> Iterator[Any]:
+    """Starts processes without imports, by forking a process that has them."""
+    from helpers.faults import ForkServer
 
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()

@@ -1,4 +1,4 @@
-"""The background worker and the waits at the end of a run, with their progress in the terminal."""
+"""The background worker, and the waits at the end of a run with their progress bar."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_full_queue_refuses_at_once(worker, gate):
 @pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit("boom")])
 @pytest.mark.parametrize("how", ["warning", "exception"])
 def test_a_failing_job_does_not_stop_the_worker(worker, error, how, monkeypatch):
-    """It is a warning with its label, which may raise itself, and the next job runs."""
+    """The failure is a warning with its label, which may raise itself, and the next job runs."""
     seen, said = [], []
 
     def fail():
@@ -312,7 +312,7 @@ class Finishing(PyTorch):
         super().save(path, timestamp, stage, Recorded(finish))
 
 
-def test_a_file_that_is_being_made_is_finished(
+def test_an_unfinished_file_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After the timeout the file is still finished, and not reported as an upload."""
@@ -350,7 +350,7 @@ def test_metrics_do_not_wait_for_files(tmp_path: Path, mlflow_database: str) -> 
     assert len(sent) == 1
 
 
-def test_pages_that_were_not_begun_are_left_out(
+def test_waiting_pages_are_dropped_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a run, waiting pages are dropped with a warning; recordings stay."""

@@ -1,7 +1,7 @@
-"""The case tables of the documents that this software implements, row by row.
+"""The case tables of the reference documents, row by row.
 
-``CHECKS`` maps an area of the table to a function that checks one row of it. Whoever implements
-another area adds its function there and takes the area out of ``NOT_HERE``.
+``CHECKS`` maps an area of the table to a function that checks one row of it. To implement another
+area, add its function there and remove the area from ``NOT_HERE``.
 """
 
 import builtins
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers.fake_allocator import OutOfMemory, seeming_device
+from helpers.fake_allocator import OutOfMemory, simulated_cuda
 from helpers.fake_allocator import fit as fit_with_snapshots
 from helpers.fake_nvml import FakeGpu, install
 from helpers.small import Records, Small, left_in, trainer
@@ -44,14 +44,14 @@ from lightning_perf.traces.names import file_format, remote_format, split_url
 
 CASES = json.loads((Path(__file__).parent / "data" / "composer_cases.json").read_text())
 
-#: Areas that other tests check, or that concern what this software does not do.
+#: Areas that other tests check, or that concern functions outside of this package.
 NOT_HERE = {
     "det.timings", "format", "format.partial", "marker",
     "peak_flops", "peak_flops.quirk",
     "trace.conflict",
 }  # fmt: skip
 
-#: Rows about the unit `iter` and about token_type, which the design leaves out.
+#: Rows about the unit `iter` and about token_type, which the design omits.
 LEFT_OUT = {
     "1.1iter",
     "1.0iter",
@@ -60,15 +60,15 @@ LEFT_OUT = {
     "same, token_type=loss_generating",
 }
 
-#: Rows in which the design asks for better than the reference: no limit on hours and seconds.
+#: Rows that the design improves on: no limit on hours and seconds.
 OURS = {"24h": {"value": 86400, "unit": "sec"}, "1000s": {"value": 1000, "unit": "sec"}}
 
-#: Rows in which the tensors of a batch decide, whatever lies beside them, as the design says.
+#: Rows in which the design counts the tensors of a batch, whatever else is in it.
 COUNTED = {"[tensor(128,8),'str']", "dict with str/int/tuple/None/nested dict value"}
 
 
 def check(compute: Callable[[], Any], expected: Any) -> None:
-    """Compare what a computation gives, or raises, with what a row expects."""
+    """Compare the result or error of a computation with the expected one of a row."""
     if isinstance(expected, dict) and "raises" in expected:
         with pytest.raises(getattr(builtins, expected["raises"])):
             compute()
@@ -79,7 +79,7 @@ def check(compute: Callable[[], Any], expected: Any) -> None:
 
 
 def evaluate(expression: str) -> Any:
-    """Evaluate a row's expression, in which times stand without quotes."""
+    """Evaluate a row's expression, in which times have no quotes."""
     code = re.sub(r"(?<!['\w.])(-?[\d.]+(?:ep|ba|dur)\b)", r"parse('\1')", expression)
     names = {
         "Time": Time,
@@ -137,7 +137,7 @@ def steps_of(case: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
 
 
 def chained() -> list[dict[str, Any]]:
-    """Order the rows that go on from one another, as their counts tell."""
+    """Order the rows that continue one another, by their counts."""
     rows = [
         case
         for case in CASES
@@ -195,7 +195,7 @@ def check_tokens(case: dict[str, Any]) -> None:
 
 
 def letters(schedule: Cyclic, batches: int, limits: Limits) -> str:
-    """Write what a schedule does in each batch: Skip, Warm up, Active, active and eXport."""
+    """Write the action of a schedule in each batch: Skip, Warm up, Active, active and eXport."""
     start, text = Moment("train", Timestamp(), Timestamp(), limits), ""
     for moment in (start.ahead(batch) for batch in range(batches)):
         window = schedule.window(moment)
@@ -240,10 +240,10 @@ def check_interval(case: dict[str, Any]) -> None:
 
 
 def check_overwrite(case: dict[str, Any]) -> None:
-    """Where the reference wants an empty folder, the design wants no later file of the pattern.
+    """The reference requires an empty folder; the design, that no later file matches the pattern.
 
-    That is one of this rank, of the same pattern, and strictly after the present moment: a resume
-    finds traces up to the batch of its checkpoint. Like the reference, hidden files do not count.
+    Such a file is of this rank and strictly after the current moment, because a resume finds traces
+    up to the batch of its checkpoint. Like the reference, hidden files do not count.
     """
 
     def fit(*existing: str, overwrite: bool = False) -> None:
@@ -267,7 +267,7 @@ def check_uri(case: dict[str, Any]) -> None:
 
 
 def check_speed(case):
-    """SpeedMonitor on a real training, by what the row sets up."""
+    """SpeedMonitor in a real training with the setup of a row."""
     setting, expected = case["input"], case["expected"]
     if setting.startswith("train "):
         train, validation, unit = re.findall(r"(\d+)s.* (\d+)s.* (\w+)$", setting)[0]
@@ -282,7 +282,7 @@ def check_speed(case):
             found = {f"{name} points": len(logger.of(key)) for name, key in points.items()}
             assert found == expected
         elif setting == "checkpoint state":
-            # The design keeps all progress; like the reference, it lets the window refill.
+            # The design keeps all progress; like the reference, the window refills.
             state = monitor.state_dict()["progress"]
             assert set(state) == {"stages", "validation_seconds"}
         else:
@@ -291,9 +291,9 @@ def check_speed(case):
 
 
 def check_runtime(case):
-    """SpeedMonitor estimates what is left once the batches that the row skips are done."""
+    """SpeedMonitor estimates the remaining time after the batches that the row skips."""
     epochs, batches, skipped = map(int, re.findall(r"\d+", case["input"]))
-    assert skipped == 1  # the first batch warms up, always
+    assert skipped == 1  # the first batch is always a warm-up
     logger = Records()
     limits = {"max_epochs": epochs, "limit_train_batches": batches}
     trainer(Path.cwd(), SpeedMonitor(), logger=logger, **limits).fit(Small())
@@ -303,7 +303,7 @@ def check_runtime(case):
 
 
 def check_trace_name(case: dict[str, Any]) -> None:
-    """Names of torch's traces; ConfigError is the design's word for the reference's assertion."""
+    """Names of torch's traces. The reference asserts where the design raises ConfigError."""
     expected = case["expected"]
     if isinstance(expected, list):
         folder = Path.cwd() / "records-version_0" / "torch_traces"
@@ -336,9 +336,9 @@ def check_trace_memory(case: dict[str, Any]) -> None:
 
 
 def check_snapshot(case):
-    """MemorySnapshot on a device that answers as CUDA does: what is written is what is sent."""
+    """MemorySnapshot on a simulated device: the files written are the files sent."""
     schedule, model = ("1ba", Small()) if "1ba" in case["input"] else (Never(), OutOfMemory())
-    with seeming_device(), suppress(torch.OutOfMemoryError):
+    with simulated_cuda(), suppress(torch.OutOfMemoryError):
         steps = {"limit_train_batches": 2} if "2 batches" in case["input"] else {}
         fit_with_snapshots(Path.cwd(), MemorySnapshot(schedule=schedule), model, **steps)
     kinds = [path.suffix for path in Path.cwd().rglob("rank*")]
@@ -353,7 +353,7 @@ def check_memory(case):
 
 
 def check_system_metrics(case):
-    """The use of the GPU is there after one batch; per GPU here, and not per rank."""
+    """GPU utilization is logged after one batch, per GPU and not per rank."""
     assert case["expected"] == "min_gpu_percentage_rank_0 present"
     logger = Records()
     with pytest.MonkeyPatch.context() as patch:
@@ -372,9 +372,9 @@ def check_sensors(case):
     else:
         free, use = re.findall(r"(\S+),(\S+)", setting)
         uuids = list(case["expected"])
-        told = zip(uuids, map(float, free), map(float, use), strict=True)
+        rows = zip(uuids, map(float, free), map(float, use), strict=True)
         with pytest.MonkeyPatch.context() as patch:
-            install(patch, *(FakeGpu(uuid, memory=(f, 0), util=u) for uuid, f, u in told))
+            install(patch, *(FakeGpu(uuid, memory=(f, 0), util=u) for uuid, f, u in rows))
             with gpus() as found:
                 rows = [gpu(0.0) for gpu in found]
         for index, expected in enumerate(case["expected"].values()):
@@ -394,7 +394,7 @@ def check_disks(samples, expected):
 
 
 def check_aggregate(case):
-    """Determined's means of samples, which are a second apart; a label is a prefix here."""
+    """Determined's means of samples at intervals of 1 s; here a label is a prefix."""
     label = "L" in case["expected"]
     sums = Sampler()
     for sample in eval(case["input"], {"__builtins__": {}}, {"n1": "n1", "n2": "n2", "L": "L"}):
@@ -433,18 +433,18 @@ HERE = [case for case in CASES if case["area"] in CHECKS and case["input"] not i
 
 
 @pytest.mark.parametrize("case", HERE, ids=lambda case: f"{case['area']}: {case['input']}")
-def test_case(case):
-    """A row of the reference holds here too."""
+def test_a_case_of_the_reference_holds(case):
+    """A row of the reference holds here, too."""
     CHECKS[case["area"]](case)
 
 
 def test_every_area_is_accounted_for():
-    """No area of the table is forgotten, and none is claimed twice."""
+    """Every area of the table is checked or excluded, and none is listed twice."""
     areas = {case["area"] for case in CASES}
     assert areas == set(CHECKS) | NOT_HERE
     assert not set(CHECKS) & NOT_HERE
 
 
-def test_what_is_left_out_is_in_the_table():
+def test_exceptions_match_rows_of_the_table():
     """An exception that no longer matches a row would hide a case."""
     assert LEFT_OUT | set(OURS) <= {case["input"] for case in CASES}

@@ -1,4 +1,4 @@
-"""What the documentation shows runs as it stands."""
+"""The code in the documentation runs as shown."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def blocks(language: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name: str) -> None:
-    """Every example of a docstring gives what it says that it gives."""
+    """Every docstring example gives the shown output."""
     module = importlib.import_module(name)
     options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     assert doctest.testmod(module, optionflags=options).failed == 0
 
 
-# Of a Trainer without a logger argument, where TensorBoard is not installed.
+# Of a Trainer without a logger argument, if TensorBoard is not installed.
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")
-# Of a busy machine, whose peak is measured.
+# Of a busy machine whose peak is measured.
 @pytest.mark.filterwarnings("ignore:lightning_perf. (the peak of|mfu is)")
 @pytest.mark.parametrize(("page", "block"), blocks("python"))
 def test_python_in_pages_runs(page: Path, block: str) -> None:
-    """Each block runs alone, as when it is copied into a file; scripts train."""
+    """Each block runs alone, as if copied into a file; scripts train."""
     names = {"__name__": "__main__" if "__main__" in block else page.stem}
     exec(compile(block, str(page), "exec"), names)
 
 
 @pytest.mark.parametrize(("page", "block"), blocks("yaml"))
-def test_yaml_in_pages_is_yaml_of_ours(page: Path, block: str) -> None:
-    """What a page shows as YAML names classes that are there, with arguments that they take."""
+def test_yaml_in_pages_is_valid(page: Path, block: str) -> None:
+    """The YAML of pages names existing classes with valid arguments."""
     for node in nodes(yaml.safe_load(block)):
         home, name = node["class_path"].rsplit(".", 1)
         kind = getattr(importlib.import_module(home), name)
@@ -94,20 +94,20 @@ def commands() -> list[Any]:
 
 
 @pytest.mark.parametrize("words", commands())
-def test_commands_in_pages_are_ours(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each parses: the command is there and takes the options."""
+def test_commands_in_pages_are_valid(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line parses: the command and its options exist."""
     called = []
     for command in cli._commands().values():
         monkeypatch.setattr(command, "run", lambda **settings: called.append(settings) or 0)
-    # A number in the place of a process's id, which a page cannot know.
+    # A number in place of a process id, which a page cannot know.
     with pytest.raises(SystemExit) as ended:
         cli.main(["1" if word == "PID" else word for word in words])
     assert (ended.value.code, len(called)) == (0, 1)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    """No page points to a file or a heading that is not there."""
+def test_links_between_pages_are_valid(page: Path) -> None:
+    """No page links to a file or heading that does not exist."""
     for target, anchor in re.findall(
         r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()
     ):
@@ -126,7 +126,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    """Once, so that a new name is not forgotten."""
+    """Each name is in it once, so that a new name is not forgotten."""
     pages = (ROOT / "docs" / "reference").glob("*.md")
     named = re.findall(
         r"^::: lightning_perf\.(\w+)$", "\n".join(p.read_text() for p in pages), re.M
@@ -136,7 +136,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 @pytest.mark.parametrize("name", lightning_perf.__all__)
 def test_public_names_are_documented_in_full(name: str) -> None:
-    """Each has an example, which another test runs, and says what its arguments are."""
+    """Each has a description of its arguments, and an example, which another test runs."""
     public = getattr(lightning_perf, name)
     assert ">>>" in public.__doc__
     if is_dataclass(public) or issubclass_of(public, (Enum, Warning)):

@@ -1,4 +1,4 @@
-"""What we say when something goes wrong, and what we never say."""
+"""Texts of errors and warnings, which never contain secrets."""
 
 import pickle
 import warnings
@@ -26,56 +26,56 @@ ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "told"), ADDRESSES)
-def test_no_warning_tells_a_secret(text, told):
-    """Addresses lose user, password and query string; paths and all else stay as they are."""
+@pytest.mark.parametrize(("text", "expected"), ADDRESSES)
+def test_warnings_contain_no_secret(text, expected):
+    """Addresses lose user, password and query string; paths and other text are unchanged."""
     with pytest.warns(PerfWarning) as caught:
         warn(text)
-    assert str(caught[0].message) == f"lightning_perf: {told}"
+    assert str(caught[0].message) == f"lightning_perf: {expected}"
 
 
-@pytest.mark.parametrize(("text", "told"), ADDRESSES)
-def test_no_description_of_an_error_tells_a_secret(text, told):
-    """What is written into the list of pending uploads is redacted alike."""
-    assert describe(OSError(text)) == f"OSError: {told}"
+@pytest.mark.parametrize(("text", "expected"), ADDRESSES)
+def test_error_descriptions_contain_no_secret(text, expected):
+    """Descriptions in the list of pending uploads are redacted in the same way."""
+    assert describe(OSError(text)) == f"OSError: {expected}"
 
 
 def test_descriptions_are_short():
-    """A server that answers with a page of HTML does not fill the list with it."""
+    """A server that answers with an HTML page does not fill the list with it."""
     assert len(describe(OSError("long " * 1000))) == 300
 
 
-def test_an_address_keeps_its_query_where_it_is_needed():
-    """Databases have their settings there, without which a later upload could not connect."""
+def test_addresses_of_databases_keep_their_query():
+    """Databases have options there, without which a later upload could not connect."""
     address = "postgresql://me:secret@host/db?sslmode=require"
     assert without_credentials(address) == "postgresql://host/db?sslmode=require"
 
 
 @pytest.mark.parametrize(
-    ("problem", "example", "told"),
+    ("problem", "example", "expected"),
     [
         ("is too small", "100", "size=1 is too small. Try size=100."),
         ("is no option", None, "size=1 is no option."),
         ("is no option: did you mean sizes?", None, "size=1 is no option: did you mean sizes?"),
     ],
 )
-def test_a_bad_setting_is_told_with_what_works(problem, example, told):
-    """Field, value, problem and example read as sentences, also after a pickle."""
+def test_a_config_error_says_what_works(problem, example, expected):
+    """Field, value, problem and example form sentences, also after pickling."""
     error = ConfigError("size", 1, problem, example)
-    assert str(error) == str(pickle.loads(pickle.dumps(error))) == told
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == expected
 
 
 def test_a_busy_recorder_names_both_and_a_remedy():
-    """The remedy fits the holder, also after a pickle."""
+    """The remedy fits the holder, also after pickling."""
     error = RecorderBusy("PyTorch", "Trainer(profiler=X())", "remove one of the two")
-    told = "PyTorch cannot record while Trainer(profiler=X()) does: remove one of the two."
-    assert str(error) == str(pickle.loads(pickle.dumps(error))) == told
+    expected = "PyTorch cannot record while Trainer(profiler=X()) does: remove one of the two."
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == expected
 
 
 @pytest.mark.parametrize("kind", [DeprecationWarning, FutureWarning, UserWarning])
 @pytest.mark.parametrize("module", ["lightning_perf", "lightning_perf.charts.png"])
-def test_no_filter_of_the_tests_hides_a_warning_of_our_modules(module, kind):
-    """Those that ignore other packages, such as lightning, do not match ours."""
+def test_warning_filters_of_tests_do_not_match_our_modules(module, kind):
+    """Filters for other packages, such as lightning, do not match ours."""
     with pytest.raises(kind, match="planted"):
         warnings.warn_explicit("planted", kind, "file.py", 1, module)
     if kind is DeprecationWarning:

@@ -1,4 +1,4 @@
-"""The demo's GPT: what it costs on paper is what is counted while it trains."""
+"""The demo's GPT: the FLOPs of the formula are those counted while it trains."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def example() -> ModuleType:
 
 
 @pytest.mark.parametrize(("layers", "width", "heads", "context"), [(2, 48, 4, 32), (3, 64, 2, 48)])
-def test_counted_flops_are_those_of_the_formula(
+def test_counted_flops_equal_the_formula(
     tmp_path: Path, example: ModuleType, layers: int, width: int, heads: int, context: int
 ) -> None:
-    """A token costs 6 N_mm + 12 L H Q T, to the last digit (letters: transformer_flops.json)."""
+    """A token costs exactly 6 N_mm + 12 L H Q T (letters: transformer_flops.json)."""
     model = example.GPT(layers, width, heads, context)
     data = example.StandardLibrary(context=context, batch_size=4, megabytes=0.05)
     flops, monitor = Flops(peak_flops=1e12), SpeedMonitor(window_size=3)
     trainer(tmp_path, flops, monitor, logger=Records(), max_steps=8).fit(model, data)
 
-    # Parameters that a token is multiplied with: all matrices but the two embeddings.
+    # Parameters in products with a token: all matrices except the two embeddings.
     products = sum(
         weight.numel()
         for name, weight in model.named_parameters()
@@ -52,7 +52,7 @@ def test_counted_flops_are_those_of_the_formula(
 
 @pytest.mark.slow
 def test_it_learns(tmp_path: Path, example: ModuleType) -> None:
-    """The loss of the demo's data falls well below that of guessing bytes."""
+    """The loss on the demo's data falls well below that of guessing bytes."""
     model = example.GPT(layers=1, width=64, heads=2, context=32, learning_rate=3e-3)
     data = example.StandardLibrary(context=32, batch_size=16, megabytes=0.2)
     run = trainer(tmp_path, max_steps=120, max_epochs=-1)

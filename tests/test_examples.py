@@ -1,4 +1,4 @@
-"""The examples run as they stand, and show what they say."""
+"""The examples run unchanged and show the described output."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SCRIPTS = ["ten_lines", "classify_digits", "manual_optimization", "two_ranks"]
 
 
 def run(name: str) -> dict[str, Any]:
-    """Run a script in the working directory of the test, and read the summary that it leaves."""
-    torch.set_num_threads(1)  # a fork cannot take over the threads that another test has started
+    """Run a script in the test's working directory, and read the summary that it writes."""
+    torch.set_num_threads(1)  # a fork cannot inherit the threads of an earlier test
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     folder = latest_folder(Path())
     assert folder is not None
@@ -30,7 +30,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_trains_and_leaves_its_figures(
+def test_a_script_trains_and_leaves_its_summary(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each prints its summary, with MFU and the time of forward."""
@@ -51,12 +51,12 @@ def test_a_script_trains_and_leaves_its_figures(
 
 
 def test_every_script_is_run() -> None:
-    """A new example gets its test."""
+    """A new example needs a test."""
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "train_gpt"}
 
 
 def test_the_notebook_runs_in_order(in_tmp: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """By a kernel if nbclient is installed, otherwise one cell after the other."""
+    """It runs in a kernel if nbclient is installed, otherwise cell by cell."""
     torch.set_num_threads(1)
     if find_spec("nbclient") and find_spec("ipykernel"):
         import nbclient

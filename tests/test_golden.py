@@ -1,4 +1,4 @@
-"""What the package showed before: keys, steps, files, warnings and params of whole training runs.
+"""Golden tests: keys, steps, files, warnings and params of whole training runs.
 
 Each variant is 40 batches of a tiny model (or one stage by itself), described by one file of
 ``tests/golden``, with a line per key, file, warning and param. When behaviour changes on purpose,
@@ -12,7 +12,7 @@ values are described:
 - ``exact``: counts, which are the same on each machine, with their value or values;
 - ``zero``, ``int``, ``fraction`` (0 to 1), ``float``, ``negative``, ``nan``: all others, by what
   holds for every value of the key; seconds are ``float``, since load may make them larger than 1;
-- ``rank``: the number of a rank or what is said of it, which one is a matter of chance;
+- ``rank``: the number of a rank, or a value that depends on it, which varies between runs;
 - ``machine``: what the hardware does; of the steps only the last, since the clock decides whether
   there is a sample earlier. Keys in `SENSORS` may be absent, and are never in the files.
 
@@ -50,7 +50,7 @@ CALLBACKS = (
     "suite",
     "suite_pytorch",
 )
-#: Whatever the sections hold: names with what is known of them, or names alone.
+#: Sections map names to descriptions, or only list names.
 Golden = dict[str, dict[str, Any] | list[str]]
 Variant = dict[str, Any]
 
@@ -69,7 +69,7 @@ VARIANTS: dict[str, Variant] = {
         for ranks in (1, 2)
         for accumulate in (1, 2)
         for name in CALLBACKS
-        # What accumulation changes for a profiler, `PyTorch` shows for all of them.
+        # The effect of accumulation on profilers is covered by `PyTorch`.
         if accumulate == 1 or name not in PROFILERS or (name, ranks) == ("pytorch", 1)
     },
     **{
@@ -79,7 +79,7 @@ VARIANTS: dict[str, Variant] = {
     "suite_pytorch.no_logger": variant("suite_pytorch", logger=False),
 }
 
-# -- what is described how -----------------------------------------------------------------------
+# -- descriptions ---------------------------------------------------------------------------------
 
 #: Counts of the model, the same on each machine.
 EXACT = re.compile(
@@ -87,7 +87,7 @@ EXACT = re.compile(
     r"|(un)?tracked_operations)"
 )
 MACHINE = re.compile(r"(system/node_\d+|memory)/.*")
-#: Keys that only some machines have.
+#: Keys that exist on some machines only.
 SENSORS = re.compile(
     r"system/node_\d+/(gpu_\d+/\w+|disk_(iops|throughput_(read|write))|cpu_iowait|swap_used"
     r"|net_throughput_(sent|recv))"
@@ -96,12 +96,12 @@ SENSORS = re.compile(
 )
 CLOCK = re.compile(r"(.*/)?(timings|time)/.*")
 RANK = re.compile(r".*/slowest_rank|straggler/.*")
-#: Params whose value is the machine's or the release's.
+#: Params whose value depends on the machine or the release.
 OTHERS_PARAMS = re.compile(r".*/(version|device)")
 
 
 def kind(key: str, values: list[float]) -> str:
-    """What holds for all values of a key."""
+    """The kind that describes all values of a key."""
     if MACHINE.fullmatch(key):
         return "machine"
     if any(map(math.isnan, values)):
@@ -118,7 +118,7 @@ def kind(key: str, values: list[float]) -> str:
 
 
 def entry(key: str, points: list[tuple[int | None, float]]) -> dict[str, Any]:
-    """What is kept of one key: its kind, its steps, and its values where they are exact."""
+    """The entry of a key: its kind, its steps, and its values if they are exact."""
     steps, values = [step for step, _ in points], [value for _, value in points]
     if EXACT.fullmatch(key):
         same = {"value": values[0]} if len(set(values)) == 1 else {"values": values}
@@ -128,7 +128,7 @@ def entry(key: str, points: list[tuple[int | None, float]]) -> dict[str, Any]:
 
 
 def described(points: Iterable[tuple[str, int | None, float]]) -> dict[str, Any]:
-    """All keys but those of sensors that another machine may not have."""
+    """All keys except sensors that another machine may lack."""
     found: dict[str, list[tuple[int | None, float]]] = {}
     for key, step, value in points:
         if not SENSORS.fullmatch(key):
@@ -137,7 +137,7 @@ def described(points: Iterable[tuple[str, int | None, float]]) -> dict[str, Any]
 
 
 def read(folder: Path) -> Golden:
-    """What a run left in its folder, without what is another one each time."""
+    """Read the output of a run, without parts that differ in each run."""
     events = [
         {"pid": int(file.stem), **json.loads(line)}
         for file in sorted((folder / "events").iterdir())
@@ -170,20 +170,20 @@ def read(folder: Path) -> Golden:
 
 
 def warning(event: dict[str, Any], folder: Path) -> str:
-    """A warning without its numbers and the folder of the test."""
+    """A warning without its numbers and without the test's folder."""
     text = re.sub(r"\d+", "N", event["text"].replace(str(folder), "{folder}"))
     return f"{event['by']}{event['category']}: {text}"
 
 
 def state(event: dict[str, Any]) -> Iterator[str]:
-    """The names in each callback's state; those of the stages are the same for all of them."""
+    """The names in each callback's state; states of stages have the same names in all of them."""
     for owner, paths in event["callbacks"].items():
         stage = re.compile(r"\b(train|validate|test|predict)/")
         yield from {f"{owner}: {stage.sub('{stage}/', path)}" for path in paths}
 
 
 def tidy(content: dict[str, Any] | list[str]) -> dict[str, Any] | list[str]:
-    """In the order of names, without the values of the machine."""
+    """Sorted by name, without values that depend on the machine."""
     if isinstance(content, list):
         return sorted(content)
     hidden = {key: "{machine}" for key in content if OTHERS_PARAMS.fullmatch(key)}
@@ -191,7 +191,7 @@ def tidy(content: dict[str, Any] | list[str]) -> dict[str, Any] | list[str]:
 
 
 def files(folder: Path, pids: dict[int, int]) -> Iterator[str]:
-    """All files that a run left: below its root, in its working folder, and temporary ones."""
+    """All files of a run: below its root, in its working folder, and temporary files."""
     for root in ("out", "cwd", "tmp"):
         for path in (folder / root).rglob("*"):
             if not path.is_dir():
@@ -199,7 +199,7 @@ def files(folder: Path, pids: dict[int, int]) -> Iterator[str]:
 
 
 def unnamed(path: str, pids: dict[int, int]) -> str:
-    """A path without the names, numbers and times of its run."""
+    """A path without names, numbers and times of its run."""
     for pid in pids:
         path = re.sub(rf"(?<!\d){pid}(?!\d)", "{pid}", path)
     return re.sub(r"golden-(version_7|run)\b|run-\d{8}-\d{6}-[0-9a-f]{4}", "{run_name}", path)
@@ -209,7 +209,7 @@ def unnamed(path: str, pids: dict[int, int]) -> str:
 
 
 def write(path: Path, golden: Golden) -> None:
-    """One line per name, so that a change of one is a diff of one line."""
+    """One line per name, so that the change of a name is a diff of one line."""
     sections = []
     for section, content in golden.items():
         opening, closing = ("[", "]") if isinstance(content, list) else ("{", "}")
@@ -225,7 +225,7 @@ def write(path: Path, golden: Golden) -> None:
 
 
 def differences(before: Golden, now: Golden) -> list[str]:
-    """A line for each name that came, went or changed."""
+    """One line for each name that was added, removed or changed."""
     found = []
     for section in sorted(before.keys() | now.keys()):
         old, new = (golden.get(section, {}) for golden in (before, now))
@@ -242,23 +242,23 @@ def differences(before: Golden, now: Golden) -> list[str]:
 
 
 def change(old: Any, new: Any) -> str:
-    """What became of one name."""
+    """Describe the change of one name."""
     if isinstance(old, list) and isinstance(new, list):
-        return came_and_went(old, new)
+        return added_and_removed(old, new)
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return f"{old!r} -> {new!r}"
-    told = []
+    parts = []
     for part in sorted(old.keys() | new.keys()):
         was, now = old.get(part), new.get(part)
         if was != now and isinstance(was, list) and isinstance(now, list) and part == "steps":
-            told.append(f"steps {came_and_went(was, now)}")
+            parts.append(f"steps {added_and_removed(was, now)}")
         elif was != now:
-            told.append(f"{part} {was} -> {now}")
-    return "; ".join(told)
+            parts.append(f"{part} {was} -> {now}")
+    return "; ".join(parts)
 
 
-def came_and_went(old: list[Any], new: list[Any]) -> str:
-    """Which elements of a list came, and which went."""
+def added_and_removed(old: list[Any], new: list[Any]) -> str:
+    """The elements of a list that were added and removed."""
     gone, came = ((Counter(a) - Counter(b)).elements() for a, b in ((old, new), (new, old)))
     return f"gone {list(gone)}, new {list(came)}"
 
@@ -268,7 +268,7 @@ def came_and_went(old: list[Any], new: list[Any]) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
-    """Runs a variant in a process of its own; gives the folder with what it left."""
+    """Runs a variant in a separate process; returns the folder with its output."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -311,8 +311,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_shows_what_it_showed(run: Callable[[str], Path], name: str) -> None:
-    """Keys, steps, kinds, exact values, files, warnings and params are those of the golden file."""
+def test_a_run_matches_its_golden_file(run: Callable[[str], Path], name: str) -> None:
+    """Keys, steps, kinds, exact values, files, warnings and params are those of the file."""
     found = read(run(name))
     path = GOLDEN / f"{name}.json"
     failed = [text for text in found["warnings"] if "Please report this" in text]
@@ -322,20 +322,20 @@ def test_a_run_shows_what_it_showed(run: Callable[[str], Path], name: str) -> No
         write(path, found)
         return
     changes = differences(json.loads(path.read_text()), json.loads(json.dumps(found)))
-    told = "\n".join(changes)
+    parts = "\n".join(changes)
     assert not changes, (
-        f"{path.name} differs from this run:\n{told}\n"
+        f"{path.name} differs from this run:\n{parts}\n"
         "If that is meant: LIGHTNING_PERF_UPDATE_GOLDEN=1 pytest tests/test_golden.py"
     )
 
 
 def test_each_golden_file_has_its_run() -> None:
-    """A variant that is renamed or removed leaves no file behind."""
+    """A renamed or removed variant leaves no golden file behind."""
     assert {path.stem for path in GOLDEN.glob("*.json")} == set(VARIANTS)
 
 
-def test_differences_name_what_came_and_went(tmp_path: Path) -> None:
-    """A key that goes, a step that comes and a file that is renamed are one line each."""
+def test_differences_name_additions_and_removals(tmp_path: Path) -> None:
+    """A removed key, an added step and a renamed file are one line each."""
     before: Golden = {
         "files": ["out/a.json"],
         "logged": {"a": {"kind": "float", "steps": [4, 9]}, "b": {"kind": "zero", "steps": [4]}},

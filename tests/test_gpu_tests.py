@@ -1,4 +1,4 @@
-"""The tests that need a GPU run where little is installed: see ``benchmarks/gpu``."""
+"""The tests that need a GPU run with few packages installed: see ``benchmarks/gpu``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-#: What a machine with a GPU need not have.
+#: Packages that a machine with a GPU need not have.
 ABSENT = ("jsonargparse", "memray", "mlflow", "viztracer", "wandb", "xdist")
 PROGRAM = f"""
 import sys
@@ -23,7 +23,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_gpu_tests_need_no_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without MLflow, memray, VizTracer, jsonargparse and wandb each of them is found."""
+    """All are collected without MLflow, memray, VizTracer, jsonargparse and wandb."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     texts = {path: path.read_text() for path in TESTS.rglob("test_*.py") if path != Path(__file__)}
     marked = [str(path) for path, text in texts.items() if "@pytest.mark.gpu" in text]

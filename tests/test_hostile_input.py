@@ -1,4 +1,4 @@
-"""Malicious and damaged input gives clear errors, runs no code, and reaches no file outside."""
+"""Malicious and damaged input gives clear errors, runs no code, and affects no file outside."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def mutations(draw: Any) -> Callable[[Any], Any]:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a real run leaves."""
+    """The files of a real run."""
     folder = tmp_path_factory.mktemp("run")
     trainer(folder, always_on(show_summary=False), logger=Records()).fit(Small())
     return folder / "records-version_0"
@@ -100,7 +100,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_damaged_summary_is_refused_or_shown(
     tmp_path: Path, run_folder: Path, mutate: Callable[[Any], Any]
 ) -> None:
-    """Every view works for what the reader accepts; what it refuses is one line."""
+    """Every view works for a summary that the reader accepts; a refused one gives one line."""
     content = json.loads((run_folder / "summary.json").read_text())
     (tmp_path / "summary.json").write_text(json.dumps(mutate(content)))
     try:
@@ -114,7 +114,7 @@ def test_a_damaged_summary_is_refused_or_shown(
 
 
 class Enough(Exception):
-    """A third look is due."""
+    """Raised at the third update."""
 
 
 @settings(fuzzed, max_examples=10)
@@ -126,7 +126,7 @@ class Enough(Exception):
 def test_a_damaged_live_summary_is_watched_or_refused(
     tmp_path: Path, run_folder: Path, mutate: Callable[[Any], Any], pid: int
 ) -> None:
-    """Each view looks at it twice, or the command says in one line why it cannot."""
+    """Each view shows two updates, or the command gives the reason in one line."""
     looks: list[float] = []
 
     def wait(seconds: float) -> None:
@@ -165,7 +165,7 @@ def test_a_summary_without_its_run_is_refused(tmp_path: Path, run_folder: Path, 
 @example(b"[" * 9_999)
 @example(b'{"version": 1}')
 def test_any_bytes_are_a_summary_or_a_summary_error(tmp_path: Path, content: bytes) -> None:
-    """Whatever is in the file."""
+    """No content of the file gives another error."""
     path = tmp_path / "summary.json"
     path.write_bytes(content)
     with pytest.raises(SummaryError):
@@ -188,7 +188,7 @@ TRACE: dict[str, Any] = {
 
 
 def late(trace: Any) -> Any:
-    """Times that fit into 64 bits, and whose sum does not."""
+    """Times that fit into 64 bits, but not their sum."""
     return trace | {"traceEvents": [CALL | {"ts": 2**63 / 1000 - 1}, CALL | {"dur": 1e16}]}
 
 
@@ -196,7 +196,7 @@ def late(trace: Any) -> Any:
 @given(mutations())
 @example(late)
 def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, mutate: Callable[[Any], Any]) -> None:
-    """It is summarized and merged, or there is a TraceError."""
+    """It is summarized and merged, or gives a TraceError."""
     path = tmp_path / "rank0.3.json"
     path.write_text(json.dumps(mutate(TRACE)))
     with suppress(TraceError):
@@ -216,7 +216,7 @@ def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, mutate: Callable[[An
 @example(b"[" * 9_999, False)
 @example(b"{}", True)
 def test_any_bytes_are_a_trace_or_an_error(tmp_path: Path, content: bytes, packed: bool) -> None:
-    """Truncated gzip, deep nesting and noise."""
+    """Truncated gzip, deep nesting and noise give no other error."""
     path = tmp_path / "rank0.3.json"
     path.write_bytes(gzip.compress(content)[:-3] if packed else content)
     with suppress(TraceError):
@@ -226,10 +226,10 @@ def test_any_bytes_are_a_trace_or_an_error(tmp_path: Path, content: bytes, packe
 @fuzzed
 @given(st.lists(mutations(), max_size=3), st.binary(max_size=30))
 @example([], b"[" * 9_999)
-def test_a_damaged_list_of_uploads_is_read_without_its_damage(
+def test_a_damaged_upload_list_is_read_without_the_damage(
     tmp_path: Path, mutated: list[Callable[[Any], Any]], noise: bytes
 ) -> None:
-    """Entries hold texts; anything else is skipped with a warning, and the command continues."""
+    """Entries hold strings; anything else is skipped with a warning, and the command continues."""
     good = {"path": str(tmp_path / "gone"), "remote": "a", "run_name": "r", "error": "e"}
     lines = [json.dumps(mutate(good | {"target": {"store": "file:///nowhere"}})).encode()
              for mutate in mutated]  # fmt: skip
@@ -242,7 +242,7 @@ def test_a_damaged_list_of_uploads_is_read_without_its_damage(
         assert upload.run(str(tmp_path), None, False) in (0, 1)
 
 
-def test_a_list_of_uploads_sends_no_file_from_elsewhere(tmp_path: Path) -> None:
+def test_an_upload_list_sends_no_outside_file(tmp_path: Path) -> None:
     """A file outside of the list's folder, by its path or through a link, needs --outside."""
     (tmp_path / "secret").write_text("s")
     (folder := tmp_path / "runs").mkdir()
@@ -255,7 +255,9 @@ def test_a_list_of_uploads_sends_no_file_from_elsewhere(tmp_path: Path) -> None:
     assert upload.run(str(folder), None, False) == 1
     assert not (tmp_path / "up").exists()
     assert [path.name for path in tmp_path.rglob("store/*")] == ["own"]
-    assert upload.run(str(folder), None, False, outside=True) == 1  # the name that leaves stays
+    assert (
+        upload.run(str(folder), None, False, outside=True) == 1
+    )  # the name that points outside stays
     assert {path.name for path in tmp_path.rglob("store/*")} == {"own", "secret", "link"}
 
 
@@ -276,7 +278,7 @@ CONFIG: dict[str, Any] = {
 def test_a_damaged_configuration_is_used_or_a_config_error(
     tmp_path: Path, mutate: Callable[[Any], Any]
 ) -> None:
-    """Of LIGHTNING_PERF=FILE."""
+    """The file of LIGHTNING_PERF=FILE gives no other error."""
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(mutate(CONFIG), allow_unicode=True))
     try:
@@ -296,7 +298,7 @@ def test_a_damaged_configuration_is_used_or_a_config_error(
     ],
 )
 def test_no_code_runs_from_a_configuration(in_tmp: Path, text: str) -> None:
-    """Only callbacks of ours are constructed."""
+    """Only callbacks of this package are constructed."""
     (in_tmp / "config.yaml").write_text(text)
     with pytest.raises(ConfigError):
         from_environment("config.yaml")
@@ -315,7 +317,7 @@ pieces = st.lists(
 @fuzzed
 @given(pieces)
 def test_any_text_is_a_schedule_or_a_config_error(text: str) -> None:
-    """Time strings included."""
+    """This includes time strings."""
     with suppress(ConfigError):
         as_schedule(text)
 
@@ -327,7 +329,7 @@ def test_any_text_is_a_schedule_or_a_config_error(text: str) -> None:
 def test_every_name_stays_in_its_folder(
     tmp_path: Path, pattern: str, run_name: str, folder: str
 ) -> None:
-    """Whatever the format string and the run's name, or there is a ConfigError."""
+    """For any format string and run name, the file is in its folder or there is a ConfigError."""
     values = run_values(run_name, Ranks()) | time_values(Timestamp(batch=3)) | {"stage": "train"}
     try:
         name = file_format(pattern).render(values)
@@ -339,11 +341,11 @@ def test_every_name_stays_in_its_folder(
     assert "\x00" not in name
 
 
-# -- what others may have put there -------------------------------------------------------------
+# -- links of other users --------------------------------------------------------------------------
 
 
 def test_the_list_of_uploads_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """The file that the link names stays as it was."""
+    """The target of the link is unchanged."""
     (tmp_path / "theirs").write_text("")
     (tmp_path / FILE_NAME).symlink_to(tmp_path / "theirs")
     with pytest.raises(OSError, match=r"symbolic|loop|levels"):
@@ -351,8 +353,8 @@ def test_the_list_of_uploads_is_not_written_through_a_link(tmp_path: Path) -> No
     assert (tmp_path / "theirs").read_text() == ""
 
 
-def test_files_of_recorders_have_names_that_nobody_can_foresee(make_writer: Any) -> None:
-    """A link in a recorder's place would make it write elsewhere."""
+def test_files_of_recorders_have_unpredictable_names(make_writer: Any) -> None:
+    """A link in a recorder's place would redirect its writes."""
     names = {make_writer().spool("train").name for _ in range(20)}
     assert len(names) == 20
     assert all(len(name.split("-")[2].split(".")[0]) == 16 for name in names)

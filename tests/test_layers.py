@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lightning_perf"
-#: From the top down. A package may import from packages below it, and from itself.
+#: From top to bottom. A package may import from packages below it, and from itself.
 LAYERS = [
     {"__main__"},
     {"cli"},
@@ -58,7 +58,7 @@ def imports(module: Path) -> set[str]:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
 def test_imports_point_downward(module: Path) -> None:
-    """No package imports from a layer above its own, nor from another one of its layer."""
+    """No package imports from a layer above its own, nor from another package of its layer."""
     if module == PACKAGE / "__init__.py":
         return  # names of all layers, resolved lazily
     here = package(module)
@@ -73,20 +73,20 @@ def test_imports_point_downward(module: Path) -> None:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
 def test_libraries_stay_in_their_layers(module: Path) -> None:
-    """torch, lightning and mlflow are imported only where the design lets them in."""
+    """torch, lightning and mlflow are imported only in the packages that the table allows."""
     for name in imports(module):
         packages = RESERVED.get(name.split(".")[0])
         assert packages is None or package(module) in packages, f"{module} must not import {name}"
 
 
 def test_every_package_has_a_layer() -> None:
-    """A new package is placed by a decision, not by accident."""
+    """A new package must be added to the table."""
     for module in MODULES:
         layer(package(module))
 
 
-def test_test_modules_import_no_other() -> None:
-    """Each test file runs alone: what several of them need is in tests/helpers."""
+def test_test_modules_import_no_other_test_module() -> None:
+    """Each test file runs alone: shared code is in tests/helpers."""
     names = {module.stem for module in TESTS} | {"conftest"}
     for module in TESTS:
         assert not imports(module) & names, f"{module} imports another test module"

@@ -1,4 +1,4 @@
-"""The public names, and what importing the package costs."""
+"""The public names, and the cost of importing the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Timestamp Timings Tracker Verdict VizTracer Window WindowCallback always_on
 
 
 def test_public_names_are_frozen() -> None:
-    """Names are added and removed on purpose: users write them in code and in YAML."""
+    """Users write these names in code and in YAML, so that a change must be intended."""
     assert lightning_perf.__all__ == sorted(NAMES.split())
     assert dir(lightning_perf) == lightning_perf.__all__
 
@@ -48,7 +48,7 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 
 def test_importing_the_package_imports_neither_torch_nor_mlflow() -> None:
-    """The import is cheap, so any file may contain it."""
+    """The import is cheap, so that any file may contain it."""
     code = "import sys, lightning_perf; print(*sorted({m.split('.')[0] for m in sys.modules}))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -70,8 +70,8 @@ def in_new_process(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_it_trains_where_only_torch_and_lightning_are(tmp_path: Path) -> None:
-    """Without MLflow and the recorders' tools, all names import and training runs."""
+def test_it_trains_with_torch_and_lightning_only(tmp_path: Path) -> None:
+    """Without MLflow and the recorders' tools, all names can be imported and training runs."""
     code = """
 import sys
 from pathlib import Path
@@ -112,8 +112,8 @@ for name in ("Memray", "VizTracer"):
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_imports_nothing_heavy(tmp_path: Path) -> None:
-    """The first end of a process writes its summary with what is imported."""
+def test_the_end_of_a_run_imports_no_large_package(tmp_path: Path) -> None:
+    """The first end of a run in a process writes its summary without further imports."""
     code = """
 import sys
 import lightning as L

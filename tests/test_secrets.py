@@ -1,4 +1,4 @@
-"""Nothing that a run leaves or says has a secret of the process in it."""
+"""No file or output of a run contains a secret of the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECRET = "hunter2-correct-horse"
 
 
 class Private(Small):
-    """Has a secret among its hyperparameters, and in its attributes."""
+    """Has a secret in its hyperparameters and attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Private(Small):
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run with every recorder leaves, started with secrets, under a strict umask."""
+    """The files of a run with every recorder, started with secrets and a strict umask."""
     folder = tmp_path_factory.mktemp("private")
     ours = [
         always_on(show_summary=False),
@@ -58,15 +58,15 @@ def content(path: Path) -> bytes:
 
 @pytest.mark.slow
 def test_no_secret_of_the_process_is_in_a_file(left: Path) -> None:
-    """Neither the environment's, nor the command line's, nor the hyperparameters'."""
+    """Secrets are in the environment, the command line and the hyperparameters."""
     files = [path for path in left.rglob("*") if path.is_file()]
     assert {".gz", ".bin", ".html", ".json", ".txt"} <= {path.suffix for path in files}
     assert [str(path) for path in files if SECRET.encode() in content(path)] == []
 
 
 @pytest.mark.slow
-def test_what_a_trace_says_of_the_run_is_an_allow_list(left: Path) -> None:
-    """Of the machine and the process, no more than this."""
+def test_the_run_information_in_a_trace_is_an_allow_list(left: Path) -> None:
+    """A trace has no other information on the machine and the process."""
     (path,) = left.rglob("*.pt.trace.json.gz")
     trace = json.loads(content(path))
     ours = {"rank", "local_rank", "node_rank", "world_size", "run_name", "stage", "epoch", "batch",
@@ -81,7 +81,7 @@ def test_what_a_trace_says_of_the_run_is_an_allow_list(left: Path) -> None:
 
 @pytest.mark.slow
 def test_files_and_folders_have_the_modes_of_the_users_umask(left: Path) -> None:
-    """Others may read exactly what the user lets them."""
+    """Others can read exactly what the umask allows."""
     below = [path for path in left.rglob("*") if not path.is_symlink()]
     modes = {str(p.relative_to(left)): oct(p.stat().st_mode & 0o777) for p in below}
     wrong = {
@@ -106,8 +106,8 @@ def test_pages_escape_what_comes_from_users() -> None:
 
 @pytest.mark.slow
 @needs_browser
-def test_a_page_runs_its_own_script_alone_and_loads_nothing(tmp_path: Path) -> None:
-    """Chromium blocks scripts, images and requests that are smuggled into it."""
+def test_a_page_runs_only_its_own_script_and_loads_nothing(tmp_path: Path) -> None:
+    """Chromium blocks injected scripts, images and requests."""
     inner = page("A page", [FlameGraph(fold([(["a", "b"], 3), (["c"], 5)]), "Frames")])
     assert re.search(r"Content-Security-Policy[^>]*default-src 'none'", inner)
     source = json.dumps(inner).replace("</", "<\\/")

@@ -1,4 +1,4 @@
-"""Runs the parts, each in a process of its own, and writes the table."""
+"""Runs the parts, each in a separate process, and writes the table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT = 150
 
 
 def run_part(name: str, device: str, rows: Path) -> None:
-    """Run a part in this process; its rows go into a file, one line each."""
+    """Run a part in this process, and write its rows to a file, one line each."""
     import logging
 
     from gpu.bench import Bench, Row
@@ -44,7 +44,7 @@ def run_part(name: str, device: str, rows: Path) -> None:
 
 
 def rows_of(name: str, device: str) -> list[dict[str, Any]]:
-    """Run a part in another process and return its rows, also if it dies."""
+    """Run a part in another process and return its rows, even if it crashes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows")
         path.touch()
@@ -83,7 +83,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run what the command line names; return the exit code."""
+    """Run the parts given on the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m gpu")
     parser.add_argument("parts", nargs="*", help="parts to run; all by default")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

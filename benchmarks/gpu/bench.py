@@ -1,4 +1,4 @@
-"""What every part uses: rows of the table, and trainings that are timed by their own clock."""
+"""Code for all parts: rows of the table, and trainings that are timed by their own clock."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Bench:
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
-        folder: For what trainings write.
+        folder: For the files of trainings.
     """
 
     def __init__(self, device: str, folder: Path) -> None:

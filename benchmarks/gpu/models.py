@@ -1,4 +1,4 @@
-"""The models that the checks train, and what they should cost."""
+"""The models that the checks train, and their expected FLOPs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Repeated:
 
 
 class Costed(L.LightningModule):
-    """A model that knows its FLOPs per batch from its shapes."""
+    """A model that computes its FLOPs per batch from its shapes."""
 
     batch: Any
     #: Forward and backward, 2 per multiply-add.
@@ -140,7 +140,7 @@ class ResNet(Costed):
 
 
 class Spinner:
-    """Keeps the device busy: one kernel that only waits; on a CPU, sleep.
+    """Keeps the device busy with one kernel that only waits; on a CPU it sleeps.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.

@@ -1,4 +1,4 @@
-"""The parts of the check. Each yields rows, so that those before a failure are kept."""
+"""The parts of the check. Each yields rows, so that the rows before a failure are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from helpers.fake_device import Unwaited
+from helpers.fake_device import Unsynchronized
 from helpers.outcome import Wrapped
 from helpers.small import Small
 
@@ -59,7 +59,7 @@ def tests(bench: Bench) -> Iterator[Row]:
 
 
 def _product(bench: Bench) -> float:
-    """FLOP/s of a large bf16 matrix product, by events around a row of them."""
+    """FLOP/s of a large bf16 matrix product, by events around a series of products."""
     size, times = (8192, 20) if bench.cuda else (512, 5)
     a = torch.ones(size, size, dtype=torch.bfloat16, device=bench.device)
     best = 0.0
@@ -76,7 +76,7 @@ def _product(bench: Bench) -> float:
 def mfu(bench: Bench) -> Iterator[Row]:
     """MFU of a bf16 GPT and a ResNet against a measured product and the peak table."""
     name, dtype = device_name(bench.device), "bfloat16"
-    # First, in a process that has not touched the device: libraries load during the measurement.
+    # First, in a fresh process, because libraries load during the measurement.
     ours = measure_peak(bench.device, dtype)
     rate = _product(bench)
     yield Row("device", name, note=f"torch {torch.__version__}, driver {nvidia_driver()}")
@@ -154,7 +154,7 @@ def device_timings(bench: Bench) -> Iterator[Row]:
     prefix = "timings/device" if bench.cuda else "timings"
     within = (0.9, 1.25) if bench.cuda else (0.3, 3.0)
     for name, seconds in passes.items():
-        # By their length: a window may begin with kernels that were launched before it.
+        # By duration, because a window may start with kernels that were launched before it.
         of_trace = median(each for each in kernels if abs(each / seconds - 1) < 0.25)
         yield Row(f"{prefix}/{name}, s", found.get(f"{prefix}/{name}"), of_trace, *within)
     if bench.cuda:
@@ -184,7 +184,7 @@ def overhead(bench: Bench) -> Iterator[Row]:
 
 
 class _Traced(L.Callback):
-    """Records the CUDA runtime's calls from the sixth batch to the last but one, ends left out."""
+    """Records the CUDA runtime's calls from the sixth batch to the next to last."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -201,7 +201,7 @@ class _Traced(L.Callback):
 
 @contextmanager
 def _counted_waits(calls: Counter[str]) -> Iterator[None]:
-    """Count Python's own calls that wait."""
+    """Count Python's own calls that synchronize."""
     cuda = torch.cuda
     owners = [(cuda, "synchronize"), (cuda.Event, "synchronize"), (cuda.Stream, "synchronize")]
 
@@ -220,7 +220,7 @@ def _counted_waits(calls: Counter[str]) -> Iterator[None]:
         yield
 
 
-class _Strict(Unwaited):
+class _Strict(Unsynchronized):
     """Forbids synchronizing calls on a GPU; on a CPU the same training."""
 
     steps = 60
@@ -242,7 +242,7 @@ class _Strict(Unwaited):
 
 
 def synchronization(bench: Bench) -> Iterator[Row]:
-    """The always-on set waits for the device nowhere between the first batch and the last."""
+    """The always-on set does not synchronize between the first batch and the last."""
     bench.fit(_Strict(), *bench.always_on())
     yield Row("a training with set_sync_debug_mode('error') ends", True)
     spin = Spinner(bench.device)
@@ -255,7 +255,7 @@ def synchronization(bench: Bench) -> Iterator[Row]:
             bench.fit(model, calls, *(bench.always_on() if ours else []))
         found[ours] = calls.calls
     for name in WAITS:
-        # A trace has the profiler's own waits, without us as well.
+        # A trace contains the profiler's own synchronizations, with and without us.
         yield Row(f"calls of {name}", found[True][name] <= found[False][name],
                   note=f"{found[True][name]} with, {found[False][name]} without")  # fmt: skip
     extra = {n: c for n, c in python[True].items() if c > python[False][n]}
@@ -264,7 +264,7 @@ def synchronization(bench: Bench) -> Iterator[Row]:
     yield Row("events recorded by us, per batch", events / 54, note="about nine are expected")
 
 
-#: nvidia-smi's names of our keys, and by how much two readings may differ.
+#: nvidia-smi's names of our keys, and the tolerance between two readings.
 SMI = {
     "gpu_used_memory": ("memory.used", 1 << 20, 0.9, 1.1),
     "gpu_free_memory": ("memory.free", 1 << 20, 0.9, 1.1),
@@ -283,7 +283,9 @@ def nvml(bench: Bench) -> Iterator[Row]:
         yield Row("nvidia-smi", "absent", note="nothing to compare with")
         return
     spin = Spinner(bench.device)
-    spin(5.0)  # keeps the device busy while both look; its use is a mean over up to a second
+    spin(
+        5.0
+    )  # keeps the device busy during both readings; utilization is a mean over up to a second
     time.sleep(1.5)
     fields = ",".join(["index", *(name for name, *_ in SMI.values())])
     query = [smi, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
@@ -312,7 +314,7 @@ def nvml(bench: Bench) -> Iterator[Row]:
 
 
 class _Greedy(Small):
-    """Asks for more memory than there is, in the fourth batch."""
+    """Allocates more memory than is available, in the fourth batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == 3 and self.device.type == "cuda":
@@ -323,12 +325,12 @@ class _Greedy(Small):
 
 
 def snapshots(bench: Bench) -> Iterator[Row]:
-    """Snapshots of memory, of windows and of an out-of-memory error, and their pages."""
+    """Memory snapshots of windows and of an out-of-memory error, and their pages."""
     with ExitStack() as stack:
         if not bench.cuda:
-            from helpers.fake_allocator import seeming_device
+            from helpers.fake_allocator import simulated_cuda
 
-            stack.enter_context(seeming_device())
+            stack.enter_context(simulated_cuda())
         bench.fit(Small(), MemorySnapshot(schedule=Fixed(2, 2)))
         yield from _pages(bench, 2, "a window")
         for schedule, what in (
@@ -376,7 +378,7 @@ def _bits(model: Any) -> list[str]:
 
 
 def compiled(bench: Bench) -> Iterator[Row]:
-    """Compiled and CUDA-graph trainings: the same bits, as often compiled, with us and without."""
+    """Compiled and CUDA-graph trainings are bit-identical, and compiled as often as without us."""
     kinds: dict[str, Callable[[], Any]] = {
         mode: lambda mode=mode: _Compiled(mode) for mode in ("eager", "aot_eager")
     }
@@ -444,7 +446,7 @@ class _Keeping(Spinning):
 
 
 class _Moving(Spinning):
-    """Batches of a size that takes long to copy."""
+    """Large batches, which take long to copy."""
 
     def train_dataloader(self) -> Any:
         size = 64 << 20 if torch.cuda.is_available() else 1 << 16
@@ -453,7 +455,7 @@ class _Moving(Spinning):
 
 
 class _Waiting(Spinning):
-    """A loader that takes long."""
+    """A slow loader."""
 
     def train_dataloader(self) -> Any:
         batch, spin = super().train_dataloader().batch, Spinner("cpu")
@@ -469,7 +471,7 @@ class _Waiting(Spinning):
 
 @contextmanager
 def _hot() -> Iterator[None]:
-    """NVML that reports heat, without touching the machine's settings."""
+    """NVML that reports high temperatures, without a change of the machine's settings."""
     import pynvml
 
     name = "nvmlDeviceGetCurrentClocksEventReasons"
@@ -482,7 +484,7 @@ def _hot() -> Iterator[None]:
 
 
 def verdicts(bench: Bench) -> Iterator[Row]:
-    """What the diagnosis says of planted causes that only a GPU has."""
+    """Verdicts on planted causes that only a GPU has."""
     spin, steps = Spinner(bench.device), 150 if bench.cuda else 40
     plan: dict[str, Callable[[], L.LightningModule]] = {
         "healthy|compute-bound": lambda: Spinning(spin, 6e-3, 3e-3, steps=steps),

@@ -39,7 +39,7 @@ from lightning_perf import Diagnosis
 from lightning_perf.diagnosis import diagnose
 
 ROOT = Path(__file__).parents[2]
-#: Thresholds may be tuned on the first; the second was looked at once all was written.
+#: Thresholds may be tuned on the first; the second was used only when everything was written.
 PARTS: dict[str, dict[str, Any]] = {
     "tune": {"magnitudes": (0.35, 1.0), "seeds": (0,), "workloads": WORKLOADS},
     "held_out": {"magnitudes": (0.6,), "seeds": (101,), "workloads": WORKLOADS},
@@ -62,7 +62,7 @@ GENEROUS = STRICT | {
         "epoch-restart", *IN_STEPS,
     ),
 }  # fmt: skip
-#: Verdicts on the machine, which other programs share while this runs.
+#: Verdicts about the machine, which other programs use meanwhile.
 ENVIRONMENT = {"cpu-saturated"}
 OPTIONS: dict[str, Any] = QUIET | {
     "logger": False, "log_every_n_steps": 10, "limit_val_batches": 0, "num_sanity_val_steps": 0,
@@ -80,7 +80,7 @@ class Wall(L.Callback):
 
 
 class Recorded(Diagnosis):
-    """Leaves the wall time, and what was measured, in a file of rank 0."""
+    """Writes the wall time and the measured signals to a file on rank 0."""
 
     def __init__(self, wall: Wall) -> None:
         super().__init__(terminal=False)
@@ -92,7 +92,7 @@ class Recorded(Diagnosis):
 
 
 def step_seconds(workload: type[Any], seed: int) -> float:
-    """Seconds of a step without faults."""
+    """Seconds per step without faults."""
     with tempfile.TemporaryDirectory() as folder:
         wall = Wall()
         run = L.Trainer(**OPTIONS, max_epochs=1, callbacks=[wall], default_root_dir=folder)
@@ -110,7 +110,7 @@ def train(
     ranks: int = 1,
     diagnosed: bool = True,
 ) -> tuple[float, Any]:
-    """One training, with the faults or without them: its seconds, and its signals."""
+    """One training, with or without the faults: its seconds and its signals."""
     with tempfile.TemporaryDirectory() as folder:
         epochs, steps = max(f.epochs for f in faults), max(f.steps for f in faults)
         module = workload(seed, ranks * steps // epochs)
@@ -119,7 +119,7 @@ def train(
             fault.plant(run)
         options = {**OPTIONS, "max_epochs": epochs, "default_root_dir": folder}
         if ranks > 1:
-            torch.set_num_threads(1)  # a fork cannot take over the threads of its parent
+            torch.set_num_threads(1)  # a fork cannot inherit the threads of its parent
             options |= {"devices": ranks, "strategy": "ddp_fork"}
         wall = Wall()
         callbacks = [wall, *run.callbacks, *([Recorded(wall)] if diagnosed else [])]
@@ -131,7 +131,7 @@ def train(
 
 
 def start(function: Any, *args: Any) -> tuple[Any, Any]:
-    """Run a function in a forked process, so that no run sees another one's garbage."""
+    """Run a function in a forked process, so that runs do not share garbage."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
 
@@ -148,7 +148,7 @@ def start(function: Any, *args: Any) -> tuple[Any, Any]:
 
 
 def in_child(function: Any, *args: Any) -> Any:
-    """What a function returns in a forked process; None if it fails."""
+    """The result of a function in a forked process; None if it fails."""
     receiving, child = start(function, *args)
     try:
         return receiving.recv()
@@ -159,7 +159,7 @@ def in_child(function: Any, *args: Any) -> Any:
 
 
 def all_cases(todo: list[Any], jobs: int) -> Iterator[dict[str, Any]]:
-    """The results of some cases, several at a time."""
+    """The results of several cases, several at a time."""
     waiting, running = list(todo), {}
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -173,12 +173,12 @@ def all_cases(todo: list[Any], jobs: int) -> Iterator[dict[str, Any]]:
 
 
 def verdicts(signals: Any) -> list[Any]:
-    """What the rules say."""
+    """The verdicts of the rules."""
     return [verdict.as_dict() for verdict in diagnose(signals).verdicts]
 
 
 def issues(command: str, *setting: Any) -> list[tuple[str, str]]:
-    """Kind and severity of what TraceML says about the times and the memory of one training."""
+    """Kind and severity of TraceML's verdicts on the times and the memory of one training."""
     faults, workload, *numbers = setting
     given = json.dumps([[f.name for f in faults], workload.__name__.lower(), *numbers])
     with tempfile.TemporaryDirectory() as folder:
@@ -214,7 +214,7 @@ def case(
     ranks: int,
     peer: str | None = None,
 ) -> dict[str, Any]:
-    """Train with and without the faults, and say what came of it."""
+    """Train with and without the faults, and return the result."""
     workload = (WORKLOADS | HELD_OUT)[name]
     step = in_child(step_seconds, workload, seed)
     found = {
@@ -247,7 +247,7 @@ def cases(part: str, only: str | None) -> list[tuple[str, list[Fault], str, int,
     for seed in plan["seeds"]:
         for number, magnitude in enumerate(plan["magnitudes"]):
             for index, fault in enumerate(faults):
-                # Each fault meets each workload, over the magnitudes.
+                # Each fault is planted in each workload, with varying magnitudes.
                 name = names[(index + number) % len(names)]
                 found.append(("fault", [fault], name, seed + number, magnitude, ranks))
         for index, each in enumerate(traps):
@@ -260,7 +260,7 @@ def cases(part: str, only: str | None) -> list[tuple[str, list[Fault], str, int,
 
 
 def blamed(result: dict[str, Any], *severities: str) -> list[dict[str, Any]]:
-    """Verdicts of some severities that are not about the machine."""
+    """Verdicts of the given severities that are not about the machine."""
     wanted = severities or ("warning", "critical")
     verdicts = result["verdicts"]
     return [v for v in verdicts if v["severity"] in wanted and v["code"] not in ENVIRONMENT]
@@ -306,7 +306,7 @@ def score(results: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run a part of the benchmark, print its table, and the cases that went wrong."""
+    """Run a part of the benchmark, print its table, and the cases with wrong verdicts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, default="tune")
     parser.add_argument("--only", help="Cases whose faults contain this text.")
@@ -338,7 +338,7 @@ def main() -> None:
             print(line(result))
         show(given.part, results)
         return
-    gc.freeze()  # what was imported is no garbage of the runs
+    gc.freeze()  # imported objects are not garbage of the runs
     todo = [(*each, given.peer) for each in cases(given.part, given.only)]
     for result in all_cases(todo, given.jobs):
         results.append(result)
@@ -368,7 +368,7 @@ def recorded(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def line(result: dict[str, Any]) -> str:
-    """One case: what was wanted, and what was found."""
+    """One case: the expected and the found verdicts."""
     found = [f"{v['code']}/{v['severity']}/{v['share']:.2f}/{v['culprit']}" for v in blamed(result)]
     actual = result["seconds"] / (result.get("clean_seconds") or result["seconds"])
     return (

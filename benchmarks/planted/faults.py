@@ -1,4 +1,4 @@
-"""Faults, traps and compounds: each plants something in a workload and says what it is."""
+"""Faults, traps and compounds: each plants a cause in a workload and names its verdict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 
 @dataclass
 class Run:
-    """What a fault may change."""
+    """The parts of a run that a fault may change."""
 
     module: Workload
     #: Seconds that the fault costs per step, and the seconds of a step.
@@ -35,19 +35,19 @@ class Run:
     active: bool = True
 
     def sleep(self, seconds: float) -> None:
-        """Cost some time, if the fault is planted."""
+        """Take some time, if the fault is planted."""
         if self.active:
             time.sleep(seconds)
 
     @property
     def often(self) -> int:
-        """A period in steps, which differs from seed to seed."""
+        """A period in steps, which depends on the seed."""
         return self.module.random.randint(12, 23)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted, and how it is to be named."""
+    """A planted cause and its expected verdict."""
 
     name: str
     plant: Callable[[Run], None]
@@ -233,7 +233,7 @@ def slow_validation(run: Run) -> None:
     run.module.places["validation"] = lambda index: run.sleep(50 * run.extra / 8)
 
 
-# -- the course of step times ---------------------------------------------------------------------
+# -- changes of step times -------------------------------------------------------------------------
 
 
 @fault("warmup")
@@ -392,7 +392,7 @@ def cheap_checkpoints(run: Run) -> None:
 
 @trap(steps=160)
 def longer_batches(run: Run) -> None:
-    """In the second epoch batches hold twice as much, so the model takes longer."""
+    """In the second epoch batches are twice as large, so the model takes longer."""
 
     class Growing(Sampler[list[int]]):
         size = 0
@@ -455,7 +455,7 @@ def rank_with_slow_callback(run: Run) -> None:
 @fault("communication-bound", among=RANK_FAULTS)
 def slow_network(run: Run) -> None:
     def exchange(bucket: Any) -> Any:
-        """Arrive late, on a thread: a rank whose gradients are the last ones waits, too."""
+        """Arrive late, on a thread; a rank whose gradients come last waits, too."""
         sent, arrived = allreduce_hook(None, bucket), torch.futures.Future[torch.Tensor]()
 
         def work() -> None:
@@ -468,7 +468,7 @@ def slow_network(run: Run) -> None:
 
     class Hooked(DDPStrategy):
         def configure_ddp(self) -> None:
-            super().configure_ddp()  # which registers hooks on GPUs alone
+            super().configure_ddp()  # it registers hooks on GPUs only
             self.model.register_comm_hook(None, lambda _, bucket: exchange(bucket))
 
     run.options["strategy"] = Hooked(start_method="fork")

@@ -1,4 +1,4 @@
-"""Small trainings without a problem. Each is built so that faults can be planted in it."""
+"""Small trainings without a problem, in which faults can be planted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Hook = Callable[[int], Any]
 
 
 class Samples(Dataset[list[Tensor]]):
-    """Samples in memory; loading one may be made slow."""
+    """Samples in memory, whose loading can be slowed."""
 
     def __init__(self, rows: list[Tensor], length: int) -> None:
         self.rows, self.length, self.item = rows, length, lambda index: None
@@ -31,7 +31,7 @@ class Samples(Dataset[list[Tensor]]):
 
 
 class Workload(L.LightningModule):
-    """A training of some milliseconds per step.
+    """A training of a few milliseconds per step.
 
     Args:
         seed: Varies its sizes.
@@ -53,7 +53,7 @@ class Workload(L.LightningModule):
         self.sampler: Any = None
 
     def build(self) -> list[Tensor]:
-        """Make the network; returns the columns of the data."""
+        """Create the network; return the columns of the data."""
         raise NotImplementedError
 
     def loss(self, batch: list[Tensor]) -> Tensor:
@@ -121,7 +121,7 @@ class Perceptron(Workload):
 
 
 class Gpt(Workload):
-    """Held out: a small language model on tokens. Nothing was tuned on it."""
+    """Held out: a small language model on tokens. No threshold was tuned on it."""
 
     def build(self) -> list[Tensor]:
         width, length = 64 * self.random.randint(2, 3), 48

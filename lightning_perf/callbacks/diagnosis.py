@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from lightning_perf.traces.summary import TraceSummary
 
 _FOLDER = "{run_name}/diagnosis"
-#: The fewest batches in a window: shorter windows cost time and show no more.
+#: The minimum batches per window: shorter windows take time and show nothing more.
 _FEWEST_BATCHES = 10
-#: How torch names the time of one compilation.
+#: torch's name for the time of one compilation.
 _COMPILED = "_compile.compile_inner"
-#: The largest share of the time that analyses take during training, since they compete for Python's
-#: lock, and seconds in addition, for the first ones.
+#: The maximum share of the time for analyses during training, because they compete for the GIL, and
+#: additional seconds for the first ones.
 _MOST_TIME, _FIRST_SECONDS = 0.002, 0.01
 #: Seconds after which a run prepares what its end writes.
 _LONG_RUN = 10.0
@@ -58,12 +58,12 @@ _LONG_RUN = 10.0
 class Diagnosis(WindowCallback):
     """Says why a training is slow: causes by name, what each costs, and what to do.
 
-    While training runs and at its end, rules look at where the time went, at the course of the
-    step times, at garbage collections, compilations, memory and the machine. ``verdicts`` lists
-    what they found, the most costly first; a run without a problem is ``healthy``. The end of the
-    run shows a panel in the terminal and leaves ``diagnosis.json`` and ``report.html`` in
-    ``folder`` and among MLflow's artifacts. ``diagnosis/CODE`` is logged as a metric: the share of
-    the wall time that would be saved, if there is one.
+    While training runs and at its end, rules examine times by category, step times, garbage
+    collections, compilations, memory and the machine. ``verdicts`` lists what they found, the most
+    costly first; a run without a problem is ``healthy``. The end of the run shows a panel in the
+    terminal and leaves ``diagnosis.json`` and ``report.html`` in ``folder`` and among MLflow's
+    artifacts. ``diagnosis/CODE`` is logged as a metric: the share of the wall time that would be
+    saved, if there is one.
 
     Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
     on a background thread of rank 0 and takes at most 0.2 % of the time: with very short steps it
@@ -127,7 +127,7 @@ class Diagnosis(WindowCallback):
         self._record = Record()
         self._setup = Setup()
         self._gc: GcTimer | None = None
-        # Named costs besides those of spans, by the batches up to a report that is on its way.
+        # Named costs other than those of spans, by the number of batches of a report in flight.
         self._others: dict[int, Costs] = {}
         self._next = self._diagnosed = 0
         self._analysing = False
@@ -157,7 +157,8 @@ class Diagnosis(WindowCallback):
         if self.schedule is not None:
             self.schedule.setup(context.schedule_context)
         context.batches.listeners.append(self._add_steps)
-        # Weak: `gc` keeps the timer of a run whose end was not announced, and so does this object.
+        # Weak, because `gc` keeps the timer of a run whose end was not announced, and with it this
+        # object.
         spans = weakref.proxy(context.spans)
         self._gc = GcTimer(lambda: spans.running)
         self._gc.open()
@@ -175,7 +176,7 @@ class Diagnosis(WindowCallback):
     @override
     def window_due(self, context: RunContext, at_end: bool) -> bool:
         due = super().window_due(context, at_end)
-        if at_end or not due:  # the end may be that of a validation, with batches of its own
+        if at_end or not due:  # the end may be that of a validation with its own batches
             return due
         batch = context.counters.batch
         if batch < self._next:
@@ -204,7 +205,7 @@ class Diagnosis(WindowCallback):
             if not context.file_worker.submit(job, "the diagnosis"):
                 self._analysing = False
             if time.monotonic() - (self._start or inf) > _LONG_RUN:
-                # In a short run its import would cost more than the end without it.
+                # In a short run the import would take longer than the rest of the end.
                 context.file_worker.submit(charts.template, "the template")
         context.reporting.deliver()
         return None
@@ -225,7 +226,7 @@ class Diagnosis(WindowCallback):
             self._record.add_steps([nan if slowed else s for s, *_, slowed, _ in records], first)
 
     def _other_costs(self) -> Costs:
-        """What compilations, waiting for a CPU and garbage collections cost up to now."""
+        """The costs of compilations, waits for a CPU and garbage collections so far."""
         collections = self._gc.costs if self._gc is not None else {}
         return {**_compilations(), **run_queue(), **collections}
 
@@ -246,7 +247,7 @@ class Diagnosis(WindowCallback):
             self._spent += time.thread_time() - began
             self._analysing = False
         if signals.batches < self._diagnosed:
-            return  # the run ended, and was diagnosed, meanwhile
+            return  # the run has ended and was diagnosed meanwhile
         self._diagnosed = signals.batches
         self._findings, self.verdicts = findings, list(findings.verdicts)
         reached = context.reporting.reached
@@ -296,7 +297,7 @@ class Diagnosis(WindowCallback):
             warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
 
     def _captured(self) -> TraceSummary | str | None:
-        """What was captured, or why nothing was; None if nothing was wanted."""
+        """The captured trace, or why there is none; None if no capture was requested."""
         if self._capture is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""The entry point by which Lightning asks for callbacks: it imports nothing unless it is used."""
+"""The entry point at which Lightning asks for callbacks. It imports nothing unless it is used."""
 
 from __future__ import annotations
 

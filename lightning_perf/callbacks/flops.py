@@ -117,7 +117,7 @@ class Flops(WindowCallback):
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
         if not window.least("flops/known_batches"):
-            return None  # no FLOPs are known, or a GPU has not finished a batch since
+            return None  # no FLOPs are known yet, or a GPU has not finished a batch
         if window.stage == "train" and window.at_end and "train" in self._reported:
             return None
         found = utilization(window)
@@ -141,7 +141,7 @@ class FormulaSignal:
 
     def __init__(self, formula: Callable[[Any], float], batches: BatchTotals) -> None:
         self._formula, self._batches = formula, batches
-        # Of batches whose records were not folded yet.
+        # FLOPs of batches whose records are not yet folded.
         self._pending: deque[float] = deque()
         self._ideal_seconds, self._last = 0.0, 0.0
 

@@ -165,7 +165,7 @@ class SpeedMonitor(WindowCallback):
         validation = window.own("progress/validation_seconds")
         found = elapsed(spent, validation, self.time_unit)
         if self._remaining is not None and self._context is not None and not window.at_end:
-            self._remaining.limits = self._context.limits  # those of the present epoch
+            self._remaining.limits = self._context.limits  # those of the current epoch
             left = self._remaining.seconds(window.last, validation)
             if left is not None:
                 found["time/remaining_estimate"] = left / each
@@ -199,7 +199,7 @@ class RemainingTime:
     def __init__(
         self, limits: Limits, start: Timestamp, validations: int = 0, horizon: int = 100
     ) -> None:
-        #: Those of the present epoch.
+        #: Those of the current epoch.
         self.limits = limits
         self._start, self._horizon = start, horizon
         self._batches, self._batch_seconds, self._stall_seconds = 0, 0.0, 0.0
@@ -209,7 +209,7 @@ class RemainingTime:
         self._since = 0.0, 0.0
 
     def add(self, seconds: float) -> None:
-        """Add the seconds of a batch, but not of the first one and those that we slowed down."""
+        """Add the seconds of a batch, except the first one and those slowed down by counting."""
         self._batches += 1
         if self._batches > 1 and seconds > _STALL * self._batch_seconds:
             self._stall_seconds += seconds - self._batch_seconds
@@ -264,7 +264,7 @@ class RemainingTime:
         return (now.batch - now.batch_in_epoch) / now.epoch if now.epoch else inf
 
     def _validations_left(self, last_batch: float, spent: float) -> tuple[float, float]:
-        """Return the number of remaining validations and the seconds of each."""
+        """Return the number of remaining validations and the seconds per validation."""
         measured = max(self._validations - 1, 1)
         every = (self._validated_at - self._since[0]) / measured
         if not every:

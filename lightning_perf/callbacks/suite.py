@@ -68,7 +68,7 @@ class Suite(PerfCallback):
         self.callbacks: list[PerfCallback] = []
         for part in callbacks:
             if not isinstance(part, PerfCallback):
-                problem = "may hold only callbacks of lightning_perf; give others to the Trainer"
+                problem = "may contain only callbacks of lightning_perf; pass others to the Trainer"
                 raise ConfigError("callbacks", part, problem, example)
             if isinstance(part, Suite):
                 self.callbacks += part.callbacks
@@ -78,7 +78,7 @@ class Suite(PerfCallback):
                 self.callbacks.append(part)
         keys = [each.kind if each.keeps_progress else each.state_key for each in self.callbacks]
         if len(set(keys)) < len(keys):
-            raise ConfigError("callbacks", keys, "holds one callback twice", example)
+            raise ConfigError("callbacks", keys, "contains one callback twice", example)
 
     @property
     @override
@@ -201,7 +201,7 @@ def from_environment(value: str) -> list[EnvironmentSuite]:
     if value.lower() in ("1", "true", "yes", "on"):
         return [EnvironmentSuite(always_on().callbacks)]
     given = _read(value)
-    show = not any(isinstance(each, Suite) for each in given)  # else as the suites say
+    show = not any(isinstance(each, Suite) for each in given)  # otherwise as set in the suites
     try:
         return [EnvironmentSuite(given, show)]
     except ConfigError as error:
@@ -219,7 +219,7 @@ def _read(value: str) -> list[PerfCallback]:
         content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise _unusable(value, error) from error
-    # Those of a Trainer, under `callbacks`, or the whole file.
+    # Those under `callbacks` of a Trainer, or the whole file.
     for key in ("trainer", "callbacks"):
         if isinstance(content, dict) and key in content:
             content = content[key]

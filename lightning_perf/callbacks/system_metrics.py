@@ -1,4 +1,4 @@
-"""What the hardware does while it trains: use, throughput and memory of every node and GPU."""
+"""Hardware metrics: utilization, throughput and memory of every node and GPU."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
 _SHORTEST = 0.1
-#: Fractions of a second, which `Time` does not have, and how many make one.
+#: Units below a second, which `Time` does not have, and how many make a second.
 _FINE = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|sec)", re.ASCII | re.IGNORECASE)
 _PER_SECOND = {"ms": 1000, "s": 1, "sec": 1}
 #: Seconds that the end of a short run waits for a sample.
 _PATIENCE = 0.5
 
-#: Nodes that are logged one by one. Of more nodes the spread is logged, so that the number of keys
-#: is bounded.
+#: The maximum nodes that are logged one by one. For more nodes the spread is logged, so that the
+#: number of keys is bounded.
 _MOST_NODES = 8
 
 
 class SystemMetrics(WindowCallback):
-    """Logs what each node and its GPUs do, averaged since the last report.
+    """Logs metrics of each node and its GPUs, averaged since the last report.
 
     - ``system/node_{n}/...``: Determined's metrics of a machine, and more about CPU, swap and the
       training's own processes;
@@ -43,17 +43,18 @@ class SystemMetrics(WindowCallback):
       throttling of each GPU, by nvidia-smi's number;
     - ``memory/rss`` and ``memory/peak_rss``: resident memory of the training's processes on rank
       0's node;
-    - ``memory/...``: what CUDA's allocator holds on rank 0, under Composer's names and in its unit,
+    - ``memory/...``: memory of CUDA's allocator on rank 0, under Composer's names and in its unit,
       gigabytes (with several ranks also the largest of all, ``memory/max_over_ranks/...``).
 
     Other units are bytes, bytes per second, percent, watts, degrees Celsius and hertz;
     ``docs/system_metrics.md`` lists them. One thread of one process per node samples, without
     using CUDA. A sensor that fails is left out, with one warning.
 
-    Reports are due every ``Trainer(log_every_n_steps)``, in all stages under the same keys. What
-    was not sampled since the last report is left out; a run too short to be sampled reports at its
-    end. Of more than eight nodes, ``system/nodes/...`` and ``system/gpus/...`` log each figure's
-    ``min``, ``median`` and ``max``, and which node and GPU had the smallest and the largest.
+    Reports are due every ``Trainer(log_every_n_steps)``, in all stages under the same keys. A
+    metric that was not sampled since the last report is left out; a run too short to be sampled
+    reports at its end. Of more than eight nodes, ``system/nodes/...`` and ``system/gpus/...`` log
+    each figure's ``min``, ``median`` and ``max``, and which node and GPU had the smallest and the
+    largest.
 
     Args:
         interval: Time between samples: seconds, or a string such as ``"10s"``, ``"1m"``,
@@ -125,7 +126,7 @@ class SystemMetrics(WindowCallback):
             sample_ranks(self._context.sampler, window)
         if window.rank != 0:
             return {}
-        # The end of a stage right after a report has the same memory at the same step.
+        # A report at the end of a stage would repeat the memory of an earlier report at that step.
         metrics = _memory(window) if window.step != self._memory_step else {}
         self._memory_step = window.step if "memory/rss" in metrics else -1
         sampled = _averages(window)
@@ -156,7 +157,7 @@ def _seconds(interval: object) -> float:
 
 
 class _Layout(NamedTuple):
-    """Where the figures of a node, or of its GPU slots, are in a row of a window."""
+    """Positions of the figures of a node, or of its GPU slots, in a row of a window."""
 
     names: Sequence[str]
     #: Positions: of each slot's GPU number, and of each slot's values and seconds.
@@ -167,7 +168,7 @@ class _Layout(NamedTuple):
 
 @cache
 def _layouts(columns: tuple[str, ...]) -> list[_Layout]:
-    """The layout of the node and, where there are GPUs, of their slots."""
+    """The layout of the node and, if it has GPUs, of their slots."""
     at = {column: number for number, column in enumerate(columns)}
     hosts = [name for name in HOST if f"system/{name}" in at]
     values = [at[f"system/{name}"] for name in hosts]
@@ -182,7 +183,7 @@ def _layouts(columns: tuple[str, ...]) -> list[_Layout]:
 
 
 def _averages(window: Window) -> dict[str, float]:
-    """Means over the window of what was sampled: of each node, or how many nodes differ."""
+    """Means of the samples over the window: of each node, or the spread over many nodes."""
     rows: Any  # of floats
     if window.world_size == 1:
         nodes, rows = np.array([window.own("memory/node_rank")]), [window.rows[0]]
@@ -205,8 +206,8 @@ def _averages(window: Window) -> dict[str, float]:
 
 
 def _spread(layout: _Layout, nodes: PerRank, rows: Any) -> Iterator[tuple[str, float]]:
-    """How the nodes, or the GPUs of all nodes, differ in each figure."""
-    # Nodes x slots x figures; not finite where nothing was sampled.
+    """The spread of each figure over the nodes, or over the GPUs of all nodes."""
+    # Nodes x slots x figures; not finite if not sampled.
     with np.errstate(divide="ignore", invalid="ignore"):
         means = rows[:, layout.values] / rows[:, layout.seconds]
     gpus = rows[:, layout.numbers]
@@ -235,7 +236,7 @@ def _spread(layout: _Layout, nodes: PerRank, rows: Any) -> Iterator[tuple[str, f
 
 
 def _memory(window: Window) -> dict[str, float]:
-    """Rank 0's memory, and with several ranks the most that any allocator holds."""
+    """Rank 0's memory, and with several ranks the maximum of all allocators."""
     found = {}
     for column in window.columns:
         group, _, name = column.partition("/")

@@ -1,4 +1,4 @@
-"""Where every second of a run goes."""
+"""Times by category: where every second of a run goes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
 _FOLDER = "{run_name}/timings"
-#: Windows in which a straggler is searched.
+#: The number of windows in which a straggler is searched.
 _RECENT = 10
-#: Reports that the picture of all ranks shows; beyond it, neighbours are merged.
+#: Maximum reports in the picture of all ranks; beyond it, adjacent ones are merged.
 _MOST_REPORTS = 400
-#: What Determined tracks of training.
+#: The categories that Determined tracks in training.
 _DETERMINED = (
     "dataloader_next", "to_device", "train_batch", "step_lr_schedulers", "from_device",
     "reduce_metrics",
@@ -85,15 +85,15 @@ class Timings(WindowCallback):
 
     def __init__(self, schedule: Schedule | str | None = None) -> None:
         super().__init__(schedule)
-        #: What callbacks, loggers and checkpoints cost; complete when the run has ended.
+        #: The costs of callbacks, loggers and checkpoints; complete at the end of the run.
         self.table: list[Share] = []
         self._history = History()
-        #: The rank or node that the others wait for, as far as the last windows show it.
+        #: The rank or node that the others wait for, in the last windows.
         self.straggler: Straggler | None = None
         self._work: deque[Work] = deque(maxlen=_RECENT)
-        # Steps, and seconds per batch that each rank is later than the median rank.
+        # Steps, and the lateness of each rank: seconds per batch above the median rank.
         self._lateness: list[tuple[int, PerRank]] = []
-        # Seconds per batch in the last window of the stage that the run is about, and its batches.
+        # Seconds per batch, and batches, in the last window of the run's main stage.
         self._last: dict[str, float] = {}
         self._last_batches = 0.0
         self._stage = ""
@@ -104,7 +104,7 @@ class Timings(WindowCallback):
     def rows(self) -> Sequence[tuple[int, Mapping[str, float]]]:
         """Step and seconds per batch by category of each report, for charts.
 
-        Of the stage that the run is about; neighbours are merged where there are many.
+        They are of the main stage of the run; adjacent rows are merged if there are too many.
         """
         return self._history.rows
 
@@ -170,7 +170,7 @@ class Timings(WindowCallback):
         }
 
     def _add_tail(self, window: Window) -> None:
-        """Add what came after the last report's last batch, which belongs to no later batch."""
+        """Add the time after the last report's last batch, which belongs to no later batch."""
         if not self._last or window.stage != self._stage:
             return
         seconds = {key: window.mean(f"timings/{key}") for key in CATEGORIES}
@@ -203,13 +203,13 @@ class Timings(WindowCallback):
         }
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
-            # For the web page of a tracker: matplotlib takes 0.15 s for it.
+            # For the web page of a tracker, because matplotlib takes 0.15 s.
             if context.reporting.targets(None):
                 if is_installed("matplotlib"):
                     files["timings.png"] = partial(stacked_png, rows=rows, first=first)
                 else:
                     command = install_command("matplotlib")
-                    rank_zero_info(f"lightning_perf: {command} brings timings.png.")
+                    rank_zero_info(f"lightning_perf: to draw timings.png, {command}.")
         if self._lateness:
             steps, lateness = zip(*self._lateness, strict=True)
             files["ranks.html"] = partial(heatmap_html, steps=steps, lateness=lateness)

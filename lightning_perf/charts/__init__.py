@@ -281,7 +281,7 @@ Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap"
 
 
 def page(title: str, parts: Iterable[Part]) -> str:
-    """A page with a headline and, from top to bottom, its parts; a string is a paragraph."""
+    """A page with a headline and its parts from top to bottom; a string is a paragraph."""
     named = [(type(part).__name__, part) for part in parts]
     script = _asset("page.js") + _asset("flame.js")
     # The page's policy allows this script alone: no text on the page can run as code.

@@ -45,7 +45,7 @@ _SMALLEST_SHARE = 0.005
 #: In charts of at least `_FEWEST_ROWS`, values above `_PEAK` times this percentile are cut off.
 _PEAK, _PERCENTILE, _FEWEST_ROWS = 3.0, 95, 20
 
-#: Of the picture.
+#: Size of the picture.
 _INK, _FAINT, _PAPER = "#1c2128", "#59636e", "#ffffff"
 _FONT = "DejaVu Sans"  # part of matplotlib
 _SIZE, _DPI = (10.0, 5.0), 150
@@ -271,7 +271,7 @@ def _override_settings(figure: Figure) -> None:
 
 # -- how late each rank is ------------------------------------------------------------------------
 
-_RANKS_TITLE = "Which ranks the others wait for"
+_RANKS_TITLE = "Ranks that the others wait for"
 _RANKS_COLOUR = (219, 78, 16)
 #: Rows of the picture; more ranks share a row, which shows the latest of them.
 _MOST_RANKS = 512

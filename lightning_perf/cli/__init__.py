@@ -32,7 +32,7 @@ _INSTALLS = {
 }
 
 
-#: The name of an argument, or the names of an option, and what argparse takes besides.
+#: The name of an argument, or the names of an option, and further options of argparse.
 Argument = tuple[str, dict[str, Any]]
 
 
@@ -76,7 +76,7 @@ class Failure(Exception):
 
 
 def new_console(soft_wrap: bool = False) -> Console:
-    """A console for what users named, which may look like markup.
+    """A console for names given by users, which may look like markup.
 
     With ``soft_wrap``, lines are not wrapped: paths are meant to be copied.
     """

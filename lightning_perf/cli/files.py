@@ -264,7 +264,7 @@ def _send_all(
 
         def left(entry: PendingUpload) -> PendingUpload | None:
             error = errors.get(_key(entry))
-            if error is None:  # a running training has added it
+            if error is None:  # a running training added it meanwhile
                 return entry
             return None if error in ("", forgotten) else replace(entry, error=error)
 

@@ -102,15 +102,15 @@ def _list(console: Console, headline: str, paths: Sequence[str]) -> None:
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers by value: 53 before 103."""
+    """A sort key that orders numbers by value: 53 before 103."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", path)]
 
 
 @command(
-    argument("run", f"The run to judge: {_RUNS}."),
+    argument("run", f"The run to compare: {_RUNS}."),
     argument(
         "baselines",
-        "The runs to compare it with, named alike. Several show how much normal runs differ.",
+        "The runs to compare it with, given in the same way. Several show the usual spread.",
         nargs="+",
     ),
     argument(
@@ -154,7 +154,7 @@ def compare(
     else:
         _show_changes(run, baselines, found, notes)
     if limit is not None and slower is None:
-        raise Failure("nothing can be said about the threshold: a run has too few windows")
+        raise Failure("the threshold cannot be checked: a run has too few windows")
     return int(bool(slower))
 
 
@@ -222,7 +222,7 @@ def _headline(slowdown: Change) -> str:
 
 
 def _shown(found: Comparison) -> Iterator[Change]:
-    """All rates, and of phases and culprits those that changed most."""
+    """All rates, and the phases and culprits that changed most."""
     least, kinds = _LEAST_SHARE * found.changes[0].before, dict.fromkeys(("phase", "culprit"), 0)
     for each in found.changes:
         if each.kind in kinds:

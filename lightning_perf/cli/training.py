@@ -153,7 +153,7 @@ def watch(run: str | None, tracking_uri: str | None, json: bool) -> int:
     return 0
 
 
-# -- where the figures come from --------------------------------------------------------------
+# -- sources of summaries ----------------------------------------------------------------------
 
 
 class Seen(NamedTuple):

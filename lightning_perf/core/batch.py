@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 _ADVICE = "define get_num_samples_in_batch on the LightningModule or the DataModule."
-# Skipped at once: a batch may contain a list of a thousand strings.
+# Skipped at once, because a batch may contain a list of a thousand strings.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 #: Attributes of torch_geometric's batches: graphs, or the nodes around which a graph was sampled.

@@ -1,4 +1,4 @@
-"""What all ranks measured between two reports, in named columns, and rates from them."""
+"""The measurements of all ranks between two reports, in named columns, and rates from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 #: One row per rank, one number per column.
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
-#: The same; a single row is a plain list, since numpy would take longer than the rest of a report.
+#: The same; a single row is a plain list, because numpy would take longer than the rest of a
+#: report.
 Rows = Sequence[Sequence[float]] | Table
 #: One number per rank.
 PerRank = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -100,14 +101,14 @@ class Window:
         Spread(min=1.0, median=1.5, max=2.0, worst_rank=0)
     """
 
-    #: In Lightning's words: ``train``, ``validate``, ``test`` or ``predict``.
+    #: Lightning's name: ``train``, ``validate``, ``test`` or ``predict``.
     stage: str
-    #: The step at which loggers write it.
+    #: The step at which loggers log the metrics.
     step: int
-    #: Where the stage stood on this rank when the window began and when it ended.
+    #: The progress of the stage on this rank at the start and at the end of the window.
     first: Timestamp
     last: Timestamp
-    #: Whether the stage ended with it.
+    #: Whether the stage ended with this window.
     at_end: bool
     #: This process's rank.
     rank: int
@@ -120,12 +121,12 @@ class Window:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.rows)
 
     @property
     def batches(self) -> int:
-        """Batches of this rank, those included that no rate is based on.
+        """Batches of this rank, including those that are excluded from rates.
 
         0 if the stage ended right after a report. Other ranks may have another number.
         """

@@ -1,4 +1,4 @@
-"""What changed between runs, and whether that is more than their noise."""
+"""Differences between runs, and whether they exceed the noise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEWEST_WINDOWS = 5
 _RESAMPLES, _INTERVAL = 2000, (0.025, 0.975)
 #: Batch sizes that differ by more make times per batch incomparable.
 _SAME_BATCH = 0.01
-#: Rates, and what of the timed batches is divided by their seconds.
+#: Rates: the quantities of timed batches that are divided by their seconds.
 _RATES = {
     "batches_per_sec": "timed_batches",
     "samples_per_sec": "samples",
@@ -34,7 +34,7 @@ class Incomparable(ValueError):
 
 
 class Measured(NamedTuple):
-    """A run, and what its summary says about the stage that it is about."""
+    """A run, and the summary of its main stage."""
 
     name: str
     stage: Mapping[str, Any]
@@ -57,7 +57,7 @@ class Change:
 
     @property
     def difference(self) -> float:
-        """How much more it is now."""
+        """The value now minus the value before."""
         return self.after - self.before
 
     @property
@@ -66,7 +66,7 @@ class Change:
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
     def relative(self, difference: float) -> float:
-        """A difference as a fraction of the value before; 0 if that is 0."""
+        """A difference as a fraction of the value before; 0 if that value is 0."""
         return difference / self.before if self.before else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,11 +78,11 @@ class Change:
 class Comparison:
     """A run against its baselines."""
 
-    #: The step, then phases and culprits, those that changed most first, then rates.
+    #: The step; phases and culprits, the largest change first; rates.
     changes: Sequence[Change]
     #: Decides whether the run is slower: time per batch, or per sample if batch sizes differ.
     slowdown: Change
-    #: What could not be compared, and why.
+    #: Comparisons that were not possible, and why.
     notes: Sequence[str]
 
     def slower_than(self, threshold: float) -> bool | None:
@@ -139,7 +139,7 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
     if per_sample <= set(keys):
         sizes = [each[_SIZE].value for each in figures]
         if max(sizes) > (1 + _SAME_BATCH) * min(sizes):
-            notes.append("batch sizes differ: what counts is the time per sample")
+            notes.append("batch sizes differ: times are compared per sample")
             decides = _SAMPLE
     shown = (key for key in keys if key == decides or key not in per_sample)
     changes = {key: _change(key, figures) for key in shown}
@@ -183,7 +183,7 @@ def _ratios(windows: Mapping[str, Any], known: Mapping[str, Any]) -> _Figures:
         flat |= {(group, name): values for name, values in windows.get(group, {}).items()}
     keys, table = list(flat), np.array(list(flat.values()), dtype=float)
     if table.ndim != 2 or not np.isfinite(table).all():
-        raise ValueError("the lists are not of one length, or hold other values than numbers")
+        raise ValueError("the lists differ in length, or contain values that are not numbers")
     series = dict(zip(keys, table, strict=True))
     times = [row for (group, _), row in series.items() if group == "timings"]
     batches, timed = series["", "batches"], series.get(("", "timed_seconds"))

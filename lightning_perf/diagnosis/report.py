@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Version of the JSON document.
 VERSION = 1
 _STYLES = {"critical": "bold red", "warning": "yellow", "info": "dim", "healthy": "bold green"}
-#: What a value is, by the end of its name in the evidence.
+#: Units of values in the evidence, by the end of their names.
 _UNITS: dict[str, Callable[[float], str]] = {
     "seconds": duration,
     "share": lambda value: f"{value:.1%}",
@@ -37,7 +37,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "watts": lambda value: f"{value:.0f} W",
     "mhz": lambda value: f"{value:.0f} MHz",
 }
-#: Named actions listed at most.
+#: Maximum named actions in the list.
 _MOST_ACTIONS = 20
 #: Sensors of the machine, and how the page shows them.
 _SENSORS = (
@@ -142,7 +142,7 @@ def document(
 
 
 def overhead(signals: Signals) -> dict[str, float]:
-    """What our own callbacks cost in their hooks, on rank 0."""
+    """The time of our own callbacks in their hooks, on rank 0."""
     ours = [row for row in signals.actions if row.name.partition(".")[0] in signals.setup.ours]
     seconds = float(signals.total(ours).seconds.sum())
     wall = float(signals.wall.sum())
@@ -172,7 +172,7 @@ def _parts(
     if signals.windows:
         yield Heading("Where the time of a batch went")
         yield _timeline(signals)
-        yield Heading("What named actions cost")
+        yield Heading("Time by named action")
         yield _actions(signals)
         if machine := list(_machine(signals)):
             yield Heading("The machine")

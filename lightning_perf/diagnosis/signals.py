@@ -1,4 +1,4 @@
-"""What rules look at: the windows of a run, and what rank 0 knows beside them."""
+"""The input of rules: the windows of a run, and further measurements of rank 0."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     #: Cumulative costs of named actions on rank 0.
     Costs: TypeAlias = Mapping[Action, Cost]
 
-#: Stages of costs that are not stages of training: collections, by where they ran, and compilation.
+#: Pseudo-stages of costs: collections, by where they ran, and compilation.
 GC, COMPILE = "gc", "compile"
-#: The time in which the training thread was ready to run, but had no CPU.
+#: Time in which the training thread was ready to run but had no CPU.
 WAITING = Action(QUEUE, "", "waiting")
 #: Categories of a batch's own work.
 COMPUTE = ("forward", "backward", "optimizer_step")
 #: Stages of costs that are part of others.
 _APART = (GC, COMPILE, QUEUE)
-#: Names of the fetches of batches, and of what an epoch costs besides.
+#: Names of the fetches of batches, and of further costs of an epoch.
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
 #: The column of batches that were timed on the device.
 _DEVICE_BATCHES = "timings/device/batches"
@@ -40,9 +40,9 @@ _DEVICE_BATCHES = "timings/device/batches"
 _FULL = 90.0
 #: Actions that occur in fewer than this share of batches are rare: not in each of them.
 _RARE = 0.9
-#: Windows that are left when the first one is dropped, as warm-up.
+#: The minimum windows, beyond the first, that is dropped as warm-up.
 _FEWEST_WINDOWS = 2
-#: Windows kept at most, and numbers in all of them; steps whose times are kept.
+#: Maximum windows, and numbers in all of them; maximum steps whose times are kept.
 _MOST_WINDOWS, _FEWEST_KEPT, _MOST_NUMBERS, _MOST_STEPS = 512, 16, 1_000_000, 20_000
 #: Columns that are not running totals, or their first part.
 _GAUGES = ("memory/", "waits/node_rank")
@@ -187,7 +187,7 @@ class Signals:
 
     @property
     def cpus_left(self) -> float:
-        """The part of the CPUs that other programs leave; 1 if nobody waits for one.
+        """The share of the CPUs that other programs leave; 1 if no thread waits for one.
 
         How long threads and processes other than the training thread wait is not measured.
         """
@@ -236,7 +236,7 @@ class Signals:
 
     @cached_property
     def actions(self) -> dict[Action, Series]:
-        """What each named action cost in each window; collections within it are apart."""
+        """The cost of each named action in each window, without collections in it."""
         found = {}
         for action in dict.fromkeys(action for costs in self.costs for action in costs):
             totals = [each.get(action, Cost(0.0, 0)) for each in (self.origin, *self.costs)]
@@ -255,7 +255,7 @@ class Signals:
         )
 
     def seconds(self, row: Action) -> float:
-        """What a named action cost in all."""
+        """The total cost of a named action."""
         return float(self.actions[row].seconds.sum())
 
     def rows(self, *categories: str) -> list[Action]:
@@ -276,7 +276,7 @@ class Signals:
 
     @cached_property
     def restarts(self) -> Series:
-        """What beginning an epoch costs beside the usual fetch of a batch; calls are epochs."""
+        """The cost of starting an epoch, beyond a usual fetch; calls are epochs."""
         rows = [row for row in self.rows("dataloader_next") if row.name in RESTART]
         usual = self.total([row for row in self.rows("dataloader_next") if row.name == FETCH])
         first = self.total([row for row in rows if row.name == "first fetch"])
@@ -286,7 +286,7 @@ class Signals:
 
     @cached_property
     def waits(self) -> Numbers:
-        """Seconds of waiting for batches within epochs; of a GPU's waiting, if that is shorter."""
+        """Seconds of waiting for batches within epochs; those of a GPU, if they are fewer."""
         waits = np.maximum(self.shared("dataloader_next") - self.restarts.seconds, 0.0)
         exposed, batches = self.column("timings/exposed_input"), self.column(_DEVICE_BATCHES)
         if exposed is None or batches is None or not batches.any():
@@ -351,7 +351,7 @@ class Signals:
 class Record:
     """Collects the windows, named costs and latest step times of a training, in bounded memory.
 
-    Neighbouring windows are merged when there are too many.
+    Adjacent windows are merged when there are too many.
     """
 
     def __init__(self) -> None:
@@ -375,7 +375,7 @@ class Record:
         numbers = window.world_size * len(window.columns)
         most = min(max(_MOST_NUMBERS // max(numbers, 1), _FEWEST_KEPT), _MOST_WINDOWS)
         if len(self._windows) > most:
-            # The first one stays alone: it holds the warm-up.
+            # The first one is never merged, because it has the warm-up.
             first, *rest = self._windows
             pairs = (rest[i : i + 2] for i in range(0, len(rest), 2))
             self._windows = [first, *(reduce(_merged, pair) for pair in pairs)]
@@ -391,7 +391,7 @@ class Record:
         self._count += len(seconds)
 
     def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
-        """What was collected so far; cheap, and safe to use on another thread."""
+        """The signals collected so far; cheap, and safe to use on another thread."""
         windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
         steps, dropped = np.array(self._steps, dtype=float), self._count - len(self._steps)
         return Signals(windows, costs, self.origin, steps, dropped, self._first, mfu, setup)

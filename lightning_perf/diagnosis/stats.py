@@ -17,11 +17,11 @@ Numbers: TypeAlias = NDArray[np.float64]
 _RESAMPLES, _LOWER = 400, 0.05
 #: Longer series are averaged before they are resampled.
 _MOST_BLOCKS = 200
-#: Windows whose shares of waiting differ by less are alike.
+#: Windows whose shares of waiting differ by less are considered equal.
 _ALIKE = 0.05
 #: Below this many blocks there is no interval.
 _FEWEST_BLOCKS = 3
-#: Blocks of steps that a change point is looked for in, and steps in each at least.
+#: Blocks of steps in which a change point is searched, and minimum steps per block.
 _MOST_MEDIANS, FEWEST_STEPS = 200, 5
 
 
@@ -69,7 +69,7 @@ def _blocks(
     """Sums of series over some blocks of windows, and the blocks that each resample draws."""
     edges = np.linspace(0, len(series[0]), count, endpoint=False).astype(int)
     length = max(1, round(count ** (1 / 3)))
-    # A generator of its own: training's random numbers stay as they are.
+    # A separate generator, so that training's random numbers do not change.
     starts = np.random.default_rng(seed).integers(0, count, (resamples, ceil(count / length), 1))
     drawn = ((starts + np.arange(length)) % count).reshape(resamples, -1)
     return [np.add.reduceat(each, edges) for each in series], drawn
@@ -88,7 +88,7 @@ def _uncontended(parts: Numbers, wholes: Numbers, waits: Numbers) -> Numbers:
     more = waits / wholes - contention
     spread = (wholes * more**2).sum(1, keepdims=True) + _ALIKE**2 * total
     slope = (wholes * more * (parts / wholes - share)).sum(1, keepdims=True) / spread
-    # Between none and all of the waiting is within the part.
+    # Between none and all of the wait is within the part.
     free = np.maximum(1 - contention, 1e-12)
     slope = np.clip(slope, -share / free, (1 - share) / free)
     found: Numbers = np.clip(share - slope * contention, 0.0, 1.0)[:, 0]
@@ -119,7 +119,7 @@ def change_point(values: Numbers, ratio: float, sustained: int) -> ChangePoint |
     if count < 2 * margin:
         return None
     medians = np.median(values[: count * size].reshape(count, size), axis=1)
-    # The split with the largest difference of mean ranks, which outliers do not move.
+    # The split with the largest difference of mean ranks, which is robust to outliers.
     ranks = rankdata(medians)
     splits = np.arange(margin, count - margin + 1)
     below = np.cumsum(ranks)[splits - 1]
@@ -130,7 +130,8 @@ def change_point(values: Numbers, ratio: float, sustained: int) -> ChangePoint |
     before, after = float(np.median(early)), float(np.median(late))
     if after < ratio * before:
         return None
-    # At least two thirds of the later blocks are above the earlier level: not a passing one.
+    # At least two thirds of the later blocks are above the earlier level, so that it is not
+    # temporary.
     if np.mean(late > np.sqrt(ratio) * before) < 2 / 3:
         return None
     if mannwhitneyu(late, early, alternative="greater").pvalue > 1e-3:
@@ -145,7 +146,7 @@ class Stalls(NamedTuple):
     positions: NDArray[np.int64]
     #: How far each is above the median.
     excess: Numbers
-    #: The usual distance between two of them; None if it is irregular.
+    #: The usual distance between two stalls; None if it is irregular.
     period: float | None
 
 
@@ -169,7 +170,7 @@ def stalls(values: Numbers) -> Stalls:
     index = np.flatnonzero(values > limit)
     gaps = np.diff(index)
     usual = np.median(gaps) if len(gaps) >= 2 else 0
-    # Neighbours are bursts, not a period.
+    # Adjacent stalls are bursts, not a period.
     regular = usual > 1 and np.median(np.abs(gaps - usual)) <= 0.2 * usual
     period = float(np.median(np.diff(known[index]))) if regular else None
     return Stalls(known[index], values[index] - median, period)

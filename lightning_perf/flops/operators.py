@@ -189,7 +189,7 @@ _TABLE: dict[str, Formula] = {
     torch_attn::_varlen_attn_backward""": lambda args, _: (
         2 * packed_attention(args[1:4], args[6:8])
     ),
-    # Of the package flash-attn; the packed backward gets the gradients' memory before the ends.
+    # Of the package flash-attn; its packed backward gets the gradients' buffers before the ends.
     "flash_attn::_flash_attn_forward": lambda args, _: packed_attention(args[:3], (None, None)),
     "flash_attn::_flash_attn_backward": lambda args, _: (
         2 * packed_attention(args[1:4], (None, None))
@@ -207,7 +207,7 @@ FORMULAS: dict[str, Formula] = {
     for name in names.split()
 }
 
-#: Formulas of what cuDNN computes, which has its own setting of TensorFloat-32, on by default.
+#: Formulas of cuDNN's operators, which have their own TensorFloat-32 setting, on by default.
 CUDNN: frozenset[Formula] = frozenset({
     plain_convolution, transposed_convolution, convolution, convolution_backward, recurrent,
     recurrent_backward,

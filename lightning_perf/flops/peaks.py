@@ -120,7 +120,7 @@ def peak_flops(device_name: str, dtype: str, tf32: bool = False) -> float | None
 
 
 def _column(dtype: str, tf32: bool, supported: bool) -> str:
-    """The column of a dtype; TensorFloat-32 is float32 where it is not supported."""
+    """The column of a dtype; TensorFloat-32 counts as float32 if it is not supported."""
     column = COLUMNS.get(dtype, "")
     if column == "tf32" or (column == "fp32" and tf32):
         return "tf32" if supported else "fp32"

@@ -200,7 +200,7 @@ class Profiler(PerfCallback):
         self.schedule.setup(context.schedule_context)
         if self.ranks is not None and context.ranks.global_rank not in self.ranks:
             return
-        # Closed before the writer of recordings, which moves away what these files are made of.
+        # Closed before the writer of recordings, which moves the source of these files.
         for name, (filename, remote) in self.further_files.items():
             self._add_writer(context, name, filename, remote)
         self._writer = self._new_writer(context, *self.own_file)
@@ -279,7 +279,7 @@ class Profiler(PerfCallback):
             self._look_ahead(context, moment)
 
     def _look_ahead(self, context: RunContext, moment: Moment) -> None:
-        """Start to warm up for a window that can be foreseen, or sleep until one may come."""
+        """Start the warm-up for a predicted window, or set the batch before which none can open."""
         lead = min(self.schedule.lead, _MOST_WARMUP) if self.warms_up else 0
         quiet_until = self.schedule.quiet_until(moment)
         if quiet_until - lead <= moment.timestamp.batch:
@@ -292,7 +292,7 @@ class Profiler(PerfCallback):
             self._asleep_until = quiet_until - lead
 
     def _start(self, context: RunContext, window: Hashable, warmup: int = 0) -> None:
-        assert self._writer is not None  # or no window would be looked for
+        assert self._writer is not None  # otherwise no window would be searched
         self._opened = self._opened or not warmup
         with context.stages.exclude_from_batch_time():
             try:
@@ -306,7 +306,7 @@ class Profiler(PerfCallback):
     def _finish_other(self, context: RunContext) -> None:
         """Close a recording of another profiler that ends with the last batch.
 
-        Lightning calls that profiler after this one.
+        This is needed because Lightning calls that profiler after this one.
         """
         running = OpenRecording.current
         other = running.owner if running is not None else None
@@ -317,7 +317,7 @@ class Profiler(PerfCallback):
                 other._end_batch(context)
 
     def _stop(self, context: RunContext, cut_short: bool = False) -> None:
-        """Close the open recording and save it, also the part of a batch that was cut short."""
+        """Close the open recording and save it, including the part of an interrupted batch."""
         running, self._open = self._open, None
         if running is None:
             return
@@ -382,7 +382,7 @@ class Profiler(PerfCallback):
     def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
         """Hand a recording, and the files that are made of it, to their writers."""
         assert self._writer is not None  # made before any window opened
-        # Further files first: the worker, which goes through them in order, moves the recording.
+        # Further files first: the worker runs jobs in order, and the last one moves the recording.
         for name in recorded.further:
             if (writer := self._further.get(name)) is None:
                 raise KeyError(f"{name} is in Recorded.further, but not in further_files")
@@ -412,7 +412,7 @@ class Profiler(PerfCallback):
         is_trial = context.trainer.fast_dev_run  # type: ignore[attr-defined]
         if ended is None or not ended.timestamp.batch or not is_first or is_trial:
             return
-        # With a schedule that waits for an event, or for another stage, it may.
+        # This is normal with a schedule that waits for an event, or for another stage.
         if not _waits(self.schedule) and self.schedule.quiet_until(ended) != FOREVER:
             warn(
                 f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened "

@@ -40,7 +40,7 @@ def _attach() -> None:
 
 
 def _observe(device: int, size: int, allowed: int, free: int) -> None:
-    """Runs inside of the failing allocation: an exception here would replace its error."""
+    """Runs inside the failing allocation, whose error an exception here would replace."""
     with suppress(Exception):
         snapshot = torch.cuda.memory._snapshot() if _watching else None
         for profiler in _watching:
@@ -87,7 +87,7 @@ class MemorySnapshot(Profiler):
     #: The allocator at the last failed allocation, from ``torch.cuda.memory._snapshot()``: when the
     #: exception has ended the run, much of that memory is free again.
     _oom: dict[str, Any] | None = None
-    #: Whether the run ended because it was out of memory.
+    #: Whether the run ended because of an out-of-memory error.
     _ran_out = False
 
     def __init__(
@@ -149,7 +149,7 @@ class MemorySnapshot(Profiler):
         error = sys.exception() if reason == "exception" else None
         self._ran_out = isinstance(error, torch.OutOfMemoryError)
         try:
-            # The history of an open window ends with this moment anyway.
+            # The history of an open window already ends at this moment.
             if self._ran_out and self._open is None and self._writer is not None and context.stage:
                 path = self._writer.spool(context.stage)
                 self.save(path, context.timestamp, context.stage, self._dump(path))
@@ -179,13 +179,13 @@ def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Pa
         return FlameGraph(fold(read_folded(folded)), title, bytes_text).document()
 
     snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
-    # PyTorch's own drawing downloads a script.
+    # PyTorch's own page downloads a script.
     picture.write_text(stacks_of(snapshot, format_flamegraph=draw), encoding="utf-8")
 
 
 _segments = partial(_flames, "Contents of each segment", _memory_viz.segments)
 _memory = partial(_flames, "Memory in use", _memory_viz.memory)
-#: What is made of a snapshot; all but the page only if the run ends because it is out of memory.
+#: Files made from a snapshot; all except the page only after an out-of-memory error.
 _FURTHER: Mapping[str, tuple[str, Callable[[Path, Path], object]]] = {
     "page": (".html", partial(run_program, "history")),
     "segment_plot": ("_segment_plot.html", partial(run_program, "segments")),

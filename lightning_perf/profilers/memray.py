@@ -1,4 +1,4 @@
-"""memray captures of windows of batches: who allocated host memory."""
+"""memray captures of windows of batches: allocations of host memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _recording: Any = None
 
 
 def new_tracker(path: Path, options: Mapping[str, Any]) -> Any:
-    """A ``memray.Tracker``. Its file has the program's name alone: arguments may hold secrets."""
+    """A ``memray.Tracker``. Its file has only the program's name: arguments may contain secrets."""
     from memray import Tracker
 
     arguments = sys.argv

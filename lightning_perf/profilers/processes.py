@@ -84,7 +84,7 @@ class Children:
             BaseProcess.start, _plain_start = _plain_start, None  # type: ignore
 
     def remove(self) -> None:
-        """Remove the files that were not collected."""
+        """Remove files that were not collected."""
         for folder in (self._marker.parent, *self._folders):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -164,7 +164,7 @@ class _Watch:
     def __init__(self, record: ChildRecord, marker: Path, number: int) -> None:
         self._record, self._marker, self._number = record, marker, number
         self._lock = threading.RLock()
-        self._window = ""  # folder of the last one that was seen
+        self._window = ""  # folder of the last window that was seen
         self._running: Generator[None, None, None] | None = None
         self._stopped: Generator[None, None, None] | None = None
         self._over = threading.Event()
@@ -209,7 +209,7 @@ class _Watch:
                 self._window = window
                 if window:
                     self._running = self._record(self._file(".part"), self._number)
-                    if next(self._running, self) is not self:  # it yielded, so it records
+                    if next(self._running, self) is not self:  # it has yielded, so it is recording
                         _recorder = self
                         self._file(".on").touch()
         other = getattr(self._handler, "__self__", None)

@@ -77,7 +77,7 @@ def summarize(capture: Path) -> tuple[str, dict[str, float]]:
             "total_allocations": total.total_num_allocations,
         }
         tables += _table(
-            "Allocated in all, freed or not", Counter(dict(total.top_locations_by_size))
+            "Allocated in total, freed or not", Counter(dict(total.top_locations_by_size))
         )
     head = [
         f"{name.replace('_', ' '):<18}{_number(name, value)}" for name, value in figures.items()
@@ -109,7 +109,7 @@ def _table(title: str, sizes: Counter[Location]) -> Iterator[str]:
     for (function, file, line), size in sorted(sizes.items(), key=lambda x: (-x[1], x[0]))[:_LINES]:
         place = f"{file}:{line}" if file else ""
         yield f"{bytes_text(size):>10}  {function}  {place}"
-        # As memray does: another file may hold secrets.
+        # As memray does, because other files may contain secrets.
         source = linecache.getline(file, line).strip() if file.endswith(".py") else ""
         if source:
             yield f"{'':12}{source[:88]}"

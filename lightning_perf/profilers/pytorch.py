@@ -47,7 +47,7 @@ def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError("activities", named, problem, "['cpu', 'cuda']") from None
     if isinstance(config := converted.get("experimental_config"), Mapping):
         if unknown := {key: value for key, value in config.items() if not _is_known({key: value})}:
-            problem = f"holds {unknown}, which torch {torch.__version__} does not take"
+            problem = f"contains {unknown}, which torch {torch.__version__} does not have"
             raise ConfigError("experimental_config", config, problem, "{'verbose': True}")
         converted["experimental_config"] = ExperimentalConfig(**config)
     return converted
@@ -81,7 +81,7 @@ class TorchFiles:
         self._exported = False
 
     def trace(self) -> None:
-        """Write the trace, once; the other files are made of it."""
+        """Write the trace, once; the other files are made from it."""
         if not self._exported:
             self._profiler.export_chrome_trace(str(self._path))
             self._exported = True
@@ -229,7 +229,7 @@ class PyTorch(Profiler):
         files: dict[str, tuple[str, str | None]] = {}
         if self.key_averages:
             files["key_averages"] = self.beside(".txt")
-        if self.memory_filename is not None:  # the slowest one last
+        if self.memory_filename is not None:  # the slowest file last
             files["memory_timeline"] = (self.memory_filename, self.memory_remote_file_name)
         return files
 
@@ -247,7 +247,7 @@ class PyTorch(Profiler):
             with_flops=self.with_flops,
             **torch_options(self.options),
         )
-        # Step numbers are batch numbers, so that traces of several ranks line up.
+        # Step numbers are batch numbers, so that traces of several ranks match.
         profiler.step_num = first
         for key, value in self._metadata(context).items():
             profiler.preset_metadata_json(key, json.dumps(value))
@@ -275,7 +275,7 @@ class PyTorch(Profiler):
             context.file_worker.drain(_FILE_TIMEOUT)
 
     def trace_summary(self) -> TraceSummary:
-        """What the last trace of training on this rank shows; it is read from its file.
+        """The summary of this rank's last trace of training, which is read from its file.
 
         Raises:
             LookupError: No batches of training were recorded.

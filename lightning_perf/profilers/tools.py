@@ -210,7 +210,7 @@ def run_python(*arguments: str) -> str:
         timeout=_TIMEOUT, check=False,
     )  # fmt: skip
     if done.returncode:
-        # A reader written in C may crash on a damaged file, without a word.
+        # A reader written in C may crash on a damaged file without a message.
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit {done.returncode}"]
         raise OSError(f"{' '.join(arguments[:2])}: {lines[-1][-200:]}")
     return done.stdout

@@ -15,17 +15,17 @@ Tick = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The work that is left when a recorder has stopped; it runs on a worker thread.
+    """The work that remains after a recorder has stopped; it runs on a worker thread.
 
-    What is written here must not need the training thread: the next window may already be open.
+    It must not need the training thread, because the next window may already be open.
     """
 
     #: Completes the file: the path that ``record`` was given.
     finish: Callable[[], None] | None = None
     #: Writes further files, by their name in ``Profiler.further_files``; called before ``finish``.
     further: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
-    # At the end of a run the training thread does what the worker has not begun. It must not move
-    # the recording while the worker still reads it.
+    # At the end of a run the training thread runs the remaining jobs of the worker. It must not
+    # move the recording while the worker still reads it.
     _turn: Lock = field(default_factory=Lock)
 
     def make(self, name: str, target: Path) -> None:
@@ -34,7 +34,7 @@ class Recorded:
             self.further[name](target)
 
     def complete(self) -> None:
-        """Complete the recording, once no further file is being made of it."""
+        """Complete the recording, once no further file is being made from it."""
         with self._turn:
             if self.finish is not None:
                 self.finish()
@@ -61,7 +61,7 @@ class OpenRecording:
     warmup: int
     #: Batches of the window so far.
     batches: int = 0
-    #: The one of this process.
+    #: The open recording of this process.
     current: ClassVar[OpenRecording | None] = None
 
     def __post_init__(self) -> None:

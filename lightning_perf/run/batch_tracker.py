@@ -70,7 +70,7 @@ class BatchTracker:
         self._known: dict[Signature | None, Figures] = {}
 
     def enter(self) -> None:
-        """A stage begins, or goes on."""
+        """A stage starts or continues."""
         context = self._context
         self.restart()
         self._loop = compat.TrainingLoop(context.trainer)
@@ -85,12 +85,12 @@ class BatchTracker:
         self._timer = context.batches.timer
 
     def begin(self) -> None:
-        """Reports that come before the stage's first batch have its step."""
+        """Reports before the stage's first batch get its step."""
         if not self._context.stages.nested:
             self.step = self._loop.step + (self._context.stage != "train")
 
     def restart(self) -> None:
-        """Other parameters may be frozen from now on."""
+        """Frozen parameters may have changed."""
         self._deferrable = 0
         self._known.clear()
 
@@ -133,7 +133,7 @@ class BatchTracker:
         try:
             for batch in zip(*[deferred] * 6, strict=True):
                 self._add(*batch)
-        finally:  # after Ctrl-C the others are counted as the run ends
+        finally:  # after Ctrl-C the remaining batches are counted at the end of the run
             self._deferred = [*deferred]
 
     def _add(

@@ -83,7 +83,7 @@ class BatchTotals:
         self._stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
         #: Receives the records of a stage when they are folded.
         self.listeners: list[Callable[[str, Sequence[BatchRecord]], None]] = []
-        #: Whether anybody reads the totals.
+        #: Whether any callback reads the totals.
         self.wanted = False
         self._explained: set[str] = set()
 
@@ -114,7 +114,7 @@ class BatchTotals:
             found.late.append((record, timed))
 
     def fold(self, stage: str) -> None:
-        """Bring the totals up to date, as far as the device is known to have come."""
+        """Update the totals with the batches that the device has completed."""
         found = self._stages[stage]
         if self.timer is not None:
             self.timer.read()

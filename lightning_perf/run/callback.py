@@ -148,7 +148,7 @@ class PerfCallback(Callback):
     def __init__(self) -> None:
         self._context: RunContext | None = None
         #: The context that Lightning's hooks advance: None if another callback hosts this one, and
-        #: while a subclass's hook runs.
+        #: during a subclass's hook.
         self._driven: RunContext | None = None
         self._progress: Progress | None = None
         self._disabled = False
@@ -177,7 +177,7 @@ class PerfCallback(Callback):
 
     @property
     def parts(self) -> list[PerfCallback]:
-        """What runs, in this order: this callback, those that it hosts, or both."""
+        """The callbacks that run, in this order: this one, those that it hosts, or both."""
         return [self]
 
     @property
@@ -233,7 +233,7 @@ class PerfCallback(Callback):
             return None
 
     def disable(self, method: str, error: Exception) -> None:
-        """Take no further part in this run, nor do those that this callback hosts."""
+        """Switch this callback, and those that it hosts, off for the rest of this run."""
         theirs = isinstance(error, OSError | ConfigError)
         theirs = theirs or not type(self).__module__.startswith("lightning_perf.")
         ours = "" if theirs else " Please report this."
@@ -270,7 +270,8 @@ class PerfCallback(Callback):
         try:
             context = RunContext.join(trainer, pl_module, self)
         except Exception as error:
-            # With several ranks the others wait for this one, so that only an error ends all.
+            # With several ranks the others would wait for this one, so the error must end all
+            # ranks.
             if isinstance(error, _FOR_THE_USER) or trainer.world_size > 1:
                 raise
             self.disable("setup", error)
@@ -292,7 +293,7 @@ class PerfCallback(Callback):
         return getattr(type(self), method) is not getattr(PerfCallback, method)
 
     def _detach(self) -> None:
-        """Detach from the run, and from the module that Lightning attached for logging."""
+        """Detach from the run, and remove the module's methods that Lightning attached."""
         for each in self.with_parts:
             each._context = each._driven = None
             each._hosted = False
@@ -356,7 +357,7 @@ class PerfCallback(Callback):
         if self._hosted:
             return
         if context is None:
-            self._detach()  # set-up did not get here, but Lightning has attached its methods
+            self._detach()  # set-up failed earlier, but Lightning has attached its methods
             return
         self._run_shared(context.tracker.count)
         self._run_shared(context.windows.gatherer.flush)

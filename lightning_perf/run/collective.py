@@ -1,4 +1,4 @@
-"""Gathers numbers of all ranks on all ranks, without making training wait."""
+"""Gathers numbers of all ranks on all ranks without blocking training."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
     from lightning_perf.core.window import Rows, Table
 
-#: Numbers per message besides those of GPUs: all messages have one size, whatever they hold.
+#: Numbers per message, without those of GPUs: all messages have one size.
 WIDTH = 128
 HEADER = 3
-#: Messages under way per rank; further ones are queued here, without a table of all ranks.
+#: Messages in flight per rank; further ones are queued here, without a table of all ranks.
 _ON_THEIR_WAY = 8
-#: Messages queued at most: with more than that, another rank is gone.
+#: Maximum queued messages: beyond it, another rank has probably ended.
 _MOST_WAITING = 4096
 #: Seconds for which a single rank holds its reports, to deliver them together: between training
-#: steps the caches are cold, so that the first of them takes three times as long as the others.
+#: steps the caches are cold, so that the first report takes three times as long as the next ones.
 HOLD = 0.25
 _TIMEOUT = timedelta(minutes=30)
 #: The second part of a rank's last tag, which it repeats while other ranks still report.
@@ -53,7 +53,7 @@ class _Report:
     then: Callable[[Rows], None]
     #: Where its values are in a rank's last report.
     in_last: Sequence[int]
-    #: Its message under way, and what arrives: one row per rank.
+    #: Its message in flight, and the received table: one row per rank.
     work: Any = None
     table: torch.Tensor | None = None
 
@@ -70,7 +70,7 @@ class Gatherer:
     Ranks may have different numbers of batches. A rank whose last report is sent before the others'
     sends it again for each of theirs, as their messages arrive.
 
-    If a rank is gone, or the ranks send different reports, there is one warning, and nothing more
+    If a rank has ended, or the ranks send different reports, there is one warning, and nothing more
     is gathered.
 
     Args:
@@ -82,12 +82,12 @@ class Gatherer:
         self._world_size = trainer.world_size
         #: The most numbers in a message, the same on every rank.
         self.width = WIDTH
-        #: Reports that were not handed over yet, in their order: the first ones are under way.
+        #: Reports that were not delivered yet, in order: the first ones are in flight.
         self.pending: deque[_Report] = deque()
-        #: Whether another rank is gone, so that nothing more is gathered.
+        #: Whether another rank has ended, so that nothing more is gathered.
         self.lost = False
         self._group = _new_group() if self._world_size > 1 else None
-        # Of a single rank: reports to deliver, and the time from which the next one delivers them.
+        # For a single rank: reports to deliver, and the time from which the next one delivers them.
         self._held: deque[Callable[[], None]] = deque()
         self._hold_until = 0.0
 
@@ -136,27 +136,27 @@ class Gatherer:
             self._held.popleft()()
 
     def poll(self) -> bool:
-        """Deliver what has arrived, in the order of sending; returns whether that is everything."""
+        """Deliver the reports that have arrived, in order; return whether none is left."""
         while self.pending and self.pending[0].work.is_completed():
             report = self.pending.popleft()
             try:
                 report.work.wait()  # completed: raises if it failed
             except RuntimeError as error:
-                self._give_up(f"another rank is gone ({describe(error)})")
+                self._give_up(f"another rank has ended ({describe(error)})")
                 return True
             self._send()
             self._receive(report)
         return not self.pending
 
     def finish(self, timeout: float) -> None:
-        """Wait ``timeout`` seconds at most for what is under way; it is the last of the run."""
+        """Wait at most ``timeout`` seconds for messages in flight, at the end of the run."""
         self.flush()
         wait_until(self.poll, timeout)
         if self.pending:
             self._give_up("another rank did not answer at the end of the run")
 
     def close(self) -> None:
-        """Retire the group, unless a message is missing: destroying it would wait for that."""
+        """Retire the group, unless a message is missing, for which its destruction would wait."""
         if self._group is not None and not self.pending and not self.lost:
             _retired.append(self._group)
         self.pending.clear()
@@ -187,13 +187,13 @@ class Gatherer:
         return row
 
     def _receive(self, report: _Report) -> None:
-        """The messages of all ranks are here: hand them over."""
+        """Deliver a report whose messages have arrived from all ranks."""
         assert report.table is not None  # it was sent
         rows: Table = report.table.numpy()
         lengths, last = rows[:, 2], rows[:, 1] == LAST
         for tags in (rows[last, :2], rows[~last, :2]):
             if (tags != tags[:1]).any():
-                self._give_up("the ranks report different things at one time")
+                self._give_up("the ranks sent different reports at the same time")
                 return
         if report.tag[1] == LAST and not last.all():
             self._push(replace(report, work=None))  # answers the others' next report, too
@@ -207,7 +207,7 @@ class Gatherer:
     def _give_up(self, why: str) -> None:
         self.lost = True
         self.pending.clear()
-        warn(f"{why}: there are no more reports of several ranks in this run. Training continues.")
+        warn(f"{why}: metrics of all ranks are no longer reported in this run. Training continues.")
 
 
 def _new_group() -> Any:
@@ -215,6 +215,6 @@ def _new_group() -> Any:
         return None
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     while _retired:
-        with suppress(Exception):  # the whole world of an earlier run may be gone
+        with suppress(Exception):  # the ranks of an earlier run may have ended
             dist.destroy_process_group(_retired.pop())
     return group

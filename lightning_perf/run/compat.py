@@ -1,4 +1,4 @@
-"""What we read of a Trainer and its process, with fallbacks for private attributes."""
+"""Attributes of a Trainer and its process, with fallbacks for private ones."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def validation_loop(trainer: Trainer) -> Any:
 
 
 def ranks_of(trainer: Trainer) -> Ranks:
-    """Where this process stands among the processes of the run."""
+    """The rank of this process in the run."""
     return Ranks(
         trainer.global_rank,
         trainer.local_rank,

@@ -73,7 +73,7 @@ class RunContext:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self.members: list[PerfCallback] = []
-        # All callbacks that ever joined.
+        # All callbacks that have joined.
         self._joined: list[Any] = []
         self.ranks = compat.ranks_of(trainer)
         self.limits = compat.limits_of(trainer)
@@ -92,9 +92,9 @@ class RunContext:
         self.windows = Windows(trainer)
         self._live = LiveSummary()
         self._offer_signals()
-        #: The stage that is running, in Lightning's words; empty between stages.
+        #: The running stage, by Lightning's name; empty between stages.
         self.stage = ""
-        #: Counts of the present stage; kept here, since it is read at every batch.
+        #: Counts of the current stage; kept here, because they are read at every batch.
         self.counters = Counters()
         self.tracker = BatchTracker(self)
         self._on_close: list[Callable[[], None]] = []
@@ -119,11 +119,11 @@ class RunContext:
         self.batches.sharing = self.meter.sharing = ranks // data_parallel_size
 
     def _offer_signals(self) -> None:
-        """What windows may hold; each signal starts when a callback subscribes to it."""
+        """The signals for windows; each starts when a callback subscribes to it."""
         gpus: Callable[[], int] = partial(node_gpus, self.trainer, self.ranks)
         if self.ranks.world_size > 1:
-            # Nodes may differ, and all ranks must have the same columns. They agree now, because
-            # a callback may fail on one rank before it subscribes.
+            # Nodes may differ, but all ranks must have the same columns. They agree now, because a
+            # callback may fail on one rank before it subscribes.
             gatherer = self.windows.gatherer
             slots = gatherer.largest(gpus())
             gatherer.width += slots * GPU_COLUMNS
@@ -150,7 +150,7 @@ class RunContext:
             self.on_close(partial(self.sampler.unsubscribe, "windows"))
         return self.sampler
 
-    # -- who takes part ---------------------------------------------------------------------
+    # -- membership -------------------------------------------------------------------------------
 
     @classmethod
     def join(cls, trainer: Trainer, module: LightningModule, member: PerfCallback) -> RunContext:
@@ -193,8 +193,8 @@ class RunContext:
         for finish in self._on_close:
             try:
                 finish()
-            except Exception as error:  # the others may hold what was recorded
-                warn(f"the run did not end as it should ({describe(error)}).")
+            except Exception as error:  # the other parts may hold recordings
+                warn(f"the end of the run failed ({describe(error)}).")
         self.reporting.remove_temporary()
         self.warnings_digest.summarize()
         with suppress(Exception):  # such as a closed stdout
@@ -231,17 +231,17 @@ class RunContext:
             for member in list(self.members):
                 member.leave("exception")
 
-    # -- where the run is ---------------------------------------------------------------------
+    # -- position ---------------------------------------------------------------------------------
 
     @property
     def timestamp(self) -> Timestamp:
-        """Where the present stage stands."""
+        """The progress of the current stage."""
         self.tracker.count()
         return self.counters.timestamp()
 
     @property
     def moment(self) -> Moment:
-        """The present moment, as the next batch sees it."""
+        """The current moment, before the next batch."""
         self.tracker.count()
         return self.stages.moment
 
@@ -250,10 +250,11 @@ class RunContext:
         """All callbacks on this trainer, those in suites included."""
         return [part for member in self.members for part in member.parts]
 
-    # -- driven by the first callback ---------------------------------------------------------
+    # -- called by the first callback
+    # -----------------------------------------------------------------
 
     def enter(self, stage: str) -> None:
-        """A stage begins."""
+        """A stage starts."""
         self.tracker.count()
         self.windows.gatherer.flush()
         self.spans.enter(stage)
@@ -274,7 +275,7 @@ class RunContext:
         self.windows.enter(self)
 
     def _select_stage(self) -> None:
-        """Another stage is the present one."""
+        """Change the current stage."""
         self.stage = self.stages.stage
         self.windows.quiet_until = 0
         if self.stage:
@@ -294,7 +295,7 @@ class RunContext:
             )
 
     def begin_epoch(self) -> None:
-        """An epoch of training begins, perhaps on other data: loaders may have been reloaded."""
+        """An epoch of training starts. Its data may differ, because loaders may be reloaded."""
         self.stages.limit(self._read_limits())
 
     def _read_limits(self) -> Limits:
@@ -303,7 +304,7 @@ class RunContext:
         return self.limits
 
     def end_epoch(self) -> None:
-        """An epoch of training is over."""
+        """An epoch of training has ended."""
         self.tracker.count()
         self.tracker.restart()
         self.windows.gatherer.flush()
@@ -311,7 +312,7 @@ class RunContext:
         self.counters.end_epoch()
 
     def exit(self) -> None:
-        """The present stage is over."""
+        """The current stage has ended."""
         self.batches.end_stage(self.stage)
         self.stages.exit()
         self._select_stage()
@@ -384,7 +385,7 @@ class RunContext:
 
 
 def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:
-    """End a run before the strategy handles an exception, which goes on."""
+    """End a run before the strategy handles an exception, which then propagates."""
     context = reference()
     with suppress(Exception):
         if context is not None:

@@ -1,4 +1,4 @@
-"""Where the results and files of a run go: MLflow runs, other loggers, folders and stores."""
+"""The outputs of a run: MLflow runs, other loggers, folders and stores."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Reporting:
         self.deliver()
 
     def remove_temporary(self) -> None:
-        """Remove temporary folders, after all files were moved or uploaded."""
+        """Remove temporary folders, after all files are moved or uploaded."""
         for root in self._roots.values():
             root.close()
 
@@ -208,7 +208,7 @@ def new_writer(
         digest=context.warnings_digest,
     )
     writer = TraceWriter(options, run, context.reporting.targets(options.remote_file_name))
-    # After the worker has stopped, the writer places the files that a slow server delayed.
+    # After the worker has stopped, the writer places files that were delayed by a slow server.
     context.on_close(writer.close)
     return writer
 

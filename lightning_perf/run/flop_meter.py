@@ -88,9 +88,9 @@ class FlopMeter:
         self.counter: FlopCounter | None = None
         # Whether a backward ran under the counter.
         self._backward_seen = False
-        # Of each step, and of what belongs to a batch that is counted.
+        # Patches of each step, and patches during a counted batch.
         self._steps, self._counting = PatchSet(), PatchSet()
-        #: Whether the step of the current batch has begun.
+        #: Whether the step of the current batch has started.
         self._begun = False
 
     def require(self, peak: float | str | None, name: str) -> None:
@@ -114,7 +114,7 @@ class FlopMeter:
         self.peaks.get(self.peaks.dtype)
 
     def resume(self, stage: str) -> None:
-        """Continue a stage, or begin its next epoch: other parameters may be frozen now."""
+        """Continue a stage or start its next epoch: frozen parameters may have changed."""
         self._stage, self._cache = stage, None
         self.work, self.counted, self._begun, self.settled = None, False, False, False
         self.declared = stage == "train" and self._declares
@@ -124,7 +124,7 @@ class FlopMeter:
             self._announce()
 
     def _announce(self) -> None:
-        """Learn of each step of the stage before it begins."""
+        """Receive each step of the stage before it starts."""
         self._known, self.settled = 0, False
         step = partial(_Step, stage=self._stage, meter=self)
         self._steps.wrap(self._trainer.strategy, STEPS[self._stage], step)
@@ -136,7 +136,7 @@ class FlopMeter:
         self._steps.restore()
 
     def on_step(self, stage: str, batch: Any) -> None:
-        """A step begins; a batch has several if its step has several closures. Never raises."""
+        """A step starts; a batch has several if its step has several closures. Never raises."""
         # Sanity-check validation runs steps too, but is not a stage.
         if self._begun or stage != self._stage:
             return
@@ -144,7 +144,7 @@ class FlopMeter:
         self._look_up(batch)
 
     def _look_up(self, batch: Any) -> None:
-        """Find the cost of a batch that begins, or of one that ended without being announced."""
+        """Find the cost of a batch that starts, or of one that ended without an announcement."""
         self.work = None
         try:
             if self._cache is None:
@@ -183,7 +183,7 @@ class FlopMeter:
             strategy, counter = self._trainer.strategy, FlopCounter()
             self._counting.wrap_in_context(strategy, "backward", self._in_backward)
             self._counting.wrap(strategy, "optimizer_step", partial(_Update, counter=counter))
-            # Last: after an error above, nothing would stop it.
+            # Last, because nothing would stop it after an error above.
             self.counter, self._backward_seen = counter, False
 
     def _in_backward(self) -> AbstractContextManager[Any]:
@@ -310,7 +310,7 @@ class _Step(MethodPatch):
 
 
 class _Update(MethodPatch):
-    """Leaves out what an optimizer computes, such as Muon's products, but not its closure.
+    """Excludes the operators of an optimizer, such as Muon's products, but not its closure.
 
     With manual optimization it runs within the step, under the counter.
     """

@@ -95,7 +95,7 @@ def gigabytes(number: float) -> float:
 
 def sample_ranks(sampler: Sampler | None, window: Window) -> None:
     """Count the processes of all ranks on this node as this training's, by ``memory/*``."""
-    if sampler is not None and window.world_size > 1:  # it knows its own
+    if sampler is not None and window.world_size > 1:  # the sampler knows its own process
         nodes = window["memory/node_rank"]
         here = window["memory/pid"][nodes == nodes[window.rank]]
         sampler.processes.update(here.astype(int).tolist())

@@ -1,4 +1,4 @@
-"""Replaces the Trainer's profiler, so that its spans are recorded, or cost less than without us."""
+"""Replaces the Trainer's profiler, to record its spans and reduce their cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Spans:
     """Replaces the trainer's profiler while the run's context lives.
 
-    Where nobody needs timings and the trainer has no profiler, spans cost less than without us.
+    If no callback needs timings and the trainer has no profiler, spans take less time than without
+    us.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -51,7 +52,7 @@ class Spans:
 
     @property
     def running(self) -> Action | None:
-        """What the training thread does now; None if it is not timed."""
+        """The action of the training thread now; None if it is not timed."""
         return self.recorder.clock.running if self.recorder is not None else None
 
     def require(self) -> SpanRecorder:
@@ -63,7 +64,7 @@ class Spans:
         return self.recorder
 
     def enter(self, stage: str) -> None:
-        """A stage begins."""
+        """A stage starts."""
         if self.recorder is not None:
             self.recorder.enter(stage)
             if getattr(self._trainer, "profiler", None) is not self._installed:

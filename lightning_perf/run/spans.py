@@ -161,7 +161,7 @@ class SpanRecorder:
         #: Our spans by their keys, made on first use.
         self.cache = SpanCache(self._span)
         self._first_fetch: Span | None = None
-        #: Seconds of waiting for gradients where no rank is late: they are being exchanged.
+        #: Seconds of waiting for gradients while no rank is late, which is their exchange.
         self.exchange = Floor()
         if self.device is not None:
             self.device.floors[GRADIENTS] = self.exchange
@@ -179,7 +179,7 @@ class SpanRecorder:
         return self.latest
 
     def enter(self, stage: str) -> None:
-        """A stage begins; empty: the last one has ended."""
+        """A stage starts; empty: the last one has ended."""
         if not self._nested:
             self._wrap()  # loggers and metrics may be new
             self._begin(stage)
@@ -213,7 +213,7 @@ class SpanRecorder:
         name = key if isinstance(key, str) else key[1]
         try:
             what = classify(key, self._trainer) if isinstance(key, str) else key
-        except Exception:  # a user's callback that raises: Lightning will raise it
+        except Exception:  # a user's callback raises: Lightning will raise it, too
             what = None
         if what is None:
             return NOTHING if name.startswith("[") else UntrackedSpan(name)
@@ -233,7 +233,7 @@ class SpanRecorder:
             entered, left = (partial(self.device.mark, tag) for tag in ("dataloader_next", START))
             return SpanWithCallbacks(clock, what, name, entered, left)
         if self.device is not None and category in _DEVICE and label not in _UNMARKED:
-            # Where backward is called within the step, what preceded it is forward.
+            # If backward is called within the step, the time before it is forward.
             if category == "backward":
                 ready = partial(self.device.mark, "forward")
                 return SpanWithCallbacks(clock, what, name, ready, self._end_backward)
@@ -241,7 +241,7 @@ class SpanRecorder:
         return Span(clock, what, name)
 
     def _begin_epoch(self) -> None:
-        """An epoch begins by making the loader's iterator; its first fetch has its own name."""
+        """An epoch starts with the loader's iterator; its first fetch has its own name."""
         self.clock.run(*_ITER)
         if self._first_fetch is None:
             what, usual = ("dataloader_next", "first fetch"), self.cache[_FETCH]

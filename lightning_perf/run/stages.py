@@ -36,7 +36,7 @@ class Counters:
         )
         #: Where the epoch before began.
         self._earlier_began = self._epoch_began
-        # The epochs of the present moment and the one before, as schedules saw them.
+        # The epochs of the current moment and the one before, as seen by schedules.
         self._asked_epoch = self._last_epoch = stamp.epoch
         self.last_samples: int | None = 0
         self.last_tokens: int | None = 0
@@ -44,9 +44,9 @@ class Counters:
         self.last_seconds = 0.0
         #: Batches since the stage was entered.
         self.batches = 0
-        #: When the present batch began, in seconds of the clock.
+        #: Start of the current batch, in seconds of the clock.
         self.mark = 0.0
-        #: Whether the last batch was the last one of its epoch.
+        #: Whether the last batch was the last of its epoch.
         self.epoch_ends = False
 
     def enter(self, now: float) -> None:
@@ -70,7 +70,7 @@ class Counters:
         self.total_wct += seconds
         self.last_samples, self.last_tokens, self.last_seconds = samples, tokens, seconds
         self.last_steps, self.step = step - self.step, step
-        # Not the epoch of this batch: schedules are not asked where an epoch ends early.
+        # Not the epoch of this batch: schedules are not called at an early end of an epoch.
         self._last_epoch, self._asked_epoch = self._asked_epoch, self.epoch + epoch_ends
         self.epoch_ends = epoch_ends
         return seconds
@@ -169,10 +169,11 @@ class StageStack:
         self.progress, self.ranks, self.run_name = progress, ranks, run_name
         self._device_timer = device_timer
         self._stages: list[_Stage] = []
-        # Where training stood at the last validation inside of it, and the seconds of those before.
+        # Progress of training at the last nested validation, and the seconds of earlier
+        # validations.
         self._validated_at, self._validated_before = -1, 0.0
         self._moment: Moment | None = None
-        # The counts of which `_moment` was made.
+        # The counts from which `_moment` was made.
         self._moment_of: tuple[object, ...] = ()
 
     @property
@@ -194,7 +195,7 @@ class StageStack:
     def moment(self) -> Moment:
         """The current moment, before the next batch: in the next epoch if this one is over.
 
-        Made once per batch, since each schedule asks for it.
+        Made once per batch, because each schedule uses it.
         """
         name, _, limits, counters = self._stages[-1]
         key = name, counters.batch, counters.epoch

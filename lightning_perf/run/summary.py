@@ -1,4 +1,4 @@
-"""The summary of a run: made of its windows and callbacks, while it goes on and at its end."""
+"""The summary of a run: made from its windows and callbacks, during the run and at its end."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 _TRACES, _PAGES = (".json", ".cvf", ".bin", ".pickle"), (".html",)
 #: Own files that are not traces.
 _OTHERS = {FILE_NAME, "table.json", "diagnosis.json"}
-#: Seconds from which on a function other than fit shows its summary.
+#: Minimum seconds after which functions other than fit show their summary.
 _LONG = 10.0
 #: Files listed at most, the latest by name.
 _MOST_FILES = 1000
 #: Seconds between updates of a run's summary, and the most of the time that these may take.
 REFRESH, _MOST_TIME = 2.0, 0.01
-#: Of a trainer's earlier functions: a test after fit adds its stage to the summary of fit.
+#: Summaries of a trainer's earlier functions: a test after fit adds its stage to that of fit.
 _EARLIER: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
 
 
 def end_summary(
     context: RunContext, callbacks: Sequence[PerfCallback], reason: str
 ) -> RunSummary | None:
-    """Write the summary of a run at its end; None if there is nothing to say, or not on rank 0."""
+    """Write the summary of a run at its end; return None if it is empty, or on other ranks."""
     if context.ranks.global_rank != 0 or reason not in _STATUS:
         return None
     try:
@@ -99,7 +99,7 @@ class LiveSummary:
         self._folder: Path | None = None
 
     def refresh(self, context: RunContext) -> None:
-        """An update is due; on the training thread. The file is made on another one."""
+        """Start an update, on the training thread. The file is written on another thread."""
         began, self.due = time.monotonic(), inf  # until it is written
         root = context.reporting.root(None)
         # A trial leaves no file, and a store would get each version.
@@ -110,7 +110,7 @@ class LiveSummary:
 
     def _write(self, context: RunContext, windows: _Windows, spent: float) -> None:
         began = time.monotonic()
-        # What fails here fails at the end of the run, too, which warns.
+        # An error here occurs again at the end of the run, which warns.
         with suppress(Exception):
             verdicts = [
                 v.as_dict() for part in context.parts for v in getattr(part, "verdicts", ())
@@ -119,7 +119,7 @@ class LiveSummary:
             if self._folder is None:
                 options = TraceOptions(folder="{run_name}", filename=FILE_NAME, overwrite=True)
                 self._folder = destination.new_writer(context, options).spool("train").parent
-                # `watch PID` finds the folder since it is open to the end of the run.
+                # `watch PID` finds the folder because it is open until the end of the run.
                 with suppress(OSError):  # Windows does not open folders
                     held = os.open(self._folder, os.O_RDONLY)
                     context.on_close(weakref.finalize(self, os.close, held))
@@ -130,7 +130,7 @@ class LiveSummary:
 
 
 class RunSummary:
-    """What `summary.json` holds: ``callbacks`` are known at the end of the run only."""
+    """The content of `summary.json`; ``callbacks`` are known at the end of the run only."""
 
     def __init__(
         self,
@@ -158,11 +158,11 @@ class RunSummary:
         stage, figures = main_stage(content)
         if history := context.windows.histories[stage].table():
             figures["windows"] = history
-        #: What is shown: of this function alone.
+        #: The stages to show: of this function only.
         self._own = content
         earlier = _EARLIER.get(context.trainer)
         if earlier is not None and earlier["run"] == content["run"]:
-            # Of one trainer, fit is what the summary is about.
+            # The main stage: for a trainer with a fit it is fit.
             fitted = "train" in earlier["stages"] and context.trainer.state.fn != "fit"
             kept = dict(earlier) if fitted else {}
             if status == RUNNING:
@@ -180,7 +180,7 @@ class RunSummary:
         self._context.reporting.describe(partial(description, self.content))
 
     def _write(self, path: Path) -> None:
-        """On the thread that makes files, whose last job this is."""
+        """Runs on the thread that writes files, as its last job."""
         self.folder = path.parent  # its name may include a part of the run's id
         root, found = self._root.path, set(destination.saved_by(self._callbacks))
         found |= {each for each in self.folder.rglob("*") if each.is_file()}
@@ -231,7 +231,7 @@ def _stage_windows(windows: Sequence[tuple[int, Window]]) -> dict[str, Any]:
 
 
 def _figures(first: int, window: Window) -> dict[str, Any]:
-    """The figures of one window from its first step on; without those that nothing measured."""
+    """The figures of one window from its first step on, without unmeasured ones."""
     found: dict[str, Any] = {"first": first, "last": window.step, "batches": window.batches}
     columns, rates = window.columns, dict[str, float]()
     if "progress/seconds" in columns:
@@ -267,7 +267,7 @@ def _finite(found: Mapping[str, Any]) -> dict[str, Any]:
 def _overhead(
     culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[PerfCallback]
 ) -> dict[str, float]:
-    """What our own callbacks cost, of a table of all costs."""
+    """The time of our own callbacks, from a table of all costs."""
     kinds = {type(each).__name__ for each in callbacks}
     ours = [row for row in culprits if row["name"].partition(".")[0] in kinds]
     return {key: sum(row[key] for row in ours) for key in ("seconds", "share")}

@@ -1,4 +1,4 @@
-"""The base class of callbacks that log what they make of windows, and when these report."""
+"""The base class of callbacks that turn windows into metrics, and when they report."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ReportTrigger:
         self._schedule = schedule
         self._shared = True
         self._wanted = False
-        #: Batches before this one need no check, but where Lightning logs.
+        #: Batches before this one need no check, except where Lightning logs.
         self.quiet_until: float = 0
 
     def setup(self, context: RunContext) -> None:
-        """Start to follow a run; ConfigError if the schedule cannot work in it."""
+        """Prepare for a run; ConfigError if the schedule cannot work in it."""
         self._wanted, self.quiet_until = False, 0
         if self._schedule is None:
             self.quiet_until = inf
@@ -44,7 +44,7 @@ class ReportTrigger:
         self._shared = self._schedule.shared or context.ranks.world_size == 1
 
     def start(self, context: RunContext) -> None:
-        """A stage begins."""
+        """A stage starts."""
         if self._schedule is not None:
             self.quiet_until = 0
             self._schedule.observe(context.moment)
@@ -69,7 +69,7 @@ class ReportTrigger:
         return context.tracker.report_due
 
     def request(self) -> None:
-        """Ask for a report now, beside the schedule."""
+        """Request a report now, in addition to the schedule."""
         self._wanted = True
 
     def consume_request(self) -> bool:
@@ -84,7 +84,7 @@ class ReportTrigger:
 
 
 class WindowCallback(PerfCallback):
-    """Receives windows of named columns, of all ranks, and logs the metrics it makes of them.
+    """Receives windows of named columns, of all ranks, and logs metrics computed from them.
 
     Subclass it, name the columns and write ``on_window``. Metrics of other stages than training
     carry the stage's name in front. ``docs/windows.md`` lists the columns with their units. A
@@ -118,7 +118,7 @@ class WindowCallback(PerfCallback):
         super().__init__()
         self.schedule = None if schedule is None else as_schedule(schedule)
         self.trigger = ReportTrigger(self.schedule)
-        #: What was reported last, by key.
+        #: The last reported metrics, by key.
         self.metrics: dict[str, float] = {}
 
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -152,7 +152,7 @@ class WindowCallback(PerfCallback):
         self.trigger.close()
 
     def window_due(self, context: RunContext, at_end: bool) -> bool:
-        """Whether a window ends now: the same on every rank, also where this callback failed."""
+        """Whether a window ends now: the same on every rank, even if this callback failed there."""
         if at_end or context.stages.nested:
             return at_end
         return self.trigger.due(context)
@@ -168,7 +168,7 @@ class WindowCallback(PerfCallback):
             return at_end
 
     def window_ended(self, context: RunContext) -> None:
-        """A window of this callback has ended, which is delivered later: keep what it lacks."""
+        """A window of this callback has ended and is delivered later: store its further values."""
 
     def receive(self, window: Window) -> Mapping[str, float]:
         """Turn a window into metrics under their full keys."""

@@ -1,4 +1,4 @@
-"""Windows: what all ranks measured between two reports, gathered once and handed to callbacks."""
+"""Windows: the measurements of all ranks between two reports, gathered once for all callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Signal(Protocol):
-    """Something measured on each rank, as named columns of running totals.
+    """A measurement on each rank, as named columns of running totals.
 
     ``totals`` is called on the training thread, once per report. It must be cheap and change
     nothing.
@@ -59,7 +59,7 @@ class _Columns:
         self._gauges = [number for name, number in self.at.items() if name in gauges]
 
     def window(self, start: _Report, end: _Report, rank: int) -> Window:
-        """What these columns measured between two reports, which may have more of them."""
+        """The measurements of these columns between two reports, which may have more columns."""
         now, before = end.rows, start.rows
         at = was = [end.layout.at[name] for name in self.at]
         if len(before) and start.layout is not end.layout:
@@ -83,7 +83,7 @@ class _Columns:
 
 
 class _Layout(_Columns):
-    """All columns of what is sent when certain callbacks are due."""
+    """All columns of a message when certain callbacks are due."""
 
     #: The same on all ranks for the same callbacks.
     number: int
@@ -93,21 +93,21 @@ class _Layout(_Columns):
 
 @dataclass(slots=True, eq=False)
 class _Report:
-    """Where a stage stands, and the totals until then."""
+    """The progress of a stage, and the totals until then."""
 
     stage: str
     step: int
     stamp: Timestamp
     at_end: bool
     layout: _Layout
-    #: What named actions cost on this rank.
+    #: The costs of named actions on this rank.
     costs: Totals
-    #: Of each rank, once they have arrived. Empty at the beginning of a stage.
+    #: The totals of each rank, once they have arrived. Empty at the start of a stage.
     rows: Rows
 
 
 class _Subscription(NamedTuple):
-    """What a callback receives."""
+    """The columns that a callback receives."""
 
     callback: WindowCallback
     columns: _Columns
@@ -126,15 +126,15 @@ def _unknown_column(name: str, known: Iterable[str]) -> ConfigError:
 
 
 class Windows:
-    """Takes one snapshot per report, gathers it once, and hands each due callback its window.
+    """Takes one snapshot per report, gathers it once, and delivers its window to each due callback.
 
     Args:
-        trainer: Whose ranks take part. With several, all must construct this together.
+        trainer: The trainer whose ranks take part. With several, all must construct this together.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.gatherer = Gatherer(trainer)
-        #: Reports that are on their way.
+        #: Reports in flight.
         self.pending: Collection[object] = self.gatherer.pending
         self._rank, self._alone = trainer.global_rank, trainer.world_size == 1
         #: Start the signal of a prefix, such as ``timings``, once a callback subscribes to it.
@@ -146,12 +146,12 @@ class Windows:
         self._layouts: dict[tuple[int, ...], _Layout] = {}
         self._failed: set[Signal] = set()
         self._subscriptions: list[_Subscription] = []
-        #: Reports before this batch need no check, but where Lightning logs.
+        #: Reports before this batch need no check, except where Lightning logs.
         self.quiet_until: float = 0
-        # By stage: its beginning, and the last reports of all signals.
+        # By stage: its start, and the last reports of all signals.
         self._began: dict[str, _Report] = {}
         self._recent: defaultdict[str, deque[_Report]] = defaultdict(partial(deque, maxlen=3))
-        #: What named actions cost up to the report that is being delivered.
+        #: The costs of named actions up to the report that is being delivered.
         self.costs = Totals({})
         #: By stage, for the summary of the run; on rank 0.
         self.histories: defaultdict[str, StageHistory] = defaultdict(StageHistory)
@@ -180,7 +180,7 @@ class Windows:
         most = self.gatherer.width
         count = sum(len(each.columns) for each in {*self._signals.values()})
         if count > most and not self._alone:
-            problem = f"makes {count} columns of all signals, and a message of a rank holds {most}"
+            problem = f"makes {count} columns over all signals, and a rank can send {most}"
             raise ConfigError("columns", [*columns], problem, "a signal with fewer columns")
         self._subscriptions.append(_Subscription(callback, _Columns(signals, names), {}))
 
@@ -195,7 +195,7 @@ class Windows:
     # -- stages and batches -------------------------------------------------------------------
 
     def enter(self, context: RunContext) -> None:
-        """A stage begins."""
+        """A stage starts."""
         stage, layout = context.stage, self._layout(self._subscriptions)
         began = _Report(
             stage, context.tracker.step, context.timestamp, False, layout, Totals({}), ()
@@ -218,7 +218,8 @@ class Windows:
     def report(self, context: RunContext, at_end: bool) -> None:
         """Gather a snapshot for the callbacks that are due.
 
-        What is due follows from what all ranks share, so every rank sends the same messages.
+        The due callbacks follow from values that all ranks share, so every rank sends the same
+        messages.
         """
         subscriptions = self._subscriptions
         due = [each for each in subscriptions if each.callback.is_due(context, at_end)]
@@ -279,7 +280,7 @@ class Windows:
     def _deliver(
         self, context: RunContext, report: _Report, ended: Sequence[_Subscription], rows: Rows
     ) -> None:
-        """Hand out windows, some batches after the report."""
+        """Deliver windows, some batches after the report."""
         report.rows, self.costs = rows, report.costs
         recent = self._recent[report.stage]
         if not recent or len(report.layout.signals) >= len(recent[-1].layout.signals):
@@ -318,7 +319,7 @@ class Windows:
         return found
 
 
-#: Reports kept at most, and named actions in the table.
+#: Maximum reports, and named actions in the table.
 _MOST_POINTS, _MOST_ACTIONS = 100, 20
 #: Of timed batches: columns and their names in the table; means over ranks, but for two.
 _TIMED = {
@@ -333,13 +334,13 @@ _TIMES = {f"timings/{name}": name for name in CATEGORIES}
 
 
 class _Point(NamedTuple):
-    """What was measured from the beginning of a stage to a report."""
+    """The measurements from the start of a stage to a report."""
 
     step: int
     batch: int
     #: By column.
     totals: Mapping[str, float]
-    #: What named actions cost on rank 0.
+    #: The costs of named actions on rank 0.
     costs: Totals
 
 
@@ -370,7 +371,7 @@ class StageHistory:
         points = self._points
         points.append(_Point(step, batch, totals, costs))
         if len(points) > _MOST_POINTS:
-            # The first one stays: the warm-up ends there.
+            # The first point stays, because the warm-up ends there.
             del points[1:-1:2]
             self._every = (points[-1].batch - points[0].batch) / len(points)
 
@@ -382,7 +383,7 @@ class StageHistory:
         by named action (``culprits``). What is 0 in all windows is left out.
         """
         points = list(self._points)  # it may be called on another thread
-        # Reports may have different columns: what most of them have.
+        # If reports differ in their columns, those of most of them.
         columns = Counter(frozenset(point.totals) for point in points).most_common(1)
         known = columns[0][0] if columns else frozenset()
         points = [point for point in points if known <= point.totals.keys()]

@@ -67,7 +67,7 @@ class Latch:
         opening = self._openings.get(moment.stage)
         if opening is None or moment.timestamp.batch < opening.first_batch:
             return None
-        # There is no origin yet if the moment lies in the future.
+        # There is no origin yet if the moment is in the future.
         if opening.origin is None or self._position(moment) - opening.origin < self._length:
             return opening.window
         return None
@@ -282,7 +282,7 @@ class At(_Milestones):
 
 
 def _check_reached(field: str, value: Time, first: float, example: str) -> None:
-    """Refuse a fraction whose first milestone lies after the end of the training."""
+    """Refuse a fraction whose first milestone is after the end of the training."""
     if first > 1.0 + ROUNDING:
         problem = "is never reached: training ends at 1dur"
         raise ConfigError(field, str(value), problem, f'"{example}"')

@@ -105,7 +105,7 @@ class Elapsed(Trigger):
 
 
 class OnSlowBatch(Trigger):
-    """True after a batch that took much longer than the median batch.
+    """True after a batch that took much longer than the median.
 
     The median covers the last 100 batches of the stage and needs at least 20. It excludes batches
     inside a window, because profiling slows them down.

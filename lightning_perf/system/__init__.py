@@ -1,4 +1,4 @@
-"""What the hardware of a node does, sampled by a thread. No torch, no Lightning."""
+"""Metrics of a node's hardware, sampled by a thread. No torch, no Lightning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     _Open = Callable[[set[int]], AbstractContextManager[Sequence["Sensor"]]]
     _Samples = Iterator[float]
 
-#: What is measured of a node. docs/system_metrics.md says what each is, and in which unit.
+#: The metrics of a node. docs/system_metrics.md has their meaning and units.
 HOST = (
     "net_throughput_sent", "net_throughput_recv",
     "disk_iops", "disk_throughput_read", "disk_throughput_write",
@@ -34,7 +34,7 @@ HOST = (
 class Sensor(Protocol):
     """Something that can be sampled repeatedly."""
 
-    #: What it measures, for messages.
+    #: Its name, for messages.
     name: str
 
     def __call__(self, now: float, /) -> Mapping[str, float]:
@@ -58,7 +58,7 @@ def node_sensors(
 
 
 class Sampler:
-    """Samples the node's sensors on a thread while somebody subscribes.
+    """Samples the node's sensors on a thread while there are subscribers.
 
     ``open_sensors`` returns the sensors, in the thread that reads them.
     """
@@ -66,11 +66,11 @@ class Sampler:
     def __init__(self, open_sensors: _Open = node_sensors) -> None:
         self._open_sensors = open_sensors
         self._intervals: dict[str, float] = {}
-        self._lock = Lock()  # of the sums, which both threads use
+        self._lock = Lock()  # of the sums, which both threads access
         self._sums: dict[str, tuple[float, float]] = {}
         self._worker: Worker | None = None
         self._samples: _Samples | None = None
-        #: This job's processes on this node, as far as they are known.
+        #: The known processes of this job on this node.
         self.processes = {os.getpid()}
         #: The latest value by name.
         self.latest: dict[str, float] = {}
@@ -89,12 +89,12 @@ class Sampler:
         self._intervals = {key: each for key, each in self._intervals.items() if key != name}
         if not self._intervals and self._worker is not None:
             worker, self._worker = self._worker, None
-            # It usually ends at once; a sensor that hangs must not hold up the end of a run.
+            # It usually ends at once; a sensor that hangs must not delay the end of a run.
             worker.close(_JOIN_TIMEOUT)
 
     @property
     def subscribed(self) -> bool:
-        """Whether somebody subscribes."""
+        """Whether there is a subscriber."""
         return self._worker is not None
 
     def totals(self) -> dict[str, tuple[float, float]]:
@@ -103,7 +103,7 @@ class Sampler:
             return dict(self._sums)
 
     def refresh(self, timeout: float) -> bool:
-        """Have a sample taken now, and return whether it came within ``timeout`` seconds."""
+        """Take a sample now, and return whether it was finished within ``timeout`` seconds."""
         if self._worker is None or self._samples is None:
             return False
         try:
@@ -143,7 +143,7 @@ def _sample(
                         sensors[sensor] = now
                     except Exception as error:
                         del sensors[sensor]
-                        warn(f"{sensor.name} is not measured any more ({describe(error)}).")
+                        warn(f"{sensor.name} is no longer measured ({describe(error)}).")
                 interval = sampler.interval
                 del sampler
                 yield interval
@@ -157,4 +157,4 @@ def _repeat(worker: Worker, samples: _Samples) -> None:
     if interval is None:
         worker.close(0.0)
     elif not worker.submit(partial(_repeat, worker, samples), "sampling", interval):
-        next(samples, None)  # it was closed in the meantime: close the sensors
+        next(samples, None)  # it was closed meanwhile: close the sensors

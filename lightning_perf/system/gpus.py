@@ -12,16 +12,16 @@ from lightning_perf.errors import describe, warn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-#: What is measured of a GPU. docs/system_metrics.md says what each is, and in which unit.
+#: The metrics of a GPU. docs/system_metrics.md has their meaning and units.
 GPU = (
     "gpu_util", "gpu_free_memory", "gpu_used_memory", "gpu_power", "gpu_temperature",
     "gpu_sm_clock", "gpu_memory_clock",
     "gpu_throttled", "gpu_throttled_power", "gpu_throttled_thermal", "gpu_throttled_hardware",
 )  # fmt: skip
-#: The most GPUs or MIG instances of a node that are sampled.
+#: The maximum GPUs or MIG instances per node that are sampled.
 MOST_GPUS = 16
 
-#: A GPU's number is nvidia-smi's times this, and one more than the instance's if it is one.
+#: A GPU's number is nvidia-smi's times this; for an instance, plus one more than its number.
 PER_GPU = 100
 
 # NVML's bits for the reasons of reduced clocks. Idling and clocks set by the user are not
@@ -178,7 +178,7 @@ def _named(names: Sequence[str], every: Sequence[Gpu]) -> list[Gpu]:
     chosen: dict[str, Gpu] = {}
     for name in names:
         found = next((gpu for gpu in every if name and gpu.matches(name)), None)
-        if found is None:  # CUDA ignores the rest too
+        if found is None:  # CUDA also ignores the rest
             break
         chosen[found.name] = found
     return list(chosen.values())

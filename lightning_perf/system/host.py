@@ -41,8 +41,8 @@ class Reading:
 class Rates:
     """Rates from counters that only grow, summed over the devices that have them.
 
-    A device counts from its second reading on. A counter that fell has wrapped or was reset:
-    what it stands for has no rate in that interval.
+    A device counts from its second reading on. A counter that decreased has wrapped or was reset:
+    its quantity has no rate in that interval.
     """
 
     def __init__(self) -> None:
@@ -221,5 +221,5 @@ def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:
 
     ``blocks`` is Linux's list of disks. On other systems psutil lists physical disks only.
     """
-    # A "!" stands for the slash of names such as cciss/c0d0.
+    # A "!" replaces the slash in names such as cciss/c0d0.
     return not blocks.exists() or (blocks / disk.replace("/", "!") / "device").exists()

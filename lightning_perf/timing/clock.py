@@ -49,7 +49,7 @@ class Span:
         clock.spans.append(self)
 
     def find_timer(self) -> Timer:
-        """The timer that runs from here; called when the clock adds up what was recorded."""
+        """The timer that runs from here; called when the clock processes its log."""
         return self.timer
 
     def __enter__(self) -> str:
@@ -131,7 +131,7 @@ class _Nothing:
     __enter__ = __exit__ = "".format
 
 
-#: Replaces spans of Lightning that nobody uses.
+#: Replaces unused spans of Lightning.
 NOTHING: AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
 
 
@@ -146,9 +146,9 @@ class Clock:
     def __init__(self) -> None:
         #: The measured thread; None after the clock was stopped.
         self.thread: int | None = get_ident()
-        #: Events that are not added up yet, three items each: when, which span, and whether it was
-        #: entered or left; or which timer runs from then on, and None. Kept tuples would make the
-        #: garbage collector run more often.
+        #: Events that are not added up yet, three items each: the time, the span, and whether it
+        #: was entered or left; or the time, the timer that runs from then on, and None. Kept tuples
+        #: would make the garbage collector run more often.
         self.log: list[float | Span | Timer | bool | None] = []
         #: All spans, and the one around each training batch, if there is one.
         self.spans: list[Span] = []
@@ -171,8 +171,8 @@ class Clock:
 
     @property
     def running(self) -> Action:
-        """What the thread does now."""
-        # A garbage collection asks, which may have begun while the log is added up.
+        """The action of the thread now."""
+        # Called by a garbage collection, which may have started while the log is processed.
         self.add_up(wait=False)
         return self._running.action
 
@@ -216,7 +216,7 @@ class Clock:
         self.log.extend((perf_counter(), self.timer(category, name), None))
 
     def stop(self) -> None:
-        """Record no more; spans that are still held do nothing."""
+        """Stop recording; spans that are still open have no effect."""
         self.add_up()
         self.thread = None
 
@@ -227,7 +227,7 @@ class Clock:
         self._mark = now
 
     def add_up(self, wait: bool = True) -> None:
-        """Add up what was recorded; ``wait`` for another thread that is doing so, or return."""
+        """Process the log; ``wait`` for another thread that is doing so, or return."""
         if not self._adding.acquire(wait):
             return
         try:
@@ -269,9 +269,9 @@ QUEUE = "run queue"
 
 
 def run_queue(stat: Path = Path("/proc/thread-self/schedstat")) -> dict[Action, Cost]:
-    """Seconds that this thread ran and waited for a CPU; nothing where the kernel has no figure."""
+    """Seconds that this thread ran and waited for a CPU; nothing if the kernel reports none."""
     try:
-        with stat.open("rb", buffering=0) as file:  # no text: far faster
+        with stat.open("rb", buffering=0) as file:  # binary is much faster than text
             ran, waited, times = map(int, file.read().split())
     except (OSError, ValueError):
         return {}

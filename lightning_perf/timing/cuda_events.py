@@ -32,7 +32,7 @@ def _make_event() -> Any:
 
 
 class Events(Generic[Tag]):
-    """Records events at boundaries and later returns the time between neighbours.
+    """Records events at boundaries and later returns the time between adjacent ones.
 
     The time between two events belongs to the tag of the later one. It includes idle time, but no
     other streams. Work captured into a CUDA graph has no events. After an error of the device, no
@@ -123,12 +123,12 @@ class DeviceSegmentTimer:
         self._stage = ""
         self._batch = 0
         self._costs: dict[Action, Cost] = {}
-        #: Of some categories, what each batch takes at least.
+        #: The minimum time of each batch, for some categories.
         self.floors: dict[str, Floor] = {}
 
     @property
     def costs(self) -> dict[Action, Cost]:
-        """Cost by action, as far as the device has completed them."""
+        """Cost by action, for the batches that the device has completed."""
         return dict(self._costs)
 
     def begin(self, stage: str) -> None:

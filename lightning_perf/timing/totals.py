@@ -27,7 +27,7 @@ CATEGORIES = (
     "validation",
     "other",
 )
-#: Those whose actions tables of costs name.
+#: Categories whose actions are listed by name in tables of costs.
 TABLED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 
 
@@ -99,7 +99,7 @@ class Totals:
         Args:
             stage: Whose view. In training's, validation inside of it is one category, apart from
                 its checkpoints.
-            own: Leave out what belongs to other stages.
+            own: Leave out the time of other stages.
         """
         found = dict.fromkeys(CATEGORIES, 0.0)
         for action, cost in self.costs.items():
@@ -126,7 +126,7 @@ class Totals:
 class Floor:
     """Sums a series of values, each replaced by the 20 % quantile of its block.
 
-    So it leaves out what only some values contain, such as waiting for a rank that is late.
+    This excludes time that only some values contain, such as waiting for a rank that is late.
 
     Example:
         >>> waits = Floor()
@@ -149,7 +149,7 @@ class Floor:
             self._end_block()
 
     def total(self) -> float:
-        """The sum so far, without values that are too few for a block."""
+        """The sum so far, without values of an incomplete block."""
         if len(self._block) >= self._LEAST:
             self._end_block()
         return self._whole
@@ -170,7 +170,7 @@ def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) ->
 
 
 class History:
-    """Seconds by category at the reports of a stage; beyond ``most``, neighbours are merged.
+    """Seconds by category at the reports of a stage; beyond ``most``, adjacent ones are merged.
 
     Example:
         >>> history = History(most=2)

@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 TRACE_NAME = re.compile(r"rank(\d+)\.(.+\.json)(?:\.gz)?")
 #: Keys of a trace's head that are equal on all ranks of a window.
 _SHARED = ("run_name", "stage", "batch", "world_size")
-#: Collectives that no rank leaves before the last rank has entered: the names in gloo, of NCCL's
-#: annotations and of NCCL's kernels.
+#: Collectives that no rank leaves before the last rank has entered: names in gloo, NCCL's
+#: annotations and NCCL's kernels.
 _COLLECTIVE = re.compile(
     r"(?:gloo|nccl):(?:_?all_?reduce|all_?gather|_?reduce_scatter|all_?to_?all|barrier)\w*"
     r"|nccl(?:Dev)?Kernel_?(?:AllReduce|AllGather|ReduceScatter|SendRecv)\w*",
     re.IGNORECASE,
 )
-#: What ends at about the same time on all ranks, where no collective was recorded.
+#: Events that end at about the same time on all ranks, for traces without a collective.
 _STEP = re.compile(r"ProfilerStep#\d+|torch\._C\._EngineBase\.run_backward")
 _KERNELS, _DEVICE = ("kernel", "gpu_user_annotation"), "device "
 #: The most processes of a rank in the merged file.
 _PROCESSES = 1000
 #: Clocks whose steps end within this (microseconds) are not shifted: steps end less precisely.
 _STEPS_AGREE = 1e5
-#: How often clocks are corrected: which rank came last to a collective depends on them.
+#: How often clocks are corrected, because the rank that arrives last depends on them.
 _ROUNDS = 5
-#: Windows that a message names.
+#: Maximum windows that a message names.
 _MOST_NAMED = 8
 
 
@@ -55,7 +55,7 @@ class Marker(NamedTuple):
 
 @dataclass(eq=False)
 class Trace:
-    """One rank's file, and what is read of it before it is copied."""
+    """One rank's file, and the data that is read before it is copied."""
 
     rank: int
     path: Path
@@ -68,7 +68,7 @@ class Trace:
     base: float = 0.0
     #: Added to the times of this rank.
     shift: float = 0.0
-    #: How far, in microseconds, the clock may still be off; None if nothing is shared.
+    #: The remaining error of the clock, in microseconds; None if the ranks share no event.
     error: float | None = None
 
 
@@ -76,9 +76,9 @@ class Collective(NamedTuple):
     """One collective on all ranks that took part."""
 
     name: str
-    #: Which one of its name in the window.
+    #: Its number among the collectives of its name in the window.
     number: int
-    #: Who came last, and microseconds that the others waited for it, by rank.
+    #: The rank that arrived last, and microseconds that the others waited, by rank.
     last: int
     waited: Mapping[int, float]
 
@@ -167,7 +167,7 @@ def check(traces: Sequence[Trace]) -> None:
 
 
 def align(traces: Sequence[Trace]) -> None:
-    """Set each rank's shift to the first rank's clock, from what all ranks share.
+    """Set each rank's shift to the first rank's clock, from events that all ranks share.
 
     No rank leaves a collective before the last rank has entered it. A rank that then waits for a
     CPU leaves it late, but not every time: its shortest delay after the last rank's start is about
@@ -185,7 +185,7 @@ def align(traces: Sequence[Trace]) -> None:
         if rank in offsets:
             offset = offsets[rank]
             known = [half[rank] for half in halves if rank in half]
-            # How much it depends on the choice of collectives.
+            # The dependence on the choice of collectives.
             spread = max(abs(offset - each) for each in known) if known else 0.0
             least = 3 * spread
         else:
@@ -222,7 +222,7 @@ def _matched(traces: Sequence[Trace]) -> Iterator[tuple[str, int, dict[int, Mark
 
 
 def _offsets(traces: Sequence[Trace], shared: Sequence[Mapping[int, Marker]]) -> dict[int, float]:
-    """How far each rank's shifted clock is ahead of the first rank's."""
+    """The offset of each rank's shifted clock from the first rank's."""
     apart = defaultdict(list)
     for markers in shared:
         if 0 in markers:

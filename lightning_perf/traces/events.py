@@ -71,7 +71,7 @@ def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """The text of a file in pieces; of a gzipped file that is cut short, all that is there."""
+    """The text of a file in pieces; of a truncated gzipped file, all that can be read."""
     decode = getincrementaldecoder("utf-8")().decode
     with path.open("rb") as file:
         packed = file.peek(2).startswith(_GZIPPED)
@@ -81,7 +81,7 @@ def _texts(path: Path) -> Iterator[str]:
                 while packed and piece:
                     yield decode(unpack.decompress(piece))
                     piece = unpack.unused_data
-                    if unpack.eof:  # gzipped files may follow one another
+                    if unpack.eof:  # gzipped files may be concatenated
                         unpack = zlib.decompressobj(_GZIP_FORMAT)
                 yield decode(piece)
             except (zlib.error, UnicodeDecodeError) as error:
@@ -195,19 +195,19 @@ class EventTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What was read of a trace."""
+    """The events that were read from a trace."""
 
     host: EventTable
     device: EventTable
     names: list[tuple[Kind, str]]
     #: All events of the file, also those of other kinds.
     count: int
-    #: Why some are not here.
+    #: Reasons why some events are missing.
     notes: list[str]
 
 
 def read(path: Path, most: int) -> Events:
-    """Read a trace of torch.profiler; of one that is cut short, the events that are there.
+    """Read a trace of torch.profiler; of a truncated one, the events up to its end.
 
     At most ``most`` events of the host, and of the devices, are kept.
     """

@@ -56,7 +56,7 @@ class TraceOptions:
     #: The content of a ``README.md`` beside the files, here and at the targets; None for no file.
     #: An existing file of that name stays.
     readme: str | None = None
-    #: Whether a file that was not begun when the run ends is left out.
+    #: Whether a file is left out if it was not started at the end of the run.
     optional: bool = False
     #: Whether to wait for the disk, so that a file survives a crash of the machine.
     durable: bool = True
@@ -131,7 +131,7 @@ class RunFolder:
 
     @property
     def folder(self) -> Path:
-        """Where the files are, or would be if the first were written now."""
+        """The folder of the files, or of the first file if it were written now."""
         return self._claimed or self._choose(self._owner)
 
     @property
@@ -235,7 +235,8 @@ class Layout:
         """As `TraceWriter.spool`."""
         folder = _within(self.folder.claim(), stage)
         make_folder(folder)
-        # Random, so that nobody who may write to the folder can put a link in its place.
+        # Random, so that no other user with write access to the folder can create a link of that
+        # name.
         number = f"{self._values['rank']}-{os.urandom(8).hex()}"
         return folder / f".spool-rank{number}{self._suffix}"
 
@@ -268,7 +269,7 @@ class Layout:
         with self._lock:
             plain = str(folder / name)  # a path takes four times the memory
             number = self._numbers.pop(plain, 0) + 1
-            # Another trace that is on its way may have this name with a number.
+            # Another trace in progress may have this name with a number.
             while (path := str(folder / numbered(name, number))) in self._numbers or (
                 os.path.lexists(path)
             ):

@@ -61,7 +61,7 @@ class NameFormat:
     ) -> None:
         self._error = partial(ConfigError, field, pattern, example=example)
         if not isinstance(pattern, str) or not pattern.strip() or "\0" in pattern:
-            raise self._error("must be a format string of at least one character, and none of NUL")
+            raise self._error("must be a format string of at least one character, without NUL")
         self._parts = self._parse(pattern, variables)
         self._check_values()
 
@@ -114,7 +114,7 @@ class NameFormat:
         for _, name, spec in self._parts:
             sample: Value = 36000.5 if name.endswith("_wct") else 1234567
             sample = "a" if name in ("", "run_name", "stage") else sample
-            if re.search(r"\d{4}", spec):  # it would take gigabytes to find out
+            if re.search(r"\d{4}", spec):  # rendering it would take gigabytes
                 raise self._error(f"formats {name} as {spec!r}, wider than a file name")
             try:
                 text = format(sample, spec)

@@ -19,7 +19,7 @@ _CONTEXTS = ("_runtime", "_context")
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 #: The number of the CPU among a trace's device types.
 _CPU = 0
-#: Events that are not in torch's table either.
+#: Events that torch's table omits, too.
 _UNSEEN = {
     "profiler::_record_function_enter", "profiler::_record_function_enter_new",
     "profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version",

@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler shows: idle time, communication, operators, synchronization."""
+"""Summaries of torch.profiler traces: idle time, communication, operators, synchronization."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Synchronization:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTime:
-    """What the devices did, in seconds; the mean over devices if there are several."""
+    """Times of the devices in seconds; the mean over devices if there are several."""
 
     devices: int
     busy: float
@@ -92,7 +92,7 @@ class DeviceTime:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """What a trace shows between the beginning of its first step and the end of its last one."""
+    """The summary of a trace from the start of its first step to the end of its last one."""
 
     events: int
     seconds: float
@@ -104,7 +104,7 @@ class TraceSummary:
     operators: Sequence[Operator]
     kernels: Sequence[Operator]
     synchronizations: Sequence[Synchronization]
-    #: What is not in the summary, and why.
+    #: Data that is missing from the summary, and why.
     notes: Sequence[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -115,9 +115,9 @@ class TraceSummary:
 def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
     """Summarize a trace of torch.profiler, in bounded memory.
 
-    A file that is cut short is summarized as far as it goes. The first ``most`` events of the host
-    and of the devices are used. Raises `TraceError` if the file is not such a trace, and `OSError`
-    if it cannot be read.
+    A truncated file is summarized up to its end. The first ``most`` events of the host and of the
+    devices are used. Raises `TraceError` if the file is not such a trace, and `OSError` if it
+    cannot be read.
     """
     events = read(path, most)
     host, device = events.host, events.device
@@ -286,7 +286,7 @@ def facts(summary: TraceSummary) -> Iterator[tuple[str, str]]:
         yield "time", duration(seconds)
     yield "events", f"{summary.events:,}"
     if device is None:
-        yield "devices", "none: the trace is of the CPU alone"
+        yield "devices", "none: the trace is of the CPU only"
         return
     for name, value in {
         "device busy": device.busy,

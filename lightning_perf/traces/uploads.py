@@ -30,7 +30,7 @@ class Target:
 
     #: Uploads a file under a remote name, and raises on failure. Runs on the worker thread.
     send: Callable[[Path, str], None]
-    #: What a later upload needs to find the target, without credentials.
+    #: The data by which a later upload finds the target, without credentials.
     address: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -52,13 +52,13 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRun:
-    """What all trace writers of a run share."""
+    """Settings that all trace writers of a run share."""
 
     #: Runs uploads.
     worker: Worker
     #: Compresses and places files, so that slow uploads do not delay them.
     file_worker: Worker
-    #: What relative folders are below.
+    #: The parent of relative folders.
     root: Path
     ranks: Ranks
     #: May hold any characters.
@@ -69,24 +69,24 @@ class TraceRun:
     #: The store that mirrors `root`: files are sent there under their names below `root`, and stay
     #: on this machine only until they are uploaded.
     mirror: Mirror | None = None
-    #: Collects the warnings of all writers; whoever made it summarizes them.
+    #: Collects the warnings of all writers; its creator summarizes them.
     digest: WarningDigest = field(default_factory=WarningDigest)
     #: Seconds to wait before each further upload attempt.
     backoff: Sequence[float] = (1.0, 2.0, 4.0)
-    #: The most traces and names that a writer remembers: some megabytes.
+    #: The maximum traces and names that a writer remembers: some megabytes.
     most_remembered: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One recording on its way."""
+    """One recording in the pipeline."""
 
     #: The recorder's raw file, unique to this trace.
     spooled: Path
     path: Path
     timestamp: Timestamp
     stage: str
-    #: Where it still has to be uploaded.
+    #: The targets to which it still has to be uploaded.
     sends: Sends = ()
     #: Completes the raw file before all other steps.
     prepare: Callable[[], None] | None = None
@@ -134,7 +134,7 @@ def read_pending(root: Path) -> list[PendingUpload]:
 
 
 def revise_pending(root: Path, revise: Callable[[PendingUpload], PendingUpload | None]) -> None:
-    """Replace each entry of the list in `root` by what ``revise`` returns; None removes it.
+    """Replace each entry of the list in `root` by the result of ``revise``; None removes it.
 
     Entries that other processes append meanwhile stay: they begin a new list. If this is
     interrupted, an entry may be listed twice, and none is lost.
@@ -161,7 +161,7 @@ def _read(path: Path) -> list[PendingUpload]:
             fields = json.loads(line)
             target = dict(fields.pop("target", {}))
             if {*map(type, (*fields.values(), *target, *target.values()))} != {str}:
-                raise TypeError("an entry holds texts")
+                raise TypeError("the values of an entry are strings")
             entries.append(PendingUpload(**fields, target=target))
         except (AttributeError, RecursionError, TypeError, ValueError):
             warn(f"line {number} of {path} is damaged and was skipped.")
@@ -172,7 +172,7 @@ def _line(entry: PendingUpload) -> bytes:
     return json.dumps(asdict(entry)).encode() + b"\n"
 
 
-#: The most files that one warning names; the list has all.
+#: The maximum files that one warning names; the list has all of them.
 _MOST_NAMED = 10
 
 

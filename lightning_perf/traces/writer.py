@@ -30,8 +30,8 @@ _FULL = 1 << 16
 class TraceWriter:
     """Writes the traces of one recorder on one rank.
 
-    A failure in the pipeline never reaches the training thread: it becomes a warning, and what was
-    recorded stays on the disk. Each file is uploaded to all targets.
+    A failure in the pipeline never reaches the training thread: it becomes a warning, and the
+    recording stays on the disk. Each file is uploaded to all targets.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class TraceWriter:
         return self._place_without_upload(trace, "the worker accepts no more jobs")
 
     def close(self) -> None:
-        """Place here what the worker did not begin, and list what was not uploaded.
+        """Place the files that the worker has not started, and list those that were not uploaded.
 
-        Call it after the worker was drained or closed. The worker keeps the files that it has
-        begun.
+        Call it after the worker was drained or closed. The worker finishes the files that it has
+        started.
         """
         for trace in list(self._queued.values()):
             if not self._options.optional:
@@ -164,7 +164,7 @@ class TraceWriter:
                 # The folder may have been deleted in the meantime.
                 trace.spooled.parent.mkdir(parents=True, exist_ok=True)
                 trace.prepare()
-                trace = replace(trace, prepare=None)  # which may hold the recorder's memory
+                trace = replace(trace, prepare=None)  # it may reference the recorder's memory
             if self._is_empty(trace):
                 return None
             trace = self._compress(trace)

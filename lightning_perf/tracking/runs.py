@@ -42,12 +42,12 @@ _RATES = {
 class Run:
     """One run, as it is found in MLflow or in a folder."""
 
-    #: Its name and, in MLflow, its id.
+    #: Its name and, for MLflow, its id.
     title: str
     summary: Summary
     #: The paths or addresses of all its files.
     files: tuple[str, ...]
-    #: Where MLflow keeps it; None for a folder.
+    #: The address of MLflow; None for a folder.
     tracking_uri: str | None = None
 
 
@@ -90,7 +90,7 @@ def latest_folder(root: Path, name: str | None = None) -> Path | None:
     for place, below, files in os.walk(root):
         folder = Path(place)
         deep = len(folder.relative_to(root).parts) >= _DEPTH
-        # MLflow's own folders hold copies.
+        # MLflow's own folders contain copies.
         below[:] = [] if deep else [each for each in below if each[0] != "." and each != "mlruns"]
         if FILE_NAME in files and name in (None, folder.name):
             with suppress(OSError):
@@ -144,8 +144,8 @@ def download(what: str, tracking_uri: str | None, folder: Path, names: re.Patter
 
 @contextmanager
 def _connected(tracking_uri: str) -> Iterator[MlflowClient]:
-    """A client; what goes wrong with it is raised as `LookupError`."""
-    # Before the address is checked: where the package is missing, no address helps.
+    """A client, whose errors are raised as `LookupError`."""
+    # Before the address is checked, because no address helps without the package.
     from mlflow import MlflowClient
 
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -155,7 +155,7 @@ def _connected(tracking_uri: str) -> Iterator[MlflowClient]:
         yield MlflowClient(tracking_uri)
     except LookupError:
         raise
-    except Exception as error:  # MLflow, databases and networks raise many kinds
+    except Exception as error:  # MLflow, databases and networks raise many kinds of errors
         raise LookupError(describe(error)) from error
 
 
@@ -218,7 +218,7 @@ def _summary(client: MlflowClient, run_id: str, paths: Sequence[str]) -> Summary
 
 
 def _from_metrics(client: MlflowClient, run: Any) -> Summary:
-    """What the metrics of a run say that has not ended or was killed."""
+    """The summary of a run that has not ended or was killed, from its metrics."""
     metrics, run_id = run.data.metrics, run.info.run_id
     keys = [f"timings/{name}" for name in CATEGORIES]
     points = {key: _points(client, run_id, key) for key in keys if key in metrics}
@@ -273,5 +273,5 @@ def _window(first: int, last: int, batches: int, timings: Mapping[str, float]) -
 
 def _points(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
     points = client.get_metric_history(run_id, key)
-    # The last of several values at one step is used.
+    # Of several values at one step the last one is used.
     return sorted({point.step: point.value for point in points}.items())

@@ -1,4 +1,4 @@
-"""``summary.json``: what a run was, in one file; its format, its reader and its views."""
+"""``summary.json``: the results of a run in one file; its format, its reader and its views."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 FILE_NAME = "summary.json"
 #: The status of a run that continues, or was killed.
 RUNNING = "running"
-#: Raised with each change of the format that an older reader would misread.
+#: Increased with each change of the format that an older reader would misread.
 VERSION = 1
-#: Ends a description in MLflow that may be replaced: it is not the user's.
+#: Ends a description in MLflow that we wrote, and which may be replaced.
 _OURS = "<!-- lightning_perf -->"
-#: Categories of time and costs that views show, and the least share of one of them.
+#: Categories and costs that views show, and the minimum share of each.
 _MOST_CATEGORIES, _MOST_COSTS, _LEAST_COST = 5, 3, 0.01
-#: What the views show of ``throughput``: its name, the format and the divisor.
+#: Entries of ``throughput`` that the views show: name, format and divisor.
 RATES = {
     "mfu": ("MFU", "{:.3g}%", 0.01),
     "batches_per_sec": ("batches/s", "{:,.2f}", 1.0),
@@ -53,7 +53,7 @@ def installed_version(package: str) -> str:
     """The version of an installed package, or ``"unknown"``; cached, as reading it takes 4 ms."""
     try:
         return version(package)
-    except PackageNotFoundError:  # run from its sources, which nobody installed
+    except PackageNotFoundError:  # run from its sources without installation
         return "unknown"
 
 
@@ -117,7 +117,7 @@ def main_stage(summary: Summary) -> tuple[str, dict[str, Any]]:
 
 
 def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
-    """What the views show: one value per name, and one value per name and window."""
+    """The rows of the views: one value per name, and one value per name and window."""
     stage, windows = main_stage(summary)
     whole, last = windows.get("whole_run") or {}, windows.get("last_window") or {}
     spans = [("whole run", whole)] if whole else []
@@ -169,7 +169,7 @@ def _times(windows: Sequence[Mapping[str, Any]]) -> Iterator[_Row]:
 
 
 def _largest(window: Mapping[str, Any], most: int) -> list[str]:
-    """The categories that took most time."""
+    """The categories with the most time."""
     times: Mapping[str, float] = window.get("timings") or {}
     order = sorted(times, key=times.__getitem__, reverse=True)[:most]
     return [name for name in order if times[name] > 0]

@@ -1,4 +1,4 @@
-"""Where files go: runs of experiment trackers, stores that fsspec opens, and a run's root."""
+"""Destinations of files: runs of experiment trackers, stores opened by fsspec, and a run's root."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Tracker(ABC):
     @property
     @abstractmethod
     def address(self) -> Mapping[str, str]:
-        """What finds the run again from another process, without credentials."""
+        """The data that finds the run from another process, without credentials."""
 
     @abstractmethod
     def upload(self, path: Path, remote: str) -> None:
@@ -95,7 +95,7 @@ class Tracker(ABC):
         """
 
     def problem(self) -> str | None:
-        """Why nothing can be uploaded now, found within seconds; None if nothing is known."""
+        """Why no file can be uploaded now, found within seconds; None if nothing is known."""
         return None
 
     @property
@@ -111,7 +111,7 @@ def trackers_of(loggers: Sequence[Any]) -> list[Tracker]:
         try:
             found += [run for logger in loggers if (run := kind.of(logger)) is not None]
         except Exception as error:
-            warn(f"{kind.__name__} takes no files of this run ({describe(error)}).")
+            warn(f"{kind.__name__} cannot store files of this run ({describe(error)}).")
     return found
 
 
@@ -148,7 +148,7 @@ class WandbRun(Tracker):
     entity: str
     project: str
     run_id: str
-    #: Whether this is another process than the training's.
+    #: Whether this process is another one than the training's.
     later: bool = False
 
     @classmethod
@@ -296,7 +296,7 @@ class Root:
     mirror: Mirror | None = None
     #: Whether the files are deleted at the end of the run.
     discards: bool = False
-    #: Where people find the files; empty for the path itself.
+    #: The place shown to users; empty for the path itself.
     place: str = ""
 
     def close(self) -> None:

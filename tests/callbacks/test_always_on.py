@@ -1,4 +1,4 @@
-"""The always-on set in one line, and without code from the environment."""
+"""The always-on set: enabled by one line, or by an environment variable without a code change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ours(run: L.Trainer) -> list[EnvironmentSuite]:
 
 
 def test_always_on_is_one_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It measures everything that costs next to nothing, and prints the summary."""
+    """It measures everything with negligible overhead, and prints the summary."""
     suite, records = always_on(), Records()
     assert isinstance(suite, Suite)
     assert names(suite) == KINDS
@@ -60,17 +60,17 @@ def test_every_key_has_a_unit(tmp_path: Path, mlflow_database: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "0", "off", None])
-def test_without_the_variable_there_are_none(
+def test_without_the_variable_the_entry_point_adds_nothing(
     value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty list, as Lightning asks for."""
+    """It returns an empty list, as Lightning expects."""
     monkeypatch.delenv("LIGHTNING_PERF", raising=False)
     if value is not None:
         monkeypatch.setenv("LIGHTNING_PERF", value)
     assert callbacks() == []
 
 
-def test_the_entry_point_imports_nothing_heavy() -> None:
+def test_the_entry_point_imports_no_large_package() -> None:
     """Without the variable it imports neither Lightning nor our callbacks."""
     code = (
         "import sys; from lightning_perf.callbacks.factory import callbacks; assert not callbacks()"
@@ -84,8 +84,10 @@ def test_the_entry_point_imports_nothing_heavy() -> None:
     assert not {"torch", "lightning", "numpy", "lightning_perf.run"} & loaded
 
 
-def test_one_is_the_always_on_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every Trainer has it, through Lightning's entry point."""
+def test_the_value_1_enables_the_always_on_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every Trainer gets it through Lightning's entry point."""
     monkeypatch.setenv("LIGHTNING_PERF", "1")
     run = trainer(tmp_path, logger=False)
     (suite,) = ours(run)
@@ -97,10 +99,10 @@ def test_one_is_the_always_on_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 @pytest.mark.parametrize(
     "own", [lambda: [Flops(), SpeedMonitor(4)], lambda: [Suite([Flops(), SpeedMonitor(4)])]]
 )
-def test_parts_that_the_user_has_are_left_out(
+def test_parts_that_the_user_has_are_excluded(
     own: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Alone or in a Suite: the user's settings count, and checkpoints have one key per kind."""
+    """The user's own settings apply, alone or in a Suite; checkpoints have one key per kind."""
     monkeypatch.setenv("LIGHTNING_PERF", "1")
     run = trainer(tmp_path, *own(), enable_checkpointing=True)
     run.fit(Small())
@@ -110,8 +112,10 @@ def test_parts_that_the_user_has_are_left_out(
     assert len(set(keys)) == len(keys)
 
 
-def test_a_list_that_two_trainers_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Lightning adds entry points to the user's own list: the second Trainer has two suites."""
+def test_two_trainers_may_share_a_callback_list(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Lightning adds entry points to the user's list, so the second Trainer gets two suites."""
     monkeypatch.setenv("LIGHTNING_PERF", "1")
     shared: list[L.Callback] = [L.Callback()]
     for _ in range(2):
@@ -132,10 +136,10 @@ trainer:
 
 
 @pytest.mark.parametrize("form", ["trainer", "callbacks", "list"])
-def test_a_file_names_the_callbacks(
+def test_a_file_configures_the_callbacks(
     form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_tmp: Path
 ) -> None:
-    """As LightningCLI writes them, under `callbacks`, or alone; relative to the folder."""
+    """It is YAML of LightningCLI, under `callbacks` or alone. Its path may be relative."""
     lines = YAML.strip().splitlines()[{"trainer": 0, "callbacks": 1, "list": 2}[form] :]
     (in_tmp / "perf.yaml").write_text("\n".join(lines))
     monkeypatch.setenv("LIGHTNING_PERF", "perf.yaml")
@@ -164,10 +168,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_file_is_an_error_that_names_the_variable(
+def test_an_invalid_file_is_an_error_that_names_the_variable(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_tmp: Path
 ) -> None:
-    """One line, when the Trainer is made."""
+    """The error is one line, when the Trainer is constructed."""
     content, why = WRONG[kind]
     if content is not None:
         (in_tmp / "perf.yaml").write_text(content)
@@ -190,8 +194,8 @@ trainer("out", max_steps=8).fit(Small())
 
 
 @pytest.mark.slow
-def test_a_script_is_measured_without_a_change(in_tmp: Path) -> None:
-    """A real process: `lightning-perf run` passes the arguments, and a summary is there."""
+def test_an_unchanged_script_is_measured(in_tmp: Path) -> None:
+    """A real process: `lightning-perf run` passes the arguments and leaves a summary."""
     (in_tmp / "train.py").write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = ["-m", "lightning_perf", "run", "--", sys.executable, "train.py", "--lr", "$HOME; ls"]

@@ -1,4 +1,4 @@
-"""Diagnosis of trainings in which something was planted."""
+"""Diagnosis of trainings with a planted cause."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from lightning_perf.background import wait_until
 from lightning_perf.callbacks import diagnosis as module
 from lightning_perf.diagnosis.signals import Signals
 
-#: Seconds of what is planted, and of a batch without it, by a clock that nothing else advances.
+#: Seconds of the planted cause and of a batch without it, by a clock that only they advance.
 NAP, STEP = 0.02, 0.01
 CLOCK = FakeClock()
 
 
 @pytest.fixture(autouse=True)
 def _only_what_is_planted_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else the machine does is not seen: no thread waits for a CPU."""
+    """Ignore the rest of the machine: no thread waits for a CPU."""
     CLOCK.replace_clocks(monkeypatch)
     monkeypatch.setattr(module, "run_queue", dict)
 
@@ -79,7 +79,7 @@ class SlowValidation(Model):
 
 
 class Garbage(Model):
-    """Collects in each step, which takes a while."""
+    """Runs the garbage collector in each step, which takes some time."""
 
     collecting = False
 
@@ -150,7 +150,7 @@ def blamed(diagnosis: Diagnosis) -> dict[str, Verdict]:
         (Stalls, "periodic-stall", None, {}),
     ],
 )
-def test_what_is_planted_in_the_module_is_found(
+def test_a_cause_planted_in_the_module_is_found(
     tmp_path: Path, model: type[Model], code: str, culprit: str | None, options: Any
 ) -> None:
     """It is the only verdict."""
@@ -160,7 +160,7 @@ def test_what_is_planted_in_the_module_is_found(
 
 
 def test_a_callback_is_named_with_its_hook_and_a_logger_with_its_method(tmp_path: Path) -> None:
-    """Both are blamed, the callback first: it is called in each batch."""
+    """The verdicts name both, the callback first, because it runs in each batch."""
     diagnosis = diagnose(
         tmp_path, Logging(), Plots(), logger=SlowLogger(), log_every_n_steps=2, max_epochs=2
     )
@@ -179,7 +179,7 @@ class Logging(Model):
 
 @pytest.mark.slow
 def test_a_checkpoint_is_named_with_the_hook_that_writes_it(tmp_path: Path) -> None:
-    """A slow disk is blamed on the hook of ``ModelCheckpoint``, a slow module on its own hook."""
+    """A slow disk is attributed to the hook of ``ModelCheckpoint``, a slow module to its own."""
     saves = ModelCheckpoint(tmp_path / "disk", every_n_train_steps=2, save_top_k=-1)
     options = {"enable_checkpointing": True, "plugins": [SlowDisk()]}
     found = blamed(diagnose(tmp_path, Model(), saves, **options))["checkpoint-bound"]
@@ -190,14 +190,14 @@ def test_a_checkpoint_is_named_with_the_hook_that_writes_it(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_healthy_run_has_no_verdict_of_its_own(tmp_path: Path) -> None:
-    """Neither its warm-up nor accumulated gradients are blamed."""
+def test_a_healthy_run_has_no_verdict(tmp_path: Path) -> None:
+    """Neither its warm-up nor gradient accumulation gives a verdict."""
     diagnosis = diagnose(tmp_path, Model(), accumulate_grad_batches=4, max_epochs=3)
     assert not blamed(diagnosis)
 
 
-def test_files_and_metrics_are_left(tmp_path: Path) -> None:
-    """The document has the verdicts of the attribute; their shares are metrics."""
+def test_the_document_and_the_metrics_have_the_verdicts(tmp_path: Path) -> None:
+    """The document has the verdicts of the attribute, and their shares are metrics."""
     records = Records()
     diagnosis = diagnose(tmp_path, Model(), Plots(), logger=records)
     (path,) = tmp_path.rglob("diagnosis.json")
@@ -214,8 +214,8 @@ def test_files_and_metrics_are_left(tmp_path: Path) -> None:
     assert records.of("diagnosis/callback-bound")[-1] == (79, pytest.approx(share))
 
 
-class Mine:
-    """A rule of the user's own, and the number of batches each time that it was applied."""
+class CountingRule:
+    """A rule of the user's own; records the number of batches at each analysis."""
 
     code = "mine"
 
@@ -229,8 +229,8 @@ class Mine:
         return [Verdict("mine", "warning", 0.5, advice="Do it better.")]
 
 
-class WaitsFor(Model):
-    """Holds up its 50th batch until something is true."""
+class WaitsAtBatch50(Model):
+    """Waits at batch 50 until a condition is true."""
 
     def __init__(self, done: Callable[[], object]) -> None:
         super().__init__()
@@ -244,21 +244,21 @@ class WaitsFor(Model):
 
 
 @pytest.mark.usefixtures("no_hold")
-def test_verdicts_come_while_training_runs(tmp_path: Path) -> None:
-    """A rule of the user's own is applied every 20 batches, of 30 at least, and at the end."""
-    mine = Mine()
+def test_verdicts_are_updated_during_training(tmp_path: Path) -> None:
+    """A rule of the user's own is applied every 20 batches from batch 30 on, and at the end."""
+    mine = CountingRule()
     diagnosis = Diagnosis(rules=[mine], schedule="every 20ba", terminal=False)
     run = trainer(tmp_path, Suite([diagnosis]), log_every_n_steps=10, max_epochs=2)
-    run.fit(WaitsFor(lambda: diagnosis.verdicts))
-    # On a busy machine the analysis of batch 60 may come after that of the end.
+    run.fit(WaitsAtBatch50(lambda: diagnosis.verdicts))
+    # On a busy machine the analysis of batch 60 may run after the final one.
     assert (mine.seen[0], max(mine.seen)) == (40, 80)
     assert [each.code for each in diagnosis.verdicts] == ["mine"]
 
 
 def test_long_validations_do_not_delay_windows(tmp_path: Path) -> None:
-    """Windows of training end by its own batches, not by those of the validations within it."""
+    """Windows of training depend on training batches, not on those of nested validation."""
 
-    class Ends(Mine):
+    class Ends(CountingRule):
         def __call__(self, signals: Signals) -> list[Verdict]:
             self.ends = [window.last.batch for window in signals.windows]
             return []
@@ -270,13 +270,13 @@ def test_long_validations_do_not_delay_windows(tmp_path: Path) -> None:
     assert rule.ends == [10, 20, 30, 40, 50, 60, 70, 80]
 
 
-def test_analyses_take_a_bounded_share_of_the_time(
+def test_the_time_share_of_analyses_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rule that computes for long is applied less often than the schedule says."""
+    """A slow rule is applied less often than the schedule says."""
     spent: list[float] = []
 
-    class Long(Mine):
+    class Long(CountingRule):
         def __call__(self, signals: Signals) -> list[Verdict]:
             began = time.thread_time()
             while time.thread_time() < began + 0.03:
@@ -297,11 +297,11 @@ def test_analyses_take_a_bounded_share_of_the_time(
 
 
 @pytest.mark.usefixtures("no_hold")
-def test_the_verdicts_of_the_end_are_final(tmp_path: Path) -> None:
-    """An analysis that was under way when training ended does not replace them."""
+def test_the_final_verdicts_are_not_replaced(tmp_path: Path) -> None:
+    """An analysis that is still running when training ends does not replace them."""
     ended, late = threading.Event(), threading.Event()
 
-    class Late(Mine):
+    class Late(CountingRule):
         def __call__(self, signals: Signals) -> list[Verdict]:
             self.applied.set()
             if signals.batches < 80:
@@ -319,7 +319,7 @@ def test_the_verdicts_of_the_end_are_final(tmp_path: Path) -> None:
     rule, records = Late(), Records()
     diagnosis = Held(rules=[rule], schedule="every 20ba", terminal=False)
     options = {"log_every_n_steps": 10, "max_epochs": 2, "logger": records}
-    trainer(tmp_path, diagnosis, **options).fit(WaitsFor(rule.applied.is_set))
+    trainer(tmp_path, diagnosis, **options).fit(WaitsAtBatch50(rule.applied.is_set))
     (verdict,) = diagnosis.verdicts
     assert verdict.evidence == {"batches": 80}
     assert records.of("diagnosis/mine") == [(79, 0.5)]
@@ -327,12 +327,12 @@ def test_the_verdicts_of_the_end_are_final(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_hold")
 def test_a_verdict_starts_a_recording(tmp_path: Path) -> None:
-    """A profiler records once after the verdict, not again when it is repeated."""
-    diagnosis = Diagnosis(rules=[Mine()], schedule="every 20ba", terminal=False)
+    """A profiler records once after the verdict, and not again when the verdict is repeated."""
+    diagnosis = Diagnosis(rules=[CountingRule()], schedule="every 20ba", terminal=False)
     profiler = PyTorch(schedule=OnVerdict("mine", lasting="3ba"))
     options = {"log_every_n_steps": 10, "max_epochs": 2}
-    # Metrics are set once the verdict has reached schedules.
-    model = WaitsFor(lambda: "diagnosis/mine" in diagnosis.metrics)
+    # Metrics are set after schedules have received the verdict.
+    model = WaitsAtBatch50(lambda: "diagnosis/mine" in diagnosis.metrics)
     trainer(tmp_path, diagnosis, profiler, **options).fit(model)
     assert len(profiler.saved_traces) == 1
     unrelated = PyTorch(schedule=OnVerdict(["other"]), folder="none")
@@ -341,7 +341,7 @@ def test_a_verdict_starts_a_recording(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_is_diagnosed_up_to_its_last_window(tmp_path: Path) -> None:
-    """The user's exception goes on, and the document is there."""
+    """The user's exception propagates, and the document is written."""
 
     class Breaks(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -358,7 +358,7 @@ def test_an_interrupted_run_is_diagnosed_up_to_its_last_window(tmp_path: Path) -
 
 
 def test_the_end_shows_a_panel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It names the code, the culprit and the advice; a short run says that it is too short."""
+    """It names the code, the cause and the advice; a short run says that it is too short."""
     run = trainer(tmp_path, Diagnosis(), Plots(), log_every_n_steps=10, max_epochs=1)
     run.fit(Model())
     shown = capsys.readouterr().out
@@ -376,10 +376,10 @@ def test_the_end_shows_a_panel(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("none", ("communication-bound", None, "backward")),
     ],
 )
-def test_a_late_rank_is_told_from_communication(
+def test_a_late_rank_is_distinguished_from_communication(
     tmp_path: Path, late: str, expected: tuple[object, ...]
 ) -> None:
-    """A rank is slow in forward and the other waits for its gradients; or both exchange them."""
+    """Either one rank is slow in forward and the other waits, or both exchange gradients slowly."""
 
     class Uneven(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -388,7 +388,7 @@ def test_a_late_rank_is_told_from_communication(
             if self.global_rank == latest:
                 CLOCK.sleep(2 * NAP)
             else:
-                # This runs where DDP waits for gradients, after those of this rank are computed.
+                # This runs where DDP waits for gradients, after this rank has computed its own.
                 waits = partial(CLOCK.sleep, 2 * NAP)
                 hidden.register_hook(
                     lambda gradient: Variable._execution_engine.queue_callback(waits)
@@ -401,8 +401,8 @@ def test_a_late_rank_is_told_from_communication(
     assert (found["code"], found["rank"], found["phase"]) == expected
 
 
-def test_other_stages_leave_nothing(tmp_path: Path) -> None:
-    """There is nothing to say about a test run."""
+def test_other_stages_have_no_diagnosis(tmp_path: Path) -> None:
+    """A test run has no verdicts and no document."""
     diagnosis = Diagnosis(terminal=False)
     trainer(tmp_path, diagnosis).test(Small())
     assert diagnosis.verdicts == []
@@ -410,7 +410,7 @@ def test_other_stages_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_collections_are_no_longer_timed_after_the_run(tmp_path: Path) -> None:
-    """Python's list of callbacks is as it was."""
+    """Python's list of garbage-collection callbacks is the same as before the run."""
     before = list(gc.callbacks)
     diagnose(tmp_path, Small(), limit_train_batches=2)
     assert gc.callbacks == before
@@ -424,7 +424,7 @@ def test_bad_arguments_are_refused(options: Any) -> None:
 
 
 def test_a_long_run_prepares_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The template is made during training, so that the end need not import jinja2."""
+    """The template is compiled during training, so that the end does not import jinja2."""
     prepared, template = threading.Event(), module.charts.template
 
     def prepare() -> Any:
@@ -434,5 +434,7 @@ def test_a_long_run_prepares_its_page(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "_LONG_RUN", -1.0)
     monkeypatch.setattr(module.charts, "template", prepare)
     diagnosis = Diagnosis(schedule="every 20ba", terminal=False)
-    trainer(tmp_path, diagnosis, log_every_n_steps=10, max_epochs=2).fit(WaitsFor(prepared.is_set))
+    trainer(tmp_path, diagnosis, log_every_n_steps=10, max_epochs=2).fit(
+        WaitsAtBatch50(prepared.is_set)
+    )
     assert prepared.is_set()

@@ -1,4 +1,4 @@
-"""Diagnosis(capture=...): a few steps are recorded, and their trace is in the report."""
+"""Diagnosis(capture=...): a few steps are recorded and summarized in the report."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_perf.diagnosis.signals import Signals
 
 
 def captured(folder: Path) -> tuple[dict[str, Any], str]:
-    """What the run left: the document's section, and the page."""
+    """The files of the run: the document's section, and the page."""
     (path,) = folder.rglob("diagnosis.json")
     return json.loads(path.read_text())["capture"], (path.parent / "report.html").read_text()
 
 
 @pytest.mark.parametrize("hosted", [False, True])
 def test_the_captured_steps_are_in_the_report(tmp_path: Path, hosted: bool) -> None:
-    """Alone and in a Suite: the trace is kept, and summarized in the document and on the page."""
+    """Alone and in a Suite, the trace is kept and summarized in the document and on the page."""
     diagnosis = Diagnosis(capture=PyTorch(schedule="at 5ba for 3ba"), terminal=False)
     trainer(tmp_path, Suite([diagnosis]) if hosted else diagnosis).fit(Small())
     ((name, trace),) = traces(tmp_path).items()
@@ -39,7 +39,7 @@ def test_the_captured_steps_are_in_the_report(tmp_path: Path, hosted: bool) -> N
     assert json.loads(summary.read_text())["traces"] == [name]
 
 
-class Mine:
+class ScriptedVerdicts:
     """A critical verdict from batch 60 on, and a warning before it."""
 
     code = "mine"
@@ -58,7 +58,7 @@ class Mine:
     ],
 )
 def test_a_verdict_starts_the_capture(tmp_path: Path, capture: Any, first: int, count: int) -> None:
-    """By the schedule of a profiler; by default, the first critical one."""
+    """By default the first critical verdict starts it; a profiler's schedule can select others."""
 
     class Waits(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -66,7 +66,9 @@ def test_a_verdict_starts_the_capture(tmp_path: Path, capture: Any, first: int, 
                 diagnosis._context.file_worker.drain(60.0)  # type: ignore[union-attr]
             return super().training_step(batch, batch_idx)
 
-    diagnosis = Diagnosis(rules=[Mine()], schedule="every 20ba", capture=capture, terminal=False)
+    diagnosis = Diagnosis(
+        rules=[ScriptedVerdicts()], schedule="every 20ba", capture=capture, terminal=False
+    )
     run = trainer(tmp_path, diagnosis, log_every_n_steps=10, max_epochs=2)
     run.fit(Waits(batch_size=1))
     ((_, trace),) = traces(tmp_path).items()
@@ -75,8 +77,8 @@ def test_a_verdict_starts_the_capture(tmp_path: Path, capture: Any, first: int, 
     assert captured(tmp_path)[0]["steps"] == count
 
 
-def test_training_is_summarized_and_not_validation(tmp_path: Path) -> None:
-    """The default schedule records both; the last trace of training counts."""
+def test_the_summary_is_of_training_not_of_validation(tmp_path: Path) -> None:
+    """The default schedule records both stages; the summary is of the last trace of training."""
     diagnosis = Diagnosis(capture=PyTorch(), terminal=False)
     trainer(tmp_path, diagnosis, limit_val_batches=8).fit(Small())
     found = traces(tmp_path)
@@ -92,8 +94,8 @@ class Breaks(Small):
         return super().training_step(batch, batch_idx)
 
 
-def test_an_exception_loses_nothing(tmp_path: Path) -> None:
-    """The steps until the exception are in the trace and in the report."""
+def test_an_exception_keeps_the_capture(tmp_path: Path) -> None:
+    """The steps before the exception are in the trace and in the report."""
     diagnosis = Diagnosis(capture=PyTorch(schedule="at 5ba for 20ba"), terminal=False)
     with pytest.raises(ValueError, match="mine"):
         trainer(tmp_path, diagnosis).fit(Breaks())
@@ -102,8 +104,8 @@ def test_an_exception_loses_nothing(tmp_path: Path) -> None:
     assert captured(tmp_path)[0]["steps"] >= 2
 
 
-def test_another_recording_goes_first(tmp_path: Path) -> None:
-    """One recorder works at a time: the capture is left out, and the report says so."""
+def test_a_capture_does_not_start_during_another_recording(tmp_path: Path) -> None:
+    """Only one recorder can run at a time: the capture is skipped, and the report says so."""
     diagnosis = Diagnosis(capture=PyTorch(schedule="at 5ba for 3ba"), terminal=False)
     other = VizTracer(schedule="at 2ba for 10ba")
     with pytest.warns(match="missing from the traces of PyTorch"):
@@ -113,8 +115,8 @@ def test_another_recording_goes_first(tmp_path: Path) -> None:
     assert "no batches of training were recorded on this rank" in page
 
 
-def test_a_trace_that_is_gone_is_said(tmp_path: Path) -> None:
-    """The verdicts are there all the same."""
+def test_a_deleted_trace_is_reported(tmp_path: Path) -> None:
+    """The report has the verdicts and says that the trace is missing."""
 
     class Deletes(Small):
         def on_train_end(self) -> None:
@@ -128,7 +130,7 @@ def test_a_trace_that_is_gone_is_said(tmp_path: Path) -> None:
 
 
 def test_ranks_capture_their_own_steps(tmp_path: Path) -> None:
-    """Each rank leaves its trace; the report is about that of rank 0."""
+    """Each rank writes its own trace; the report summarizes the one of rank 0."""
     diagnosis = Diagnosis(capture=PyTorch(schedule="at 2ba for 3ba"), terminal=False)
     trainer(tmp_path, diagnosis, **RANKS).fit(Small())
     assert len(traces(tmp_path)) == 2
@@ -136,7 +138,7 @@ def test_ranks_capture_their_own_steps(tmp_path: Path) -> None:
 
 
 def test_without_a_capture_nothing_is_recorded(tmp_path: Path) -> None:
-    """Off by default: no hook of a batch, no section."""
+    """By default there is no hook per batch and no section in the report."""
     diagnosis = Diagnosis(terminal=False)
     trainer(tmp_path, diagnosis).fit(Small())
     assert diagnosis._before_batch_parts == diagnosis._after_batch_parts == []
@@ -145,7 +147,7 @@ def test_without_a_capture_nothing_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_capture_can_be_configured_and_copied(tmp_path: Path) -> None:
-    """In the file of LIGHTNING_PERF, with pickle, and in the run's params."""
+    """It works in the file of LIGHTNING_PERF, with pickle, and in the run's params."""
     (tmp_path / "perf.yaml").write_text(
         "callbacks:\n"
         "- class_path: lightning_perf.Diagnosis\n"
@@ -165,6 +167,6 @@ def test_a_capture_can_be_configured_and_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("capture", [1, "PyTorch", VizTracer(), Diagnosis()])
 def test_other_captures_are_refused(capture: Any) -> None:
-    """Only traces of PyTorch can be summarized."""
+    """Only PyTorch traces can be summarized."""
     with pytest.raises(ConfigError, match="capture"):
         Diagnosis(capture=capture)

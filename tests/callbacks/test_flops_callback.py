@@ -1,4 +1,4 @@
-"""Flops: the counted FLOPs of real batches, and the utilization that follows."""
+"""Flops: the counted FLOPs of real batches, and the resulting utilization."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = {
 
 
 def test_all_keys_are_reported_every_five_batches(tmp_path: Path, records: Records) -> None:
-    """The document's keys come without any code in the module, at the first batch and every 5."""
+    """Without code in the module, the documented keys are logged at the first batch and every 5."""
     trainer(tmp_path, Flops(), logger=records).fit(Small())
     assert records.keys - {"epoch"} == KEYS
     assert [step for step, _ in records.of("batch_flops")] == [0, 4, 9, 14]
@@ -37,7 +37,7 @@ def test_all_keys_are_reported_every_five_batches(tmp_path: Path, records: Recor
 
 
 def test_flops_are_counted_exactly(tmp_path: Path) -> None:
-    """Forward and backward of the real batch, equal to the sum on paper."""
+    """Forward and backward of a real batch equal the number computed by hand."""
     flops = Flops(peak_flops=1e9)
     trainer(tmp_path, flops).fit(Small())
     assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
@@ -47,7 +47,7 @@ def test_flops_are_counted_exactly(tmp_path: Path) -> None:
 
 
 def test_mfu_is_flops_over_peak_and_time(tmp_path: Path) -> None:
-    """The utilization is the counted FLOPs a second over the peak, waiting included."""
+    """MFU is the counted FLOPs per second divided by the peak; waiting time is included."""
 
     class Slow(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -63,21 +63,21 @@ def test_mfu_is_flops_over_peak_and_time(tmp_path: Path) -> None:
     assert row["hfu"] == pytest.approx(row["mfu"])
 
 
-def test_never_still_counts_once(tmp_path: Path, records: Records) -> None:
-    """FLOPs are reported at the beginning whatever the schedule says."""
+def test_a_schedule_that_is_never_true_still_counts_once(tmp_path: Path, records: Records) -> None:
+    """FLOPs are reported at the start, whatever the schedule."""
     trainer(tmp_path, Flops(schedule=Never()), logger=records).fit(Small())
     assert records.of("batch_flops")[0][0] == 0
 
 
-def test_new_shapes_are_counted_as_they_come(tmp_path: Path) -> None:
+def test_new_shapes_are_counted_when_they_occur(tmp_path: Path) -> None:
     """An uneven last batch has its own FLOPs."""
     flops = Flops(schedule="1ba")
     trainer(tmp_path, flops).fit(Small(batch_size=10))
     assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
 
 
-def test_both_callbacks_share_one_counter_and_one_peak(tmp_path: Path) -> None:
-    """A peak given to one callback is the other's as well; two different ones are refused."""
+def test_two_callbacks_share_one_counter_and_one_peak(tmp_path: Path) -> None:
+    """A peak given to one callback applies to the other; two different peaks are refused."""
     monitor, flops = SpeedMonitor(window_size=4), Flops(peak_flops=2e9)
     trainer(tmp_path, monitor, flops).fit(Small())
     speed = monitor.metrics
@@ -90,8 +90,8 @@ def test_both_callbacks_share_one_counter_and_one_peak(tmp_path: Path) -> None:
         )
 
 
-def test_a_formula_stands_beside_the_count(tmp_path: Path) -> None:
-    """A user's own formula is reported with the utilization that it implies."""
+def test_a_formula_is_reported_beside_the_count(tmp_path: Path) -> None:
+    """A user's own formula is reported together with the utilization that it gives."""
     flops = Flops(peak_flops=1e9, formula=lambda batch: 2 * FLOPS_PER_SAMPLE * len(batch[0]))
     trainer(tmp_path, flops).fit(Small())
     row = flops.metrics
@@ -100,7 +100,7 @@ def test_a_formula_stands_beside_the_count(tmp_path: Path) -> None:
 
 
 class Net(torch.nn.Module):
-    """Compiled code of torch itself is not compiled again, so the layer is in a module of ours."""
+    """Code of torch itself is not compiled, so the layer is in a module of ours."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_a_compiled_module_stays_compiled_and_is_counted(
 
 
 def test_a_compiled_module_that_cannot_be_copied_trains_without_mfu(tmp_path: Path) -> None:
-    """One warning says so and what to define."""
+    """One warning says that it is not counted and what to define."""
 
     class Stubborn(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -156,8 +156,8 @@ def test_a_compiled_module_that_cannot_be_copied_trains_without_mfu(tmp_path: Pa
     assert "mfu" not in flops.metrics
 
 
-def test_lengths_that_keep_changing_are_predicted(tmp_path: Path) -> None:
-    """Past sixteen shapes no batch is slowed any more, and predictions are exact."""
+def test_flops_of_ever_changing_lengths_are_predicted(tmp_path: Path) -> None:
+    """After sixteen shapes no batch is counted any more, and the predictions are exact."""
 
     class Varying(Small):
         def train_dataloader(self) -> Any:
@@ -174,11 +174,11 @@ def test_lengths_that_keep_changing_are_predicted(tmp_path: Path) -> None:
 
 
 def collate(items: list[int]) -> list[Tensor] | None:
-    """A batch as that of Small, but for one that Lightning skips."""
+    """The collate function of `Small`, except that one batch is None, which Lightning skips."""
     return None if items[0] == 9 else [torch.ones(4, 8), torch.ones(4, 1)]
 
 
-def test_a_skipped_batch_reaches_no_function_of_the_user(tmp_path: Path) -> None:
+def test_a_skipped_batch_is_not_passed_to_user_functions(tmp_path: Path) -> None:
     """Neither ``flops_per_batch`` nor a formula is called with None."""
 
     class Declared(Small):
@@ -197,15 +197,15 @@ def test_a_skipped_batch_reaches_no_function_of_the_user(tmp_path: Path) -> None
 def test_a_window_that_opens_at_the_first_batch_stays_open(
     tmp_path: Path, records: Records
 ) -> None:
-    """The schedule sees the first batch, too, at which there is a report anyway."""
+    """The first batch, which always has a report, is passed to the schedule too."""
     run = trainer(tmp_path, Flops("at 1ba for 12sp", peak_flops=1e9), logger=records)
     run.fit(Small())
     assert [step for step, _ in records.of("batch_flops")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("batches", [999, 1000, 1001])
-def test_a_formula_belongs_to_its_own_batch(batches: int) -> None:
-    """Also where records are folded within a stage, which comes before the formula is applied."""
+def test_a_formula_is_applied_to_its_own_batch(batches: int) -> None:
+    """This also holds if records are summed within a stage before the formula is applied."""
     totals = BatchTotals().start()
     formula = FormulaSignal(lambda flops: flops, totals)
     totals.listeners.append(formula.fold)
@@ -218,7 +218,7 @@ def test_a_formula_belongs_to_its_own_batch(batches: int) -> None:
 
 
 def test_ranks_that_share_a_batch_share_the_formula(tmp_path: Path) -> None:
-    """Also where a callback that says so stands behind Flops."""
+    """This also holds if the callback that declares it comes after Flops in the list."""
 
     class Sharing(PerfCallback):
         def prepare(self, context: RunContext) -> None:
@@ -230,7 +230,7 @@ def test_ranks_that_share_a_batch_share_the_formula(tmp_path: Path) -> None:
 
 
 def test_a_skipped_batch_has_no_flops(tmp_path: Path, records: Records) -> None:
-    """A data loader may give None, which Lightning skips: the rates of others stay known."""
+    """If a data loader returns None, Lightning skips the batch; the rates of others stay known."""
 
     monitor = SpeedMonitor(window_size=4)
     run = trainer(tmp_path, monitor, logger=records, log_every_n_steps=1)
@@ -243,10 +243,10 @@ def test_a_skipped_batch_has_no_flops(tmp_path: Path, records: Records) -> None:
     assert per_batch == pytest.approx([1.0, 0.75, 0.75, 1.0])
 
 
-def test_an_error_of_the_meter_leaves_the_throughput(
+def test_an_error_while_counting_keeps_the_throughput(
     tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is one warning, and no batch counts as slowed down from then on."""
+    """There is one warning, and later batches do not count as slowed by counting."""
 
     class Compiled(Small):
         def configure_model(self) -> None:
@@ -272,8 +272,8 @@ def test_a_formula_may_be_named(tmp_path: Path) -> None:
     assert run.global_step == 0
 
 
-def test_the_strategy_is_left_as_it_was(tmp_path: Path) -> None:
-    """Nothing of ours stays wrapped around the strategy, not even after an exception."""
+def test_the_strategy_is_restored(tmp_path: Path) -> None:
+    """No wrapper of ours stays on the strategy, not even after an exception."""
 
     class Failing(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -288,7 +288,7 @@ def test_the_strategy_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_manual_optimization_is_counted_once(tmp_path: Path) -> None:
-    """A backward within the training step is not counted twice."""
+    """A backward call within the training step is not counted twice."""
 
     class Manual(Small):
         automatic_optimization = False
@@ -305,8 +305,8 @@ def test_manual_optimization_is_counted_once(tmp_path: Path) -> None:
     assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
 
 
-def test_declared_flops_hold_after_validation(tmp_path: Path) -> None:
-    """flops_per_batch speaks of training, before and after validation; validation is counted."""
+def test_declared_flops_apply_before_and_after_validation(tmp_path: Path) -> None:
+    """flops_per_batch applies to training only; validation batches are counted."""
 
     class Declared(Small):
         flops_per_batch = 12345
@@ -319,10 +319,10 @@ def test_declared_flops_hold_after_validation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["attribute", "method"])
-def test_declared_flops_may_change_in_the_middle(
+def test_declared_flops_may_change_during_training(
     tmp_path: Path, records: Records, kind: str
 ) -> None:
-    """A new value of flops_per_batch holds from the batch on at which it is set."""
+    """A new value of flops_per_batch applies from the batch at which it is set."""
 
     class Declared(Small):
         def __init__(self) -> None:
@@ -344,7 +344,7 @@ def test_declared_flops_may_change_in_the_middle(
     assert [v for _, v in records.of("batch_flops")] == [100, 100, 250, 250, 300, 100, 100]
 
 
-def test_thawed_layers_are_counted_anew(tmp_path: Path) -> None:
+def test_unfrozen_layers_are_counted_again(tmp_path: Path) -> None:
     """A backbone that is unfrozen between epochs changes the FLOPs from then on."""
 
     class Thawing(Small):
@@ -361,13 +361,15 @@ def test_thawed_layers_are_counted_anew(tmp_path: Path) -> None:
 
     records = Records()
     trainer(tmp_path, Flops(schedule="8ba"), logger=records, max_epochs=2).fit(Thawing())
-    frozen = 4 * 2 * (8 * 16 + 2 * 16)  # the first layer forward; the second and its weights
+    frozen = (
+        4 * 2 * (8 * 16 + 2 * 16)
+    )  # the first layer in forward; the second one in forward and for its weights
     values = [value for _, value in records.of("batch_flops")]
     assert values == [frozen, frozen, frozen, 4 * FLOPS_PER_SAMPLE, 4 * FLOPS_PER_SAMPLE]
 
 
-def test_a_first_batch_without_a_loss_is_not_taken_for_the_truth(tmp_path: Path) -> None:
-    """Where training_step returns None at first, a later batch is counted."""
+def test_a_first_batch_without_a_loss_is_not_used_as_the_count(tmp_path: Path) -> None:
+    """If training_step first returns None, a later batch is counted."""
 
     class Skipping(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
@@ -382,10 +384,10 @@ def test_a_first_batch_without_a_loss_is_not_taken_for_the_truth(tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtypes", [{"float32"}, {"bfloat16", "float32"}], ids=len)
-def test_a_cpu_is_measured_before_any_clock_runs(
+def test_the_peak_of_a_cpu_is_measured_before_timers_start(
     tmp_path: Path, dtypes: set[str], monkeypatch
 ) -> None:
-    """A Timer that stands before ours starts when the peak is there, of each dtype that is used."""
+    """A Timer earlier in the callback list starts after the peak of each used dtype is measured."""
     measured: dict[Any, float | None] = {}
     monkeypatch.setattr(measure, "_measured", measured)
     seen: list[set[str]] = []
@@ -401,15 +403,15 @@ def test_a_cpu_is_measured_before_any_clock_runs(
     assert len(measured) == len(dtypes)
 
 
-def test_what_the_user_gives_is_not_measured(tmp_path: Path, monkeypatch) -> None:
-    """With a peak in hand nothing is timed."""
+def test_a_given_peak_is_not_measured(tmp_path: Path, monkeypatch) -> None:
+    """With a peak as argument nothing is timed."""
     monkeypatch.setattr(measure, "_measured", {})
     trainer(tmp_path, Flops(peak_flops=1e12)).fit(Small())
     assert measure._measured == {}
 
 
-def test_a_peak_that_cannot_be_measured(tmp_path: Path, monkeypatch) -> None:
-    """A refused measurement is one warning that says why, and no mfu; training continues."""
+def test_a_failed_peak_measurement_gives_one_warning(tmp_path: Path, monkeypatch) -> None:
+    """The warning says why; `mfu` is not logged, and training continues."""
     monkeypatch.setattr(measure, "_measured", {})
     monkeypatch.setattr(measure, "_rate", lambda *_: None)
     flops = Flops()
@@ -421,7 +423,7 @@ def test_a_peak_that_cannot_be_measured(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_utilization_above_one_is_flagged(tmp_path: Path) -> None:
-    """An impossible peak is reported as it is, with one warning about the peak."""
+    """An impossible utilization is reported unchanged, with one warning about the peak."""
     module = Small()
     module.flops_per_batch = 1e15
     flops = Flops(peak_flops=1e9)
@@ -444,13 +446,13 @@ def test_a_utilization_above_one_is_flagged(tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field: str) -> None:
-    """The message names the field, the value and an example that works."""
+    """The message names the field, the value and a valid example."""
     with pytest.raises(ConfigError, match=f"{field}=.*Try"):
         Flops(**options)
 
 
-def test_a_fraction_of_training_needs_an_end_of_training(tmp_path: Path) -> None:
-    """dur without max_steps, max_epochs or max_time is refused at set-up, not in the middle."""
+def test_a_fraction_of_training_needs_a_limit(tmp_path: Path) -> None:
+    """dur without max_steps, max_epochs or max_time is refused at set-up, not during training."""
     run = trainer(tmp_path, Flops(schedule=Every("0.1dur")), max_epochs=-1)
     with pytest.raises(ConfigError, match="dur"):
         run.fit(Small())

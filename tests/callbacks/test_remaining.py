@@ -21,7 +21,7 @@ from lightning_perf.run import batch_tracker, stages
 pytestmark = pytest.mark.usefixtures("no_hold")
 
 KEY = "time/remaining_estimate"
-#: Seconds that a batch of training and a whole validation of four batches take.
+#: Seconds per training batch, and per validation of four batches.
 BATCH, VALIDATION = 0.5, 8.0
 
 
@@ -61,7 +61,7 @@ class Timed(Small):
 
 
 def estimates(folder: Path, module: Small, fit: Any = None, **options: Any) -> list[float]:
-    """The estimates at each batch of a run except the first."""
+    """The estimates at each batch of a run, except the first batch."""
     records = Records()
     monitor = SpeedMonitor(time_unit="seconds")
     trainer(folder, monitor, logger=records, **options).fit(module, **fit or {})
@@ -121,13 +121,13 @@ def test_validation_is_estimated_after_the_first_one(
     options = {"max_epochs": 3, "val_check_interval": interval, "limit_val_batches": 4}
     found = dict(enumerate(estimates(tmp_path, Timed(clock), **options), start=2))
     for batch, seconds in found.items():
-        # That of a batch's end comes after its report.
+        # The estimate of a batch's end comes after its report.
         to_come = 48 // every - (batch - 1) // every if batch > every else 0
         assert seconds == pytest.approx((48 - batch) * BATCH + to_come * VALIDATION), batch
 
 
 def test_an_epoch_of_another_length_changes_the_estimate(tmp_path: Path, clock: Clock) -> None:
-    """Data that grows from 16 to 32 batches between two epochs leaves 32 batches to train on."""
+    """If the data grows from 16 to 32 batches between two epochs, 32 batches remain."""
 
     class Growing(Timed):
         def train_dataloader(self) -> Any:
@@ -140,7 +140,7 @@ def test_an_epoch_of_another_length_changes_the_estimate(tmp_path: Path, clock: 
 
 
 def test_uneven_intervals_of_validation_are_averaged() -> None:
-    """Three validations in each epoch of 16 batches, after 5, 10 and 15 of them."""
+    """Epochs of 16 batches have validations after batches 5, 10 and 15."""
     limits = Limits(max_epochs=4, batches_per_epoch=16)
     remaining = RemainingTime(limits, Timestamp())
     remaining.add(1.0)
@@ -151,8 +151,8 @@ def test_uneven_intervals_of_validation_are_averaged() -> None:
     assert remaining.seconds(now, len(batches) * 2.0) == pytest.approx(16 + 3 * 2.0)
 
 
-def test_the_first_validation_counts_until_there_is_another() -> None:
-    """The first one includes a warm-up: the second one replaces its duration."""
+def test_the_second_validation_replaces_the_first_duration() -> None:
+    """The first validation includes a warm-up, so the second one's duration replaces it."""
     remaining = RemainingTime(Limits(max_epochs=4, batches_per_epoch=10), Timestamp())
     remaining.add(1.0)
     remaining.validation_begins(10, 0.0)
@@ -162,7 +162,7 @@ def test_the_first_validation_counts_until_there_is_another() -> None:
 
 
 def test_a_resumed_run_uses_its_own_speed(tmp_path: Path, clock: Clock) -> None:
-    """A machine twice as fast halves the estimate, whatever the speed before the resume."""
+    """A machine that is twice as fast halves the estimate, whatever the speed before the resume."""
     options = {"max_epochs": 2, "limit_val_batches": 4}
     first = trainer(tmp_path, SpeedMonitor(), **options)
     first.fit(Timed(clock))
@@ -179,7 +179,7 @@ def test_a_resume_just_before_a_validation_does_not_multiply_it() -> None:
     """A validation after the first batch of this run does not mean one after every batch."""
     limits = Limits(max_epochs=20, batches_per_epoch=100)
     start = Timestamp(epoch=9, batch=998, batch_in_epoch=98)
-    for before, to_come in ((9, 10), (0, 1)):  # known from our state, or not
+    for before, to_come in ((9, 10), (0, 1)):  # known from our state, or unknown
         remaining = RemainingTime(limits, start, before)
         remaining.add(1.0)
         remaining.validation_begins(1000, 50.0)

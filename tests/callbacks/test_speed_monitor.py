@@ -1,4 +1,4 @@
-"""SpeedMonitor: the keys of the document, with the numbers that they name."""
+"""SpeedMonitor: the documented keys and their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = (
 
 
 class Slow(Small):
-    """Every batch takes at least some milliseconds."""
+    """Every batch takes at least a few milliseconds."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         time.sleep(0.01)
@@ -35,13 +35,15 @@ class Slow(Small):
 
 
 def test_a_plain_training_reports_all_keys_but_tokens(tmp_path: Path, records: Records) -> None:
-    """Without token counts there are no token keys; MFU needs no code of the user."""
+    """Without token counts there are no token keys; MFU needs no code from the user."""
     trainer(tmp_path, SpeedMonitor(window_size=4), logger=records).fit(Small())
     assert records.keys - {"epoch"} == KEYS
 
 
-def test_tokens_appear_once_the_module_counts_them(tmp_path: Path, records: Records) -> None:
-    """get_num_tokens_in_batch on the module adds the token keys, in its proportion."""
+def test_token_keys_are_logged_if_the_module_counts_tokens(
+    tmp_path: Path, records: Records
+) -> None:
+    """get_num_tokens_in_batch on the module adds the token keys, with the right values."""
 
     class Tokens(Slow):
         def get_num_tokens_in_batch(self, batch: list[Tensor]) -> int:
@@ -59,7 +61,7 @@ def test_tokens_appear_once_the_module_counts_them(tmp_path: Path, records: Reco
 
 
 def test_rates_agree_with_the_clock_and_with_each_other(tmp_path: Path, records: Records) -> None:
-    """Samples, FLOPs and MFU follow from batches, and batches from the wall clock."""
+    """Samples, FLOPs and MFU are consistent with batches, and batches with the wall clock."""
     monitor = SpeedMonitor(window_size=8, gpu_flops_available=1e9)
     trainer(tmp_path, monitor, logger=records).fit(Slow())
     row = monitor.metrics
@@ -71,19 +73,19 @@ def test_rates_agree_with_the_clock_and_with_each_other(tmp_path: Path, records:
 
 
 def test_a_short_run_reports_once_at_its_end(tmp_path: Path, records: Records) -> None:
-    """A window that never fills is reported at the end of training, and only there."""
+    """A window that is never full is reported at the end of training only."""
     trainer(tmp_path, SpeedMonitor(window_size=100), logger=records).fit(Small())
     assert len(records.of("throughput/batches_per_sec")) == 1
 
 
 def test_reports_follow_log_every_n_steps(tmp_path: Path, records: Records) -> None:
-    """Reports stand at the steps at which Lightning's own metrics stand."""
+    """Reports are logged at the same steps as Lightning's own metrics."""
     trainer(tmp_path, SpeedMonitor(window_size=3), logger=records, log_every_n_steps=5).fit(Small())
     assert [step for step, _ in records.of("throughput/batches_per_sec")] == [4, 9, 14]
 
 
-def test_accumulating_batches_are_counted_but_not_steps(tmp_path: Path, records: Records) -> None:
-    """With gradient accumulation a report comes once a step, and every batch is in it."""
+def test_accumulated_batches_are_counted_once_per_step(tmp_path: Path, records: Records) -> None:
+    """With gradient accumulation there is one report per step, and it includes every batch."""
     monitor = SpeedMonitor(window_size=4)
     run = trainer(tmp_path, monitor, logger=records, log_every_n_steps=2, accumulate_grad_batches=4)
     run.fit(Small())
@@ -93,8 +95,8 @@ def test_accumulating_batches_are_counted_but_not_steps(tmp_path: Path, records:
     assert ratio == pytest.approx(4)
 
 
-def test_validation_is_told_apart_and_left_out(tmp_path: Path, records: Records) -> None:
-    """Time in validation goes to time/val, not into the training's throughput."""
+def test_validation_time_is_excluded_from_training(tmp_path: Path, records: Records) -> None:
+    """Time in validation is logged as time/val and is not part of the training throughput."""
 
     class SlowValidation(Slow):
         def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -109,7 +111,7 @@ def test_validation_is_told_apart_and_left_out(tmp_path: Path, records: Records)
     assert 4 * 4 * 0.03 <= last["time/val"] < wall
     assert last["time/total"] == pytest.approx(last["time/train"] + last["time/val"])
     assert last["time/total"] < wall
-    # Fifteen batches of the sixteen, in no more than the time of training alone.
+    # Fifteen of the sixteen batches, in at most the time of training alone.
     assert last["throughput/batches_per_sec"] >= 15 / last["time/train"]
     validated = records.of("validate/throughput/batches_per_sec")
     assert len(validated) == 4
@@ -117,8 +119,8 @@ def test_validation_is_told_apart_and_left_out(tmp_path: Path, records: Records)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_other_stages_bear_their_name(tmp_path: Path, records: Records, stage: str) -> None:
-    """Outside of fit, keys stand under the stage, and every batch is a step."""
+def test_keys_of_other_stages_have_a_prefix(tmp_path: Path, records: Records, stage: str) -> None:
+    """Outside of fit, keys are prefixed by the stage, and every batch is a step."""
     run = trainer(tmp_path, SpeedMonitor(window_size=5), logger=records, limit_val_batches=1.0)
     getattr(run, stage)(Small(), verbose=False) if stage != "predict" else run.predict(Small())
     ours = {key for key in records.keys if "throughput" in key}
@@ -137,8 +139,8 @@ def test_elapsed_time_resumes_with_the_checkpoint(tmp_path: Path, records: Recor
     assert records.of("time/train")[0][1] > spent > 0.16
 
 
-def test_a_batch_that_cannot_be_counted_is_said_once(tmp_path: Path, records: Records) -> None:
-    """Training continues, sample keys are left out, and one warning says what to define."""
+def test_a_batch_that_cannot_be_counted_warns_once(tmp_path: Path, records: Records) -> None:
+    """Training continues without sample keys, and the warning says what to define."""
 
     class Odd(Small):
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
@@ -166,13 +168,13 @@ def test_a_batch_that_cannot_be_counted_is_said_once(tmp_path: Path, records: Re
     ],
 )
 def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field: str) -> None:
-    """The message names the field, the value and an example that works."""
+    """The message names the field, the value and a valid example."""
     with pytest.raises(ConfigError, match=f"{field}=.*Try {field}="):
         SpeedMonitor(**options)
 
 
 def test_a_rolling_window_keeps_only_its_latest_batches() -> None:
-    """Its sums are those of the last batches that are timed, however many came before."""
+    """Its sums are those of the latest timed batches, however many came before."""
     batches = BatchTotals()
     batches.start()
     rolling = batches.rolling(2)
@@ -191,7 +193,7 @@ def test_a_rolling_window_keeps_only_its_latest_batches() -> None:
 
 
 class NewShapes(Small):
-    """Each of eight training batches has another size, so that its FLOPs are counted."""
+    """Each of eight training batches has another size, so that the FLOPs of each are counted."""
 
     def train_dataloader(self) -> Any:
         rows = [(torch.ones(n, 8), torch.ones(n, 1)) for n in range(3, 11)]
@@ -199,10 +201,10 @@ class NewShapes(Small):
 
 
 @pytest.mark.parametrize("window_size", [3, 100])
-def test_a_stage_of_counted_batches_ends_with_a_lower_bound(
+def test_a_stage_of_counted_batches_only_reports_a_lower_bound(
     tmp_path: Path, records: Records, caplog: pytest.LogCaptureFixture, window_size: int
 ) -> None:
-    """Throughput of its last batches is reported once, at the end, without MFU, and explained."""
+    """Throughput of its last batches is reported at the end, without MFU, with an explanation."""
     monitor = SpeedMonitor(window_size, gpu_flops_available=1e9)
     run = trainer(tmp_path, monitor, Flops(peak_flops=1e9), logger=records, log_every_n_steps=1)
     with caplog.at_level("INFO", logger="lightning.pytorch"):
@@ -218,7 +220,7 @@ def test_a_stage_of_counted_batches_ends_with_a_lower_bound(
 
 
 def test_one_timed_batch_takes_precedence_over_slowed_ones() -> None:
-    """The lower bound is dropped as soon as a batch is timed."""
+    """The lower bound is no longer reported once a batch is timed."""
     batches = BatchTotals()
     batches.start()
     rolling = batches.rolling(4)
@@ -232,7 +234,7 @@ def test_one_timed_batch_takes_precedence_over_slowed_ones() -> None:
     assert [each["rolling_4/flops/model"] for each in found] == [0, 0, 8]
 
 
-def test_the_module_s_own_flops_win(tmp_path: Path) -> None:
+def test_declared_flops_take_precedence_over_counting(tmp_path: Path) -> None:
     """flops_per_batch is this rank's, as a number or as a function of the batch."""
 
     class Declared(Slow):
@@ -247,8 +249,8 @@ def test_the_module_s_own_flops_win(tmp_path: Path) -> None:
     )
 
 
-def test_a_failing_flops_per_batch_costs_the_mfu_alone(tmp_path: Path) -> None:
-    """One warning, no FLOPs, and everything else as before."""
+def test_a_failing_flops_per_batch_removes_only_mfu(tmp_path: Path) -> None:
+    """There is one warning and there are no FLOPs; all other metrics are logged."""
 
     class Failing(Small):
         def flops_per_batch(self, batch: list[Tensor]) -> float:

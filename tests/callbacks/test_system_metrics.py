@@ -1,4 +1,4 @@
-"""SystemMetrics on real trainings: keys, when it reports, ranks, nodes, GPUs, memory."""
+"""SystemMetrics in real trainings: keys, times of reports, ranks, nodes, GPUs, memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_perf.run.callback import PerfCallback
 from lightning_perf.system import HOST, Sampler
 from lightning_perf.system.gpus import GPU, gpu_key
 
-#: Nobody waits a second for a test: what is not sampled in time is sampled at the end.
+#: A short interval. What is not sampled in time is sampled at the end of the run.
 FAST = 0.1
 MEMORY = {"memory/rss", "memory/peak_rss"}
 
@@ -55,7 +55,7 @@ def sampling() -> list[str]:
 
 
 def settled() -> bool:
-    """Whether no thread samples any more, some time after it was told to end."""
+    """Whether no sampling thread is left, some time after sampling was stopped."""
     until = time.monotonic() + 60
     while sampling() and time.monotonic() < until:
         time.sleep(0.01)
@@ -63,7 +63,7 @@ def settled() -> bool:
 
 
 def test_a_training_reports_the_machine_and_its_memory(tmp_path: Path, records: Records) -> None:
-    """Determined's figures and ours, of node 0, and no GPU where there is none."""
+    """Determined's metrics and ours, for node 0, and no GPU metrics if there is no GPU."""
     trainer(tmp_path, SystemMetrics(FAST), logger=records).fit(Slow())
     found = records.keys - {"epoch"}
     host = {f"system/node_0/{name}" for name in HOST}
@@ -74,17 +74,15 @@ def test_a_training_reports_the_machine_and_its_memory(tmp_path: Path, records: 
 
 
 def test_a_run_too_short_to_be_sampled_reports_at_its_end(tmp_path: Path, records: Records) -> None:
-    """With a sample every hour, a run has one point of each figure: its average."""
+    """With a sample every hour, each metric has one point: its average over the run."""
     metrics = SystemMetrics("1h")
     trainer(tmp_path, metrics, logger=records, log_every_n_steps=4).fit(Slow())
     assert [step for step, _ in records.of("system/node_0/free_memory")] == [15]
     assert metrics.metrics["system/node_0/free_memory"] > 0
 
 
-def test_reports_stand_where_lightning_logs_and_repeat_nothing(
-    tmp_path: Path, records: Records
-) -> None:
-    """A report without a new sample has memory alone, and validation has none of its own."""
+def test_reports_follow_lightning_s_and_repeat_no_sample(tmp_path: Path, records: Records) -> None:
+    """A report without a new sample has only memory; nested validation has no report of its own."""
     options = {"log_every_n_steps": 4, "limit_val_batches": 2, "val_check_interval": 8}
     trainer(tmp_path, SystemMetrics("1h"), logger=records, **options).fit(Slow())
     assert [step for step, _ in records.of("memory/rss")] == [3, 7, 11, 15]
@@ -93,7 +91,7 @@ def test_reports_stand_where_lightning_logs_and_repeat_nothing(
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_other_stages_have_the_same_keys(tmp_path: Path, records: Records, stage: str) -> None:
-    """A machine is the same in all stages, and MLflow has one tab for it."""
+    """The keys do not depend on the stage, so that MLflow shows them in one tab."""
     a_trainer = trainer(tmp_path, SystemMetrics(), logger=records, limit_val_batches=4)
     getattr(a_trainer, stage)(Small(), verbose=False) if stage != "predict" else (
         a_trainer.predict(Small())
@@ -102,7 +100,7 @@ def test_other_stages_have_the_same_keys(tmp_path: Path, records: Records, stage
 
 
 def test_it_works_in_a_suite_and_trains_again(tmp_path: Path, records: Records) -> None:
-    """Beside another callback, twice with one trainer, and its thread ends each time."""
+    """It works beside another callback and twice with one Trainer; its thread ends each time."""
     a_trainer = trainer(tmp_path, Suite([SpeedMonitor(4), SystemMetrics()]), logger=records)
     for _ in range(2):
         records.rows.clear()
@@ -113,7 +111,7 @@ def test_it_works_in_a_suite_and_trains_again(tmp_path: Path, records: Records) 
 
 
 def test_the_thread_ends_with_a_run_that_fails(tmp_path: Path) -> None:
-    """An exception of the user's ends the sampling as well."""
+    """An exception of the user's code also ends the sampling."""
 
     class Fails(Small):
         def training_step(self, batch: list[Any], batch_idx: int) -> torch.Tensor:
@@ -145,8 +143,8 @@ def test_the_thread_ends_with_a_run_that_fails(tmp_path: Path) -> None:
         float("nan"),
     ],
 )
-def test_an_interval_that_cannot_work_is_refused(interval: Any) -> None:
-    """With what to write instead."""
+def test_an_invalid_interval_is_refused(interval: Any) -> None:
+    """The message says what to write instead."""
     with pytest.raises(ConfigError, match=r"^interval=.*Try interval='10s', '500ms', or 0.5"):
         SystemMetrics(interval)
 
@@ -159,13 +157,13 @@ def test_an_interval_that_cannot_work_is_refused(interval: Any) -> None:
     ],
 )  # fmt: skip
 def test_intervals_are_times_or_seconds(interval: Any, seconds: float) -> None:
-    """Down to the shortest, in seconds and parts of them; and spawned ranks get the same."""
+    """Seconds may be fractions, down to the minimum; spawned ranks get the same interval."""
     again = pickle.loads(pickle.dumps(SystemMetrics(interval)))
     assert (again.interval, again._seconds) == (interval, seconds)
 
 
 def test_mlflow_has_it_in_its_system_tab(tmp_path: Path, mlflow_database: str) -> None:
-    """Its keys are such as MLflow takes."""
+    """MLflow accepts its keys as system metrics."""
     from mlflow import MlflowClient  # not where gpu tests run
 
     logger = MLFlowLogger("system", tracking_uri=mlflow_database)
@@ -178,16 +176,16 @@ def test_mlflow_has_it_in_its_system_tab(tmp_path: Path, mlflow_database: str) -
 # -- GPUs -------------------------------------------------------------------------------------
 
 
-def test_gpus_of_a_node_are_averaged_like_the_rest(
+def test_gpus_of_a_node_are_averaged(
     tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each under nvidia-smi's number; the use of the first rises in mid-run."""
+    """Each GPU has its number from nvidia-smi; the utilization of the first rises in mid-run."""
     one, two = FakeGpu("GPU-a", util=0), FakeGpu("GPU-b")
     nvml = install(monkeypatch, one, two)
 
     class Rises(Small):
         def training_step(self, batch: list[Any], batch_idx: int) -> torch.Tensor:
-            one.told["util"] = 100 if batch_idx >= 8 else 0
+            one.values["util"] = 100 if batch_idx >= 8 else 0
             if batch_idx in (7, 8):  # both values are sampled
                 seen = two.readings
                 wait_until(lambda: two.readings > seen + 2, 60.0)
@@ -202,32 +200,32 @@ def test_gpus_of_a_node_are_averaged_like_the_rest(
     assert nvml.open == 0
 
 
-def test_a_gpu_that_is_lost_is_said_once_and_the_rest_goes_on(
+def test_a_lost_gpu_warns_once_and_the_others_continue(
     tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In mid-run: its figures end, those of the other GPU and of the machine do not."""
+    """In mid-run its metrics end; those of the other GPU and of the host continue."""
     one, two = FakeGpu("GPU-a"), FakeGpu("GPU-b")
     install(monkeypatch, one, two)
 
     class Loses(Small):
         def training_step(self, batch: list[Any], batch_idx: int) -> torch.Tensor:
             if batch_idx == 8:
-                one.told["memory"] = FakeNvml.NVMLError_GpuIsLost("fell off the bus")
+                one.values["memory"] = FakeNvml.NVMLError_GpuIsLost("fell off the bus")
             time.sleep(0.05)
             return super().training_step(batch, batch_idx)
 
     with pytest.warns(PerfWarning) as caught:
         trainer(tmp_path, SystemMetrics(FAST), logger=records).fit(Loses())
     assert ours(caught) == [
-        "lightning_perf: gpu_0 is not measured any more (NVMLError_GpuIsLost: fell off the bus)."
+        "lightning_perf: gpu_0 is no longer measured (NVMLError_GpuIsLost: fell off the bus)."
     ]
     lost = max(step for step, _ in records.of("system/node_0/gpu_0/gpu_util"))
     for others in ("gpu_1/gpu_util", "free_memory"):
         assert max(step for step, _ in records.of(f"system/node_0/{others}")) > lost
 
 
-def test_cuda_memory_bears_composers_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the allocator reports, in gigabytes."""
+def test_cuda_memory_has_composer_s_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values are those of the allocator, in gigabytes."""
     kinds = "allocated_bytes", "active_bytes", "inactive_split_bytes", "reserved_bytes"
     stats = {
         kind: {"all": {"current": number * 10**9, "peak": number * 10**10 + 12345}}
@@ -247,8 +245,8 @@ def test_cuda_memory_bears_composers_names(monkeypatch: pytest.MonkeyPatch) -> N
     assert hardware.cuda_memory(torch.device("cpu")) == {}
 
 
-def test_on_cuda_the_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their UUIDs: here CUDA's device 0 is nvidia-smi's GPU 1."""
+def test_on_cuda_the_gpus_are_those_visible_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are matched by UUID: here CUDA device 0 is GPU 1 of nvidia-smi."""
     install(monkeypatch, FakeGpu("GPU-a-1"), FakeGpu("GPU-b-2"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -264,10 +262,10 @@ def test_on_cuda_the_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPa
     assert gpus == {"gpu_1"}
 
 
-def test_an_allocator_without_statistics_costs_its_own_figures_alone(
+def test_an_allocator_without_statistics_has_no_memory_metrics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch's pluggable allocator keeps no statistics: one warning, and the rest is measured."""
+    """torch's pluggable allocator has no statistics: one warning, and no other metric is lost."""
 
     def refuse(device: torch.device) -> dict[str, float]:
         raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
@@ -285,8 +283,8 @@ def test_an_allocator_without_statistics_costs_its_own_figures_alone(
 ALLOCATOR = [f"memory/{name}" for name in ("rss", "peak_rss", *hardware.CUDA_MEMORY)]
 
 
-def test_memory_of_several_ranks_is_rank_0s_and_the_largest() -> None:
-    """The rank that runs out first need not be rank 0; host memory is a node's, not a rank's."""
+def test_memory_of_several_ranks_is_rank_0_s_and_the_maximum() -> None:
+    """The rank that runs out of memory first may be any; host memory is per node, not per rank."""
     one, other = [float(n) for n in range(11)], [nan, nan, *(float(20 - n) for n in range(2, 11))]
     found = _memory(
         window_of(
@@ -326,22 +324,22 @@ def nodes_window(nodes: int, gpus: int) -> Window:
 
 
 def test_up_to_eight_nodes_have_their_own_keys() -> None:
-    """The rank that samples decides, whatever the others send."""
+    """The values of the sampling rank are used, whatever the others send."""
     found = SystemMetrics().on_window(nodes_window(8, gpus=2))
     assert found["system/node_5/cpu_util_simple"] == 5.0
     assert found["system/node_5/gpu_1/gpu_util"] == 6.0
     assert len(found) == 8 * (1 + 2 * len(GPU))
 
 
-def test_what_was_sampled_for_no_time_is_left_out() -> None:
-    """A sensor that was read between its two columns has no mean, and there is no warning."""
+def test_readings_without_duration_are_left_out() -> None:
+    """A sensor that was read between its two columns has no mean, and causes no warning."""
     columns = {"memory/node_rank": [0.0], "memory/pid": [7.0]}
     columns |= {"system/cpu_util_simple": [2.0], "system/cpu_util_simple/seconds": [0.0]}
     assert not SystemMetrics().on_window(window_of(columns))
 
 
 def test_of_many_nodes_the_spread_is_logged() -> None:
-    """Who has the least and the most is named, and the number of keys does not grow."""
+    """The nodes with minimum and maximum are named, and the number of keys is constant."""
     found = SystemMetrics().on_window(nodes_window(101, gpus=2))
     key = "system/nodes/cpu_util_simple"
     assert [found[f"{key}/{name}"] for name in ("min", "median", "max")] == [0.0, 50.0, 100.0]
@@ -353,7 +351,7 @@ def test_of_many_nodes_the_spread_is_logged() -> None:
 
 
 def test_gpus_share_a_column_of_seconds() -> None:
-    """A reading that ends early is left out, and the mean of the others is right."""
+    """A sensor that stops early is left out, and the mean of the others is right."""
     sampler = Sampler()
     signal = hardware.NodeSignal(sampler, slots=2)
     sampler.receive({f"gpu_3/{name}": 10.0 for name in GPU}, 2.0)
@@ -367,8 +365,8 @@ def test_gpus_share_a_column_of_seconds() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_all_of_it_is_there(tmp_path: Path, records: Records) -> None:
-    """Use, memory and power of the GPU in use, and what the allocator holds."""
+def test_a_real_gpu_has_all_metrics(tmp_path: Path, records: Records) -> None:
+    """Utilization, memory and power of the GPU in use, and the memory of the allocator."""
     options = {"accelerator": "gpu", "logger": records}
     trainer(tmp_path, SystemMetrics(FAST), **options).fit(Slow())
     keys = {key.partition("/gpu_")[2].partition("/")[2] for key in records.keys}
@@ -381,7 +379,7 @@ def test_on_a_gpu_all_of_it_is_there(tmp_path: Path, records: Records) -> None:
 
 
 class Dump(PerfCallback):
-    """Leaves what was reported, and which threads sample, in a file a rank."""
+    """Writes what was reported, and which threads sample, to one file per rank."""
 
     def __init__(self, folder: Path, watched: SystemMetrics) -> None:
         super().__init__()
@@ -404,12 +402,12 @@ class Dump(PerfCallback):
 
 @pytest.mark.slow
 def test_one_rank_of_a_node_samples_for_all(tmp_path: Path, mlflow_database: str) -> None:
-    """Of two forked ranks the first has the thread, and counts the processes of both."""
+    """Of two forked ranks the first has the thread, and it counts the processes of both."""
     from mlflow import MlflowClient  # not where gpu tests run
 
     metrics = SystemMetrics(FAST)
     logger = MLFlowLogger("system-ranks", run_name="two", tracking_uri=mlflow_database)
-    # One torch thread: a fork cannot take over the threads that an earlier test has started.
+    # One torch thread, because a fork cannot inherit the threads of an earlier test.
     torch.set_num_threads(1)
     options = {"strategy": "ddp_fork", "devices": 2, "logger": logger, "max_epochs": 4}
     trainer(tmp_path, metrics, Dump(tmp_path, metrics), **options).fit(Slow())
@@ -427,7 +425,7 @@ def test_one_rank_of_a_node_samples_for_all(tmp_path: Path, mlflow_database: str
 
 @pytest.mark.slow
 def test_each_node_reports_under_its_number(tmp_path: Path) -> None:
-    """Two nodes of one rank each: rank 0 logs the figures of both."""
+    """With two nodes of one rank each, rank 0 logs the metrics of both."""
     script = tmp_path / "nodes.py"
     script.write_text(
         "import json, os, sys\n"

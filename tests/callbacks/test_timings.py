@@ -1,4 +1,4 @@
-"""Where every second goes: keys, reports, rows, the table, and all kinds of trainings."""
+"""Timings: keys, reports, rows, the table, and all kinds of trainings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Failing(Small):
 
 
 class FailingStep(TwoOptimizers):
-    """Each batch fails within an optimizer's step, and goes on: Lightning never ends that span."""
+    """Each batch raises within an optimizer step and continues: Lightning never ends that span."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         def closure() -> None:
@@ -100,8 +100,8 @@ TRAININGS: dict[str, tuple[type[Small], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_the_parts_add_up_to_the_wall_time(name: str, tmp_path: Path) -> None:
-    """Every second is in one category, whatever the training: within 1 % of an own watch."""
+def test_the_categories_add_up_to_the_wall_time(name: str, tmp_path: Path) -> None:
+    """Every second is in one category, for any training: within 1 % of the test's own clock."""
     kind, verb, options = TRAININGS[name]
     timings = Stopped()
     records = Records()
@@ -126,18 +126,18 @@ def test_the_parts_add_up_to_the_wall_time(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_hold")
-def test_what_is_logged_has_determined_s_names(tmp_path: Path, records: Records) -> None:
-    """Its six keys are there, and the others, at Lightning's steps; nothing else is."""
+def test_logged_keys_have_determined_s_names(tmp_path: Path, records: Records) -> None:
+    """Its six keys and ours are logged at Lightning's steps, and no others."""
     options: dict[str, Any] = {"limit_val_batches": 2, "log_every_n_steps": 4}
     timings = Timings()
     trainer(tmp_path, timings, logger=records, **options).fit(Small())
-    # Nothing is saved, validation comes after the last report, and validation does not learn.
+    # Nothing is saved, validation comes after the last report, and validation has no backward.
     never = {"checkpoint", "validation"}
     only_training = {"backward", "optimizer_step", "step_lr_schedulers", "logging"}
     train = {f"timings/{name}" for name in {*CATEGORIES, *DETERMINED} - never}
     nested = {f"validate/timings/{name}" for name in {*CATEGORIES} - never - only_training}
     assert records.keys - {"validate/timings/logging"} == train | nested
-    # What comes after the last batch makes no second point of its step.
+    # Time after the last batch makes no second point at its step.
     steps = [step for step, _ in records.of("timings/train_batch")]
     assert steps == [3, 7, 11, 15]
     assert set(timings.metrics) == train | {"timings/validation"}  # after the last report
@@ -146,10 +146,10 @@ def test_what_is_logged_has_determined_s_names(tmp_path: Path, records: Records)
     assert 0 < sum(parts) <= inclusive
 
 
-def test_work_done_twice_in_a_batch_is_one_point_with_the_sum(
+def test_work_done_twice_in_a_batch_is_summed(
     tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two backward passes a batch are one point a batch, contiguous (det.timings)."""
+    """Two backward passes per batch are one point per batch, without gaps (det.timings)."""
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 
@@ -160,14 +160,14 @@ def test_work_done_twice_in_a_batch_is_one_point_with_the_sum(
 
     trainer(tmp_path, Timings(), logger=records).fit(Twice())
     points = records.of("timings/backward")
-    # Steps count optimizer steps, of which Lightning's own axis makes one a batch.
+    # Steps count optimizer steps; Lightning's own axis has one per batch.
     assert points[:16] == [(step, 1.0) for step in range(16)]
 
 
 def test_points_are_means_over_the_batches_since_the_last_one(
     tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of 1 to 8 seconds, in reports of two (det.aggregate)."""
+    """Batches take 1 to 8 seconds, and each report has two (det.aggregate)."""
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 
@@ -182,15 +182,15 @@ def test_points_are_means_over_the_batches_since_the_last_one(
     assert [row["forward"] for _, row in timings.rows] == [1.5, 3.5, 5.5, 7.5]
 
 
-def test_predictions_that_are_brought_to_the_host_are_from_device(
+def test_moving_predictions_to_the_host_is_from_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What passes while predict moves its results is ``from_device``, and nothing else is."""
+    """The time in which predict moves its results is ``from_device``, and no other time is."""
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 
     class Heavy:
-        """A result that takes a second to move, as Lightning moves whatever has ``to``."""
+        """A result that takes a second to move; Lightning moves all objects that have ``to``."""
 
         def to(self, device: Any, **kwargs: Any) -> Heavy:
             now[0] += 1.0
@@ -203,14 +203,14 @@ def test_predictions_that_are_brought_to_the_host_are_from_device(
     timings = Timings()
     trainer(tmp_path, timings, limit_predict_batches=4).predict(Predicting())
     seconds = {name: sum(row[name] for _, row in timings.rows) for name in CATEGORIES}
-    # The last report comes after the last move, with which it shares its batch.
+    # The last report comes after the last move, which belongs to the same batch.
     assert seconds == {name: 4.0 * (name == "from_device") for name in CATEGORIES}
 
 
-def test_logged_values_that_are_brought_to_the_host_are_from_device(
+def test_moving_logged_values_to_the_host_is_from_device(
     tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conversion of what is logged after a batch is found."""
+    """The conversion of values that are logged after a batch is measured."""
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
     from lightning.pytorch.trainer.connectors.logger_connector import logger_connector
@@ -235,10 +235,10 @@ def test_logged_values_that_are_brought_to_the_host_are_from_device(
     assert seconds == {name: 4.0 * (name == "from_device") for name in CATEGORIES}
 
 
-def test_validation_is_one_thing_to_training_and_told_apart_for_itself(
+def test_validation_is_one_category_of_training_with_its_own_keys(
     tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loader and its step count as validation, and in its own keys as what they are."""
+    """Its loader and step count as validation in training, and by category in its own keys."""
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 
@@ -261,8 +261,8 @@ def test_validation_is_one_thing_to_training_and_told_apart_for_itself(
 
 
 @pytest.mark.parametrize("kind", [Logging, TwoOptimizers])
-def test_the_numbers_of_training_stay_the_same(kind: type[Small], tmp_path: Path) -> None:
-    """Weights, losses and the random state are the same, bit for bit, with and without us."""
+def test_timings_does_not_change_results(kind: type[Small], tmp_path: Path) -> None:
+    """Weights, losses and the random state are bit-identical with and without us."""
 
     def outcome(*callbacks: L.Callback) -> tuple[Any, ...]:
         L.seed_everything(7, verbose=False)
@@ -279,8 +279,8 @@ def test_the_numbers_of_training_stay_the_same(kind: type[Small], tmp_path: Path
     assert outcome(Timings()) == outcome()
 
 
-def test_rows_stay_few_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a bound neighbours are merged, and the whole stays the whole."""
+def test_the_number_of_rows_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit adjacent rows are merged, and the totals stay the same."""
     monkeypatch.setattr(module, "History", lambda: History(most=5))
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
@@ -299,8 +299,8 @@ def test_rows_stay_few_and_lose_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(row["forward"] == 1.0 for _, row in timings.rows)
 
 
-def test_the_table_is_left_as_a_page_and_as_data(tmp_path: Path, mlflow_database: str) -> None:
-    """Both lie in the run's folder and among its artifacts, and tell the same."""
+def test_the_table_is_saved_as_a_page_and_as_data(tmp_path: Path, mlflow_database: str) -> None:
+    """Both files are in the run's folder and among its artifacts, with the same values."""
     logger = MLFlowLogger("timings", run_name="table", tracking_uri=mlflow_database)
     timings = Timings()
     trainer(tmp_path, timings, logger=logger).fit(Logging())
@@ -319,8 +319,8 @@ def test_the_table_is_left_as_a_page_and_as_data(tmp_path: Path, mlflow_database
     ]
 
 
-def test_a_run_that_fails_leaves_its_table(tmp_path: Path) -> None:
-    """What was known until the exception is told."""
+def test_a_run_that_fails_saves_its_table(tmp_path: Path) -> None:
+    """The files have the times up to the exception."""
     timings = Timings()
     with pytest.raises(Planted):
         trainer(tmp_path, timings).fit(Failing())
@@ -328,8 +328,8 @@ def test_a_run_that_fails_leaves_its_table(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*/timings/table.md"))
 
 
-def test_a_run_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
-    """Where no batch was counted there is nothing to tell, and no folder."""
+def test_a_run_without_a_batch_leaves_nothing(tmp_path: Path) -> None:
+    """If no batch was counted there is no table and no folder."""
 
     class Refused(Small):
         def on_train_start(self) -> None:
@@ -342,8 +342,8 @@ def test_a_run_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("**/timings*"))
 
 
-def test_a_page_folds_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row stands for all that took less than 0.1 %, while table and data have them all."""
+def test_the_page_groups_small_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row sums everything below 0.1 %; the table and the data have all rows."""
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 
@@ -361,10 +361,10 @@ def test_a_page_folds_what_costs_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert f"{len(timings.table) - 1} others" in (page.parent / "timings.html").read_text()
 
 
-def test_means_a_batch_are_of_the_batches_of_the_run(
+def test_means_per_batch_use_the_batches_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second fit of the trainer divides by its own batches, and its chart begins there."""
+    """A second fit divides by its own batches, and its chart starts there."""
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 
@@ -382,21 +382,21 @@ def test_means_a_batch_are_of_the_batches_of_the_run(
     assert ["steps 0 to 15" in charts[0].read_text(), "steps 16 to 31" in charts[1].read_text()]
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
-    """Training ends well, warnings say why there are no files, and the table is there."""
+def test_a_folder_without_write_access_gives_warnings(tmp_path: Path) -> None:
+    """Training ends normally, warnings say why there are no files, and the table is shown."""
     (tmp_path / "taken").write_text("")
     timings = Timings()
     run = trainer(tmp_path / "taken", timings)
     with pytest.warns(PerfWarning) as caught:
         run.fit(Small())
-    told = " ".join(str(warning.message) for warning in caught)
-    assert "timings were not written" in told
-    assert "summary of the run was not written" in told
+    messages = " ".join(str(warning.message) for warning in caught)
+    assert "timings were not written" in messages
+    assert "summary of the run was not written" in messages
     assert timings.table
 
 
-def test_barebones_and_no_logger_are_fine(tmp_path: Path) -> None:
-    """A Trainer that logs nothing still gets the run's one report, at its end."""
+def test_barebones_and_no_logger_work(tmp_path: Path) -> None:
+    """A Trainer without a logger still has one report, at the end of the run."""
     timings = Timings()
     bare = L.Trainer(
         barebones=True,
@@ -410,14 +410,14 @@ def test_barebones_and_no_logger_are_fine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["every now and then", 7, "0ba"])
-def test_a_schedule_that_is_none_is_refused(schedule: Any) -> None:
-    """At construction, with the field's name."""
+def test_an_invalid_schedule_is_refused(schedule: Any) -> None:
+    """The error at construction names the field."""
     with pytest.raises(ConfigError, match=r"schedule|interval"):
         Timings(schedule=schedule)
 
 
 def test_it_works_in_a_suite_and_beside_others(tmp_path: Path, records: Records) -> None:
-    """One span hub serves whoever asks, and what a suite costs is told under its name."""
+    """All share one span hub, and the overhead of a suite is listed under its name."""
     timings = Timings()
     suite = Suite([SpeedMonitor(window_size=2), timings])
     trainer(tmp_path, suite, logger=records).fit(Small())
@@ -426,7 +426,7 @@ def test_it_works_in_a_suite_and_beside_others(tmp_path: Path, records: Records)
 
 
 def test_one_callback_serves_several_runs(tmp_path: Path) -> None:
-    """A second fit and a test tell of themselves; the trainer has its profiler back each time."""
+    """A second fit and a test report their own times; the profiler is restored each time."""
     timings, model = Timings(), Logging()
     run = trainer(tmp_path, timings, logger=Records(), max_epochs=1)
     own = run.profiler
@@ -441,8 +441,8 @@ def test_one_callback_serves_several_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("finder", [LearningRateFinder, BatchSizeFinder])
-def test_the_tuner_s_trial_fits_do_no_harm(finder: Any, tmp_path: Path) -> None:
-    """Callbacks and loggers are swapped for trials and come back; everything is restored."""
+def test_the_trial_fits_of_tuners_do_no_harm(finder: Any, tmp_path: Path) -> None:
+    """Callbacks and loggers are swapped for trials and restored afterwards."""
 
     class Tunable(Small):
         lr = 0.01
@@ -462,8 +462,8 @@ def test_the_tuner_s_trial_fits_do_no_harm(finder: Any, tmp_path: Path) -> None:
     assert "log_metrics" not in vars(records)
 
 
-def test_it_says_nothing_in_a_plain_run(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """No warning of ours, and a fast development run works."""
+def test_a_plain_run_gives_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """This includes a fast development run."""
     trainer(tmp_path, Timings(), fast_dev_run=True).fit(Small())
     assert not ours(recwarn)
 
@@ -472,14 +472,14 @@ def test_it_says_nothing_in_a_plain_run(tmp_path: Path, recwarn: pytest.Warnings
 def test_a_picture_is_drawn_for_trackers_with_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow_database: str, tracked: bool
 ) -> None:
-    """Without a tracker nothing draws it; without matplotlib one line says what brings it."""
+    """Without a tracker no picture is drawn; without matplotlib one line says what to install."""
     from lightning_perf.callbacks import timings
 
     monkeypatch.setattr(timings, "is_installed", lambda package: package != "matplotlib")
-    told: list[str] = []
-    monkeypatch.setattr(timings, "rank_zero_info", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(timings, "rank_zero_info", messages.append)
     logger = MLFlowLogger("timings", tracking_uri=mlflow_database) if tracked else False
     trainer(tmp_path, Timings(), logger=logger).fit(Small())
     assert [path.suffix for path in tmp_path.rglob("timings.*")] == [".html"]
-    line = 'lightning_perf: pip install "lightning_perf[charts]" brings timings.png.'
-    assert told == [line] * tracked
+    line = 'lightning_perf: to draw timings.png, pip install "lightning_perf[charts]".'
+    assert messages == [line] * tracked

@@ -1,4 +1,4 @@
-"""What writing a checkpoint costs stands in the table, with who asked for it."""
+"""The table lists the time of writing checkpoints, by the hook that saves them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_perf.timing import clock
 
 
 class Saver(L.Callback):
-    """Saves once by itself."""
+    """Saves one checkpoint itself."""
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
@@ -28,7 +28,7 @@ class Saver(L.Callback):
 def test_writing_a_checkpoint_is_listed_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table has the writing by who asked for it, and what modules and callbacks add to it."""
+    """The table has the time by the hook that saved it, and what modules and callbacks add."""
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 

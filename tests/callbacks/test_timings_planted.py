@@ -1,4 +1,4 @@
-"""Time that is planted somewhere is found under the name of that place, and nowhere else."""
+"""Time planted in one place is found under the name of that place, and nowhere else."""
 
 from __future__ import annotations
 
@@ -22,157 +22,157 @@ from lightning_perf import Timings
 from lightning_perf.timing.totals import CATEGORIES
 
 BATCHES = 9
-#: Training brings nothing to the host that a nap could be planted in: see the stages' tests.
+#: Training moves nothing to the host in which to plant a sleep: see the tests of the stages.
 PLACES = [name for name in CATEGORIES if name != "from_device"]
-Nap = Callable[[str], None]
+Sleep = Callable[[str], None]
 
 
 class Data(Dataset):
-    def __init__(self, nap: Nap) -> None:
-        self.nap = nap
+    def __init__(self, sleep: Sleep) -> None:
+        self.sleep = sleep
 
     def __len__(self) -> int:
         return BATCHES
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.nap("dataloader_next")
+        self.sleep("dataloader_next")
         return torch.ones(8), torch.zeros(1)
 
 
 class Sleepy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, nap: Nap) -> Tensor:
-        ctx.nap = nap
+    def forward(ctx: Any, x: Tensor, sleep: Sleep) -> Tensor:
+        ctx.sleep = sleep
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        ctx.nap("backward")
+        ctx.sleep("backward")
         return gradient, None
 
 
 class SleepyMetric(MeanMetric):
-    nap: Nap
+    sleep: Sleep
 
     def compute(self) -> Tensor:
-        self.nap("reduce_metrics")
+        self.sleep("reduce_metrics")
         return super().compute()
 
 
 class SleepySGD(torch.optim.SGD):
-    nap: Nap
+    sleep: Sleep
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        self.nap("optimizer_step")
+        self.sleep("optimizer_step")
         return loss
 
 
 class Model(Small):
-    def __init__(self, nap: Nap) -> None:
+    def __init__(self, sleep: Sleep) -> None:
         super().__init__()
-        self.nap = nap
+        self.sleep = sleep
         self.mean = SleepyMetric(sync_on_compute=False)
-        self.mean.nap = nap
+        self.mean.sleep = sleep
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.nap("forward")
+        self.sleep("forward")
         loss = super().training_step(batch, batch_idx)
         self.mean(loss.detach())
         self.log("loss", loss)
-        return Sleepy.apply(loss, self.nap)
+        return Sleepy.apply(loss, self.sleep)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if not self.trainer.validating:
-            self.nap("to_device")
+            self.sleep("to_device")
         return batch
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.nap("validation")
+        self.sleep("validation")
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         super().lr_scheduler_step(scheduler, metric)
-        self.nap("step_lr_schedulers")
+        self.sleep("step_lr_schedulers")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.nap("other")
+        self.sleep("other")
 
     def configure_optimizers(self) -> Any:
         optimizer = SleepySGD(self.parameters(), lr=0.01)
-        optimizer.nap = self.nap
+        optimizer.sleep = self.sleep
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Data(self.nap), batch_size=1)
+        return DataLoader(Data(self.sleep), batch_size=1)
 
     def val_dataloader(self) -> Any:
         return DataLoader(Data(lambda place: None), batch_size=1)
 
 
 class Slow(L.Callback):
-    def __init__(self, nap: Nap) -> None:
-        self.nap = nap
+    def __init__(self, sleep: Sleep) -> None:
+        self.sleep = sleep
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.nap("callbacks")
+        self.sleep("callbacks")
 
 
 class SlowRecords(Records):
-    def __init__(self, nap: Nap) -> None:
+    def __init__(self, sleep: Sleep) -> None:
         super().__init__()
-        self.nap = nap
+        self.sleep = sleep
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if "loss" in metrics:
-            self.nap("logging")
+            self.sleep("logging")
         super().log_metrics(metrics, step)
 
 
 class SlowDisk(TorchCheckpointIO):
-    def __init__(self, nap: Nap) -> None:
+    def __init__(self, sleep: Sleep) -> None:
         super().__init__()
-        self.nap = nap
+        self.sleep = sleep
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.nap("checkpoint")
+        self.sleep("checkpoint")
         super().save_checkpoint(*args, **kwargs)
 
 
-def train(folder: Path, nap: Nap) -> Timings:
-    """A training in which everything is at work in every batch."""
+def train(folder: Path, sleep: Sleep) -> Timings:
+    """A training in which every place runs in every batch."""
     timings = Timings()
     saving = ModelCheckpoint(folder / "saved", every_n_train_steps=1, save_top_k=-1)
     trainer(
         folder,
         timings,
-        Slow(nap),
+        Slow(sleep),
         saving,
-        logger=SlowRecords(nap),
-        plugins=[SlowDisk(nap)],
+        logger=SlowRecords(sleep),
+        plugins=[SlowDisk(sleep)],
         enable_checkpointing=True,
         val_check_interval=1,
         limit_val_batches=1,
         num_sanity_val_steps=0,
-    ).fit(Model(nap))
+    ).fit(Model(sleep))
     return timings
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_time_that_passes_in_one_place_is_counted_nowhere_else(
+def test_time_planted_in_one_place_is_counted_there_only(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a clock that only naps move, their place has all of it, to the last bit."""
+    """By a clock that only the planted sleeps advance, their place has all of the time, exactly."""
     clock = FakeClock()
     clock.replace_clocks(monkeypatch)
 
-    def nap(where: str) -> None:
+    def sleep(where: str) -> None:
         clock.sleep(0.25 * (where == place))
 
-    timings = train(tmp_path, nap)
+    timings = train(tmp_path, sleep)
     rows = [row for _, row in timings.rows]
     assert len(rows) == BATCHES
-    # What comes after the callback is counted with the next batch, but all of it is.
+    # Time after the callback is counted with the next batch, but none is lost.
     for row in rows[1:-1]:
         assert row == {name: 0.25 * (name == place) for name in CATEGORIES}
     for name in CATEGORIES:
@@ -181,27 +181,27 @@ def test_time_that_passes_in_one_place_is_counted_nowhere_else(
     assert timings.metrics["timings/train_batch"] == 0.25 * within
 
 
-def test_real_naps_are_found_in_their_places(tmp_path: Path) -> None:
-    """With the real clock, each place has at least the time that it slept."""
+def test_real_sleeps_are_found_in_their_places(tmp_path: Path) -> None:
+    """By the real clock, each place has at least the time that it slept."""
     slept: dict[str, float] = dict.fromkeys(PLACES, 0.0)
 
-    def nap(where: str) -> None:
+    def sleep(where: str) -> None:
         start = time.perf_counter()
         time.sleep(0.002)
         slept[where] += time.perf_counter() - start
 
-    timings = train(tmp_path, nap)
+    timings = train(tmp_path, sleep)
     for place in PLACES:
         assert sum(row[place] for _, row in timings.rows) >= slept[place] > 0, place
 
 
-def test_culprits_are_named_by_class_and_method(tmp_path: Path) -> None:
-    """The table says which callback, logger and checkpoint cost what."""
+def test_rows_are_named_by_class_and_method(tmp_path: Path) -> None:
+    """The table names the callback, logger and checkpoint with their times."""
 
-    def nap(where: str) -> None:
+    def sleep(where: str) -> None:
         time.sleep({"callbacks": 0.008, "logging": 0.004, "other": 0.002}.get(where, 0.0))
 
-    table = {row.name: row for row in train(tmp_path, nap).table}
+    table = {row.name: row for row in train(tmp_path, sleep).table}
     names = ["Slow.on_train_batch_start", "SlowRecords.log_metrics", "Model.on_train_batch_end"]
     for name, seconds in zip(names, (8e-3, 4e-3, 2e-3), strict=True):
         assert table[name].seconds >= BATCHES * seconds

@@ -1,4 +1,4 @@
-"""Timings of two real processes: the sums of each, the mean of both, and who is the slowest."""
+"""Timings of two real processes: the sums of each, the mean of both, and the slowest rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CLOCK = JumpingClock()
 
 @pytest.fixture(autouse=True)
 def _jumping_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has a copy of the clock, which its own naps advance."""
+    """Each rank has a copy of the clock, advanced by its own sleeps."""
     CLOCK.replace_clocks(monkeypatch)
 
 
 class Unequal(Small):
-    """Rank 1 takes longer in forward; rank 0 in the transfer, in a metric, and once a batch."""
+    """Rank 1 takes longer in forward; rank 0 in the transfer, in a metric, and once per batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         CLOCK.sleep(100.0 * self.global_rank)
@@ -41,8 +41,8 @@ class Unequal(Small):
         return batch
 
 
-class Told(Stopped):
-    """Leaves what it knows at the end, in a file a rank."""
+class WritesTimings(Stopped):
+    """Writes its results at the end to one file per rank."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ class Told(Stopped):
         return reported
 
 
-def test_two_ranks_tell_who_is_slow_and_where(tmp_path: Path) -> None:
-    """Each rank's parts add up, and the plain key is the mean, beside its spread and the rank."""
+def test_two_ranks_report_the_slowest_one_by_category(tmp_path: Path) -> None:
+    """The categories of each rank add up; the plain key is the mean, beside its spread and rank."""
     torch.set_num_threads(1)
-    # One report, at the end, holds all of the run.
+    # One report, at the end, covers the whole run.
     options: dict[str, Any] = {"log_every_n_steps": 1000, "logger": Records(), **RANKS}
-    trainer(tmp_path, Told(tmp_path), **options).fit(Unequal())
+    trainer(tmp_path, WritesTimings(tmp_path), **options).fit(Unequal())
     ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
     for rank in ranks:
         assert rank["batches"] == 8
@@ -100,7 +100,7 @@ def test_two_ranks_tell_who_is_slow_and_where(tmp_path: Path) -> None:
 
 
 def test_the_last_report_of_two_ranks_is_in_the_files(tmp_path: Path) -> None:
-    """Files are written once the other rank's numbers are there: the whole run is in them."""
+    """Files are written after the other rank's values arrive, so they cover the whole run."""
     torch.set_num_threads(1)
     options: dict[str, Any] = {"log_every_n_steps": 1000, "logger": Records(), **RANKS}
     trainer(tmp_path, Timings(), **options).fit(Unequal())
@@ -109,8 +109,8 @@ def test_the_last_report_of_two_ranks_is_in_the_files(tmp_path: Path) -> None:
     assert (whole["first"], whole["last"], whole["batches"]) == (0, 7, 8)
 
 
-def test_a_thousand_ranks_are_one_short_sum() -> None:
-    """What a thousand ranks send gives the same keys as two, and the slowest is found."""
+def test_a_thousand_ranks_have_the_same_keys_as_two() -> None:
+    """The values of a thousand ranks give the same keys, and the slowest rank is found."""
     ranks = [float(rank) for rank in range(1000)]
     columns = {f"timings/{name}": list(ranks) for name in CATEGORIES}
     columns["timings/backward"][137] = 5000.0
@@ -121,8 +121,8 @@ def test_a_thousand_ranks_are_one_short_sum() -> None:
     assert (found["forward/min"], found["forward/max"]) == (0.0, 999.0)
 
 
-def test_a_rank_without_batches_has_no_part_in_the_means() -> None:
-    """It has come to its end before the others."""
+def test_a_rank_without_batches_is_excluded_from_means() -> None:
+    """Such a rank has ended before the others."""
     columns = {"timings/forward": [2.0, 0.5, 8.0], "progress/batches": [1.0, 0.0, 2.0]}
     assert seconds_per_batch(window_of(columns)) == {
         "forward": 3.0, "forward/min": 2.0, "forward/median": 3.0, "forward/max": 4.0,

@@ -70,7 +70,7 @@ def page_of(folder: Path, rows: Sequence[Row], **options: Any) -> Page:
     return Page(folder / "time.html")
 
 
-def test_the_picture_shows_each_category_in_its_colour_and_proportion(tmp_path: Path) -> None:
+def test_areas_are_proportional_to_the_times(tmp_path: Path) -> None:
     """In a column of pixels the share of a colour is the share of its category."""
     stacked_png(tmp_path / "time.png", ROWS)
     picture = pixels(tmp_path / "time.png")
@@ -112,7 +112,7 @@ def test_the_page_shows_the_values(tmp_path: Path) -> None:
 
 
 def test_the_table_of_callbacks_is_ordered_by_cost(tmp_path: Path) -> None:
-    """Name, seconds, calls, time per call and share."""
+    """Its columns are name, seconds, calls, time per call and share."""
     page = page_of(tmp_path, ROWS, table=[*TABLE, ("Idle.log", 0.0, 0, 0.0)])
     cells = page.texts[page.texts.index("share of the run") + 1 :][:-1]
     assert cells == [
@@ -192,7 +192,7 @@ def test_a_resumed_run_begins_at_its_first_step() -> None:
     assert shown.layers[0].amount == pytest.approx(25 / 15)
 
 
-def test_many_rows_become_means() -> None:
+def test_many_rows_are_averaged() -> None:
     """Thousands of reports are averaged into fewer windows, with a note."""
     rows: list[Row] = [(n, {"forward": 1.0 + n % 2, "backward": 3.0}) for n in range(4_000)]
     shown = stack(rows)
@@ -250,7 +250,7 @@ def test_the_picture_does_not_depend_on_the_users_settings(tmp_path: Path) -> No
 
 
 def test_any_thread_may_draw(tmp_path: Path) -> None:
-    """Pictures drawn in parallel are the same."""
+    """Pictures drawn in parallel are identical."""
     paths = [tmp_path / f"{number}.png" for number in range(4)]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda path: stacked_png(path, ROWS), paths))
@@ -264,8 +264,8 @@ def test_a_picture_leaves_no_figure_in_memory(tmp_path: Path) -> None:
     assert not [each for each in gc.get_objects() if type(each) is Figure]
 
 
-def test_drawing_libraries_are_imported_when_something_is_drawn(tmp_path: Path) -> None:
-    """Importing the package imports neither matplotlib nor jinja2, and nothing imports pyplot."""
+def test_drawing_libraries_are_imported_on_demand(tmp_path: Path) -> None:
+    """Importing the package imports neither matplotlib nor jinja2, and pyplot is never imported."""
     code = """
 import sys
 from lightning_perf.charts.stacked import stacked_html, stacked_png

@@ -49,7 +49,7 @@ def test_widths_are_proportional() -> None:
 
 
 def test_the_order_of_stacks_does_not_matter() -> None:
-    """The same stacks give the same text, whatever came first."""
+    """The same stacks give the same text in any order."""
     assert draw(STACKS) == draw("\n".join(reversed(STACKS.splitlines())))
 
 
@@ -88,7 +88,7 @@ def test_nothing_is_loaded() -> None:
 @pytest.mark.slow
 @needs_browser
 def test_a_page_of_flame_graphs_in_a_browser(tmp_path: Path) -> None:
-    """A clicked frame takes the whole width, a search dims other names, a narrow window fits."""
+    """A click enlarges a frame to the full width, a search dims others, a narrow window fits."""
     ask = """<script>
     const all = {}, frames = [...document.querySelectorAll("svg.flame svg")];
     const name = frame => frame.querySelector("text").textContent;

@@ -77,14 +77,14 @@ def test_a_process_without_a_handler_is_not_signalled(
 
 def test_the_signalled_processes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """--json prints their ids, and nothing else."""
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
     try:
         assert exit_code("capture", str(os.getpid()), "--json") == 0
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert json.loads(capsys.readouterr().out) == {"signalled": [os.getpid()]}
-    assert heard == [signal.SIGUSR2]
+    assert received == [signal.SIGUSR2]
 
 
 @pytest.mark.parametrize(

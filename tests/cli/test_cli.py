@@ -1,4 +1,4 @@
-"""The ways in without Python: YAML through LightningCLI, and the lightning-perf command."""
+"""Use without Python code: YAML through LightningCLI, and the lightning-perf command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import yaml
 from helpers.command import call
 from helpers.configuration import parse
-from helpers.faults import Nursery
+from helpers.faults import ForkServer
 from helpers.small import Small, trainer
 from lightning.pytorch.cli import LightningCLI
 from mlflow import MlflowClient
@@ -81,7 +81,7 @@ def test_schedules_in_yaml(tmp_path: Path, written: str, expected: Any) -> None:
 
 
 def run_cli(*args: str) -> None:
-    """What a script with LightningCLI does, called with these arguments."""
+    """A script with LightningCLI, called with these arguments."""
     sys.argv = ["train.py", *args]
     warnings.simplefilter("ignore")
     LightningCLI(Small, run=False, save_config_callback=None)
@@ -100,11 +100,11 @@ trainer:
 """
 
 
-def test_a_printed_configuration_reads_back_the_same(nursery: Nursery, tmp_path: Path) -> None:
-    """--print_config writes all settings, and what it writes builds the same callbacks."""
+def test_a_printed_configuration_can_be_read_back(fork_server: ForkServer, tmp_path: Path) -> None:
+    """--print_config writes all settings, and its output builds the same callbacks."""
     path = tmp_path / "first.yaml"
     path.write_text(WRITTEN)
-    ended = nursery.run(tmp_path, run_cli, "--config", str(path), "--print_config")
+    ended = fork_server.run(tmp_path, run_cli, "--config", str(path), "--print_config")
     assert ended.code == 0, ended.stderr
     printed = (tmp_path / "stdout").read_text()
     again = parse(tmp_path, callbacks=yaml.safe_load(printed)["trainer"]["callbacks"])
@@ -119,8 +119,8 @@ def test_a_printed_configuration_reads_back_the_same(nursery: Nursery, tmp_path:
 def test_every_configuration_trains(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each file in configs/ runs for some steps with the example, and its run can be reported."""
-    # MLflow leaves the address of another test's run there.
+    """Each file in configs/ runs for a few steps with the example, and its run can be reported."""
+    # MLflow stores the address of another test's run there.
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     example = CONFIGS.parent / "examples" / "train_gpt.py"
     command = [
@@ -143,10 +143,10 @@ def test_every_configuration_trains(
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_configuration_is_one_for_the_environment(
+def test_every_configuration_works_in_the_environment_variable(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LIGHTNING_PERF takes each file in configs/."""
+    """LIGHTNING_PERF accepts each file in configs/."""
     monkeypatch.setenv("LIGHTNING_PERF", str(path))
     (suite,) = [each for each in trainer(tmp_path).callbacks if isinstance(each, Suite)]
     named = re.findall(r"class_path: lightning_perf\.(\w+)", path.read_text())
@@ -215,7 +215,7 @@ def test_the_report_lists_traces_and_pages(
 def test_the_report_shows_the_time_by_category(
     tmp_path: Path, mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The five largest categories with their shares; nothing without `Timings`."""
+    """The five largest categories with their shares; no table without `Timings`."""
     client = MlflowClient(mlflow_database)
     run = client.create_run(client.create_experiment("times"), run_name="owl").info
     spent = {"forward": 0.2, "backward": 0.5, "logging": 0.1, "checkpoint": 0.09, "other": 0.06}
@@ -247,12 +247,12 @@ EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"
     ids=["in a list", "alone", "in a schedule"],
 )
 def test_the_last_line_of_a_failed_cli_is_our_message(
-    nursery: Nursery, tmp_path: Path, callbacks: Any, last: str
+    fork_server: ForkServer, tmp_path: Path, callbacks: Any, last: str
 ) -> None:
     """The output of LightningCLI about an invalid setting ends with our message."""
     config = {"trainer": {"logger": False, "accelerator": "cpu", "callbacks": callbacks}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    ended = nursery.run(tmp_path, run_cli, "--config", "config.yaml")
+    ended = fork_server.run(tmp_path, run_cli, "--config", "config.yaml")
     assert ended.code == 1
     assert "Traceback" in ended.stderr
     line = ended.stderr.splitlines()[-1]
@@ -267,9 +267,9 @@ def catch_ours_and_raise() -> None:
     raise ValueError("mine")
 
 
-def test_an_error_of_others_stays_as_it_is(nursery: Nursery, tmp_path: Path) -> None:
-    """A ConfigError that was caught leaves no line below a later error that is not about it."""
-    ended = nursery.run(tmp_path, catch_ours_and_raise)
+def test_errors_of_others_are_unchanged(fork_server: ForkServer, tmp_path: Path) -> None:
+    """A ConfigError that was caught adds no line to a later, unrelated error."""
+    ended = fork_server.run(tmp_path, catch_ours_and_raise)
     assert ended.stderr.splitlines()[-1] == "ValueError: mine"
 
 
@@ -284,7 +284,7 @@ def test_an_error_of_others_stays_as_it_is(nursery: Nursery, tmp_path: Path) -> 
         ("jsonargparse", ["capture", "1"], '"jsonargparse[signatures]"'),
     ],
 )
-def test_a_missing_package_is_one_line(
+def test_a_missing_package_gives_a_one_line_error(
     module: str,
     command: list[str],
     install: str | None,

@@ -19,7 +19,7 @@ from lightning_perf import Flops, SpeedMonitor, Timings
 
 
 class Plots(L.Callback):
-    """Takes some seconds per batch of a clock."""
+    """Takes some seconds per batch, by a fake clock."""
 
     def __init__(self, clock: FakeClock, seconds: float) -> None:
         self.clock, self.seconds = clock, seconds
@@ -42,16 +42,16 @@ def leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def compare(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str], str]:
-    """The exit code, the lines of the output without borders, and what stands on stderr."""
-    capsys.readouterr()  # of the trainings: on a busy machine their end waits for files
+    """The exit code, the lines of the output without borders, and stderr."""
+    capsys.readouterr()  # of the trainings, whose end waits for files on a busy machine
     code, out, err = call(capsys, "compare", *args)
     return code, [" ".join(line.replace("│", " ").split()) for line in out.splitlines()], err
 
 
-def test_the_slower_phase_and_culprit_are_named(
+def test_the_slower_phase_and_its_cause_are_named(
     leave: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a second of a callback in batches of one second; CI fails, but not the other way.
+    """0.5 s of a callback in batches of 1 s fail in CI, but not in the other direction.
 
     Without a terminal, as in CI, no name is cut.
     """
@@ -90,7 +90,7 @@ def test_json_and_several_baselines(leave: Any, capsys: pytest.CaptureFixture[st
 def test_runs_in_mlflow_are_found_by_id_and_name(
     leave: Any, mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder may be compared with them."""
+    """They can be compared with a run in a folder."""
     logger = MLFlowLogger("compare", tracking_uri=mlflow_database, run_name="fast-one")
     leave("fast", logger=logger)
     slow = leave("slow", 0.5)
@@ -104,10 +104,10 @@ def test_runs_in_mlflow_are_found_by_id_and_name(
 def test_throughput_and_mfu_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without Timings: the step and rates; another peak is a note."""
+    """Without Timings the step and rates are compared; another peak gives a note."""
     monkeypatch.setenv("COLUMNS", "200")
 
-    class Naps(Small):
+    class Sleeps(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             time.sleep(0.002)
             return super().training_step(batch, batch_idx)
@@ -115,7 +115,7 @@ def test_throughput_and_mfu_are_compared(
     for name, precision in (("a", "32-true"), ("b", "bf16-mixed")):
         callbacks = [SpeedMonitor(window_size=4), Flops(peak_flops=1e12)]
         options = {"log_every_n_steps": 8, "precision": precision}
-        trainer(tmp_path / name, *callbacks, **options).fit(Naps(batch_size=1))
+        trainer(tmp_path / name, *callbacks, **options).fit(Sleeps(batch_size=1))
     code, lines, _ = compare(capsys, str(tmp_path / "b"), str(tmp_path / "a"))
     assert code == 0
     names = {line.split(" ")[0] for line in lines}
@@ -123,8 +123,8 @@ def test_throughput_and_mfu_are_compared(
     assert "Note: precision differs: 32-true before, bf16-mixed now." in lines
 
 
-def test_short_runs_are_not_judged(leave: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The figures are shown; with a threshold the exit code says that nothing is known."""
+def test_short_runs_have_no_verdict(leave: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures are shown; with a threshold the exit code says that the result is unknown."""
     short, fast = leave("short", max_steps=20), leave("fast")
     code, lines, _ = compare(capsys, short, fast)
     assert code == 0
@@ -139,7 +139,7 @@ GOOD = {**WHOLE, "windows": {"batches": [10] * 6, "timings": {"forward": [1.0] *
 
 
 def written(folder: Path, content: str | dict[str, Any]) -> str:
-    """A folder with a summary, of some stages unless it is a text."""
+    """A folder with a summary of some stages, or with the given text."""
     folder.mkdir()
     if isinstance(content, dict):
         summary = {"version": 1, "status": "finished", "run": "x", "stages": content}
@@ -158,10 +158,10 @@ def written(folder: Path, content: str | dict[str, Any]) -> str:
         ({"train": WHOLE}, "no time per batch in common"), ({}, "no time per batch in common"),
     ],
 )  # fmt: skip
-def test_files_that_cannot_be_compared_are_one_line(
+def test_files_that_cannot_be_compared_give_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, why: str
 ) -> None:
-    """Missing, cut short, foreign, of a newer version, of another stage, damaged, or empty."""
+    """Missing, truncated, foreign, newer, damaged or empty files, and other stages."""
     bad, good = written(tmp_path / "bad", content), written(tmp_path / "good", {"train": GOOD})
     code, lines, err = compare(capsys, bad, good)
     assert (code, lines, err.count("\n")) == (2, [], 1)
@@ -169,10 +169,10 @@ def test_files_that_cannot_be_compared_are_one_line(
     assert why in err
 
 
-def test_a_baseline_that_took_no_time_is_compared(
+def test_a_baseline_of_zero_seconds_has_no_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is a share of it."""
+    """The comparison works and shows no share of it."""
     nothing = {**WHOLE, "windows": {"batches": [10] * 6, "timings": {"forward": [0.0] * 6}}}
     good, zero = (
         written(tmp_path / str(n), {"train": each}) for n, each in enumerate((GOOD, nothing))

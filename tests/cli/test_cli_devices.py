@@ -1,4 +1,4 @@
-"""The commands that show peaks: the table's, with how well they are founded, and this machine's."""
+"""The commands that show peaks: of the table, with their confidence, and of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def rows(out: str) -> list[str]:
-    """What stands between the table's head and the remark below it."""
+    """The rows between the table's head and the remark below it."""
     lines = [line.rstrip() for line in out.splitlines()]
     return [line for line in lines[2:] if line and not line.startswith("*")]
 
@@ -56,8 +56,8 @@ def test_a_device_is_shown_with_its_sources(command, name: str) -> None:
         assert "".join(part.split()) in flat
 
 
-def test_an_unknown_device(command) -> None:
-    """An unknown name is an error that says what to do."""
+def test_an_unknown_device_is_an_error(command) -> None:
+    """The message says what to do."""
     code, _, err = command("devices", "TARDIS")
     assert code == 1
     assert "peak_flops=" in err

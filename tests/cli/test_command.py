@@ -21,14 +21,14 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """As pip knows it."""
+def test_the_version_is_that_of_pip(capsys: pytest.CaptureFixture[str]) -> None:
+    """The output has the version of the installed package."""
     assert call(capsys, "--version")[:2] == (0, f"lightning-perf {__version__}\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a description of the command and of each option."""
+    """It describes the command and each option."""
     code, out, _ = call(capsys, command, "--help")
     assert code == 0
     assert len(out.splitlines()) > 5
@@ -37,15 +37,19 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("option", ["--tracking-uri", "--tracking_uri"])
 @pytest.mark.parametrize("form", ["{}=sqlite:///none.db", "{} sqlite:///none.db"])
-def test_dashes_and_underscores(option: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """An option is taken in both spellings, also with an equals sign."""
+def test_options_accept_dashes_and_underscores(
+    option: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both spellings work, also with an equals sign."""
     code, _, err = call(capsys, "report", *form.format(option).split())
     assert (code, "there is no none.db" in err) == (2, True)
 
 
 @pytest.mark.parametrize("args", [["no-such"], ["report", "--nonsense"], ["measure", "--", "x"]])
-def test_wrong_arguments_are_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a traceback."""
+def test_invalid_arguments_give_exit_code_2(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No traceback is shown."""
     code, _, err = call(capsys, *args)
     assert code == 2
     assert "Traceback" not in err
@@ -62,11 +66,11 @@ def test_wrong_arguments_are_code_2(args: list[str], capsys: pytest.CaptureFixtu
         (["run", "python", "x.py"], "usage: lightning-perf run [--config CONFIG] -- COMMAND"),
     ],
 )
-def test_what_was_searched_is_named(
+def test_a_missing_target_names_the_searched_places(
     args: list[str], why: str, in_tmp: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A run, file or command that is missing gives one line with the places."""
+    """A missing run, file or command gives one line with the places."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     code, _, err = call(capsys, *args)
     assert (code, why in err) == (2, True), err
@@ -89,10 +93,10 @@ def findings(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[s
     return code, {each["name"]: (each["value"], each["state"]) for each in json.loads(out)}
 
 
-def test_the_doctor_of_a_good_set_up(
+def test_the_doctor_of_a_valid_setup(
     in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Versions, devices and the set-up; nothing is written."""
+    """It shows versions, devices and the setup, and writes no file."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("LIGHTNING_PERF", "1")
     code, found = findings(capsys)
@@ -104,10 +108,10 @@ def test_the_doctor_of_a_good_set_up(
     assert "torch is built for" in call(capsys, "doctor")[1]
 
 
-def test_the_doctor_names_what_is_wrong(
+def test_the_doctor_names_problems(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A missing package with its pip command, a wrong variable, and a server that is gone."""
+    """It names a missing package with its pip command, a wrong variable, and a failing server."""
     from lightning_perf.cli import machine
 
     monkeypatch.setattr(machine, "_PACKAGES", {"no-such-package": "nothing", "mlflow": "reports"})
@@ -132,10 +136,10 @@ def test_the_doctor_names_what_is_wrong(
         (["--", "no-such-program"], 127, "no-such-program is not a program"),
     ],
 )
-def test_a_run_that_cannot_start(
+def test_a_script_that_cannot_start_gives_a_shell_s_exit_code(
     args: list[str], code: int, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line, and the exit code of a shell."""
+    """There is one line of output."""
     found, _, err = call(capsys, "run", *args)
     assert (found, err) == (code, f"lightning-perf run: {err.partition(': ')[2].rstrip()}\n")
     assert why in err
@@ -144,8 +148,8 @@ def test_a_run_that_cannot_start(
 SHOW = "import os, sys; print(os.environ['LIGHTNING_PERF'], sys.argv[1:]); sys.exit(7)"
 
 
-def test_run_passes_everything_on(in_tmp: Path) -> None:
-    """The file as an absolute path, arguments that look like options of ours, the exit code."""
+def test_run_passes_all_arguments_to_the_script(in_tmp: Path) -> None:
+    """The script gets an absolute path and options like ours, and its exit code is returned."""
     (in_tmp / "my.yaml").touch()
     ours = [sys.executable, "-m", "lightning_perf", "run", "--config", "my.yaml", "--"]
     theirs = [sys.executable, "-c", SHOW, "--config", "x", "--", "--tracking_uri"]
@@ -156,7 +160,7 @@ def test_run_passes_everything_on(in_tmp: Path) -> None:
 
 
 def test_shell_completion(capsys: pytest.CaptureFixture[str]) -> None:
-    """A script for the shell, with the commands and their options, where shtab is installed."""
+    """If shtab is installed, the script has the commands and their options."""
     pytest.importorskip("shtab")
     code, out, _ = call(capsys, "--print_completion=shtab-bash")
     assert code == 0
@@ -164,7 +168,7 @@ def test_shell_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"({' '.join(COMMANDS)})" in out
 
 
-#: Each command that prints, in a fork of a process that has the imports.
+#: Each command that prints, in a fork of a process that has all imports.
 PIPES = """
 import os, sys
 import jsonargparse, lightning_perf.callbacks.factory, lightning_perf.flops, rich.console
@@ -188,8 +192,8 @@ PRINTING = [
 ]  # fmt: skip
 
 
-def test_a_broken_pipe_is_no_traceback() -> None:
-    """As with `| head -1`: nothing on stderr, and code 1 (argparse ignores it for its own)."""
+def test_a_broken_pipe_gives_no_traceback() -> None:
+    """As with `| head -1`: stderr is empty, and the code is 1 (argparse ignores its own)."""
     summary = {"version": 1, "run": "owl", "status": "finished", "stages": {}}
     Path("summary.json").write_text(json.dumps(summary))
     for rank in (0, 1):
@@ -204,8 +208,8 @@ def test_a_broken_pipe_is_no_traceback() -> None:
     assert (done.returncode, done.stderr.strip()) == (0, "")
 
 
-def test_no_colour_on_request() -> None:
-    """NO_COLOR holds, also where colours are forced."""
+def test_no_color_disables_colours() -> None:
+    """NO_COLOR applies even if colours are forced."""
     command = [sys.executable, "-m", "lightning_perf", "devices", "H100 SXM"]
     environment = os.environ | {"NO_COLOR": "1", "FORCE_COLOR": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

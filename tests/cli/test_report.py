@@ -27,7 +27,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
 
 def report(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str], str]:
-    """The exit code, the table's lines without borders, and what stands on stderr."""
+    """The exit code, the table's lines without borders, and stderr."""
     code, out, err = call(capsys, "report", *args)
     lines = [line.strip("│ ") for line in out.splitlines() if line.startswith("│")]
     return code, [" ".join(line.split()) for line in lines], err
@@ -39,7 +39,7 @@ def test_shares_are_of_the_whole_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two validations of four seconds beside 16 batches of one second are a third."""
+    """Two validations of 4 s beside 16 batches of 1 s are a third."""
     monkeypatch.setenv("COLUMNS", "200")
     logger = MLFlowLogger("shares", tracking_uri=mlflow_database, run_name="owl")
     planned(tmp_path, monkeypatch, logger=logger)
@@ -56,7 +56,7 @@ def test_shares_are_of_the_whole_run(
 def test_a_step_has_one_point_and_validation_counts_once(
     tmp_path: Path, records: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the first validation on; the last step has its own window, the files what follows."""
+    """This holds from the first validation on; the files contain the time after the last step."""
     planned(tmp_path, monkeypatch, logger=records)
     assert records.of("timings/validation") == [(11, 1.0), (15, 0.0)]
     (path,) = tmp_path.glob("records-version_0/summary.json")
@@ -88,10 +88,10 @@ def test_a_run_without_a_summary_is_read_from_its_metrics(
     ]
 
 
-def test_the_options_of_a_database_are_not_part_of_its_path(
+def test_database_options_are_not_part_of_its_path(
     mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SQLAlchemy takes them after a question mark."""
+    """In SQLAlchemy they follow a question mark."""
     client = MlflowClient(mlflow_database)
     run = client.create_run(client.create_experiment("options")).info.run_id
     code, _, err = report(capsys, run, "--tracking_uri", f"{mlflow_database}?timeout=30")
@@ -101,7 +101,7 @@ def test_the_options_of_a_database_are_not_part_of_its_path(
 def test_a_quote_in_a_name_is_part_of_it(
     mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run "its" is not "it's"."""
+    """A run named "its" is not found as "it's"."""
     client = MlflowClient(mlflow_database)
     experiment = client.create_experiment("quotes")
     wanted = client.create_run(experiment, run_name="it's").info.run_id
@@ -129,7 +129,7 @@ def test_a_run_is_found_among_many_experiments(
 def test_a_run_with_the_rates_of_another_tool_is_read(
     mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has tokens per second, and no batches per second; the step is that of the former."""
+    """With tokens per second but no batches per second, the step is computed from the tokens."""
     client = MlflowClient(mlflow_database)
     run = client.create_run(client.create_experiment("other tool")).info.run_id
     client.log_metric(run, "throughput/tokens_per_sec", 500.0, step=7)
@@ -138,7 +138,7 @@ def test_a_run_with_the_rates_of_another_tool_is_read(
 
 
 def test_the_report_shows_no_password(capsys: pytest.CaptureFixture[str]) -> None:
-    """The address of a database is printed without it, like that of a server."""
+    """The address of a database is printed without its password, like that of a server."""
     summary = {"version": 1, "run": "owl", "status": "finished", "stages": {}}
     for uri in ("mysql://me:secret@host/db", "https://me:secret@host"):
         _show_run(Run("owl", summary, (), uri), new_console(soft_wrap=True))
@@ -151,10 +151,10 @@ def test_the_report_shows_no_password(capsys: pytest.CaptureFixture[str]) -> Non
     "uri",
     ["", "sqlite:///none.db", "http://127.0.0.1:{port}", "nowhere://x", "http://127.0.0.1:x"],
 )
-def test_an_unreadable_address_is_one_line(
+def test_an_unreadable_address_gives_a_one_line_error(
     uri: str, in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty folder, or a missing database or server: exit code 2, no file."""
+    """An empty folder, or a missing database or server: exit code 2, and no file is written."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     args = ["--tracking_uri", uri.format(port=free_port())] if uri else []
     code, lines, said = report(capsys, *args)
@@ -176,7 +176,7 @@ def test_a_run_that_only_recorded_names_no_stage(
 
 
 @pytest.mark.parametrize("run", ["no-such-run", "0" * 32])
-def test_a_missing_run_is_one_line(
+def test_a_missing_run_gives_a_one_line_error(
     run: str, mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message has the run id."""
@@ -193,7 +193,7 @@ def test_a_run_behind_a_server_is_read_from_there(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its artifacts, too, although the process's tracking address is another."""
+    """Its artifacts are read too, although the process's tracking address is another one."""
     client = MlflowClient(mlflow_server)
     run = client.create_run(client.create_experiment("behind")).info.run_id
     whole = {"first": 0, "last": 9, "batches": 10, "timings": {"forward": 5.0}}

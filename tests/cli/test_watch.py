@@ -1,4 +1,4 @@
-"""A running training, watched by its process, its folder or its run in MLflow."""
+"""Watching a running training by its process, its folder or its run in MLflow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOUND = 60.0
 
 
 def a_summary(**changes: Any) -> dict[str, Any]:
-    """What a run leaves while it goes on, of this process."""
+    """The summary of an unfinished run of this process."""
     window = {
         "first": 0, "last": 9, "batches": 10, "seconds": 1.0,
         "throughput": {"mfu": 0.25, "batches_per_sec": 10.0},
@@ -63,8 +63,8 @@ LINE = (
 )
 
 
-class Looks(L.Callback):
-    """In the middle of training, what a command in another process would find."""
+class RunsDuringTraining(L.Callback):
+    """Runs a function during training, like a command in another process."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -84,13 +84,13 @@ class Looks(L.Callback):
 
 @pytest.mark.usefixtures("no_hold")
 @pytest.mark.parametrize("named", [True, False])
-def test_a_run_leaves_its_figures_while_it_goes_on(
+def test_a_run_leaves_its_figures_during_training(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The summary is there before the end, and the process tells where."""
+    """The summary exists before the end, and the process is mapped to its folder."""
     monkeypatch.setattr(run_summary, "REFRESH", 0.0)
     monkeypatch.setattr(run_summary, "_MOST_TIME", float("inf"))
-    looks = Looks()
+    looks = RunsDuringTraining()
     callbacks = [
         SpeedMonitor(window_size=2),
         Flops(peak_flops=1e12),
@@ -113,10 +113,10 @@ def test_a_run_leaves_its_figures_while_it_goes_on(
     assert training._folder_of(os.getpid()) is None
 
 
-def test_a_short_run_and_a_trial_are_not_refreshed(
+def test_the_summary_is_not_refreshed_too_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is made every two seconds at most, and none of a trial."""
+    """A file is written at most every two seconds, and none for a trial run."""
     written: list[str] = []
     monkeypatch.setattr(run_summary, "written_whole", lambda *args, **_: written.append(args[0]))
     trainer(tmp_path, SpeedMonitor(window_size=2), max_steps=3).fit(Small())
@@ -126,10 +126,10 @@ def test_a_short_run_and_a_trial_are_not_refreshed(
 
 
 @pytest.mark.parametrize("how", ["folder", "file", "above", "name", "latest"])
-def test_a_finished_run_is_one_line(
+def test_a_finished_run_gives_one_line(
     how: str, in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its folder, its file, a folder above, its name, or as the latest below the present one."""
+    """It is found by folder, file, parent folder or name, or as the latest run below the cwd."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     folder = left(in_tmp / "runs" / "owl", status="finished")
     args = {
@@ -141,7 +141,7 @@ def test_a_finished_run_is_one_line(
 
 
 def test_a_prediction_is_not_the_latest_run(tmp_path: Path) -> None:
-    """Packages make one after a training; alone it is the latest, and while it runs."""
+    """Packages predict after a training. A prediction is found if it is alone, or while it runs."""
     folders = {}
     for age, (name, status) in enumerate([("train", "finished"), ("predict", "finished")]):
         folders[name] = left(tmp_path / name, status=status, stages={name: {}})
@@ -152,10 +152,10 @@ def test_a_prediction_is_not_the_latest_run(tmp_path: Path) -> None:
     assert latest_folder(tmp_path) == folders["predict"]
 
 
-def test_updates_are_lines_of_text_or_json(
+def test_updates_are_printed_as_text_or_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for each change, to the end of the run."""
+    """There is one line per change, up to the end of the run."""
     for json_lines in (False, True):
         folder = left(tmp_path / "owl")
         steps = iter([None, None, "finished"])
@@ -174,8 +174,10 @@ def test_updates_are_lines_of_text_or_json(
             assert [line[9:] for line in lines] == [LINE.format("running"), LINE.format("finished")]
 
 
-def test_a_killed_training_is_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its summary says that it runs, but its process is gone."""
+def test_a_killed_training_gives_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its summary says that it runs, but its process does not exist."""
     gone = subprocess.Popen(["true"])
     gone.wait()
     left(tmp_path / "owl", process={"host": platform.node(), "pid": gone.pid})
@@ -185,7 +187,7 @@ def test_a_killed_training_is_code_1(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_process_without_a_run_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """It may report later; when it ends, that is an error."""
+    """It may report later; if it ends without a report, that is an error."""
     process = subprocess.Popen(["sleep", "0.3"])
     reaper = subprocess.Popen.wait
     code, out, err = call(capsys, "watch", str(process.pid))
@@ -205,11 +207,11 @@ def test_a_process_without_a_run_is_waited_for(capsys: pytest.CaptureFixture[str
         (["no-such-run", "--tracking-uri", "sqlite:///none.db"], "there is no none.db"),
     ],
 )
-def test_what_cannot_be_watched_is_one_line(
+def test_an_invalid_target_gives_a_one_line_error(
     args: list[str], why: str, in_tmp: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Exit code 2, and the reason."""
+    """The exit code is 2, and the line has the reason."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     code, out, err = call(capsys, "watch", *args)
     assert (code, out) == (2, "")
@@ -219,16 +221,18 @@ def test_what_cannot_be_watched_is_one_line(
 
 
 @pytest.mark.parametrize("command", ["watch", "capture"])
-def test_processes_of_others_are_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither watched nor signalled, not even by root."""
+def test_processes_of_other_users_are_refused(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are neither watched nor signalled, not even by root."""
     with process_of_another_user() as pid, pytest.raises(SystemExit) as ended:
         main([command, str(pid)])
     assert ended.value.code
     assert f"process {pid} belongs to another user" in capsys.readouterr().err
 
 
-def test_the_children_of_a_launcher_are_looked_at(tmp_path: Path) -> None:
-    """As under torchrun, whose workers train: the folder that one of them holds open."""
+def test_the_children_of_a_launcher_are_searched(tmp_path: Path) -> None:
+    """As under torchrun, whose workers train, the folder that a child holds open is found."""
     holds = "import os, sys, time; os.open(sys.argv[1], 0); print(flush=True); time.sleep(60)"
     starts = (
         f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holds!r}, sys.argv[1]])"
@@ -248,7 +252,7 @@ def test_the_children_of_a_launcher_are_looked_at(tmp_path: Path) -> None:
 def test_a_run_in_mlflow(
     tmp_path: Path, mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its metrics are watched where there is no folder; a finished one is one line."""
+    """Its metrics are watched if there is no folder; a finished run gives one line."""
     logger = MLFlowLogger("watched", "watched-run", tracking_uri=mlflow_database)
     monitor = SpeedMonitor(window_size=2)
     trainer(tmp_path, monitor, Flops(peak_flops=1e12), logger=logger).fit(Small())
@@ -258,8 +262,8 @@ def test_a_run_in_mlflow(
         assert "watched-run finished: step 15: MFU " in out
 
 
-def test_the_view_of_a_terminal() -> None:
-    """Figures, times and verdicts, and how old they are."""
+def test_the_terminal_view_shows_the_figures() -> None:
+    """It shows metrics, times and verdicts, and their age."""
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(training._view(training.Seen(a_summary(), time.time())))
     text = console.export_text()
@@ -269,7 +273,7 @@ def test_the_view_of_a_terminal() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
-    """Exit code 130."""
+    """The exit code is 130."""
     command = [sys.executable, "-m", "lightning_perf", "watch", str(left(tmp_path / "owl"))]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:

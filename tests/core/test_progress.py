@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from helpers.clocks import FakeClock
-from helpers.diary import Diary
+from helpers.lifecycle_log import LifecycleLog
 from helpers.small import Records, Small, TwoOptimizers, ours, trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.tuner import Tuner
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_perf import Cyclic, PerfWarning, SpeedMonitor, Timestamp, WindowCallback
 from lightning_perf.run.batch_tracker import BatchCounter
 
-# Lightning's advice on loaders; warnings of ours stay errors.
+# Lightning's advice on loaders; our warnings stay errors.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
 )
@@ -42,10 +42,10 @@ class Stream(IterableDataset[Any]):
 
 def last(folder: Path, model: Small, data: Any = None, **options: Any) -> Timestamp:
     """The progress of training after its last batch."""
-    diary = Diary()
-    trainer(folder, diary, **options).fit(model, data)
-    stages = [moment.stage for moment in diary.moments]
-    return [s for s, stage in zip(diary.stamps, stages, strict=True) if stage == "train"][-1]
+    log = LifecycleLog()
+    trainer(folder, log, **options).fit(model, data)
+    stages = [moment.stage for moment in log.moments]
+    return [s for s, stage in zip(log.stamps, stages, strict=True) if stage == "train"][-1]
 
 
 def counts(stamp: Timestamp) -> tuple[int, ...]:
@@ -76,9 +76,9 @@ def test_num_samples_replaces_a_missing_length(tmp_path: Path) -> None:
         (SpeedMonitor(), Data()),
         (SpeedMonitor(num_samples=10), DataLoader(Stream(), batch_size=4)),
     ]:
-        diary = Diary()
-        trainer(tmp_path, diary, monitor).fit(Small(), data)
-        assert [m.fraction for m in diary.moments] == [0.4, 0.8, 1.0]
+        log = LifecycleLog()
+        trainer(tmp_path, log, monitor).fit(Small(), data)
+        assert [m.fraction for m in log.moments] == [0.4, 0.8, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_combined_loaders_are_counted_once(
 
 def test_several_validation_loaders_are_one_stage(tmp_path: Path) -> None:
     """Batches of all loaders are counted, and each validation is one epoch."""
-    diary = Diary()
-    run = trainer(tmp_path, diary, limit_val_batches=2, val_check_interval=8)
+    log = LifecycleLog()
+    run = trainer(tmp_path, log, limit_val_batches=2, val_check_interval=8)
     run.fit(Several(), loader(64, 4), [loader(8, 4), loader(12, 4)])
-    stamps = [s for m, s in zip(diary.moments, diary.stamps, strict=True) if m.stage == "validate"]
+    stamps = [s for m, s in zip(log.moments, log.stamps, strict=True) if m.stage == "validate"]
     assert counts(stamps[-1])[:4] == (1, 8, 4, 32)
 
 
@@ -118,10 +118,10 @@ class Several(Small):
 def test_two_optimizers_make_two_steps_per_batch(tmp_path: Path) -> None:
     """Steps are optimizer steps; batches and reports are not doubled."""
 
-    records, diary = Records(), Diary()
+    records, log = Records(), LifecycleLog()
     monitor = SpeedMonitor(window_size=4)
-    trainer(tmp_path, diary, monitor, logger=records, log_every_n_steps=4).fit(TwoOptimizers())
-    assert counts(diary.stamps[-1]) == (0, 16, 16, 64, 32)
+    trainer(tmp_path, log, monitor, logger=records, log_every_n_steps=4).fit(TwoOptimizers())
+    assert counts(log.stamps[-1]) == (0, 16, 16, 64, 32)
     assert [step for step, _ in records.of("time/train")] == [3, 7, 11, 15]
 
 
@@ -145,8 +145,8 @@ def test_counts_are_right_under_every_limit(
     assert counts(last(tmp_path, Small(), **options)) == expected
 
 
-def test_epochs_of_different_lengths(tmp_path: Path) -> None:
-    """Each epoch's own length decides how much of it is done and where its windows are."""
+def test_epochs_may_have_different_lengths(tmp_path: Path) -> None:
+    """The completed fraction and the windows of an epoch follow from its own length."""
 
     class Growing(L.LightningDataModule):
         batches = 2
@@ -162,29 +162,29 @@ def test_epochs_of_different_lengths(tmp_path: Path) -> None:
             seen.append(window.last.batch)
 
     seen: list[int] = []
-    schedule, diary = Cyclic(skip_first=5, warmup=0, active=1, per_epoch=True), Diary()
+    schedule, log = Cyclic(skip_first=5, warmup=0, active=1, per_epoch=True), LifecycleLog()
     options: dict[str, Any] = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
-    trainer(tmp_path, diary, Seen(schedule), **options).fit(Small(), datamodule=Growing())
+    trainer(tmp_path, log, Seen(schedule), **options).fit(Small(), datamodule=Growing())
     fractions = [
         epoch + batch / length for epoch, length in enumerate((4, 6, 8)) for batch in range(length)
     ]
-    found = [3 * moment.fraction for moment in diary.moments]
+    found = [3 * moment.fraction for moment in log.moments]
     assert found == pytest.approx([*fractions[1:], 3])
     assert seen == [4 + 5, 4 + 6 + 5, 4 + 6 + 8]
 
 
 def test_max_time_defines_the_fraction(tmp_path: Path) -> None:
     """With max_time alone, the fraction is that of the elapsed seconds."""
-    diary = Diary()
+    log = LifecycleLog()
     options: dict[str, Any] = {"max_epochs": -1, "max_time": {"seconds": 1}}
-    trainer(tmp_path, diary, **options).fit(Small())
-    first, end = diary.moments[0], diary.moments[-1]
+    trainer(tmp_path, log, **options).fit(Small())
+    first, end = log.moments[0], log.moments[-1]
     assert first.fraction == pytest.approx(first.timestamp.total_wct)
     assert 0.8 < (end.fraction or 0) <= 1.0
 
 
 def test_validation_counts_for_max_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning ends a training when batches and validation have taken max_time together."""
+    """Lightning ends a training after max_time of batches and validation together."""
     clock = FakeClock()
     clock.replace_clocks(monkeypatch)
 
@@ -197,11 +197,11 @@ def test_validation_counts_for_max_time(tmp_path: Path, monkeypatch: pytest.Monk
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             clock.sleep(4.0)
 
-    diary = Diary()
+    log = LifecycleLog()
     options: dict[str, Any] = {"max_epochs": -1, "max_time": {"seconds": 10}}
     batches = {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    trainer(tmp_path, diary, **options, **batches).fit(Timed())
-    moments = [moment for moment in diary.moments if moment.stage == "train"]
+    trainer(tmp_path, log, **options, **batches).fit(Timed())
+    moments = [moment for moment in log.moments if moment.stage == "train"]
     found = [(moment.previous_fraction, moment.fraction) for moment in moments]
     assert found == [(0.0, 0.1), (0.1, 0.2), (0.2, 0.7), (0.7, 0.8)]
     assert [moments[2].ahead(n).previous_fraction for n in (0, 1)] == [0.2, 0.7]
@@ -214,10 +214,10 @@ def test_early_stopping_keeps_counts_correct(tmp_path: Path) -> None:
         def on_train_epoch_end(self) -> None:
             self.log("score", 1.0)
 
-    diary, monitor = Diary(), SpeedMonitor(window_size=1000)
+    log, monitor = LifecycleLog(), SpeedMonitor(window_size=1000)
     stop = EarlyStopping("score", patience=1, check_on_train_epoch_end=True)
-    trainer(tmp_path, diary, monitor, stop, max_epochs=50).fit(Worse())
-    assert counts(diary.stamps[-1]) == (1, 32, 16, 128, 32)
+    trainer(tmp_path, log, monitor, stop, max_epochs=50).fit(Worse())
+    assert counts(log.stamps[-1]) == (1, 32, 16, 128, 32)
     assert "throughput/samples_per_sec" in monitor.metrics
 
 
@@ -233,12 +233,12 @@ def test_the_tuner_s_trials_are_not_counted(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=self.lr)
 
-    diary, monitor, model = Diary(), SpeedMonitor(window_size=2), Tunable()
-    run = trainer(tmp_path, diary, monitor)
+    log, monitor, model = LifecycleLog(), SpeedMonitor(window_size=2), Tunable()
+    run = trainer(tmp_path, log, monitor)
     Tuner(run).lr_find(model, num_training=5)
     Tuner(run).scale_batch_size(model, max_trials=2, steps_per_trial=2)
     run.fit(model)
-    stamp = diary.stamps[-1]
+    stamp = log.stamps[-1]
     assert stamp.batch == stamp.step == run.global_step
     assert stamp.sample == 64
 
@@ -283,9 +283,9 @@ def test_counters_of_the_user_have_an_order(tmp_path: Path) -> None:
         (Small(), Data(), (6, 10)),
         (Small(), loader(8, 4), (14, 22)),
     ]:
-        diary = Diary()
-        trainer(tmp_path, diary, given).fit(model, data)
-        stamp = diary.stamps[-1]
+        log = LifecycleLog()
+        trainer(tmp_path, log, given).fit(model, data)
+        stamp = log.stamps[-1]
         assert (stamp.sample, stamp.token) == expected
 
 
@@ -336,15 +336,15 @@ def test_tokens_of_hugging_face_batches_are_counted(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.net(batch["input_ids"]).sum()
 
-    diary = Diary()
-    trainer(tmp_path, diary).fit(Encoded())
-    stamp = diary.stamps[-1]
+    log = LifecycleLog()
+    trainer(tmp_path, log).fit(Encoded())
+    stamp = log.stamps[-1]
     assert (stamp.sample, stamp.token) == (12, 96)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_structure_of_batches_may_change() -> None:
-    """What comes first may be a tensor, None, a number or a nested tensor, which has no shape."""
+    """The first element may be a tensor, None, a number or a nested tensor, which has no shape."""
     counter = BatchCounter([])
     tensor = torch.zeros(4, 2)
     nested = torch.nested.nested_tensor([torch.zeros(n) for n in (1, 2, 3, 4)])

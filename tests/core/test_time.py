@@ -170,7 +170,7 @@ def test_digits_may_be_grouped(text, value):
 
 @pytest.mark.parametrize("text", ["4__000tok", "_4tok", "4_tok", "1_.5dur", "4_000", "1_h"])
 def test_misplaced_groups_are_refused(text):
-    """An underscore stands between digits only."""
+    """An underscore is allowed between digits only."""
     with pytest.raises(ConfigError):
         Time.from_timestring(text)
 

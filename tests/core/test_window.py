@@ -38,14 +38,14 @@ def test_rates_are_each_rank_s_own() -> None:
 
 
 def test_a_rank_reads_its_own_values() -> None:
-    """``own`` and ``since_start`` are this rank's, of the window and of the run."""
+    """``own`` and ``since_start`` are this rank's values, of the window and of the run."""
     window = window_of({"x": [1.0, 2.0]}, rank=1, totals=[[10.0], [20.0]])
     assert (window.own("x"), window.since_start("x")) == (2.0, 20.0)
     assert window.batches == 5
 
 
 def test_an_unknown_column_is_named_with_the_nearest() -> None:
-    """The error says which column was probably meant."""
+    """The error names the column that was probably meant."""
     with pytest.raises(KeyError, match=r"no column 'timings/forwrd'; did you mean 'timings/forw"):
         window_of({"timings/forward": [1.0]}).total("timings/forwrd")
 

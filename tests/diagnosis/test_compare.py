@@ -1,4 +1,4 @@
-"""What changed between runs: figures, intervals, and what cannot be compared."""
+"""Comparing runs: differences, intervals, and runs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def compared(now: dict[str, Any], *before: dict[str, Any]) -> Comparison:
     return compare(Measured("now", now), [Measured(f"old {n}", b) for n, b in enumerate(before)])
 
 
-def test_the_phase_and_the_culprit_that_changed() -> None:
-    """2 ms of a new callback in steps of 12 ms: 17 % slower; forward differs by its noise alone."""
+def test_the_phase_and_the_cause_that_changed_are_named() -> None:
+    """2 ms of a new callback in steps of 12 ms are 17 %; forward differs only by its noise."""
     found = compared(stage(plots=0.002, seed=1), stage())
     changes = {(each.kind, each.name): each for each in found.changes}
     step = changes["step", "step"]
@@ -68,14 +68,14 @@ def test_the_phase_and_the_culprit_that_changed() -> None:
     assert [each.kind for each in found.changes][:2] == ["step", "phase"]
 
 
-def test_equal_runs_are_seldom_called_different() -> None:
-    """Of 50 pairs of runs with noise alone, 2 or 3 have an interval without 0."""
+def test_equal_runs_rarely_differ() -> None:
+    """Of 50 pairs of runs with noise only, 2 or 3 have an interval without 0."""
     pairs = [(stage(noise=0.05, seed=2 * n), stage(noise=0.05, seed=2 * n + 1)) for n in range(50)]
     certain = sum(compared(*pair).slowdown.certain for pair in pairs)
     assert certain <= 7
 
 
-def test_several_baselines_show_what_is_normal() -> None:
+def test_several_baselines_show_the_normal_spread() -> None:
     """A run as slow as the slowest baseline is not slower, though it is slower than the first."""
     normal = [stage(forward, seed=n) for n, forward in enumerate((0.010, 0.011, 0.012, 0.013))]
     slow = stage(0.013, seed=9)
@@ -86,7 +86,7 @@ def test_several_baselines_show_what_is_normal() -> None:
     assert compared(stage(0.02, seed=9), *normal).slower_than(0.05)
 
 
-def test_the_time_per_sample_counts_where_batch_sizes_differ() -> None:
+def test_different_batch_sizes_are_compared_by_time_per_sample() -> None:
     """Twice the samples in 1.8 times the time are an improvement."""
     found = compared(stage(0.0196, batch_size=16, seed=1), stage())
     assert (found.slowdown.name, found.slower_than(0.0)) == ("sample", False)
@@ -95,19 +95,19 @@ def test_the_time_per_sample_counts_where_batch_sizes_differ() -> None:
 
 
 def test_runs_without_windows_have_no_interval() -> None:
-    """A summary of an earlier version: whole runs are compared, and a note says so."""
+    """For a summary of an earlier version, whole runs are compared, with a note."""
     old = stage()
     del old["windows"]
     found = compared(stage(), old)
     assert found.slowdown.low is None
     assert found.slower_than(0.05) is None
     assert "old 0 has no windows" in found.notes[0]
-    # Beside a baseline that has them, it is left out.
+    # Such a run is left out beside a baseline with windows.
     assert compared(stage(), old, stage(seed=1)).slower_than(0.05) is False
 
 
 def test_too_few_windows_have_no_interval() -> None:
-    """The note says how many there are and what to do."""
+    """The note gives their number and what to do."""
     found = compared(stage(windows=4), stage())
     assert found.slower_than(0.05) is None
     assert found.notes == [
@@ -117,7 +117,7 @@ def test_too_few_windows_have_no_interval() -> None:
 
 
 def test_runs_without_timings_are_compared_by_their_throughput() -> None:
-    """SpeedMonitor alone: no phases, but the step and rates."""
+    """With SpeedMonitor only, the step and rates are compared, without phases."""
     now, before = stage(0.02), stage()
     for each in (now, before):
         del each["windows"]["timings"], each["windows"]["culprits"]
@@ -134,28 +134,28 @@ def test_runs_without_timings_are_compared_by_their_throughput() -> None:
         {"batches": [10] * 6, "timings": {"forward": [float("nan")] * 6}},
     ],
 )  # fmt: skip
-def test_damaged_windows_are_one_line(windows: Any) -> None:
+def test_damaged_windows_give_a_one_line_error(windows: Any) -> None:
     """The message names the run."""
     with pytest.raises(Incomparable, match="the windows of now are damaged"):
         compared(stage(windows=6) | {"windows": windows}, stage())
 
 
 @pytest.mark.parametrize("whole", ["x", {"timings": 5}, {"throughput": 5}])
-def test_a_damaged_whole_run_is_one_line(whole: Any) -> None:
-    """Without windows, whole runs are compared: the message names the run, too."""
+def test_a_damaged_whole_run_gives_a_one_line_error(whole: Any) -> None:
+    """Without windows whole runs are compared, and the message names the damaged one."""
     with pytest.raises(Incomparable, match="the windows of now are damaged"):
         compared({"whole_run": whole}, stage())
 
 
 def test_runs_without_a_number_of_batches_are_compared_per_step() -> None:
-    """Neither the rate nor the timed batches of a damaged run say how large its batches are."""
+    """A damaged run's rate and timed batches do not give its batch size."""
     now = stage()
     del now["whole_run"]["throughput"]["batches_per_sec"]
     now["windows"]["timed_batches"] = [0] * 20
     assert compared(now, stage()).slowdown.name == "step"
 
 
-def test_nothing_in_common_is_said() -> None:
-    """A run that measured no time."""
+def test_runs_without_common_figures_are_reported() -> None:
+    """A run without measured times cannot be compared."""
     with pytest.raises(Incomparable, match="no time per batch in common"):
         compared({"whole_run": {"batches": 3}}, stage())

@@ -20,7 +20,7 @@ from lightning_perf.timing.totals import Action
 STEPS = WINDOWS * BATCHES
 
 
-def now_and_then(seconds: float, *windows: int) -> list[tuple[float, int]]:
+def rarely(seconds: float, *windows: int) -> list[tuple[float, int]]:
     return [(seconds, 1) if number in windows else (0.0, 0) for number in range(WINDOWS)]
 
 
@@ -45,8 +45,8 @@ PLANTED: dict[str, tuple[Signals, dict[str, Any]]] = {
         signals_of(
             {**FINE, "dataloader_next": window(0, 4, 8, seconds=1.0)},
             named={
-                Action("train", "dataloader_next", "iter"): now_and_then(0.4, 0, 4, 8),
-                Action("train", "dataloader_next", "first fetch"): now_and_then(0.6, 0, 4, 8),
+                Action("train", "dataloader_next", "iter"): rarely(0.4, 0, 4, 8),
+                Action("train", "dataloader_next", "first fetch"): rarely(0.6, 0, 4, 8),
             },
             steps=steps(),
         ),
@@ -74,7 +74,7 @@ PLANTED: dict[str, tuple[Signals, dict[str, Any]]] = {
             {**FINE, "checkpoint": window(3, 7, 11, seconds=0.5)},
             named={
                 Action("train", "checkpoint", "checkpoint writing (Saver.on_train_epoch_end)"):
-                now_and_then(0.5, 3, 7, 11)
+                rarely(0.5, 3, 7, 11)
             },
         ),
         {"share": 0.2, "culprit": "Saver.on_train_epoch_end"},
@@ -82,7 +82,7 @@ PLANTED: dict[str, tuple[Signals, dict[str, Any]]] = {
     "validation-bound": (
         signals_of(
             {**FINE, "validation": window(5, 11, seconds=1.5)},
-            named={Action("validate", "forward", "validation_step"): now_and_then(1.4, 5, 11)},
+            named={Action("validate", "forward", "validation_step"): rarely(1.4, 5, 11)},
         ),
         {"share": 1 / 3, "culprit": "validate.forward"},
     ),
@@ -129,7 +129,7 @@ PLANTED: dict[str, tuple[Signals, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("code", PLANTED)
 def test_a_planted_cause_is_the_only_verdict(code: str) -> None:
-    """Its share, culprit and evidence follow from what was planted, and nothing else is blamed."""
+    """Its share, cause and evidence match the planted cause, and there is no other verdict."""
     signals, expected = PLANTED[code]
     found = [each for each in diagnose(signals).verdicts if each.code != "healthy"]
     assert [each.code for each in found] == [code]
@@ -144,12 +144,12 @@ def test_a_planted_cause_is_the_only_verdict(code: str) -> None:
 
 
 def plots(seconds: float) -> Signals:
-    """A callback that takes some seconds per batch, of 50 ms without it."""
+    """A callback that takes some seconds per batch, in batches that otherwise take 50 ms."""
     named = {Action("train", "callbacks", "Plots.on_train_batch_end"): every(10 * seconds)}
     return signals_of({**FINE, "callbacks": seconds}, named=named)
 
 
-#: What a rule is not to blame, though it resembles what it looks for.
+#: Signals that resemble a cause but must not give its verdict.
 NEIGHBOURS: dict[str, list[Signals]] = {
     "input-bound": [
         signals_of({**FINE, "dataloader_next": 0.005}),
@@ -161,23 +161,23 @@ NEIGHBOURS: dict[str, list[Signals]] = {
     ],
     "transfer-bound": [signals_of({**FINE, "to_device": 0.005})],
     "epoch-restart": [
-        # One epoch begins slowly in any case.
+        # One epoch starts slowly in any case.
         signals_of(
             {**FINE, "dataloader_next": window(0, seconds=1.0)},
-            named={Action("train", "dataloader_next", "first fetch"): now_and_then(1.0, 0)},
+            named={Action("train", "dataloader_next", "first fetch"): rarely(1.0, 0)},
         ),
-        # First fetches that take as long as the others.
+        # First fetches that take as long as other fetches.
         signals_of(
             {**FINE, "dataloader_next": 0.004},
             named={
-                Action("train", "dataloader_next", "first fetch"): now_and_then(0.004, 0, 4, 8),
+                Action("train", "dataloader_next", "first fetch"): rarely(0.004, 0, 4, 8),
                 Action("train", "dataloader_next", "train_dataloader_next"): every(0.04),
             },
         ),
     ],
     "callback-bound": [
         plots(0.0025),
-        # What Lightning itself does, and what validation does.
+        # Callbacks of Lightning itself, and validation.
         *(
             signals_of({**FINE, "callbacks": 0.01}, named={action: every(0.1)})
             for action in (
@@ -197,26 +197,26 @@ NEIGHBOURS: dict[str, list[Signals]] = {
             {**FINE, "checkpoint": window(3, 7, 11, seconds=0.1)},
             named={
                 Action("train", "checkpoint", "checkpoint writing (Saver.on_train_epoch_end)"):
-                now_and_then(0.1, 3, 7, 11)
+                rarely(0.1, 3, 7, 11)
             },
         )
     ],
     "validation-bound": [signals_of({**FINE, "validation": window(5, 11, seconds=0.4)})],
     "warmup": [
-        # Long, but not many times as long; and many times as long, in a run that is longer.
+        # Long, but not many times longer; and many times longer, in a longer run.
         signals_of({**FINE, "forward": [0.06] + [0.02] * 11}, first_step=0.45, steps=steps()),
         signals_of(FINE, windows=12, first_step=0.55, steps=np.full(STEPS, 0.1)),
-        # Others had the CPUs while it ran.
+        # Other processes used the CPUs meanwhile.
         signals_of(
             {**FINE, "forward": [0.3] + [0.02] * 11}, first_step=3.0, steps=steps(),
             named={WAITING: [(2.8, 10)] + [(0.0, 10)] * 11},
         ),
     ],
     "recompile": [
-        # Twice after the warm-up.
+        # Two slow batches after the warm-up.
         signals_of(
             {**FINE, "forward": 0.04},
-            named={Action("compile", "forward", "torch.compile"): now_and_then(1.0, 0, 4, 8)},
+            named={Action("compile", "forward", "torch.compile"): rarely(1.0, 0, 4, 8)},
         )
     ],
     "gc-pauses": [
@@ -225,11 +225,11 @@ NEIGHBOURS: dict[str, list[Signals]] = {
     "periodic-stall": [
         signals_of({**FINE, "forward": 0.03}, steps=steps(*range(7, STEPS, 60), extra=0.4)),
         signals_of(FINE, steps=steps(*range(7, STEPS, 20), extra=0.02)),
-        # A stretch of slow batches.
+        # A series of slow batches.
         signals_of({**FINE, "forward": 0.03}, steps=steps(*range(40, 70), extra=0.1)),
     ],
     "slowdown": [
-        # Slower for a while; slower as others take the CPUs; ever faster.
+        # Temporarily slower; slower because others use the CPUs; increasingly faster.
         signals_of(FINE, steps=np.repeat([0.05, 0.07, 0.05], STEPS // 3)),
         signals_of(
             {**FINE, "backward": [0.025] * 6 + [0.05] * 6},
@@ -239,7 +239,7 @@ NEIGHBOURS: dict[str, list[Signals]] = {
         signals_of(FINE, steps=np.repeat([0.1, 0.05], STEPS // 2)),
     ],
     "host-memory-growth": [
-        # Less than 100 MB; less than a tenth; shrinking.
+        # Growth below 100 MB; growth below a tenth; shrinking.
         *(
             signals_of(FINE, columns={"memory/rss": [first + each * n for n in range(WINDOWS)]})
             for first, each in ((2e8, 5e6), (2e10, 1e8), (3e9, -1e8))
@@ -256,8 +256,8 @@ NEIGHBOURS: dict[str, list[Signals]] = {
 
 
 @pytest.mark.parametrize("code", NEIGHBOURS)
-def test_what_resembles_a_cause_is_not_blamed(code: str) -> None:
-    """Nor is anything else, but for other programs on the machine."""
+def test_what_resembles_a_cause_gives_no_verdict(code: str) -> None:
+    """There is no other verdict either, except about other programs on the machine."""
     for signals in NEIGHBOURS[code]:
         verdicts = diagnose(signals).verdicts
         serious = {each.code for each in verdicts if each.severity != "info"}
@@ -265,8 +265,8 @@ def test_what_resembles_a_cause_is_not_blamed(code: str) -> None:
         assert code != "compute-bound" or code not in {each.code for each in verdicts}
 
 
-def test_the_page_lists_what_takes_time_and_not_what_waits_within_it() -> None:
-    """Seconds in the run queue are part of the actions; they are evidence of a verdict."""
+def test_the_page_lists_actions_without_waits_inside_them() -> None:
+    """Seconds in the run queue are part of the actions and evidence of a verdict."""
     signals = PLANTED["cpu-saturated"][0]
     found = report_page(signals, diagnose(signals))
     assert "cpu-saturated" in found
@@ -274,7 +274,7 @@ def test_the_page_lists_what_takes_time_and_not_what_waits_within_it() -> None:
 
 
 def test_each_rule_has_its_cases() -> None:
-    """All codes of the package are planted, here or among those of GPUs and ranks."""
+    """All codes of the package are planted here or in the tests of GPUs and ranks."""
     elsewhere = {
         "throttled", "launch-bound", "low-gpu-utilization", "sync-bound", "device-memory-growth",
         "straggler", "communication-bound",
@@ -284,8 +284,8 @@ def test_each_rule_has_its_cases() -> None:
     assert codes == set(CODES) - {"healthy"}
 
 
-def test_rules_abstain_where_a_signal_is_missing() -> None:
-    """Each says which one; the others still answer."""
+def test_rules_are_unknown_if_a_signal_is_missing() -> None:
+    """Each rule names the missing signal; the other rules still give verdicts."""
     signals = signals_of({**FINE, "dataloader_next": 0.02}, steps=np.empty(0), first_step=None)
     found = diagnose(signals)
     assert [each.code for each in found.verdicts] == ["input-bound"]
@@ -297,25 +297,25 @@ def test_rules_abstain_where_a_signal_is_missing() -> None:
         "compute-bound": "the MFU is not measured: add SpeedMonitor or Flops",
     }
     short = signals_of(FINE, windows=6, columns={"memory/rss": [1e9] * 6})
-    why = "memory has 1 sample after the warm-up, and a trend needs 8"  # equal ones are one
+    why = "memory has 1 sample after the warm-up, and a trend needs 8"  # equal reasons are merged
     assert diagnose(short).abstained["host-memory-growth"] == why
 
 
-def test_steps_that_a_profiler_slowed_have_no_warmup() -> None:
-    """NaN in all of them, as where each batch is recorded, is a missing signal: no rule fails."""
+def test_steps_slowed_by_a_profiler_have_no_warmup() -> None:
+    """NaN in all steps, if every batch is recorded, is a missing signal, and no rule fails."""
     found = diagnose(signals_of(FINE, first_step=3.0, steps=np.full(STEPS, np.nan)))
     assert found.abstained["warmup"] == "the first step or the others were not timed"
 
 
-def test_memory_that_was_first_sampled_after_a_window_is_diagnosed() -> None:
-    """A node's sampler may start late: the windows without a sample are left out."""
+def test_late_memory_samples_are_diagnosed() -> None:
+    """A node's sampler may start late; windows before its first sample are left out."""
     sizes = [np.nan, *(1e9 + 1e8 * n for n in range(1, WINDOWS))]
     (found,) = diagnose(signals_of(FINE, columns={"memory/rss": sizes})).verdicts
     assert found.code == "host-memory-growth"
 
 
-def test_a_slowdown_of_a_resumed_run_is_at_its_total_batch() -> None:
-    """The checkpoint was of batch 1000, so that the 61st batch of this process is number 1061."""
+def test_a_slowdown_in_a_resumed_run_has_the_total_batch() -> None:
+    """The checkpoint was made at batch 1000, so the 61st batch of this process is number 1061."""
     signals = PLANTED["slowdown"][0]
     windows = [
         replace(
@@ -337,10 +337,8 @@ def test_a_slowdown_of_a_resumed_run_is_at_its_total_batch() -> None:
         ((7, 23, 29, 61, 70, 99), "records the batches after a slow one"),
     ],
 )
-def test_a_stall_without_a_period_has_no_interval_to_look_for(
-    stalled: Sequence[int], advice: str
-) -> None:
-    """A trace of one period has a slow batch; else what follows a slow batch is recorded."""
+def test_advice_on_stalls_depends_on_their_period(stalled: Sequence[int], advice: str) -> None:
+    """A trace of one period contains a slow batch; without a period OnSlowBatch records."""
     signals = signals_of({**FINE, "forward": 0.04}, steps=steps(*stalled, extra=0.4))
     (found,) = diagnose(signals).verdicts
     assert advice in found.advice
@@ -371,7 +369,7 @@ TRAPS = {
     ),
     "compilation in the warm-up": signals_of(
         {**FINE, "forward": [0.06] + [0.02] * 11},
-        named={Action("compile", "forward", "torch.compile"): now_and_then(0.4, 0)},
+        named={Action("compile", "forward", "torch.compile"): rarely(0.4, 0)},
         steps=steps(), first_step=0.4,
     ),
     "one window with a pause": signals_of(
@@ -385,13 +383,13 @@ TRAPS = {
 
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_healthy_run_has_no_warning(trap: str) -> None:
-    """What only looks like a problem is healthy."""
+    """Traps that only look like a problem give no warning."""
     verdicts = diagnose(TRAPS[trap]).verdicts
     assert verdicts[0].code == "healthy"
     assert {each.severity for each in verdicts} == {"info"}
 
 
-def test_verdicts_are_ranked_by_what_they_cost() -> None:
+def test_verdicts_are_ranked_by_cost() -> None:
     """Of two causes the more costly one comes first, whatever the order of the rules."""
     signals = signals_of(
         {**FINE, "callbacks": 0.02, "dataloader_next": 0.03},
@@ -400,8 +398,8 @@ def test_verdicts_are_ranked_by_what_they_cost() -> None:
     assert [each.code for each in diagnose(signals).verdicts] == ["input-bound", "callback-bound"]
 
 
-def test_collections_are_not_blamed_on_the_callback_that_they_interrupt() -> None:
-    """A callback whose time is all garbage collection costs nothing itself."""
+def test_collections_are_not_attributed_to_the_interrupted_callback() -> None:
+    """A callback whose time is all garbage collection has no verdict."""
     signals = signals_of(
         {**FINE, "callbacks": 0.01},
         named={
@@ -417,16 +415,18 @@ def test_collections_are_not_blamed_on_the_callback_that_they_interrupt() -> Non
 @pytest.mark.parametrize(
     ("loading", "forward", "severity"),
     [
-        # Loading is slow where the thread waited for a CPU, and else takes no time.
+        # Loading is slow only where the thread waited for a CPU.
         ([0.0, 0.02] * 6, 0.02, "info"),
-        # Loading takes as long whether the thread waited or not, which was in forward.
+        # Loading takes equally long whether or not the thread waited; the wait was in forward.
         (0.02, [0.02, 0.05] * 6, "critical"),
-        # All windows are alike: loading has its share of the waiting.
+        # All windows are equal: loading has its share of the wait.
         (0.02, 0.02, "critical"),
     ],
 )
-def test_a_machine_that_others_use(loading: Any, forward: Any, severity: str) -> None:
-    """A phase is blamed for what it costs without waiting for a CPU, which has its own verdict."""
+def test_waits_for_a_cpu_are_subtracted_from_phases(
+    loading: Any, forward: Any, severity: str
+) -> None:
+    """A phase is judged by its time without waiting for a CPU, which has its own verdict."""
     alike = isinstance(loading, float) and isinstance(forward, float)
     waiting = every(0.3) if alike else [(0.0, 10), (0.3, 10)] * 6
     signals = signals_of(
@@ -438,22 +438,22 @@ def test_a_machine_that_others_use(loading: Any, forward: Any, severity: str) ->
     assert found["input-bound"] == severity
 
 
-def test_checkpoints_explain_the_stalls_that_they_cause() -> None:
-    """Slow batches that wrote a checkpoint are no unexplained stall."""
+def test_checkpoints_explain_their_stalls() -> None:
+    """Slow batches that wrote a checkpoint are not unexplained stalls."""
     saves = (1, 3, 5, 7, 9, 11)
     signals = signals_of(
         {**FINE, "checkpoint": window(*saves, seconds=0.4)},
         named={
             Action("train", "checkpoint", "checkpoint writing (Saver.on_train_batch_end)"):
-            now_and_then(0.4, *saves)
+            rarely(0.4, *saves)
         },
         steps=steps(*[10 * n + 4 for n in saves], extra=0.4),
     )  # fmt: skip
     assert [each.code for each in diagnose(signals).verdicts] == ["checkpoint-bound"]
 
 
-def test_a_warmup_is_found_where_others_use_the_cpus() -> None:
-    """If the thread waits as much in all windows, little of that was in the first step."""
+def test_a_warmup_is_found_on_a_busy_machine() -> None:
+    """If the thread waits equally in all windows, little of the wait was in the first step."""
     signals = signals_of(
         {**FINE, "forward": [0.065] + [0.02] * 11}, first_step=0.5, steps=steps(),
         named={WAITING: every(0.2)},
@@ -462,8 +462,8 @@ def test_a_warmup_is_found_where_others_use_the_cpus() -> None:
     assert found["warmup"] == "warning"
 
 
-def test_what_a_gradual_slowdown_costs_is_counted_from_its_beginning() -> None:
-    """Steps that grow from 50 to 100 ms cost half more than if all took 50 ms."""
+def test_a_gradual_slowdown_is_counted_from_its_start() -> None:
+    """Steps that grow from 50 to 100 ms take half as long again as steps of 50 ms."""
     growing = np.linspace(0.05, 0.1, STEPS)
     signals = signals_of({"forward": growing.reshape(WINDOWS, -1).mean(axis=1)}, steps=growing)
     (found,) = diagnose(signals).verdicts
@@ -471,7 +471,7 @@ def test_what_a_gradual_slowdown_costs_is_counted_from_its_beginning() -> None:
     assert found.predicted_speedup == pytest.approx(1.5, rel=0.08)
 
 
-def test_work_of_every_second_batch_is_no_stall() -> None:
+def test_work_in_every_second_batch_is_not_a_stall() -> None:
     """A logger that writes then has a rule of its own, also if forward takes as long."""
     signals = signals_of(
         {"forward": 0.01, "logging": 0.01},
@@ -482,7 +482,7 @@ def test_work_of_every_second_batch_is_no_stall() -> None:
 
 
 def test_bursts_of_slow_batches_have_no_period() -> None:
-    """Slow batches that follow one another, now and then, do not come "every 1 batches"."""
+    """Occasional series of slow batches are not reported as "every 1 batches"."""
     slow = np.full(STEPS, 0.05)
     for first in np.array([40, 61, 117, 150, 201, 223, 268]) % (STEPS - 3):
         slow[first : first + 3] = 0.3
@@ -494,14 +494,16 @@ def test_bursts_of_slow_batches_have_no_period() -> None:
 @pytest.mark.parametrize(
     ("loader", "cpus", "advice", "step"),
     [
-        # One process needs 60 ms to load, a step takes 50 ms without it: two workers.
+        # One process loads for 60 ms, and a step takes 50 ms without it: two workers.
         (Loader(num_workers=0, batch_size=16), 8, "num_workers=2 hides the loading", 0.0505),
-        # Two workers keep a step at 110 ms, so a batch takes one worker 220 ms: five workers.
+        # With two workers a step takes 110 ms, so one worker needs 220 ms per batch: five workers.
         (Loader(num_workers=2, batch_size=16), 8, "num_workers=5 hides the loading", 0.0505),
     ],
 )
-def test_advice_computes_the_workers(loader: Loader, cpus: int, advice: str, step: float) -> None:
-    """The advice names as many workers as the measured times need, and predicts the step."""
+def test_the_advised_number_of_workers_is_computed(
+    loader: Loader, cpus: int, advice: str, step: float
+) -> None:
+    """The advice gives the number of workers that the measured times need, and the step."""
     setup = Setup(cpus=cpus, loader=loader)
     signals = signals_of({**FINE, "dataloader_next": 0.06}, setup=setup)
     (verdict,) = diagnose(signals).verdicts
@@ -512,13 +514,13 @@ def test_advice_computes_the_workers(loader: Loader, cpus: int, advice: str, ste
 @pytest.mark.parametrize(
     ("workers", "own", "severity"),
     [
-        (2, 20.0, "info"),  # of 200 %: other programs have the CPUs that workers need
+        (2, 20.0, "info"),  # of 200 %: other programs use the CPUs that workers need
         (2, 195.0, "critical"),
         (0, 20.0, "critical"),
     ],
 )
-def test_workers_without_a_cpu_are_not_blamed(workers: int, own: float, severity: str) -> None:
-    """Loading on the training thread is, as it is known how long that waits for a CPU."""
+def test_workers_without_a_cpu_give_no_verdict(workers: int, own: float, severity: str) -> None:
+    """Loading on the training thread gives one, because its wait for a CPU is known."""
     use = {"system/cpu_util_simple": 100.0, "system/process_cpu": own}
     columns = {name: [value] * WINDOWS for name, value in use.items()}
     columns |= {f"{name}/seconds": [1.0] * WINDOWS for name in use}
@@ -528,16 +530,16 @@ def test_workers_without_a_cpu_are_not_blamed(workers: int, own: float, severity
     assert found["input-bound"] == severity
 
 
-def test_a_worker_is_advised_also_where_it_saves_little() -> None:
-    """Loading that takes a twentieth of a step is hidden, which is what the advice says."""
+def test_a_worker_is_advised_even_if_it_saves_little() -> None:
+    """Loading of a twentieth of a step can be hidden, and the advice says so."""
     setup = Setup(cpus=2, loader=Loader(num_workers=0, batch_size=16))
     (_, verdict) = diagnose(signals_of({**FINE, "dataloader_next": 0.0025}, setup=setup)).verdicts
     assert (verdict.code, verdict.severity) == ("input-bound", "info")
     assert "num_workers=1 hides the loading: 50.5 ms per step instead of 52.5 ms" in verdict.advice
 
 
-def test_workers_that_would_not_help_are_not_advised() -> None:
-    """Two CPUs that are busy with loading already have no room for a third worker."""
+def test_useless_workers_are_not_advised() -> None:
+    """Two CPUs that are busy with loading have no room for a third worker."""
     busy = {
         "system/cpu_util_simple": [98.0] * WINDOWS,
         "system/cpu_util_simple/seconds": [1.0] * WINDOWS,
@@ -572,8 +574,8 @@ def test_a_run_of_short_steps_is_not_called_fast() -> None:
     assert long.advice == "Nothing slows this run down."
 
 
-def test_short_runs_and_missing_times_are_said() -> None:
-    """Too few batches give no verdict, not even healthy."""
+def test_short_runs_and_missing_times_are_reported() -> None:
+    """With too few batches there is no verdict, not even healthy."""
     found = diagnose(signals_of(FINE, windows=2))
     assert not found.verdicts
     assert found.abstained == {"all": "20 batches were measured, and a diagnosis needs 30"}
@@ -581,7 +583,7 @@ def test_short_runs_and_missing_times_are_said() -> None:
 
 
 def test_a_failing_rule_is_left_out_with_its_reason() -> None:
-    """The other rules still answer."""
+    """The reason is given, and the other rules still give verdicts."""
 
     class Broken:
         code = "broken"
@@ -600,8 +602,8 @@ def test_a_failing_rule_is_left_out_with_its_reason() -> None:
     assert "ZeroDivisionError" in found.abstained["broken"]
 
 
-def test_the_rule_that_the_documentation_shows_works() -> None:
-    """It has 30 lines at most, and is applied beside those of the package."""
+def test_the_rule_in_the_documentation_works() -> None:
+    """It has at most 30 lines and is applied together with the package's rules."""
     page = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (block,) = [block for block in blocks if "class " in block]
@@ -612,6 +614,6 @@ def test_the_rule_that_the_documentation_shows_works() -> None:
     assert [each.code for each in found.verdicts] == ["backward-heavy"]
 
 
-def test_the_predicted_speedup_is_what_the_share_allows() -> None:
-    """Without a quarter of the time a run is a third faster."""
+def test_the_predicted_speedup_follows_from_the_share() -> None:
+    """Without a quarter of its time a run is a third faster."""
     assert Verdict("mine", "warning", 0.25).predicted_speedup == pytest.approx(4 / 3)

@@ -1,4 +1,4 @@
-"""The rules about GPUs and about several ranks, on signals with and without their cause."""
+"""Rules about GPUs and several ranks, on signals with and without their cause."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ GB = 1e9
 def on_gpu(
     per_batch: dict[str, float], columns: dict[str, Any] | None = None, **options: Any
 ) -> Signals:
-    """Signals of a GPU that is busy 60 % of the time, if nothing else is given."""
+    """Signals of a GPU that is busy 60 % of the time, unless given otherwise."""
     given = sampled(gpu_util=60.0) if columns is None else columns
     return signals_of(per_batch, columns=given, **({"setup": GPU} | options))
 
 
 def throttled(**percent: float) -> dict[str, list[float]]:
-    """A busy GPU below its clock, for each reason a percentage of the time."""
+    """A busy GPU below its maximum clock, for the given percentage of the time per reason."""
     reasons = {f"gpu_throttled_{kind}": percent.get(kind, 0.0) for kind in KINDS}
     state = {"gpu_util": 99.0, "gpu_temperature": 88.0, "gpu_sm_clock": 1.1e9}
     return sampled(gpu_throttled=max(percent.values()), **reasons, **state)
@@ -36,13 +36,13 @@ def throttled(**percent: float) -> dict[str, list[float]]:
 KINDS = ("power", "thermal", "hardware")
 #: Half of the time in the model, most of the rest in the loop.
 HALF = {"forward": 0.015, "backward": 0.015, "other": 0.02}
-#: A third of the time in reading values back.
+#: A third of the time in reading values from the device.
 READING = {"forward": 0.01, "backward": 0.02, "from_device": 0.02}
 PLOTS = Action("train", "callbacks", "Plots.on_train_batch_end")
 
 
 def grows(**sensors: float) -> dict[str, list[float]]:
-    """Allocated memory that grows by 100 MB per window, of half a second."""
+    """Allocated memory that grows by 100 MB per window of half a second."""
     used = [1.0 + 0.1 * number for number in range(WINDOWS)]
     return sampled(gpu_util=99.0, **sensors) | {"memory/current_allocated_mem": used}
 
@@ -107,7 +107,7 @@ PLANTED: dict[str, tuple[str, Signals, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("cause", PLANTED)
 def test_a_cause_is_found(cause: str) -> None:
-    """With what it costs, on which evidence; and what would be gained without it."""
+    """The verdict has its cost, its evidence and the predicted gain."""
     code, signals, expected = PLANTED[cause]
     (found,) = [each for each in diagnose(signals).verdicts if each.code == code]
     serious = [each.code for each in diagnose(signals).verdicts if each.severity != "info"]
@@ -146,14 +146,14 @@ HEALTHY: dict[str, Signals] = {
 
 @pytest.mark.parametrize("case", HEALTHY)
 def test_a_healthy_gpu_has_no_warning(case: str) -> None:
-    """What the GPU works through meanwhile costs nothing."""
+    """Host time during which the GPU is busy costs nothing."""
     verdicts = diagnose(HEALTHY[case]).verdicts
     assert verdicts[0].code == "healthy"
     assert {each.severity for each in verdicts} == {"info"}
 
 
-def test_without_sensors_nothing_is_said_about_a_gpu() -> None:
-    """Each rule says what it lacks; on a CPU it is not concerned."""
+def test_without_sensors_gpu_rules_are_unknown() -> None:
+    """Each rule names the missing sensor; on a CPU it does not apply."""
     codes = {"throttled", "launch-bound", "low-gpu-utilization", "sync-bound"}
     abstained = diagnose(on_gpu(FINE, {})).abstained
     assert codes | {"device-memory-growth"} <= set(abstained)
@@ -164,13 +164,13 @@ def test_without_sensors_nothing_is_said_about_a_gpu() -> None:
 
 
 def test_constant_memory_of_a_gpu_is_diagnosed() -> None:
-    """It is read in each window, so that equal values are samples: there is no growth."""
+    """It is read in each window, so that equal values are samples and show no growth."""
     columns = sampled(gpu_util=97.0) | {"memory/current_allocated_mem": [2.0] * WINDOWS}
     assert "device-memory-growth" not in diagnose(on_gpu(FINE, columns)).abstained
 
 
 def test_waiting_gpus_count_as_busy() -> None:
-    """With several ranks, what one rank's callback costs is not bounded by their idle time."""
+    """With several ranks, the cost of one rank's callback is not limited by GPU idle time."""
     setup = Setup(device="cuda", world_size=2)
     busy, named = sampled(gpu_util=98.0), {PLOTS: every(0.5)}
     signals = on_gpu({**FINE, "callbacks": 0.05}, busy, named=named, setup=setup)
@@ -185,8 +185,8 @@ def late(seconds: float) -> Signals:
     return signals_of_ranks({"forward": {2: seconds}}, dict.fromkeys((0, 1, 3), seconds))
 
 
-def test_a_straggler_is_named_with_what_it_costs() -> None:
-    """Rank 2 has 5 s more work in forward than the others, of 16 s."""
+def test_a_straggler_is_named_with_its_cost() -> None:
+    """Rank 2 has 5 s more work in forward than the others, out of 16 s."""
     (found,) = [v for v in diagnose(late(5.0)).verdicts if v.code == "straggler"]
     assert (found.severity, found.culprit, found.rank, found.phase) == (
         "critical", "rank 2", 2, "forward",
@@ -197,18 +197,20 @@ def test_a_straggler_is_named_with_what_it_costs() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "severity"), [(0.3, None), (0.9, "info"), (1.5, "warning")])
-def test_a_straggler_is_as_severe_as_the_others_wait(seconds: float, severity: str | None) -> None:
-    """From a twentieth of the time on it is listed, and from a tenth on it is a warning."""
+def test_the_severity_of_a_straggler_follows_the_waits(
+    seconds: float, severity: str | None
+) -> None:
+    """From 5 % of the time on it is listed, and from 10 % on it is a warning."""
     verdicts = diagnose(late(seconds)).verdicts
     found = [each.severity for each in verdicts if each.code == "straggler"]
     assert found == ([] if severity is None else [severity])
 
 
 @pytest.mark.parametrize(("own", "severity"), [(20.0, "info"), (195.0, "critical")])
-def test_a_rank_that_other_programs_make_late_once_is_no_straggler(
+def test_a_rank_delayed_once_by_other_programs_is_not_a_straggler(
     own: float, severity: str
 ) -> None:
-    """Unless it is late in most windows, it is listed as far as the CPUs are this training's."""
+    """Unless it is late in most windows, the CPU share of this training decides the severity."""
     use = {"cpu_util_simple": 100.0, "process_cpu": own}
     usual = signals_of_ranks({}, {}, **use).windows
     once = signals_of_ranks({"forward": {2: 40.0}}, dict.fromkeys((0, 1, 3), 40.0), **use).windows
@@ -218,15 +220,15 @@ def test_a_rank_that_other_programs_make_late_once_is_no_straggler(
 
 
 @pytest.mark.parametrize("category", ["dataloader_next", "to_device", "forward"])
-def test_what_one_rank_spends_alone_is_blamed_on_it(category: str) -> None:
-    """Input and transfer that are slow on one rank have no other verdict than the straggler's."""
+def test_slow_work_on_one_rank_is_attributed_to_the_straggler(category: str) -> None:
+    """Slow input or transfer on one rank has no other verdict than the straggler's."""
     signals = signals_of_ranks({category: {2: 9.0}}, dict.fromkeys((0, 1, 3), 9.0))
     (found,) = [v for v in diagnose(signals).verdicts if v.severity != "info"]
     assert (found.code, found.rank) == ("straggler", 2)
 
 
-def test_communication_is_what_all_ranks_wait_for() -> None:
-    """The rank that waits least waits for nobody: 3 s of 14."""
+def test_communication_is_the_least_wait_of_all_ranks() -> None:
+    """The rank that waits least waits for no other rank: 3 s out of 14 s."""
     signals = signals_of_ranks({}, {0: 3.0, 1: 3.5, 2: 3.2, 3: 3.1})
     (found,) = [v for v in diagnose(signals).verdicts if v.severity != "info"]
     assert (found.code, found.severity, found.phase) == (
@@ -245,26 +247,26 @@ ALL = dict.fromkeys(range(4), 3.0)
         (signals_of_ranks({}, {}), None),
         # The late rank itself does not wait.
         (LATE, None),
-        # Ranks take turns: each waits as long as the others, but not in each batch.
+        # Ranks take turns: each waits as long as the others, but not in every batch.
         (signals_of_ranks({}, ALL, exchange=dict.fromkeys(range(4), 0.1)), None),
-        # Other programs have the CPUs on which gradients are exchanged, for longer than it takes.
+        # Other programs use the CPUs that exchange gradients, for longer than the exchange takes.
         (signals_of_ranks({}, ALL, cpu_util_simple=100.0, process_cpu=20.0), None),
         (signals_of_ranks({}, ALL, cpu_util_simple=100.0, process_cpu=195.0), "critical"),
         (signals_of_ranks({}, ALL, cpu_util_simple=50.0, process_cpu=20.0), "critical"),
     ],
 )
-def test_communication_is_not_blamed_for_waiting_that_has_another_cause(
+def test_waits_with_another_cause_are_not_communication(
     signals: Signals, severity: str | None
 ) -> None:
-    """Late ranks, ranks that take turns, and a machine that others use: 3 ms of 14 ms per batch."""
+    """Late ranks, alternating ranks, and a busy machine: 3 ms of 14 ms per batch."""
     shorter = [replace(each, rows=np.array(each.rows) / 100) for each in signals.windows]
     signals = replace(signals, windows=shorter, setup=Setup(world_size=4, cpus=2))
     found = {each.code: each.severity for each in diagnose(signals).verdicts}
     assert found.get("communication-bound") == severity
 
 
-def test_without_waits_nothing_is_said_about_ranks() -> None:
-    """Both rules say what they lack; with one rank they are not concerned."""
+def test_without_waits_rank_rules_are_unknown() -> None:
+    """Both rules name the missing columns; with one rank they do not apply."""
     (whole, *_) = signals_of_ranks({}, {}, ranks=2).windows
     columns = {n: p for n, p in whole.columns.items() if not n.startswith("waits/")}
     signals = Signals(windows=[replace(whole, columns=columns)] * 6)

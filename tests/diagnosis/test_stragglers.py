@@ -15,7 +15,7 @@ from lightning_perf.timing.totals import CATEGORIES
 
 
 def find_straggler(windows: list[Window]) -> Straggler | None:
-    """As the callers: of windows with batches, of several ranks."""
+    """Like the callers, skip windows without batches or with one rank."""
     several = [each for each in windows if each.batches and each.world_size > 1]
     return straggler_of([work_of(each) for each in several])
 
@@ -36,7 +36,7 @@ def late(category: str, rank: int = 2, ranks: int = 4, seconds: float = 5.0) -> 
     ],
 )  # fmt: skip
 def test_the_late_rank_and_its_phase_are_named(category: str, phase: str, ranks: int) -> None:
-    """Also where the others' waiting is in the same category as the late rank's own work."""
+    """This holds if the others wait in the same category as the late rank's own work."""
     found = find_straggler([late(category, 1, ranks)] * 5)
     assert found is not None
     assert (found.rank, found.node, found.phase, found.chronic) == (1, 0, phase, True)
@@ -45,7 +45,7 @@ def test_the_late_rank_and_its_phase_are_named(category: str, phase: str, ranks:
     assert not found.on_gpu
 
 
-def test_rank_0_makes_the_others_wait_at_the_start_and_for_its_buffers() -> None:
+def test_a_late_rank_0_is_named_at_the_start_and_for_its_buffers() -> None:
     """Lightning and DDP broadcast from rank 0: the others then wait before backward."""
     for column in ("waits/start", "waits/forward"):
         windows = [ranks_window(3, {"callbacks": {0: 5.0}}, {column: {1: 5.0, 2: 5.0}})] * 3
@@ -58,30 +58,30 @@ def test_rank_0_makes_the_others_wait_at_the_start_and_for_its_buffers() -> None
     "windows",
     [
         [ranks_window(4, {}, {})] * 5,
-        # Communication takes long on all ranks.
+        # Communication is slow on all ranks.
         [ranks_window(4, {}, {"waits/backward": dict.fromkeys(range(4), 9.0)})] * 5,
-        # All are equally slow.
+        # All ranks are equally slow.
         [ranks_window(4, {"forward": dict.fromkeys(range(4), 9.0)}, {})] * 5,
-        # Late, but nobody waits for it: ranks that do not depend on one another.
+        # Late, but no other rank waits for it: independent ranks.
         [ranks_window(4, {"forward": {1: 9.0}}, {})] * 5,
-        # The others wait for something else.
+        # The others wait for another cause.
         [ranks_window(4, {"forward": {1: 2.0}}, {"waits/backward": {0: 9.0, 2: 9.0, 3: 9.0}})] * 5,
         # The ranks take turns.
         [late("forward", rank) for rank in (0, 1, 2, 3, 0, 1, 2, 3)],
-        # Too little to be worth a name.
+        # Too small to be reported.
         [late("forward", seconds=0.2)] * 5,
         [late("forward")] * 2,
         [window_of({**{f"timings/{name}": [1.0] for name in CATEGORIES}})] * 5,
         [],
     ],
 )
-def test_nobody_is_named_without_a_straggler(windows: list[Window]) -> None:
-    """A verdict needs own excess, others that wait for it, and the same rank again."""
+def test_no_rank_is_named_without_a_straggler(windows: list[Window]) -> None:
+    """A verdict needs excess work, waits of the other ranks, and the same rank repeatedly."""
     assert find_straggler(windows) is None
 
 
 def test_a_rank_that_is_late_once_is_not_chronic() -> None:
-    """It is named if the delay is a large part of all windows."""
+    """It is still named if its delay is a large part of all windows."""
     usual = ranks_window(4, {}, {})
     found = find_straggler([usual, usual, late("dataloader_next", seconds=30.0), usual, usual])
     assert found is not None
@@ -90,7 +90,7 @@ def test_a_rank_that_is_late_once_is_not_chronic() -> None:
 
 
 def test_a_slow_node_is_named_instead_of_its_ranks() -> None:
-    """If all of its ranks are late; one late rank of a node is named itself."""
+    """All of its ranks are late. A single late rank of a node is named itself."""
     others = {"waits/backward": dict.fromkeys(range(4), 5.0)}
     slow = ranks_window(8, {"forward": dict.fromkeys(range(4, 8), 5.0)}, others, node=4)
     found = find_straggler([slow] * 4)
@@ -105,7 +105,7 @@ def test_a_slow_node_is_named_instead_of_its_ranks() -> None:
 
 
 def on_gpu(device: dict[str, float], host: dict[str, float]) -> Window:
-    """The GPU of rank 1 and its host need more seconds in some categories than the others do."""
+    """Rank 1 takes more seconds than the others in some categories, on its GPU or its host."""
     plain = ranks_window(3, {name: {1: seconds} for name, seconds in host.items()}, {})
     columns = {name: plain[name].tolist() for name in plain.columns}
     more = sum(device.values())
@@ -127,7 +127,7 @@ COMPUTE = {"forward": 2.0, "backward": 4.0, "optimizer_step": 0.5}
 @pytest.mark.parametrize(
     ("device", "host", "phase", "slow_gpu"),
     [
-        # A throttled clock slows all kernels; the host enqueues them as fast as the others do,
+        # A throttled clock slows all kernels; the host enqueues them as fast as the other hosts,
         (COMPUTE, {}, "backward", True),
         # but waits where it reads a loss, a gradient's norm, or a value to log.
         (COMPUTE, {"forward": 2.0}, "backward", True),
@@ -138,7 +138,7 @@ COMPUTE = {"forward": 2.0, "backward": 4.0, "optimizer_step": 0.5}
         ({"forward": 5.0}, {}, "forward", True),
         ({"backward": 5.0}, {"backward": 0.5}, "backward", True),
         ({"optimizer_step": 5.0}, {}, "optimizer", True),
-        # A late host: its device has nothing to do meanwhile, in that phase alone.
+        # A late host: its device is idle meanwhile, in that phase only.
         ({"forward": 5.0}, {"forward": 6.0}, "forward", False),
         ({"forward": 5.0, "backward": 0.5}, {"forward": 5.0}, "forward", False),
         ({"backward": 5.0}, {"backward": 5.0}, "backward", False),
@@ -150,17 +150,17 @@ COMPUTE = {"forward": 2.0, "backward": 4.0, "optimizer_step": 0.5}
         (COMPUTE, COMPUTE, "backward", False),
     ],
 )  # fmt: skip
-def test_a_slow_gpu_is_told_from_a_slow_host(
+def test_a_slow_gpu_is_distinguished_from_a_slow_host(
     device: dict[str, float], host: dict[str, float], phase: str, slow_gpu: bool
 ) -> None:
-    """Where the device computes longer and its host does not work longer, the GPU is slow."""
+    """If the device works longer and its host does not, the GPU is slow."""
     found = find_straggler([on_gpu(device, host)] * 3)
     assert found is not None
     assert (found.rank, found.phase, found.on_gpu) == (1, phase, slow_gpu)
 
 
-def test_ten_thousand_ranks_are_searched() -> None:
-    """The one that is late is found."""
+def test_a_straggler_among_ten_thousand_ranks_is_found() -> None:
+    """The late rank is found."""
     ranks = 10_000
     others = {each: 5.0 for each in range(ranks) if each != 4711}
     found = find_straggler(
@@ -174,7 +174,7 @@ def test_ten_thousand_ranks_are_searched() -> None:
 
 
 def named(found: dict[str, Any]) -> tuple[int, str] | None:
-    """Rank and phase."""
+    """Rank and phase of a verdict."""
     late = found["straggler"]
     return None if late is None else (late["rank"], late["phase"])
 
@@ -185,7 +185,8 @@ def named(found: dict[str, Any]) -> tuple[int, str] | None:
     [("input", 3, 0.02), ("forward", 2, 0.005), ("backward", 4, 0.05), ("callback", 2, 0.02)],
 )
 def test_a_planted_delay_is_found(tmp_path: Path, phase: str, ranks: int, seconds: float) -> None:
-    """On real ranks, rank and phase; with another seed where a busy machine delayed others more.
+    """On real ranks, rank and phase are found. If a busy machine delayed another rank more, another
+    seed is tried.
 
     ``benchmarks/stragglers.py`` counts how often.
     """
@@ -210,8 +211,10 @@ def test_a_planted_delay_is_found(tmp_path: Path, phase: str, ranks: int, second
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("slow", ["none", "all"])
-def test_nobody_is_named_if_nothing_is_planted(tmp_path: Path, ranks: int, slow: str) -> None:
-    """Nor if all ranks are equally slow. With another seed where a busy machine delayed one."""
+def test_no_rank_is_named_if_nothing_is_planted(tmp_path: Path, ranks: int, slow: str) -> None:
+    """This includes ranks that are all equally slow. If a busy machine delayed one, another seed is
+    tried.
+    """
     late = set(range(ranks)) if slow == "all" else set()
     for seed in range(4):
         folder = tmp_path / str(seed)

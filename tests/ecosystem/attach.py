@@ -1,8 +1,8 @@
-"""A pytest plugin: with ``--attach FOLDER`` every Trainer that a test makes has our callbacks.
+"""A pytest plugin: with ``--attach FOLDER`` every Trainer in a test has our callbacks.
 
-Their files go to the folder, for many tests list the one in which they train.
+Their files go to the folder, because many tests list the folder in which they train.
 
-``--outcomes FILE`` writes how each test ended, to compare a run with one without us, and how many
+``--outcomes FILE`` writes how each test ended, for a comparison with a run without us, and how many
 batches our callbacks counted.
 """
 
@@ -33,20 +33,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if folder := config.getoption("--attach"):
         _attach(folder)
         config.pluginmanager.register(_CleanUp())
-    # Workers of xdist report to the process that started them.
+    # Workers of xdist report to their controller.
     if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Outcomes(config.getoption("--outcomes").resolve()))
 
 
 def _suite() -> Suite:
-    # With a peak given, no test waits until that of this machine is measured.
+    # A given peak, so that no test waits for a measurement.
     peak = 1e12
     speed = SpeedMonitor(window_size=2, gpu_flops_available=peak)
     return Suite([speed, Flops("4ba", peak_flops=peak), Timings(), SystemMetrics()])
 
 
 def _attach(folder: str) -> None:
-    flop_meter._SETTLED = 1  # short trainings have batches that are deferred, too
+    flop_meter._SETTLED = 1  # short trainings must have deferred batches, too
     make, report = pl.Trainer.__init__, Reporting.__init__
 
     @wraps(make)
@@ -63,10 +63,11 @@ def _attach(folder: str) -> None:
 
 
 class _CleanUp:
-    """Removes what a test of Lightning takes for its own leftovers; runs before its fixtures end.
+    """Removes files and threads that Lightning's tests would report as leftovers; runs before their
+    fixtures end.
 
-    After an exception nothing waits for our threads, which must end on their own. Ranks that a test
-    spawns write our files into the folder in which they train.
+    After an exception our threads must end on their own. Ranks that a test spawns write our files
+    into their training folder.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class _CleanUp:
         for thread in threading.enumerate():
             if thread.name.startswith("lightning_perf"):
                 thread.join(timeout=30)
-                assert not thread.is_alive(), f"{thread.name} outlives its Trainer"
+                assert not thread.is_alive(), f"{thread.name} still runs after its Trainer"
         for folder in Path().glob("run-*"):
             shutil.rmtree(folder)
 

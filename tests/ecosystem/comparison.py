@@ -1,4 +1,4 @@
-"""One training three times: alone, with our callbacks, and under torch's own FLOP counter."""
+"""Trains three times: alone, with our callbacks, and under torch's own FLOP counter."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ RECORDED = ("Optimizer.step", "aten::")
 
 
 class Train(Protocol):
-    """Trains with these options for the Trainer, and gives the module."""
+    """Trains with options for the Trainer, and returns the module."""
 
     def __call__(self, **options: Any) -> nn.Module: ...
 
 
 class TorchCounter(L.Callback):
-    """Writes into a file what torch's FLOP counter finds in the last batch of a training."""
+    """Writes the FLOPs that torch's counter finds in the last batch of a training to a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -46,7 +46,7 @@ class TorchCounter(L.Callback):
 def train_alike(
     train: Train, folder: Path, callbacks: list[Any], logger: Any = False
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The weights that a seeded training ends with, and the state of its random numbers."""
+    """The weights and the random state at the end of a seeded training."""
     L.seed_everything(7, verbose=False)
     module = train(
         accelerator="cpu",
@@ -62,7 +62,7 @@ def train_alike(
 
 
 def logged(folder: Path) -> dict[str, float]:
-    """The last value of each metric that a CSVLogger wrote below a folder."""
+    """The last value of each metric in the CSVLogger's files below a folder."""
     (file,) = folder.rglob("metrics.csv")
     with file.open() as lines:
         return {
@@ -77,7 +77,7 @@ def recorded(folder: Path) -> set[str]:
 
 
 def compare(train: Train, folder: Path) -> tuple[float, float]:
-    """Train alone, with us and under torch's counter; assert that we change nothing.
+    """Train alone, with us and under torch's counter; assert that our callbacks change nothing.
 
     Returns:
         FLOPs of the last batch, as Flops and as torch's FlopCounterMode count them.

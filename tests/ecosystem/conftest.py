@@ -1,4 +1,4 @@
-"""Trainings by real packages; ``nox -s ecosystem`` installs those and runs them."""
+"""Trainings by other packages; ``nox -s ecosystem`` installs and runs them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ pytest.register_assert_rewrite("comparison")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let other packages use what is deprecated; warnings of ours stay errors."""
+    """Allow deprecations in other packages; our warnings stay errors."""
     config.addinivalue_line("filterwarnings", "default")
     config.addinivalue_line("filterwarnings", "error::lightning_perf.PerfWarning")

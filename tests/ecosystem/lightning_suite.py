@@ -1,8 +1,8 @@
-"""Run Lightning's own tests with our callbacks, and those that do not pass without them, too.
+"""Run Lightning's own tests with our callbacks, and repeat without them those that do not pass.
 
 ``python lightning_suite.py CHECKOUT [PATHS AND OPTIONS OF PYTEST]``; paths are below
-``tests/tests_pytorch``. Tests that end otherwise with us than without us have to be listed, with
-the reason, in ``lightning_expected.toml``.
+``tests/tests_pytorch``. Tests whose result differs with us must be listed, with the reason, in
+``lightning_expected.toml``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = "tests/tests_pytorch"
 
 
 def outcomes(tests: Path, *options: str, attach: bool = False) -> tuple[dict[str, str], int]:
-    """How each of the tests ends, by its name, and how many batches our callbacks counted."""
+    """The result of each test by its name, and how many batches our callbacks counted."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "outcomes.json")
         command = [
@@ -35,14 +35,14 @@ def outcomes(tests: Path, *options: str, attach: bool = False) -> tuple[dict[str
 
 
 def main(checkout: str, *options: str) -> bool:
-    """Compare both runs; true if tests ran and differ as expected alone."""
+    """Compare both runs; true if tests ran and differ only as expected."""
     tests = Path(checkout, ROOT)
     groups = tomllib.loads((HERE / "lightning_expected.toml").read_text())["differences"]
     expected = {test: group["reason"] for group in groups for test in group["tests"]}
     named, batches = outcomes(tests, *options, attach=True)
     with_us = {name.removeprefix(f"{ROOT}/"): end for name, end in named.items()}
     print(f"with us: {dict(Counter(with_us.values()))}, {batches:,} batches")
-    # What passes with us does not have to run without us.
+    # Tests that pass with us need not run without us.
     others = [name for name, end in with_us.items() if end != "passed"]
     flags = [each for each in options if not (tests / each.partition("::")[0]).exists()]
     named, _ = outcomes(tests, *flags, *others) if others else ({}, 0)

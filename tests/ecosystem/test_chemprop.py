@@ -24,7 +24,7 @@ MOLECULES = [
 
 
 def test_message_passing_trains_as_without_us(tmp_path: Path) -> None:
-    """Graphs in a batch: same weights, and torch's FLOPs from a fit once shapes are too many."""
+    """Graphs in a batch: same weights, and torch's FLOPs, predicted for too many shapes."""
     data, parts = chemprop.data, chemprop.nn
 
     def train(**options: Any) -> nn.Module:

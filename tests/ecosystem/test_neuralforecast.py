@@ -13,7 +13,7 @@ neuralforecast = pytest.importorskip("neuralforecast")
 
 
 WINDOWS, LENGTH, HIDDEN = 32, 16, 128
-#: What torch's counter leaves out: an LSTM of two layers, forward and twice that backward.
+#: Omitted by torch's counter: an LSTM of two layers, forward and twice that for backward.
 LSTM_FLOPS = 3 * WINDOWS * LENGTH * 2 * 4 * HIDDEN * ((1 + HIDDEN) + (HIDDEN + HIDDEN))
 
 
@@ -28,7 +28,7 @@ LSTM_FLOPS = 3 * WINDOWS * LENGTH * 2 * 4 * HIDDEN * ((1 + HIDDEN) + (HIDDEN + H
 def test_forecasters_train_as_without_us(
     tmp_path: Path, name: str, sizes: dict[str, int], left_out: int
 ) -> None:
-    """Same weights, and the FLOPs that torch counts besides those that it leaves out."""
+    """Same weights; FLOPs are torch's plus those that torch omits."""
     from neuralforecast.utils import generate_series
 
     series = generate_series(4, min_length=80, max_length=120)

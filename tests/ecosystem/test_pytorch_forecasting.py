@@ -13,12 +13,12 @@ from torch import nn
 
 forecasting = pytest.importorskip("pytorch_forecasting")
 BATCH, PAST, FUTURE, HIDDEN = 16, 12, 4, 8
-#: What torch's counter leaves out: an LSTM over past and future, forward and twice that backward.
+#: Omitted by torch's counter: an LSTM over past and future, forward and twice that for backward.
 LSTM_FLOPS = 3 * BATCH * (PAST + FUTURE) * 2 * 4 * HIDDEN * (HIDDEN + HIDDEN)
 
 
 def test_a_temporal_fusion_transformer_trains_as_without_us(tmp_path: Path) -> None:
-    """Recurrence and attention in one: same weights, and the FLOPs of its LSTMs besides torch's."""
+    """Recurrence and attention: same weights; FLOPs are torch's plus those of its LSTMs."""
     import pandas as pd
 
     steps = np.tile(np.arange(60), 3)

@@ -1,4 +1,4 @@
-"""rl4co: its batches are tensordicts, whose operators and iteration are their own."""
+"""rl4co: its batches are tensordicts with their own operators and iteration."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 pytest.importorskip("rl4co")
 
 BATCH, NODES, WIDTH = 8, 8, 16
-#: What torch's counter leaves out on a CPU: the two products of attention, forward and twice that
-#: backward, of all nodes in the encoder, and of one node after the other in the decoder.
+#: Omitted by torch's counter on a CPU: the two products of attention, forward and twice that for
+#: backward, of all nodes in the encoder, and node by node in the decoder.
 ATTENTION_FLOPS = 2 * 3 * 2 * (2 * BATCH * NODES * NODES * WIDTH)
 
 
 def test_policies_train_as_without_us(tmp_path: Path) -> None:
-    """Same weights, and the FLOPs that torch counts besides those of attention."""
+    """Same weights; FLOPs are torch's plus those of attention."""
     from rl4co.envs import TSPEnv
     from rl4co.models import REINFORCE, AttentionModelPolicy
     from rl4co.utils import RL4COTrainer

@@ -13,13 +13,13 @@ scvi = pytest.importorskip("scvi")
 
 
 def test_a_variational_autoencoder_trains_as_without_us(tmp_path: Path) -> None:
-    """Draws in the forward pass: same weights, torch's FLOPs."""
-    # These draws take no seed.
+    """Random draws in the forward pass: same weights, torch's FLOPs."""
+    # These draws are not seeded.
     cells = scvi.data.synthetic_iid(batch_size=64)
     scvi.model.SCVI.setup_anndata(cells, batch_key="batch")
 
     def train(**options: Any) -> nn.Module:
-        # It splits the cells by a seed of its own, which is random at first.
+        # It splits the cells by its own seed, which is random by default.
         scvi.settings.seed = 7
         model = scvi.model.SCVI(cells, n_hidden=16, n_latent=4)
         model.train(max_epochs=3, batch_size=32, train_size=1.0, **options)

@@ -1,4 +1,4 @@
-"""transformers: a language model with random weights, in a module of the user's."""
+"""transformers: a language model with random weights, in a user's module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY, LENGTH, BATCH, LAYERS, WIDTH = 128, 32, 4, 2, 32
 
 
 class Finetuned(L.LightningModule):
-    """A model of transformers, on batches as its collators make them."""
+    """A transformers model on batches like those of its collators."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ SIZES = {
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_language_models_train_as_without_us(tmp_path: Path, kind: str, attention: str) -> None:
-    """Same weights; torch's FLOPs, and what its counter leaves out of SDPA on a CPU."""
+    """Same weights; torch's FLOPs plus those of SDPA that its counter omits on a CPU."""
     tokens = torch.randint(
         VOCABULARY, (8 * BATCH, LENGTH), generator=torch.Generator().manual_seed(1)
     )
@@ -59,6 +59,6 @@ def test_language_models_train_as_without_us(tmp_path: Path, kind: str, attentio
         return module
 
     ours, torchs = compare(train, tmp_path)
-    # The one without dropout has a kernel of its own: two products forward and four backward.
+    # Without dropout there is another kernel: two products in forward and four in backward.
     fused = kind == "llama" and attention == "sdpa"
     assert ours - torchs == (LAYERS * 6 * 2 * BATCH * LENGTH**2 * WIDTH if fused else 0)

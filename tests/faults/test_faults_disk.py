@@ -1,10 +1,10 @@
-"""Disks that fill up and folders that go away cost windows, never a training or another window.
+"""Full disks and missing folders may lose windows, but never a training or other windows.
 
-| fault before batch 10 | x profilers, one of whose windows is open then |
+| fault before batch 10 | x profilers, one with an open window |
 |---|---|
-| the disk is full, and stays so | 3 |
-| the disk is full, and is no more two batches later | 3 |
-| no file may grow any more (a quota) | 3, and VizTracer's own form |
+| the disk is full until the end | 3 |
+| the disk is full for two batches | 3 |
+| files cannot grow (a quota) | 3, and VizTracer's own form |
 | the folder is removed | 3 |
 | a file is in the folder's place | 3 |
 | the folder takes no new files for two batches | 3 |
@@ -27,7 +27,7 @@ from helpers.faults import (
     BATCH,
     DONE,
     PROFILERS,
-    Nursery,
+    ForkServer,
     Planted,
     Setting,
     await_files,
@@ -48,26 +48,26 @@ Act = Callable[[], object]
 
 
 def planted(folder: Path, acts: dict[int, Act]) -> Setting:
-    """Things done before certain batches, once the first windows are on the disk."""
+    """A training with actions before certain batches, after the first windows are written."""
     settled = Planted("on_train_batch_start", partial(await_files, folder, DONE), BATCH)
     done = [Planted("on_train_batch_start", act, batch) for batch, act in acts.items()]
     return Setting(before=[settled, *done] if acts else [])
 
 
 @pytest.fixture(scope="module")
-def weights(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> object:
-    """How the training ends without us."""
+def weights(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> object:
+    """The weights at the end of the training without us."""
     folder = tmp_path_factory.mktemp("without")
-    return nursery.run(folder, fit, folder, Setting, ours=[]).ended
+    return fork_server.run(folder, fit, folder, Setting, ours=[]).ended
 
 
 @pytest.fixture
-def train(nursery: Nursery, tmp_path: Path, weights: object) -> Callable[..., list[str]]:
-    """Trains with things done before batches; gives our warnings."""
+def train(fork_server: ForkServer, tmp_path: Path, weights: object) -> Callable[..., list[str]]:
+    """Trains with actions before batches; returns our warnings."""
 
     def run(profiler: str, folder: Path, acts: dict[int, Act]) -> list[str]:
         process, ours = tmp_path / "process", profilers(profiler)
-        ended = nursery.run(process, fit, folder, planted, folder, acts, ours=ours)
+        ended = fork_server.run(process, fit, folder, planted, folder, acts, ours=ours)
         assert ended.ended == weights, ended.stderr
         return ended.said
 
@@ -76,7 +76,7 @@ def train(nursery: Nursery, tmp_path: Path, weights: object) -> Callable[..., li
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of eight megabytes."""
+    """A file system of 8 MB."""
     place = tmp_path / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
@@ -108,13 +108,13 @@ def occupy(folder: Path) -> None:
 
 
 def mark(sign: str, folder: Path) -> None:
-    """Folders alone: a write into memray's mapped file, if that were immutable, is a SIGBUS."""
+    """Folders only: a write into memray's mapped file, if it were immutable, is a SIGBUS."""
     below = [path for path in folder.iterdir() if path.is_dir()]
     subprocess.run(["chattr", f"{sign}i", str(folder), *map(str, below)], check=True)
 
 
 def squeezed() -> Setting:
-    """VizTracer compresses in a process that has a quota of less than it needs."""
+    """VizTracer compresses in a child process whose quota is too small."""
 
     def run_squeezed(*arguments: str) -> str:
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -129,27 +129,27 @@ def squeezed() -> Setting:
 
 
 def hidden(folder: Path) -> set[str]:
-    """Kinds of unfinished files, which all know themselves as such."""
+    """The kinds of unfinished files that are marked as such."""
     paths = [path for path in hidden_files(folder) if not path.name.startswith(".filler")]
     assert all(path.name.startswith(".spool-") for path in paths), paths
     return {path.suffix for path in paths}
 
 
 @pytest.mark.parametrize("profiler", PROFILERS)
-def test_a_full_disk_costs_the_open_window(
+def test_a_full_disk_loses_only_the_open_window(
     train: Callable[..., list[str]], disk: Path, profiler: str
 ) -> None:
-    """What was placed stays whole; what is cut short has no final name, and is said."""
-    told = train(profiler, disk, {BATCH: partial(fill, disk)})
+    """Finished files stay complete; a truncated one has no final name and gives a warning."""
+    messages = train(profiler, disk, {BATCH: partial(fill, disk)})
     kept = whole(disk)
-    # Memray keeps what it had written, which is readable, and tells on stderr that it stopped.
+    # Memray keeps the readable part of its capture, and reports on stderr that it stopped.
     assert DONE <= kept <= DONE | (files(profiler, 12) if profiler == "Memray" else set())
     hidden(disk)
-    assert told
+    assert messages
 
 
 @pytest.mark.parametrize("profiler", PROFILERS)
-def test_a_disk_that_was_full_takes_the_next_window(
+def test_the_next_window_is_recorded_after_a_full_disk(
     train: Callable[..., list[str]], disk: Path, profiler: str
 ) -> None:
     """Recording continues when there is space again."""
@@ -158,26 +158,26 @@ def test_a_disk_that_was_full_takes_the_next_window(
     assert DONE | files(profiler, 14) <= kept <= DONE | files(profiler, 12, 14)
 
 
-# Not Memray: its capture ends early, maybe before its first record, which docs/traces.md says.
+# Not Memray: its capture may end before its first record, as docs/traces.md says.
 @pytest.mark.parametrize("profiler", ["PyTorch", "VizTracer"])
-def test_a_quota_costs_the_windows_that_it_cuts(
+def test_a_quota_loses_only_truncated_windows(
     train: Callable[..., list[str]], tmp_path: Path, profiler: str
 ) -> None:
-    """A trace that the tool could write in part only never gets its final name."""
+    """A partly written trace never gets its final name."""
     folder = tmp_path / "out"
-    told = train(profiler, folder, {BATCH: bound})
+    messages = train(profiler, folder, {BATCH: bound})
     assert DONE <= whole(folder) <= DONE | files(profiler, 12, 14)
     hidden(folder)
-    assert told
+    assert messages
 
 
-def test_a_quota_on_viztracer_s_own_form_leaves_the_recording(
-    nursery: Nursery, tmp_path: Path
+def test_the_raw_file_is_kept_if_viztracer_cannot_compress_it(
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """VizTracer does not report a partly compressed file: the raw one is kept."""
+    """VizTracer does not report a partly compressed file; the raw file is kept."""
     ours = [VizTracer(schedule=Fixed(1, 6), compress=True, tracer_entries=50_000)]
     folder = tmp_path / "out"
-    ended = nursery.run(tmp_path / "process", fit, folder, squeezed, ours=ours)
+    ended = fork_server.run(tmp_path / "process", fit, folder, squeezed, ours=ours)
     assert ended.code == 0, ended.stderr
     assert not whole(folder)
     assert ended.said
@@ -185,36 +185,38 @@ def test_a_quota_on_viztracer_s_own_form_leaves_the_recording(
 
 
 @pytest.mark.parametrize("profiler", PROFILERS)
-def test_a_folder_that_is_removed_is_made_again(
+def test_a_removed_folder_is_created_again(
     train: Callable[..., list[str]], tmp_path: Path, profiler: str
 ) -> None:
-    """What a tool holds in memory is written all the same; memray's open file is gone, and said."""
+    """Recordings in memory are written; memray's open file is lost, with a warning."""
     folder = tmp_path / "out"
-    told = train(profiler, folder, {BATCH: partial(shutil.rmtree, folder / "records-version_0")})
+    messages = train(
+        profiler, folder, {BATCH: partial(shutil.rmtree, folder / "records-version_0")}
+    )
     lost = profiler == "Memray"
     assert whole(folder) == files(profiler, *([14] if lost else [12, 14]))
-    assert len(told) == 2 * lost  # of the capture, and of its summary
+    assert len(messages) == 2 * lost  # for the capture and for its summary
 
 
 @pytest.mark.parametrize("profiler", PROFILERS)
-def test_a_file_in_the_folder_s_place_costs_the_windows_to_come(
+def test_a_file_in_place_of_the_folder_loses_later_windows_only(
     train: Callable[..., list[str]], tmp_path: Path, profiler: str
 ) -> None:
-    """The windows before are whole where they went."""
+    """The earlier windows are complete in the moved folder."""
     folder = tmp_path / "out"
-    told = train(profiler, folder, {BATCH: partial(occupy, folder / "records-version_0")})
+    messages = train(profiler, folder, {BATCH: partial(occupy, folder / "records-version_0")})
     (folder / "records-version_0").unlink()
     assert whole(folder) == DONE
     assert hidden(folder) == ({".bin"} if profiler == "Memray" else set())
-    assert told
-    assert "report this" not in "".join(told)
+    assert messages
+    assert "report this" not in "".join(messages)
 
 
 @pytest.mark.parametrize("profiler", PROFILERS)
-def test_a_folder_that_takes_no_files_for_a_while_costs_a_window(
+def test_a_folder_without_write_access_for_two_batches_loses_one_window(
     train: Callable[..., list[str]], tmp_path: Path, profiler: str
 ) -> None:
-    """The next window is recorded, and memray's capture is kept under its hidden name."""
+    """The next window is recorded, and memray's capture stays under its hidden name."""
     folder = tmp_path / "out"
     (traces := folder / "records-version_0").mkdir(parents=True)
     try:
@@ -226,7 +228,7 @@ def test_a_folder_that_takes_no_files_for_a_while_costs_a_window(
         train(profiler, folder, {BATCH: partial(mark, "+", traces), 12: partial(mark, "-", traces)})
     finally:
         mark("-", traces)
-    # The first window ends with batch 11: the worker may be too early for it, or just in time.
+    # The first window ends with batch 11; whether the worker writes it in time is a race.
     kept = whole(folder)
     assert DONE | files(profiler, 14) <= kept <= DONE | files(profiler, 12, 14)
     if profiler == "Memray":
@@ -234,27 +236,27 @@ def test_a_folder_that_takes_no_files_for_a_while_costs_a_window(
 
 
 @pytest.mark.parametrize("profiler", PROFILERS)
-def test_a_folder_that_cannot_be_made_costs_no_training(
+def test_a_folder_that_cannot_be_created_does_not_affect_training(
     train: Callable[..., list[str]], tmp_path: Path, profiler: str
 ) -> None:
-    """Each profiler says so once, however many windows it leaves out, and the summary too."""
+    """Each profiler warns once for all its windows, and the summary warns once."""
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "records-version_0").write_text("not a folder")
-    told = train(profiler, folder, {})
-    *profilers, summary = told
+    messages = train(profiler, folder, {})
+    *profilers, summary = messages
     assert len(profilers) == 3
     assert all("windows are left out until it can" in line for line in profilers)
     assert "the summary of the run was not written" in summary
 
 
 @pytest.mark.parametrize("profiler", PROFILERS)
-def test_a_disk_that_is_full_from_the_start_costs_no_training(
+def test_a_disk_that_is_full_from_the_start_does_not_affect_training(
     train: Callable[..., list[str]], disk: Path, profiler: str
 ) -> None:
-    """Each profiler says so, and nothing has a final name."""
+    """Each profiler warns, and no file has a final name."""
     fill(disk)
-    told = train(profiler, disk, {})
+    messages = train(profiler, disk, {})
     assert not whole(disk)
     hidden(disk)
-    assert len(told) >= 3
+    assert len(messages) >= 3

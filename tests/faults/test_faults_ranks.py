@@ -1,6 +1,6 @@
-"""Two ranks of which one fails: the other one ends as it would without us, and its files are whole.
+"""If one of two ranks fails, the other one ends as without us, and its files are complete.
 
-| rank | x how it fails in batch 4 | x where our reports stand | cases |
+| rank | x how it fails in batch 4 | x which callbacks of ours | cases |
 |---|---|---|---|
 | 0, 1 | raises, exits, os._exit, SIGKILL | profilers alone | 8 |
 | 1 | raises, os._exit | with SpeedMonitor, which gathers from all ranks | 2 |
@@ -23,7 +23,7 @@ from helpers.faults import (
     READMES,
     Child,
     Ended,
-    Nursery,
+    ForkServer,
     Setting,
     await_files,
     files,
@@ -40,7 +40,7 @@ from lightning_perf import Fixed, Memray, PyTorch, SpeedMonitor, VizTracer
 pytestmark = pytest.mark.slow
 
 RANKS: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2}
-#: Each rank has eight batches; these windows end before batch 4, in which Memray's is open.
+#: Each rank has eight batches. These windows end before batch 4, during which Memray's is open.
 EARLY = set().union(
     *(files("PyTorch", 1, rank=rank) | files("VizTracer", 3, rank=rank) for rank in (0, 1)),
     {name for name in READMES if not name.startswith("memray")},
@@ -55,7 +55,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 
 class OneFails(Callback):
-    """One rank fails, once both have the files of their early windows."""
+    """One rank fails after both have written the files of their early windows."""
 
     def __init__(self, rank: int, fault: str, folder: Path, ours: bool) -> None:
         self.rank, self.fault, self.folder, self.ours = rank, fault, folder, ours
@@ -81,13 +81,13 @@ def ours(monitor: bool) -> list[Any]:
     return [*recorders, SpeedMonitor(window_size=2)] if monitor else recorders
 
 
-def start(nursery: Nursery, folder: Path, rank: int, fault: str, mine: list[Any]) -> Child:
+def start(fork_server: ForkServer, folder: Path, rank: int, fault: str, mine: list[Any]) -> Child:
     out = folder / "out"
-    return nursery.start(folder, fit, out, one_fails, rank, fault, out, bool(mine), ours=mine)
+    return fork_server.start(folder, fit, out, one_fails, rank, fault, out, bool(mine), ours=mine)
 
 
 def _same(ended: Ended) -> tuple[int, str]:
-    """Whether torch reports the rank that fails or the one that waits for it is a race."""
+    """Whether torch reports the failing or the waiting rank is a race."""
     assert ended.outcome is not None
     error, _ = ended.outcome["error"]
     return ended.code, "torch" if error.startswith("Process") else error
@@ -100,18 +100,18 @@ def _same(ended: Ended) -> tuple[int, str]:
         *((1, fault, True) for fault in ("raises", "os._exit")),
     ],
 )
-def test_a_rank_that_fails_takes_no_file_with_it(
-    nursery: Nursery, tmp_path: Path, rank: int, fault: str, monitor: bool
+def test_a_failing_rank_loses_no_file_of_any_rank(
+    fork_server: ForkServer, tmp_path: Path, rank: int, fault: str, monitor: bool
 ) -> None:
-    """Finished windows of both ranks are whole, and the run ends, as it would without us."""
+    """Finished windows of both ranks are complete, and the run ends as without us."""
     children = [
-        start(nursery, tmp_path / "ours", rank, fault, ours(monitor)),
-        start(nursery, tmp_path / "without", rank, fault, []),
+        start(fork_server, tmp_path / "ours", rank, fault, ours(monitor)),
+        start(fork_server, tmp_path / "without", rank, fault, []),
     ]
     ended, without = (child.wait() for child in children)
     assert _same(ended) == _same(without), ended.stderr + without.stderr
     out = tmp_path / "ours" / "out"
     assert EARLY <= whole(out) <= EARLY | LATE
-    # torch ends the rank that is left by SIGTERM, which may meet a file on its way to its name.
+    # torch ends the other rank by SIGTERM, possibly before a file has its final name.
     left = [path.name for path in hidden(out)]
     assert all(name.startswith(".spool-") or name.endswith(".partial") for name in left), left

@@ -1,4 +1,4 @@
-"""A tracking server that fails costs a training nothing, and no file is lost to it.
+"""A failing tracking server does not affect training, and no file is lost.
 
 | faults | x endings | cases |
 |---|---|---|
@@ -7,8 +7,8 @@
 | passing: down, drop, 500, 403 from batch 3 to 12 | ends | 4 |
 | down or 500 before there is a run | raises | 2 |
 
-Each is compared with the same training without us; what did not arrive is listed, and
-`lightning-perf upload` then brings it to the server that has recovered.
+Each is compared with the same training without us. Files that were not uploaded are listed, and
+`lightning-perf upload` sends them after the server has recovered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from helpers.faults import (
     Acting,
     Child,
     Ended,
-    Nursery,
+    ForkServer,
     Planted,
     Setting,
     await_files,
@@ -50,7 +50,7 @@ from lightning_perf.run import context
 
 pytestmark = pytest.mark.slow
 
-#: Stand in the address and in the environment, and nowhere else.
+#: Secrets in the address and in the environment, which must not appear elsewhere.
 SECRETS = ("hunter-in-the-address", "hunter-in-the-environment")
 LIST = "pending_uploads.jsonl"
 STAYING = ("down", "hang", "drop", "cut", "garbage", "500", "503", "403", "413")
@@ -61,8 +61,8 @@ RAISED = DONE | files("PyTorch", BATCH)
 def served(
     place: Path, port: int, modes: dict[int, str], failing: bool, name: str, flag: Path
 ) -> Setting:
-    """A training that logs to a server, whose way to fail changes at some batches."""
-    # MLflow's own patience is twenty minutes, and without us it is spent all the same.
+    """A training that logs to a server, whose fault changes at some batches."""
+    # MLflow's own retries take twenty minutes, with and without us.
     os.environ |= {
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
@@ -83,15 +83,15 @@ def served(
 
 
 class Served:
-    """Runs trainings against a real server behind a proxy of their own."""
+    """Runs trainings against a real server, each through a proxy of its own."""
 
-    def __init__(self, nursery: Nursery, server: str, folder: Path, name: str) -> None:
-        self._nursery, self._server, self._name = nursery, server, name
+    def __init__(self, fork_server: ForkServer, server: str, folder: Path, name: str) -> None:
+        self._fork_server, self._server, self._name = fork_server, server, name
         self.folder, self._proxies = folder, list[Proxy]()
         self.files = folder / "ours" / "out"
 
     def pair(self, modes: dict[int, str], failing: bool = False, first: str = "pass") -> Ended:
-        """With us, checked against the same without us."""
+        """Train with us, and compare with the same training without us."""
         pair = [
             self._start(kind, modes, failing, ours, first)
             for kind, ours in (("ours", profilers("PyTorch")), ("without", []))
@@ -109,20 +109,20 @@ class Served:
         place, port = self.folder / kind, urlsplit(self._server).port
         assert port is not None
         self._proxies.append(proxy := Proxy(place / "proxy", port, first))
-        return self._nursery.start(
+        return self._fork_server.start(
             place / "process", fit, place / "out", served, place / "proxy", proxy.port, modes,
             failing, f"{self._name} {kind}", place / "trained", ours=ours,
         )  # fmt: skip
 
     def _let_go(self) -> None:
-        """All batches are through, and what is left is listed, while requests are still held."""
+        """All batches are done, and remaining uploads are listed, while requests still hang."""
         await_files(self.folder, {"ours/trained", "without/trained", f"out/{LIST}"})
         assert (self.folder / "ours" / "proxy" / "seen-hang").exists()
         for proxy in self._proxies:
             proxy.recover()
 
     def upload(self) -> None:
-        """Once the server has recovered."""
+        """Upload the listed files after the server has recovered."""
         self._proxies[0].recover()
         with pytest.raises(SystemExit) as done:
             main(["upload", str(self.files)])
@@ -139,9 +139,9 @@ class Served:
         return {path.removeprefix("faulty/") for path in found}
 
     def _no_secrets(self, ended: Ended) -> None:
-        told = [line for line in ended.stderr.splitlines() if "lightning_perf:" in line]
+        lines = [line for line in ended.stderr.splitlines() if "lightning_perf:" in line]
         paths = [path for path in self.files.rglob("*") if path.is_file()]
-        texts = [path.read_bytes() for path in paths] + ["\n".join(told).encode()]
+        texts = [path.read_bytes() for path in paths] + ["\n".join(lines).encode()]
         for text in texts:
             plain = gzip.decompress(text) if text[:2] == b"\x1f\x8b" else text
             assert not any(secret.encode() in plain for secret in SECRETS)
@@ -152,7 +152,7 @@ class Served:
 
 
 def _same(ended: Ended) -> tuple[int, str]:
-    """Without what differs between runs: ids, ports, addresses of objects."""
+    """Without ids, ports and addresses of objects, which differ between runs."""
     return ended.code, re.sub(
         r"[0-9a-f]{32}|0x[0-9a-f]{8,}|port=\d+|:\d{4,5}|ours|without", "", str(ended.outcome)
     )
@@ -160,9 +160,9 @@ def _same(ended: Ended) -> tuple[int, str]:
 
 @pytest.fixture
 def served_by(
-    nursery: Nursery, mlflow_server: str, tmp_path: Path, request: pytest.FixtureRequest
+    fork_server: ForkServer, mlflow_server: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Served]:
-    served = Served(nursery, mlflow_server, tmp_path, request.node.name)
+    served = Served(fork_server, mlflow_server, tmp_path, request.node.name)
     yield served
     served.close()
 
@@ -174,31 +174,31 @@ def served_by(
         *((mode, 7, False) for mode in ("down", "hang", "500")),
     ],
 )
-def test_what_a_failing_server_did_not_take_is_uploaded_later(
+def test_files_that_a_failing_server_refused_are_uploaded_later(
     served_by: Served, mode: str, at: int, failing: bool
 ) -> None:
-    """All files are whole here, those that did not arrive are listed, and the list is sent."""
+    """All files are complete on the disk; those that did not arrive are listed and sent."""
     ended = served_by.pair({at: mode}, failing)
     made = RAISED if failing else ALL
     assert whole(served_by.files) == made | {LIST}, ended.stderr
     assert "`lightning-perf upload` sends" in ended.stderr
     served_by.upload()
-    assert served_by.artifacts | READMES == made  # which go with the traces alone
+    assert served_by.artifacts | READMES == made  # which are uploaded only together with traces
 
 
 @pytest.mark.parametrize("mode", ["down", "drop", "500", "403"])
-def test_a_server_that_comes_back_gets_everything(served_by: Served, mode: str) -> None:
-    """Uploads that failed are tried again, and nobody has to do anything."""
+def test_a_server_that_recovers_gets_all_files(served_by: Served, mode: str) -> None:
+    """Failed uploads are retried without any action of the user."""
     ended = served_by.pair({3: mode, 12: "pass"})
     assert whole(served_by.files) == ALL, ended.stderr
     assert served_by.artifacts == ALL
 
 
 @pytest.mark.parametrize("mode", ["down", "500"])
-def test_a_server_that_never_was_there_ends_the_run_as_without_us(
+def test_a_server_that_is_unavailable_from_the_start_gives_lightning_s_error(
     served_by: Served, mode: str
 ) -> None:
-    """Lightning asks the logger for its run before any callback is set up, and gets an error."""
+    """Lightning asks the logger for its run before it sets up callbacks; the error is the same."""
     ended = served_by.pair({}, first=mode)
     assert ended.code == 1
     assert not served_by.files.exists() or not whole(served_by.files)

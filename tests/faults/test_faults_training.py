@@ -1,15 +1,15 @@
-"""Trainings that end badly end as they would without us, and leave every window that was recorded.
+"""Trainings with faults end as they would without us, and keep every recorded window.
 
-Each fault meets a training in which PyTorch, VizTracer and Memray have recorded a window each, and
-one of them, each in its turn, has a second window open.
+At each fault PyTorch, VizTracer and Memray have recorded a window each, and one of them in turn has
+a second window open.
 
 | faults, each x 3 profilers | what is left of the open window |
 |---|---|
 | 16 `RAISED`: in the module, in others' callbacks, in a logger; exits and signals | all |
-| 4 `KILLED`: no code of ours runs any more | what the tool leaves, under a hidden name |
+| 4 `KILLED`: none of our code runs afterwards | what the tool leaves, under a hidden name |
 | 6 `EARLY`: before the first batch | there was none |
-| SIGKILL at 8 moments that nobody chose, PyTorch alone | as above |
-| a training that nothing happens to | all |
+| SIGKILL at 8 arbitrary moments, PyTorch only | as above |
+| a training without a fault | all |
 | a run that ends while a page is made of a recording | all |
 """
 
@@ -33,7 +33,7 @@ from helpers.faults import (
     PROFILERS,
     Acting,
     Ended,
-    Nursery,
+    ForkServer,
     Planted,
     Setting,
     await_files,
@@ -100,7 +100,7 @@ def in_validation() -> Setting:
 
 
 class Twice(Planted):
-    """Fails again in `on_exception`: the callbacks after it are not called."""
+    """Raises again in `on_exception`: later callbacks are not called."""
 
     def __init__(self) -> None:
         super().__init__("on_train_batch_start", raises)
@@ -119,7 +119,7 @@ def twice_after() -> Setting:
 
 Make = Callable[[], Setting]
 Each = Callable[[Callable[[Path, set[str]], Make]], Iterator[tuple[str, Ended, Path]]]
-#: With the batches that have ended by then. Lightning heeds SIGTERM at the end of a batch.
+#: With the batches completed by then. Lightning handles SIGTERM at the end of a batch.
 RAISED: dict[str, tuple[Make, int]] = {
     "step raises": (partial(in_step, raises), BATCH),
     "step exits": (partial(in_step, partial(sys.exit, 3)), BATCH),
@@ -158,7 +158,7 @@ EARLY: dict[str, Make] = {
 
 
 def settled(act: Callable[[], object], folder: Path, names: set[str]) -> Setting:
-    """Waits until the worker has done what it was given, which a kill would take from it."""
+    """Waits until the worker has written its files, which a kill would lose."""
     return in_step(partial(_when_settled, act, folder, names))
 
 
@@ -168,11 +168,11 @@ def _when_settled(act: Callable[[], object], folder: Path, names: set[str]) -> N
 
 
 @pytest.fixture
-def each(nursery: Nursery, tmp_path: Path) -> Each:
-    """Trains with one profiler after the other having the open window, and without us.
+def train_all(fork_server: ForkServer, tmp_path: Path) -> Each:
+    """Trains once per profiler with an open window, and once without us.
 
-    All four run side by side, and must end alike. What is to happen is told by the folder of the
-    training, and by what we have put there by then.
+    All four run in parallel and must end alike. The fault may depend on the folder of the training
+    and its files.
     """
 
     def run(happens: Callable[[Path, set[str]], Make]) -> Iterator[tuple[str, Ended, Path]]:
@@ -181,7 +181,7 @@ def each(nursery: Nursery, tmp_path: Path) -> Each:
             place, ours = tmp_path / (name or "without"), profilers(name) if name else []
             make = happens(place, DONE if ours else set())
             process = place.with_suffix(".process")
-            children[name] = nursery.start(process, fit, place, make, ours=ours)
+            children[name] = fork_server.start(process, fit, place, make, ours=ours)
         without, *others = (child.wait() for child in children.values())
         for name, ended in zip(PROFILERS, others, strict=True):
             assert ended.ended == without.ended, (name, ended.stderr)
@@ -191,20 +191,20 @@ def each(nursery: Nursery, tmp_path: Path) -> Each:
 
 
 @pytest.mark.parametrize("fault", RAISED)
-def test_all_that_was_recorded_outlives_what_is_raised(each: Each, fault: str) -> None:
-    """The end is the user's own, and the open window is closed and whole as the others are."""
+def test_recordings_are_kept_after_an_exception(train_all: Each, fault: str) -> None:
+    """The run ends with the user's exception; the open window is closed and complete, too."""
     make, batches = RAISED[fault]
-    for profiler, ended, folder in each(lambda *_: make):
+    for profiler, ended, folder in train_all(lambda *_: make):
         assert whole(folder) == DONE | files(profiler, batches)
         assert not hidden(folder)
-        # A logger that fails takes none of our metrics either.
+        # A failing logger does not affect our metrics in other loggers.
         assert bool(ended.said) == (fault == "logger")
 
 
 @pytest.mark.parametrize("fault", KILLED)
-def test_what_was_recorded_outlives_a_kill(each: Each, fault: str) -> None:
-    """Finished windows are whole; one cut short has a hidden name, and memray still reads it."""
-    for profiler, _, folder in each(partial(partial, settled, KILLED[fault])):
+def test_finished_recordings_are_kept_after_a_kill(train_all: Each, fault: str) -> None:
+    """Finished windows are complete; a truncated one has a hidden name, and memray can read it."""
+    for profiler, _, folder in train_all(partial(partial, settled, KILLED[fault])):
         assert whole(folder) == DONE
         left = hidden(folder)
         assert all(path.name.startswith(".spool-rank0-") for path in left)
@@ -214,32 +214,36 @@ def test_what_was_recorded_outlives_a_kill(each: Each, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", EARLY)
-def test_before_the_first_batch_there_is_nothing_to_keep(each: Each, fault: str) -> None:
-    """A run that does not begin ends as it would without us, and leaves no file."""
-    for _, ended, folder in each(lambda *_: EARLY[fault]):
+def test_a_fault_before_the_first_batch_leaves_no_file(train_all: Each, fault: str) -> None:
+    """A run that does not start ends as without us, and leaves no file."""
+    for _, ended, folder in train_all(lambda *_: EARLY[fault]):
         assert ended.code != 0
         assert not whole(folder)
         assert not hidden(folder)
 
 
-def test_where_nothing_goes_wrong_nothing_differs(each: Each) -> None:
-    """The cases above are not told from one another by faults of their own."""
-    for profiler, ended, folder in each(lambda *_: Setting):
+def test_a_training_without_a_fault_is_unchanged(train_all: Each) -> None:
+    """All trainings end alike, so that the faults alone explain the cases above."""
+    for profiler, ended, folder in train_all(lambda *_: Setting):
         assert ended.code == 0
         assert whole(folder) == DONE | files(profiler, 12, 14)
         assert not ended.said
 
 
 def endless(flag: Path) -> Setting:
-    """Trains until it is killed; the flag says that it has begun."""
+    """Trains until it is killed; the flag file says that it has started."""
     return Setting(after=[Planted("on_train_batch_end", flag.touch)], options={"max_epochs": -1})
 
 
 @pytest.mark.parametrize("milliseconds", range(0, 400, 50))
-def test_files_are_whole_at_any_moment(nursery: Nursery, tmp_path: Path, milliseconds: int) -> None:
-    """Whatever a SIGKILL finds us at, a file with its final name is complete."""
+def test_files_are_whole_at_any_moment(
+    fork_server: ForkServer, tmp_path: Path, milliseconds: int
+) -> None:
+    """A file with its final name is complete at any moment of a SIGKILL."""
     flag, every = tmp_path / "begun", PyTorch(schedule="every 1ba", batches_per_trace=1)
-    child = nursery.start(tmp_path / "process", fit, tmp_path / "out", endless, flag, ours=[every])
+    child = fork_server.start(
+        tmp_path / "process", fit, tmp_path / "out", endless, flag, ours=[every]
+    )
     await_files(tmp_path, {f"{tmp_path.name}/begun"})
     await_files(tmp_path / "out", files("PyTorch", 2, 3))
     time.sleep(milliseconds / 1000)
@@ -249,7 +253,7 @@ def test_files_are_whole_at_any_moment(nursery: Nursery, tmp_path: Path, millise
 
 
 class Paged(Profiler):
-    """Takes longer over a page than the end of a run waits for the worker."""
+    """Its page takes longer than the end of a run waits for the worker."""
 
     further_files = {"page": ("rank{rank}.{batch}.html", None)}  # noqa: RUF012
 
@@ -276,15 +280,15 @@ class Paged(Profiler):
         page.write_text(path.read_text())
 
 
-def test_a_run_that_ends_while_a_page_is_made_keeps_it(
+def test_a_run_that_ends_while_a_page_is_made_keeps_the_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recording is not moved away from what the worker is making of it."""
+    """The recording is not moved while the worker makes its page."""
     monkeypatch.setattr(destination, "SILENT", 0.0)
     monkeypatch.setattr(context, "UPLOAD_TIMEOUT", {"teardown": 0.0})
     paged = Paged()
     wait = Planted("on_train_end", paged.await_page, 16)
     trainer(tmp_path, wait, paged).fit(Small())
-    await_files(tmp_path, {"paged/rank0.1.html"})  # which the worker was busy with
+    await_files(tmp_path, {"paged/rank0.1.html"})  # which the worker is making
     found = {path.name: path.read_text() for path in (tmp_path / "paged").glob("[!.]*")}
     assert found == {"rank0.1.json": "recorded", "rank0.1.html": "recorded"}

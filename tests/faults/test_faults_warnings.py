@@ -1,10 +1,10 @@
-"""Warnings that the user has turned into errors stop no training, and lose nothing.
+"""Warnings as errors stop no training and lose no file.
 
-| what we would warn of | cases |
+| cause of our warning | cases |
 |---|---|
-| nothing, a folder that cannot be made, a quota | 3 |
-| a logger that does not tell its run, a server that is gone | 2 |
-| two recorders at one time | 1 |
+| nothing, a folder that cannot be created, a quota | 3 |
+| a logger without a run name, an unreachable server | 2 |
+| two recorders at once | 1 |
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from helpers.faults import (
     DONE,
-    Nursery,
+    ForkServer,
     Planted,
     Setting,
     await_files,
@@ -56,7 +56,7 @@ def occupied(folder: Path) -> Setting:
 
 def bounded(folder: Path) -> Setting:
     def bound() -> None:
-        if folder.parent.name == "ours":  # else the limit may meet a trace that is being compressed
+        if folder.parent.name == "ours":  # no trace may be in compression
             await_files(folder, DONE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
@@ -66,7 +66,7 @@ def bounded(folder: Path) -> Setting:
 class Secretive(Records):
     @property
     def version(self) -> int:
-        raise RuntimeError("no version is told")
+        raise RuntimeError("no version")
 
 
 def secretive(folder: Path) -> Setting:
@@ -74,15 +74,15 @@ def secretive(folder: Path) -> Setting:
 
 
 class Elsewhere(MLFlowLogger):
-    """Has its run in a database, and gives ours an address at which nothing listens."""
+    """Logs to a database, and gives us an address at which nothing listens."""
 
     def __init__(self, folder: Path) -> None:
-        # Else one call takes minutes to fail, of which we wait for half of one.
+        # Otherwise one call takes minutes to fail, of which we wait for half a minute.
         os.environ |= {
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
             "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
         }
-        # One for both trainings, since it takes seconds to make.
+        # One for both trainings, because it takes seconds to create.
         database = f"sqlite:///{folder.parents[1]}/mlflow.db"
         super().__init__("elsewhere", tracking_uri=database, run_name="gone")
         _ = self.experiment
@@ -109,12 +109,12 @@ def gone(folder: Path) -> Setting:
     ],
     ids=["nothing", "folder", "quota", "logger", "server", "overrides"],
 )
-def test_our_warnings_as_errors_stop_nothing(
-    nursery: Nursery, tmp_path: Path, make: Make, ours: list[Profiler], left: set[str] | None
+def test_our_warnings_as_errors_do_not_stop_training(
+    fork_server: ForkServer, tmp_path: Path, make: Make, ours: list[Profiler], left: set[str] | None
 ) -> None:
-    """Training ends as without us, what could be recorded is whole, and the warning is logged."""
+    """Training ends as without us, recordings are complete, and the warning is logged."""
     ended, without = (
-        nursery.run(folder, fit, folder / "out", strict, make, folder / "out", ours=mine)
+        fork_server.run(folder, fit, folder / "out", strict, make, folder / "out", ours=mine)
         for folder, mine in ((tmp_path / "ours", ours), (tmp_path / "without", []))
     )
     assert ended.ended == without.ended, ended.stderr

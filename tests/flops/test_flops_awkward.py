@@ -95,7 +95,7 @@ class Labelled(Tensor):
 
 
 class Constructing(Small):
-    """Makes such tensors of others and of numbers."""
+    """Constructs such tensors from other tensors and from numbers."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         found = self.net(Labelled(batch[0], "in")) - Labelled([0.5], "out")
@@ -159,7 +159,7 @@ def test_a_user_error_in_a_counted_batch_is_raised_unchanged(tmp_path: Path) -> 
 def test_an_error_while_counting_stops_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """Whatever is wrong in our own code, the operator counts as unknown."""
+    """An error in our own code makes the operator count as unknown."""
     plain = train(tmp_path / "plain", Small)
     original, fails = getattr(counter, part), cycle([False, True])
 

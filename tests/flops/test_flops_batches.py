@@ -81,7 +81,7 @@ def test_an_exhausted_loader_gives_none(tmp_path: Path, kind: Any) -> None:
 def test_validation_loaders_of_two_kinds(tmp_path: Path) -> None:
     """Loaders of tensors, of mappings and of both are counted, over two epochs."""
 
-    class Two(Fed):
+    class TwoLoaders(Fed):
         def val_dataloader(self) -> Any:
             first, second = rows(2, 2), rows(3, 3)
             return [
@@ -94,7 +94,7 @@ def test_validation_loaders_of_two_kinds(tmp_path: Path) -> None:
         first = batch if isinstance(batch, dict) else batch[0]
         return first["x"] if isinstance(first, dict) else first
 
-    model = Two([(x, 1) for x in rows(2, 2)], find)
+    model = TwoLoaders([(x, 1) for x in rows(2, 2)], find)
     records = reported(tmp_path, model, limit_val_batches=1.0, max_epochs=2)
     values = [value for _, value in records.of("validate/batch_flops")]
     assert set(values) <= {2 * FORWARD, 3 * FORWARD}
@@ -137,8 +137,8 @@ def test_each_batch_in_another_container(tmp_path: Path) -> None:
     assert counted(tmp_path, Fed(batches, find)) == [n * FLOPS_PER_SAMPLE for n in expected]
 
 
-def test_objects_that_cannot_be_inspected_have_no_stale_flops(tmp_path: Path) -> None:
-    """Such batches are counted up to a maximum, then excluded with one warning."""
+def test_batches_that_cannot_be_inspected_have_no_stale_flops(tmp_path: Path) -> None:
+    """Such batches are counted up to a limit, then excluded with one warning."""
 
     class Sealed:
         """Hides its tensor in an iterator."""
@@ -159,14 +159,14 @@ def test_objects_that_cannot_be_inspected_have_no_stale_flops(tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 class Broken(UserDict[str, Tensor]):
-    """A batch that raises when it is looked at."""
+    """A batch that raises when it is inspected."""
 
     def values(self) -> Any:
         raise RuntimeError("planted")
 
 
-def test_a_batch_that_raises_when_inspected_costs_only_flops(tmp_path: Path) -> None:
-    """FLOPs are no longer counted, with one warning; throughput goes on."""
+def test_a_batch_that_raises_when_inspected_loses_only_flops(tmp_path: Path) -> None:
+    """FLOPs are no longer counted, with one warning; throughput is still logged."""
     batches = [Broken(x=rows(4)[0]) for _ in range(6)]
     speed = SpeedMonitor(2, get_num_samples_in_batch=lambda batch: len(batch["x"]))
     run = trainer(tmp_path, Flops(peak_flops=1e12), speed, logger=Records())
@@ -222,17 +222,17 @@ def test_graphs_of_any_size_are_predicted_exactly(tmp_path: Path) -> None:
     sizes = [(draw.randrange(2, 50), draw.randrange(1, 200)) for _ in range(300)]
     graphs = [Graph(torch.randn(n, 4), torch.randint(n, (2, e))) for n, e in sizes]
     records = reported(tmp_path, Passing(graphs))
-    # Nodes forward and by the weight; edges with the gradient of the data beside.
+    # Nodes: forward and weights. Edges: also the gradient of the data.
     expected = [2 * (2 * n * 4 * 8 + 3 * e * 8 * 8) for n, e in sizes]
     assert [value for _, value in records.of("batch_flops")] == expected
     assert len(records.of("mfu")) == 300 - 16
 
 
 @pytest.mark.parametrize("pack", [list, tuple, dict], ids=["list", "tuple", "dict"])
-def test_a_new_shape_after_many_known_ones(
+def test_a_new_shape_after_many_known_ones_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any
 ) -> None:
-    """It is counted when it comes again, here at the end of the second epoch; rates go on."""
+    """It is counted when it occurs again, in the second epoch; rates are still logged."""
     monkeypatch.setattr(flop_meter, "_SETTLED", 4)
     batches = [pack([("x", x)]) if pack is dict else pack([x, x]) for x in rows(*[4] * 10, 2)]
     announced: list[bool] = []
@@ -248,20 +248,20 @@ def test_a_new_shape_after_many_known_ones(
     flops = [value for _, value in records.of("batch_flops")]
     usual, small = 4 * FLOPS_PER_SAMPLE, 2 * FLOPS_PER_SAMPLE
     assert flops == [usual] * 10 + ([usual] * 10 + [small]) * 3
-    # The second epoch waits for the last batch of the first one.
+    # The second epoch waits for the last batch of the first.
     assert announced[11:22] == [True] * 11
     assert announced[22:33] == [True] * 3 + [False] * 8
-    # Each shape is counted once, which excludes a batch from rates, as does its first miss.
+    # Each shape is counted once, which excludes a batch from the rates, as does its first miss.
     assert [step for step, _ in records.of("throughput/device/mfu")] == sorted(
         {step for step, _ in records.of("throughput/samples_per_sec")}
     )
     assert records.of("throughput/samples_per_sec")[-1][0] == 43
 
 
-def test_batches_are_counted_alike_when_all_shapes_are_known(
+def test_known_shapes_have_the_same_counts_when_settled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the samples of a settled run as those of one that announces each step."""
+    """A settled run counts the same samples as a run that announces each step."""
 
     def counts(folder: str, settled: int) -> Any:
         monkeypatch.setattr(flop_meter, "_SETTLED", settled)

@@ -44,7 +44,7 @@ def test_mlp_forward_and_backward():
     assert counts.untracked_operations == 0
 
 
-def test_frozen_layers_cost_no_weight_gradient():
+def test_frozen_layers_have_no_weight_gradient():
     """A frozen layer has one product in backward; a frozen first layer has none."""
     model, x = mlp(), torch.randn(ROWS, INPUTS)
     model[2].requires_grad_(False)
@@ -112,8 +112,8 @@ def test_gru():
     assert total(lambda: gru(x, state)[0].sum().backward()) == 3 * forward
 
 
-def test_dtypes_are_kept_apart():
-    """FLOPs are summed per dtype, because each dtype has its own peak."""
+def test_flops_are_summed_per_dtype():
+    """Each dtype has its own peak."""
     x = torch.randn(ROWS, INPUTS)
 
     def step():
@@ -126,7 +126,7 @@ def test_dtypes_are_kept_apart():
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_cudnn_uses_tf32_unless_it_is_forbidden(allowed):
-    """On CUDA the peak of TensorFloat-32 applies to convolutions alone, and only where it may."""
+    """On CUDA the peak of TensorFloat-32 applies to convolutions only, if it is allowed."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = allowed
     try:
@@ -149,7 +149,7 @@ def test_complex_products_count_four_times():
     assert count(lambda: x @ x).model == {"float32": 4 * 2 * 4**3}
 
 
-def test_an_entry_inside_itself_counts_once_and_a_later_one_adds():
+def test_nested_counting_counts_once_and_later_counting_adds():
     """A backward inside a counted training step is counted once."""
     model, x, counter = mlp(), torch.randn(ROWS, INPUTS), FlopCounter()
     with counter:
@@ -164,7 +164,7 @@ def test_an_entry_inside_itself_counts_once_and_a_later_one_adds():
     assert counter.counts.model_flops == once + 2 * (FIRST + SECOND)
 
 
-def test_an_exception_leaves_nothing_behind():
+def test_an_exception_leaves_no_dispatch_mode():
     """After an error inside, no dispatch mode is active."""
     x, counter = torch.randn(2, 2), FlopCounter()
 
@@ -180,7 +180,9 @@ def test_an_exception_leaves_nothing_behind():
 
 
 def test_tensors_of_other_classes_are_constructed_until_the_last_counter_ends():
-    """Counters overlap, as those of two threads do; nothing stays behind."""
+    """Counters may overlap, such as those of two threads; at the end `Tensor.__new__` is the
+    original.
+    """
 
     class Other(torch.Tensor):
         pass
@@ -197,7 +199,7 @@ def test_tensors_of_other_classes_are_constructed_until_the_last_counter_ends():
 
 
 def test_uncounted_operators_are_named():
-    """Transforms, decompositions, sparse products and custom operators are named."""
+    """Transforms, decompositions, sparse products and custom operators are listed by name."""
 
     @torch.library.custom_op("lightning_perf_test::double", mutates_args=())
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -271,7 +273,7 @@ def test_compiled_code_stays_compiled():
 
 @pytest.fixture
 def two_ranks():
-    """A mesh of two ranks, of which only this one exists."""
+    """A mesh of two ranks, of which only this rank exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

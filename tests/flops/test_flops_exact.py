@@ -19,7 +19,7 @@ def count(step):
 
 
 class Experts(nn.Module):
-    """A router and several feed-forward nets, of which each token uses some.
+    """A router and several feed-forward nets; each token uses some of them.
 
     Args:
         experts: How many there are.
@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 
 class Language(nn.Module):
-    """Embedding, layers and an output layer that shares the embedding's matrix if tied."""
+    """Embedding, layers and an output layer, which shares the embedding's matrix if tied."""
 
     def __init__(self, *layers, tied=False, reentrant=None):
         super().__init__()
@@ -74,7 +74,8 @@ class Language(nn.Module):
     def forward(self, ids):
         x = self.tokens(ids)
         for layer in self.layers:
-            # A saved layer ends in an addition, which saves nothing: relu makes it run to its end.
+            # A checkpointed layer ends in an addition, which saves nothing; relu makes it run to
+            # its end.
             x = layer(x) if self.reentrant is None else self.saved(layer, x)
         return F.cross_entropy(self.output(x).flatten(0, 1), ids.flatten())
 
@@ -114,10 +115,10 @@ def test_a_frozen_backbone():
     model = Language(Layer(), Layer(), Layer())
     model.requires_grad_(False)
     model.layers[1].requires_grad_(True)
-    # Frozen above: gradients of the data, and both of attention's operands are data.
+    # Frozen above: gradients of the data; both operands of attention are data.
     above = layer_forward() - ATTENTION + 2 * ATTENTION
     frozen_above = layer_forward() + above + 2 * OUTPUT
-    # Trainable: of query, key and value only the weights, since what is below needs no gradient.
+    # Trainable: only the weights of query, key and value, as nothing below needs a gradient.
     inputs = 2 * B * T * 3 * WIDTH * WIDTH
     trained = 3 * layer_forward() - inputs
     counts = count(lambda: model(IDS).backward())
@@ -135,6 +136,6 @@ def test_a_gradient_penalty():
         (out.mean() + gradient.norm()).backward()
 
     one, two = 2 * 4 * 8 * 16, 2 * 4 * 16
-    # Forward; gradient of the data; and both gradients of each of these four products, of which
-    # the one by the constant in front of the second layer is not needed.
+    # Forward; gradient of the data; and both gradients of these four products, except the unneeded
+    # one of the constant before the second layer.
     assert count(step).model_flops == 2 * (one + two) + 4 * one + 3 * two

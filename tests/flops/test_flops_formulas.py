@@ -119,7 +119,7 @@ TINY = TransformerConfig(**SIZES, sequence=32)
 IDS = torch.zeros(8, 32, dtype=torch.long)
 # Width 8, 2 heads of 4, 3 tokens; each matrix is written out, two FLOPs for a multiply-add.
 WIDTH = 8
-ATTENTION = 4 * 3 * 8  # two products of 3 keys with all query heads, for one token
+ATTENTION = 4 * 3 * 8  # two products of 3 keys with all query heads, per token
 FULL = 4 * WIDTH * WIDTH
 
 
@@ -132,7 +132,7 @@ FULL = 4 * WIDTH * WIDTH
         ({"swiglu": True, "ffn": 20}, FULL + 3 * 8 * 20, 3),
         # Two of five experts, and a router of five columns.
         ({"experts": 5, "top_k": 2}, FULL + 2 * (2 * 8 * 32) + 8 * 5, 3),
-        # Everything, and the whole forward again.
+        # All of the above, and the whole forward again.
         (
             {"kv_heads": 1, "swiglu": True, "ffn": 20, "experts": 5, "top_k": 2},
             2 * 8 * 8 + 2 * 8 * 4 + 2 * (3 * 8 * 20) + 8 * 5,
@@ -202,7 +202,7 @@ def test_a_name_alone_uses_the_module_s_sizes(module):
     assert formula_for("palm", module)(IDS) == IDS.numel() * palm(TINY)
 
 
-def test_a_user_s_function():
+def test_a_function_of_the_user_is_a_formula():
     """A callable is returned unchanged."""
     assert formula_for(len) is len
 
@@ -224,13 +224,13 @@ def test_invalid_formulas_are_refused(spec, message):
         formula_for(spec)
 
 
-def test_a_batch_without_tokens():
-    """A batch of floating-point numbers is an error."""
+def test_a_batch_without_tokens_is_an_error():
+    """A batch of floating-point numbers has no tokens."""
     with pytest.raises(ValueError, match="token ids"):
         formula_for({"kind": "palm", "config": TINY})([torch.zeros(2, 3), "text"])
 
 
-def test_a_batch_without_ids_after_batches_with_ids():
+def test_a_batch_without_ids_after_batches_with_ids_has_no_flops():
     """With several loaders, a batch without token ids counts as 0 FLOPs."""
     formula = formula_for({"kind": "palm", "config": SIZES})
     with pytest.raises(ValueError, match="token ids"):

@@ -58,7 +58,7 @@ CASES: dict[str, list[Case]] = {}
 
 
 def add(name: str, make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]]) -> None:
-    if name[0].islower() or hasattr(nn, name):  # the oldest torch has not all of them
+    if name[0].islower() or hasattr(nn, name):  # the oldest supported torch lacks some of them
         CASES.setdefault(name, []).append((make, inputs))
 
 
@@ -325,7 +325,7 @@ EXCLUDED = {
     "SyncBatchNorm": "needs a process group on an accelerator",
 }
 
-#: What any dispatch mode changes, one that does nothing included.
+#: Cases that any dispatch mode changes, even one that does nothing.
 NOT_IN_AUTOCAST = {
     "Bilinear": "its kernel calls bmm, which autocast does not see below a dispatch mode",
 }
@@ -368,7 +368,7 @@ def outcome(case: Case, mode: str, dtype: torch.dtype, counted: bool) -> list[An
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return [type(error), str(error)]
     grads = [one.grad for one in (*flat(args), *module.parameters())]
-    # No square root or exponent overflows in these sizes, so that NaN cannot hide a difference.
+    # Square roots and exponents do not overflow at these sizes, so that NaN hides no difference.
     kept = [*out, *grads, *module.buffers(), torch.get_rng_state()]
     return [one if one is None else one.detach().clone() for one in kept]
 
@@ -408,7 +408,7 @@ MODES = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_a_counted_step_has_the_bits_of_an_uncounted_one(name: str) -> None:
-    """Outputs, gradients, buffers and random numbers are the same, and so is an error."""
+    """Outputs, gradients, buffers, random numbers and errors are the same."""
     for mode, dtype in MODES:
         if "autocast" in mode and name in NOT_IN_AUTOCAST:
             continue
@@ -416,7 +416,7 @@ def test_a_counted_step_has_the_bits_of_an_uncounted_one(name: str) -> None:
             plain, counted = (outcome(case, mode, dtype, counted) for counted in (False, True))
             where = mode, dtype, number
             if dtype is torch.float32 and "autocast" not in mode:
-                # Some operators have no bfloat16 on a CPU.
+                # Some operators do not support bfloat16 on a CPU.
                 assert not isinstance(plain[0], type), (where, plain)
             assert len(plain) == len(counted), (where, counted)
             assert all(same(*pair) for pair in zip(plain, counted, strict=True)), where

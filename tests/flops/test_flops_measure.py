@@ -43,7 +43,7 @@ def test_it_has_no_side_effects():
 @pytest.mark.parametrize(
     ("device", "dtype"), [(CPU, "bool"), (CPU, "no_dtype"), (CPU, "nn"), ("nothing", "float32")]
 )
-def test_what_cannot_multiply(device, dtype):
+def test_devices_without_matrix_products_have_no_peak(device, dtype):
     """A dtype without matrix products and a device that does not exist have no peak."""
     assert measure_peak(device, dtype, budget_seconds=0.01) is None
 
@@ -98,7 +98,7 @@ def test_stalls_do_not_affect_the_result(monkeypatch, stalls):
 
 
 @pytest.mark.parametrize("waiting", [1, 1.2, 3, 1000])
-def test_threads_that_wait_for_one_another(monkeypatch, waiting):
+def test_waiting_threads_do_not_affect_the_result(monkeypatch, waiting):
     """On a busy machine the peak is that of single threads, not a thousandth of it."""
     machine = Machine(monkeypatch, threads=4, waiting=waiting)
     assert measure_peak(CPU, "float32") == pytest.approx(4 * machine.RATE, rel=0.3)
@@ -111,7 +111,7 @@ def test_a_container_has_the_peak_of_its_quota(monkeypatch, waiting):
     assert measure_peak(CPU, "float32") == pytest.approx(4 * machine.RATE, rel=0.3)
 
 
-def test_a_stall_that_takes_all_of_the_time(monkeypatch):
+def test_a_long_stall_extends_the_search(monkeypatch):
     """If the first tries stall for longer than the budget, more are made."""
     monkeypatch.setattr(Machine, "STALL", 0.1)
     machine = Machine(monkeypatch, lambda call: call in (1, 2, 4))
@@ -165,7 +165,7 @@ def test_a_slow_device_costs_no_more_than_the_budget(monkeypatch):
     assert machine.seconds < 1.1
 
 
-def test_libraries_that_load_use_none_of_the_time(monkeypatch):
+def test_loading_libraries_does_not_use_up_the_time(monkeypatch):
     """A GPU's first product of each size may load libraries for longer than the time limit."""
     monkeypatch.setattr(Machine, "RATE", 5e14)
     monkeypatch.setattr(Machine, "LAUNCH", 1e-5)
@@ -174,8 +174,8 @@ def test_libraries_that_load_use_none_of_the_time(monkeypatch):
     assert measure_peak(torch.device("cuda"), "float16") == pytest.approx(5e14, rel=0.05)
 
 
-def test_one_thread_is_one_thread(monkeypatch):
-    """The single-thread search uses one thread and does not change the thread count."""
+def test_the_single_thread_search_uses_one_thread(monkeypatch):
+    """It does not change the thread count afterwards."""
     seen = []
     openmp = measure._openmp()
     if not openmp:

@@ -166,7 +166,7 @@ def test_flex_attention():
 
 
 def arguments(kind, qkv, ends):
-    """The operators' own order: forward, and backward with gradient, output and log-sum-exp."""
+    """The operators' arguments: forward, or backward with gradient, output and log-sum-exp."""
     grad = out = logsumexp = None
     if kind == "flash":
         return [*qkv, *ends], [grad, *qkv, out, logsumexp, *ends]
@@ -192,7 +192,7 @@ def test_packed_sequences(kind):
     assert FORMULAS[f"aten::_{kind}_attention_backward"](backward, None) == 2 * expected
 
 
-#: Operators of attention outside of aten, with the arguments of their makers.
+#: Operators of attention outside of aten, with arguments in the order of their libraries.
 LIBRARIES = {
     "flash_attn::_flash_attn_forward": "Tensor q, Tensor k, Tensor v, float p, bool causal",
     "flash_attn::_flash_attn_backward": (
@@ -253,8 +253,8 @@ def test_every_overload_has_the_formula_of_its_operator():
     assert classify(aten.mm.default) is product
 
 
-def test_formulas_are_of_operators_that_exist():
-    """Every formula belongs to an existing operator."""
+def test_formulas_belong_to_existing_operators():
+    """No formula is registered for an operator that torch lacks."""
     known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     new_since_2_6 = {
         "aten::_dyn_quant_matmul_4bit",

@@ -190,7 +190,7 @@ def test_known_devices(device, sm_count, clock_ghz, capability):
             known = peak_flops(device, dtype, tf32=tf32)
             if known is not None and ours is not None:
                 compared += 1
-                # Some data sheets give float32 at a higher clock than the tensor cores'.
+                # Some data sheets give float32 at a higher clock than that of the tensor cores.
                 assert ours == pytest.approx(known, rel=0.1)
     assert compared >= 4
 
@@ -299,7 +299,7 @@ def test_other_devices():
     """A device without a name in torch has no peak."""
     meta = torch.device("meta")
     assert device_name(meta) == "meta"
-    assert device_name(CPU)  # the maker's name, which differs from machine to machine
+    assert device_name(CPU)  # the vendor's name, which differs between machines
     assert resolve_peak(meta, "float32") is None
 
 

@@ -12,7 +12,7 @@ PRODUCT = 2 * ROWS * WIDTH * WIDTH
 
 
 def segment():
-    # It ends in an operator that saves its output, so that all of it is computed again.
+    # It ends in an operator that saves its output, so that the whole segment is recomputed.
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
 
 
@@ -23,7 +23,7 @@ def count(run):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_segments_forward_is_added_to_the_hardware(reentrant):
+def test_recomputed_forwards_count_for_hardware_flops(reentrant):
     """Hardware FLOPs include one more forward of each segment; model FLOPs do not."""
     segments = [segment() for _ in range(LAYERS)]
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -57,7 +57,7 @@ def test_checkpoints_inside_checkpoints(reentrant):
 
     counts = count(lambda: checkpoint(both, x, use_reentrant=reentrant))
     assert counts.model_flops == 3 * 4 * PRODUCT
-    # The outer checkpoint runs both segments again, the inner one its own once more.
+    # The outer checkpoint runs both segments again, and the inner one its own again.
     assert counts.hardware_flops == counts.model_flops + (4 + 2) * PRODUCT
 
 
@@ -78,6 +78,6 @@ def test_a_gradient_inside_a_checkpoint_is_recomputed():
     with FlopCounter() as counter:
         out.sum().backward()
     counts = counter.counts
-    # Two products, each with two gradients; and the two again.
+    # Two products, each with two gradients, and both recomputed.
     assert counts.model_flops == 4 * 2 * ROWS * WIDTH
     assert counts.hardware_flops == counts.model_flops + 2 * 2 * ROWS * WIDTH

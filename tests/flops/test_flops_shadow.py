@@ -236,7 +236,7 @@ class Noisy(nn.Module):
         return out
 
 
-def test_nothing_changes():
+def test_counting_on_a_shadow_changes_nothing():
     """Parameters, gradients, buffers, attributes, random state and grad mode do not change."""
     module, x = Noisy(), torch.randn(ROWS, WIDTH)
     with torch.enable_grad():
@@ -255,7 +255,7 @@ def test_nothing_changes():
     assert all(torch.equal(a, b) for a, b in zip(after, gradients, strict=True))
 
 
-def test_compiled_training_is_the_same_bit_for_bit():
+def test_compiled_training_is_bit_identical():
     """Losses, weights and random numbers are those of a run that was not counted."""
 
     def train(count):
@@ -404,8 +404,8 @@ class Adversarial(L.LightningModule):
         return optimizers, [torch.optim.lr_scheduler.StepLR(one, 1) for one in optimizers]
 
 
-class AtStart(L.Callback):
-    """Counts on a shadow when the first batch begins."""
+class CountsAtStart(L.Callback):
+    """Counts on a shadow at the start of the first batch."""
 
     counts = None
 
@@ -421,12 +421,12 @@ class AtStart(L.Callback):
 
 @pytest.mark.parametrize(
     ("make", "products"),
-    # Forward, data and weight for the maker's step; forward and one weight for the judge's.
+    # Generator's step: forward, data and weight. Discriminator's step: forward and one weight.
     [(Lightning, 5), (Adversarial, 2 + 2 + 2 + 1)],
 )
 def test_a_module_in_training(make, products, tmp_path):
     """Logging, schedulers and optimizers have no effect, and training continues unchanged."""
-    counting = AtStart()
+    counting = CountsAtStart()
     trainer = L.Trainer(
         max_steps=2,
         accelerator="cpu",

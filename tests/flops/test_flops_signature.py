@@ -47,7 +47,7 @@ def test_shapes_and_dtypes_make_new_signatures(kind):
 
 
 class Rows(UserDict):
-    """A mapping as tensordict's: addition is its own, and iteration yields rows, not keys."""
+    """A mapping like a tensordict: addition is defined, and iteration yields rows, not keys."""
 
     def __radd__(self, other):
         raise TypeError("no sum of a list and rows")
@@ -125,24 +125,24 @@ def test_objects_are_inspected(make):
     ],
     ids=["iterator", "generator", "memory", "set", "objects", "too many"],
 )
-def test_what_cannot_be_looked_into_is_always_new(hidden):
-    """No two batches are taken for equal where one may hold what the other does not."""
+def test_objects_that_cannot_be_inspected_are_always_new(hidden):
+    """Two batches never count as equal if one may contain something that the other does not."""
     one = signature([torch.zeros(2), hidden])
     assert one == one
     assert one != signature([torch.zeros(2), hidden])
 
 
 @pytest.mark.parametrize("dtype", ["str", "object", "int64", "category"])
-def test_names_of_columns_make_no_new_signature(dtype):
-    """neuralforecast puts a pandas.Index into each batch, which holds objects of C."""
+def test_column_names_make_no_new_signature(dtype):
+    """neuralforecast puts a pandas.Index into each batch, which holds C objects."""
     columns = [pd.Index([1, 2]).astype(dtype) for _ in range(2)]
     columns[1].get_loc(columns[1][0])  # fills the cache of an index
     assert signature(columns[0]) == signature(columns[1])
     assert signature(columns[0]) != signature(columns[0].append(columns[0]))
 
 
-def test_arrays_of_objects_are_looked_into():
-    """Tensors within an array distinguish batches, wherever they are."""
+def test_arrays_of_objects_are_inspected():
+    """Tensors within an array distinguish batches, at any position."""
     one, other = np.empty(2, dtype=object), np.empty(2, dtype=object)
     one[0], other[0] = torch.zeros(2), torch.zeros(3)
     assert signature(one) == signature(one.copy())
@@ -151,7 +151,7 @@ def test_arrays_of_objects_are_looked_into():
     assert signature(one) != signature(one)
 
 
-def test_containers_tell_batches_apart():
+def test_containers_distinguish_batches():
     """The same tensors in another container have another signature."""
     assert len({signature(batch(kind, 2, 3)) for kind in KINDS}) == len(KINDS)
     x = torch.zeros(2)

@@ -121,8 +121,8 @@ class Manual(Small):
 
 
 @pytest.mark.parametrize("closure", [False, True])
-def test_what_an_optimizer_computes_is_not_the_model_s(tmp_path: Path, closure: bool) -> None:
-    """With manual optimization products of an optimizer count as little as without it."""
+def test_products_of_an_optimizer_are_not_counted(tmp_path: Path, closure: bool) -> None:
+    """Under manual optimization, as otherwise, the products of an optimizer do not count."""
     assert counted(tmp_path, Manual(closure))["batch_flops"] == 4 * FLOPS_PER_SAMPLE
 
 

@@ -1,4 +1,4 @@
-"""A real browser; the page itself posts its results."""
+"""A real browser that posts the results of a page."""
 
 from __future__ import annotations
 

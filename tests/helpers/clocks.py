@@ -1,4 +1,4 @@
-"""A clock that only tests advance, and a model whose batches take known times by it."""
+"""A clock that only tests advance, and a model whose batches have known durations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_perf.timing import clock
 
 
 class FakeClock:
-    """Time that stands still except in `sleep`. A forked process advances its own copy."""
+    """Time advances only in `sleep`. A forked process has its own copy."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -34,14 +34,14 @@ class FakeClock:
 
 
 class JumpingClock(FakeClock):
-    """Real time, in which `sleep` jumps ahead: what sleeps for seconds outweighs a busy machine."""
+    """Real time, except that `sleep` jumps ahead, so that a busy machine hardly matters."""
 
     def __call__(self) -> float:
         return perf_counter() + self.now
 
 
 class Planned(Small):
-    """Batches of one second and validation batches of four, by the clock of `Timings`."""
+    """Batches of 1 s and validation batches of 4 s, by the clock of `Timings`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, **options: Any) -> None:
         super().__init__(**options)

@@ -1,4 +1,4 @@
-"""The command lightning-perf in this process, and waiting for what another process does."""
+"""The command lightning-perf in this process, and waiting for another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace as torch.profiler writes it on a GPU, with times chosen by hand.
+"""A trace as written by torch.profiler on a GPU, with hand-written times.
 
 The schema is that of Kineto; the values are not measured, since the tests have no GPU.
 """
@@ -37,7 +37,7 @@ def step(number: int, begin: float, device: int = 0) -> list[Event]:
 
     The GPU waits 200 us for data and 100 us for the host's operators, then works for 600 us: 300 in
     a matrix product, 200 in communication of which 50 are hidden, 100 in another kernel, 50 in a
-    copy. The last 100 us of the step are neither.
+    copy. The last 100 us of the step are unused.
     """
 
     def host(category: str, name: str, start: float, end: float, link: int = 0) -> Event:
@@ -64,7 +64,7 @@ def step(number: int, begin: float, device: int = 0) -> list[Event]:
         gpu("kernel", NCCL, 550, 750, link + 8, 20),
         gpu("kernel", RELU, 750, 850, link + 9, 7),
         gpu("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 850, 900, link + 7, 7),
-        # Of no interest: the steps on the device's timeline, flows, and names of threads.
+        # Events without effect: the steps on the device's timeline, flows, and thread names.
         gpu("gpu_user_annotation", f"ProfilerStep#{number}", 300, 900, link + 1, 7),
         {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": link, **HOST, "ts": begin + 220},
         {"ph": "M", "name": "process_name", **HOST, "ts": begin, "args": {"name": "python"}},

@@ -12,7 +12,7 @@ from helpers.small import Small
 
 
 class Work(Dataset[list[torch.Tensor]]):
-    """Samples that a worker must work for."""
+    """Samples that take a worker some time to compute."""
 
     def __len__(self) -> int:
         return 80
@@ -26,15 +26,15 @@ class Work(Dataset[list[torch.Tensor]]):
 
 
 class Loading(Small):
-    """Twenty batches from two workers, and steps long enough for these while a window is open.
+    """Twenty batches from two workers, with steps that wait for the workers while a window is open.
 
-    Else a window of this test would be over before a worker looks.
+    Otherwise a window would end before a worker sees it.
     """
 
     def __init__(self, profiler: Any, context: str) -> None:
         super().__init__()
         self.profiler, self.context = profiler, context
-        self.steps = 0  # in the window that is open
+        self.steps = 0  # in the open window
         self.losses: list[float] = []
 
     def train_dataloader(self) -> Any:
@@ -45,7 +45,7 @@ class Loading(Small):
         recording = self.profiler is not None and self.profiler._open is not None
         self.steps = self.steps + 1 if recording else 0
         if self.steps:
-            # Work wakes a worker, and the loader hands it to one of them a step.
+            # An item wakes a worker; the loader gives one item per step to one of the workers.
             if self.steps > 2 and batch_idx < 15:
                 self.wait_for_workers()
             time.sleep(0.2)
@@ -54,7 +54,7 @@ class Loading(Small):
         return loss
 
     def wait_for_workers(self) -> None:
-        """A spawned one may have to import its tracer first, on a busy machine for seconds."""
+        """A spawned worker may first import its tracer, which takes seconds on a busy machine."""
         folder = self.profiler._children._folders[-1]
         until = time.monotonic() + 30.0
         while len(list(folder.glob("*.on"))) < 2 and time.monotonic() < until:

@@ -21,7 +21,7 @@ def stack(filename: str, *names: str) -> list[dict[str, Any]]:
     return [{"filename": filename, "line": 7, "name": name} for name in reversed(names)]
 
 
-#: An allocation as PyTorch's allocator tells it.
+#: An allocation as reported by PyTorch's allocator.
 HISTORY = {
     "action": "alloc",
     "addr": 0x100,
@@ -33,7 +33,7 @@ HISTORY = {
 
 
 def segment(address: int, frames: list[dict[str, Any]], size: int) -> dict[str, Any]:
-    """Four MiB of the device that hold one block."""
+    """A segment of four MiB with one block."""
     block = {"size": size, "requested_size": size, "state": "active_allocated", "frames": frames}
     block["address"] = address
     free = {"size": 4 * MIB - size, "requested_size": 0, "state": "inactive", "frames": []}
@@ -41,15 +41,15 @@ def segment(address: int, frames: list[dict[str, Any]], size: int) -> dict[str, 
 
 
 class Allocator:
-    """What PyTorch's CUDA allocator answers, without a device."""
+    """Answers like PyTorch's CUDA allocator, without a device."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, dict[str, Any]]] = []
+        self.calls: list[tuple[Any, dict[str, Any]]] = []
         self.segments = [segment(0x100, stack("train.py", "forward"), 3 * MIB)]
         self.observer: Any = None
 
     def record(self, enabled: str | None = "all", **options: Any) -> None:
-        self.told.append((enabled, options))
+        self.calls.append((enabled, options))
 
     def snapshot(self) -> dict[str, Any]:
         traces = [HISTORY] * bool(self.recording)
@@ -60,12 +60,12 @@ class Allocator:
 
     @property
     def recording(self) -> bool:
-        return bool(self.told) and self.told[-1][0] is not None
+        return bool(self.calls) and self.calls[-1][0] is not None
 
 
 @contextmanager
-def seeming_device() -> Iterator[Allocator]:
-    """CUDA's boundary, replaced: a machine that seems to have a device."""
+def simulated_cuda() -> Iterator[Allocator]:
+    """Replaces the calls of CUDA, so that the machine appears to have a device."""
     fake = Allocator()
     memory_snapshot._attach.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +78,7 @@ def seeming_device() -> Iterator[Allocator]:
 
 
 def files(folder: Path) -> list[str]:
-    """What lies in the folder of one run, by its path in it."""
+    """The files in the folder of one run, by relative path."""
     folder = folder / "records-version_0" / "memory_snapshots"
     return [str(path.relative_to(folder)) for path in left_in(folder)]
 
@@ -89,7 +89,7 @@ def fit(folder: Path, profiler: Any, model: Any = None, **options: Any) -> list[
 
 
 class OutOfMemory(Small):
-    """Asks for more than there is, in the fourth batch."""
+    """Allocates more than the available memory in the fourth batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == 3:

@@ -1,4 +1,4 @@
-"""A device that works off later what it is given: what CUDA's events see of a GPU."""
+"""A fake device with a queue, as seen through CUDA events."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_perf.timing.cuda_events import DeviceBatchTimer, DeviceSegmentTim
 
 
 class Device:
-    """A queue that works off what it is given later: what events see of a GPU."""
+    """A queue of work that is done later, as CUDA events see a GPU."""
 
     def __init__(self) -> None:
         self.queued = self.done = 0.0
         self.made = 0
         self.capturing = False
         self.touched_while_capturing = False
-        #: Seconds of work that are done whenever somebody asks.
+        #: Seconds of work done at each query.
         self.pace = 0.0
 
     def event(self) -> Event:
@@ -39,14 +39,14 @@ class Device:
     def events(self, most: int) -> Events[Any]:
         return Events("a loss", most, self.event, lambda: self.capturing)
 
-    def stands_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The CPU is taken for a device with a clock of its own: this one."""
+    def replace_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Use this device and its clock instead of the CPU."""
         monkeypatch.setattr(cuda_events, "CLOCKED", {"cpu"})
         monkeypatch.setattr(spans, "DeviceSegmentTimer", self.clock)
         monkeypatch.setattr(context, "DeviceBatchTimer", self.device_timer)
 
     def work(self, seconds: float) -> None:
-        """Take up work, and be done with it at once."""
+        """Queue work and complete it at once."""
         self.queued += seconds
         self.done = self.queued
 
@@ -73,8 +73,8 @@ class Event:
         raise AssertionError("never")
 
 
-class Unwaited(Small):
-    """On a real GPU: calls that synchronise are forbidden from the second batch to the last."""
+class Unsynchronized(Small):
+    """On a real GPU: synchronizing calls are forbidden from the second batch to the last."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         torch.cuda.set_sync_debug_mode("error" if batch_idx else "default")
@@ -88,8 +88,8 @@ class Unwaited(Small):
 
 
 @contextmanager
-def never_waited_for() -> Iterator[None]:
-    """Whatever happens, later tests may synchronise again."""
+def synchronization_restored() -> Iterator[None]:
+    """Allow synchronizing calls again for later tests, also after an exception."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""NVML as far as it is used, for machines without an NVIDIA GPU."""
+"""The part of NVML that is used, for machines without an NVIDIA GPU."""
 
 # ruff: noqa: N802  (the names are NVML's)
 
@@ -18,23 +18,23 @@ class NVMLError(Exception):
 class FakeGpu:
     """One GPU; an unsupported value raises the error that NVML would."""
 
-    def __init__(self, uuid: str, **told: Any) -> None:
+    def __init__(self, uuid: str, **values: Any) -> None:
         self.uuid = uuid
-        self.told: dict[str, Any] = {
+        self.values: dict[str, Any] = {
             "memory": (3e10, 5e10),
             "util": 40,
             "power": 250_000,
             "temperature": 61,
             "clocks": (1980, 2619),
             "reasons": 0,
-            **told,
+            **values,
         }
-        #: How often it was read.
+        #: Number of reads.
         self.readings = 0
 
-    def tell(self, what: str) -> Any:
+    def read(self, what: str) -> Any:
         self.readings += what == "util"
-        value = self.told[what]
+        value = self.values[what]
         if isinstance(value, Exception):
             raise value
         return value
@@ -72,7 +72,7 @@ class FakeNvml:
         return gpu.uuid
 
     def nvmlDeviceGetMigMode(self, gpu: FakeGpu) -> list[int]:
-        if "mig" not in gpu.told:
+        if "mig" not in gpu.values:
             raise self.NVMLError_NotSupported
         return [1, 1]
 
@@ -81,32 +81,32 @@ class FakeNvml:
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGpu, number: int) -> FakeGpu:
         try:
-            return gpu.told["mig"][number]
+            return gpu.values["mig"][number]
         except IndexError:
             raise NVMLError from None
 
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
-        free, used = gpu.tell("memory")
+        free, used = gpu.read("memory")
         return SimpleNamespace(free=free, used=used)
 
     def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> Any:
-        return SimpleNamespace(gpu=gpu.tell("util"))
+        return SimpleNamespace(gpu=gpu.read("util"))
 
     def nvmlDeviceGetPowerUsage(self, gpu: FakeGpu) -> int:
-        return gpu.tell("power")
+        return gpu.read("power")
 
     def nvmlDeviceGetTemperature(self, gpu: FakeGpu, kind: int) -> int:
-        return gpu.tell("temperature")
+        return gpu.read("temperature")
 
     def nvmlDeviceGetClockInfo(self, gpu: FakeGpu, kind: int) -> int:
-        return gpu.tell("clocks")[kind - 1]
+        return gpu.read("clocks")[kind - 1]
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: FakeGpu) -> int:
-        return gpu.tell("reasons")
+        return gpu.read("reasons")
 
 
 def install(patch: pytest.MonkeyPatch, *gpus: FakeGpu, fault: Exception | None = None) -> FakeNvml:
-    """Put it where pynvml would be."""
+    """Install it as pynvml."""
     nvml = FakeNvml(*gpus, fault=fault)
     patch.setitem(sys.modules, "pynvml", nvml)
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

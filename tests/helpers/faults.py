@@ -1,7 +1,8 @@
-"""Trainings that end badly, as real processes; what they left; and a server that misbehaves.
+"""Trainings with faults in real processes, checks of the files that they leave, and a failing
+server.
 
-A process of its own for each training would spend nine seconds on imports. So one process imports
-all that they need and forks them; each then ends as the interpreter ends any process.
+A new interpreter per training would spend nine seconds on imports. Instead, one process imports
+everything and forks a child per training; each child exits like any interpreter.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from helpers.small import Records, Small, trainer
 from lightning_perf import Fixed, Memray, PyTorch, Schedule, Stages, VizTracer
 from lightning_perf.profilers.base import Profiler
 
-#: No training here takes more than some seconds; one that hangs is killed, and that is a failure.
+#: Every training here takes a few seconds; one that hangs is killed, which fails the test.
 PATIENCE = 120.0
-#: The batch in which things happen, when each profiler has recorded a window and one is open.
+#: The batch of the fault, when each profiler has recorded a window and one has a window open.
 BATCH = 10
-#: What each leaves of a window that was closed after a batch.
+#: Files of a window that was closed after a batch.
 _FILES = {
     "PyTorch": ("torch_traces/rank{}.{}.pt.trace.json.gz",),
     "VizTracer": ("viztracer/rank{}.{}.json.gz",),
@@ -53,11 +54,11 @@ READMES = set(_READMES)
 
 
 def files(profiler: str, *batches: int, rank: int = 0) -> set[str]:
-    """What a profiler leaves of windows that were closed after these batches."""
+    """Files of a profiler for windows that were closed after these batches."""
     return {name.format(rank, batch) for name in _FILES[profiler] for batch in batches}
 
 
-#: What is there by then, of three windows.
+#: The files at that time, of three windows.
 DONE = files("PyTorch", 2) | files("VizTracer", 4) | files("Memray", 6) | READMES
 
 
@@ -74,12 +75,12 @@ class Ended:
 
     @property
     def ended(self) -> tuple[int, Any]:
-        """What has to be the same with and without us."""
+        """The part that must be the same with and without us."""
         return self.code, self.outcome
 
     @property
     def said(self) -> list[str]:
-        """Our lines; not the notice of a wait, which depends on how busy the machine is."""
+        """Our lines, except the notice of a wait, which depends on the load of the machine."""
         ours = [line for line in self.stderr.splitlines() if "lightning_perf:" in line]
         return [line for line in ours if "lightning_perf: finishing files:" not in line]
 
@@ -88,20 +89,20 @@ class Ended:
 class Child:
     """A process that is running."""
 
-    nursery: Nursery
+    fork_server: ForkServer
     pid: int
     folder: Path
 
     def wait(self) -> Ended:
-        code = self.nursery.ask("wait", self.pid)
+        code = self.fork_server.ask("wait", self.pid)
         stderr = (self.folder / "stderr").read_text()
         assert code is not None, f"it hung\n{stderr}"
         outcome = self.folder / "outcome.json"
         return Ended(code, stderr, json.loads(outcome.read_text()) if outcome.exists() else None)
 
 
-class Nursery:
-    """Starts processes that have their imports behind them."""
+class ForkServer:
+    """Starts processes by forking one that has all imports."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -117,7 +118,7 @@ class Nursery:
         return Child(self, self.ask("start", str(folder), job, args, kwargs), folder)
 
     def run(self, folder: Path, job: Callable[..., None], /, *args: Any, **kwargs: Any) -> Ended:
-        """The same, to its end."""
+        """Start a process and wait for its end."""
         return self.start(folder, job, *args, **kwargs).wait()
 
     def ask(self, *question: Any) -> Any:
@@ -132,17 +133,17 @@ class Nursery:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without the port that Lightning left there: children run side by side."""
+    """The environment without the port set by Lightning, because children run in parallel."""
     return {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
 
 
 def serve() -> Callable[[], None]:
-    """The nursery's side: returns in each child with what it has to do, and at the very end."""
-    gc.freeze()  # or the exit of each child goes through all that was imported: a second
+    """The server's loop. Returns in each child with its job, and at the end."""
+    gc.freeze()  # otherwise the exit of each child takes a second to collect all imported objects
     children = set()
     for line in iter(sys.stdin.buffer.readline, b""):
-        verb, *rest = pickle.loads(base64.b64decode(line))
-        if verb == "wait":
+        command, *rest = pickle.loads(base64.b64decode(line))
+        if command == "wait":
             answer = _wait(*rest)
             children.discard(*rest)
         elif (answer := os.fork()) == 0:
@@ -158,8 +159,8 @@ def serve() -> Callable[[], None]:
 def _born(
     folder: str, job: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], None]:
-    os.setsid()  # so that it can be ended with its children
-    # A test run in the background of a shell has it ignored.
+    os.setsid()  # so that it can be killed together with its children
+    # Shells ignore SIGINT for commands in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
@@ -189,7 +190,7 @@ def _end(pid: int) -> None:
 
 @dataclass
 class Setting:
-    """A training without our callbacks: those before ours and after ours, and all the rest."""
+    """A training without our callbacks: callbacks before ours and after ours, and other options."""
 
     model: L.LightningModule = field(default_factory=Small)
     before: list[Callback] = field(default_factory=list)
@@ -199,7 +200,7 @@ class Setting:
 
 
 class Planted(Callback):
-    """Does something in one hook, when so many steps were made."""
+    """Performs an action in one hook after a number of steps."""
 
     def __init__(self, hook: str, act: Callable[[], object], at: int = BATCH) -> None:
         self.act, self.at = act, at
@@ -211,7 +212,7 @@ class Planted(Callback):
 
 
 class Acting(Small):
-    """Does something within the step of a batch."""
+    """Performs an action within `training_step`."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         super().__init__()
@@ -228,7 +229,7 @@ def raises() -> None:
 
 
 def profilers(open_one: str, **options: Any) -> list[Profiler]:
-    """Three that record a window each, in turn, and one of them batches 8 to 11, and 13."""
+    """Three profilers record a window each in turn; one also records batches 8 to 11, and 13."""
     windows: dict[Any, Schedule] = {
         PyTorch: Fixed(1, 1),
         VizTracer: Fixed(3, 1),
@@ -286,23 +287,23 @@ def await_files(folder: Path, names: set[str]) -> None:
 
 
 def whole(folder: Path) -> set[str]:
-    """Opens every file with a final name by its own reader, and gives their names."""
+    """Open every file with a final name in its own reader, and return the names."""
     found = {path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
     for path in found:
         read(path)
     names = {"/".join(path.relative_to(folder).parts[1:]) or path.name for path in found}
-    return names - {"summary.json"}  # each run leaves one
+    return names - {"summary.json"}  # of which each run writes one
 
 
 def hidden(folder: Path) -> list[Path]:
-    """The files that are not finished."""
+    """The unfinished files."""
     marks = {".run"}
     found = (path for path in folder.rglob(".*") if path.is_file())
     return sorted(path for path in found if path.name not in marks)
 
 
 def read(path: Path) -> None:
-    """Raises if a file cannot be opened by what it is made for, or holds nothing."""
+    """Raise if a file is empty or cannot be opened by its reader."""
     if path.suffix == ".gz":
         assert json.loads(gzip.decompress(path.read_bytes()))["traceEvents"], path
     elif path.suffix == ".bin":
@@ -312,7 +313,7 @@ def read(path: Path) -> None:
     elif path.suffix == ".txt":
         text = path.read_text()
         assert text.startswith("peak memory "), path
-        assert "\nAllocated in all, freed or not\n" in text, path
+        assert "\nAllocated in total, freed or not\n" in text, path
     elif path.name == "README.md":
         opens = _READMES["/".join(path.parts[-2:])]
         assert path.read_text() == opens.how_to_open, path

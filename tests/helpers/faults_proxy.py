@@ -1,4 +1,4 @@
-"""A proxy of a real server, which fails as a file says."""
+"""A proxy of a real server that fails in the mode set in a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from helpers.servers import free_port
 
-#: Longer than anything waits.
+#: Longer than any timeout.
 _HELD = 120.0
 
 
@@ -22,7 +22,7 @@ class _Server(ThreadingHTTPServer):
     proxy: Proxy
 
     def handle_error(self, *_: Any) -> None:
-        """Clients that are gone are what the tests are about."""
+        """Ignore disconnected clients, which are part of the tests."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -65,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Proxy:
-    """Passes requests on, or does to them what its `mode` says; a training may change that.
+    """Forwards requests, or fails them as its `mode` says; a training may change the mode.
 
     Modes: pass, down (nothing listens), hang (accepted, never answered), drop, cut (an answer in
     part), garbage (a page of HTML), 500 and 503 (for everything), 403 and 413 (for files).
@@ -84,7 +84,7 @@ class Proxy:
         return (self.folder / "mode").read_text()
 
     def recover(self) -> None:
-        """From now on all is well, and what was held is let go."""
+        """Forward all requests from now on, including those that hang."""
         switch(self.folder, self.port, "pass")
         self.released.set()
 
@@ -111,7 +111,7 @@ class Proxy:
 
 
 def switch(folder: Path, port: int, mode: str) -> None:
-    """Change a proxy's mode from any process, at once as a whole; it listens from then on."""
+    """Change a proxy's mode atomically, from any process; it listens from then on."""
     (new := folder / "new").write_text(mode)
     new.replace(folder / "mode")
     deadline = time.monotonic() + 60

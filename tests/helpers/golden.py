@@ -1,11 +1,11 @@
 """The training runs behind `test_golden.py`, each in a process of its own.
 
-A server that has the imports behind it forks one process per variant, so that nothing that an
-earlier run left in the process (caches, warnings that come once, threads) changes a later one.
-It reads one variant per line from stdin and answers each with one line. What a run shows goes into
-files, which is what processes of several ranks have in common:
+A server that has all imports forks one process per variant, so that the state of an earlier run
+(caches, one-time warnings, threads) does not affect a later one. It reads one variant per line from
+stdin and answers each with one line. What a run shows goes into files, which is what processes of
+several ranks have in common:
 
-- ``events/PID.jsonl``: what the logger was given, warnings, and who is which rank;
+- ``events/PID.jsonl``: the logger's input, warnings, and the rank of the process;
 - ``out``: the trainer's ``default_root_dir``; ``cwd`` and ``tmp``: where no file should stay;
 - ``log.txt``: what was printed.
 
@@ -37,15 +37,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_perf as lp
 
-#: Batches of an epoch per rank, samples of a batch, epochs: 40 batches in all.
+#: Batches per epoch and rank, samples per batch, epochs: 40 batches in all.
 BATCHES, BATCH_SIZE, EPOCHS, WIDTH = 20, 4, 2, 8
-#: FLOP/s of one device; a measured peak would be another one in each run.
+#: FLOP/s of one device, because a measured peak would differ in each run.
 PEAK = 1e12
 SECONDS = 120.0
 
 
 def metric_callbacks() -> list[Any]:
-    """The four callbacks that measure, with what makes them the same on each machine."""
+    """The four metric callbacks, with settings that make them reproducible."""
     return [speed_monitor(), flops(), lp.Timings(), system_metrics()]
 
 
@@ -58,7 +58,7 @@ def flops() -> Any:
 
 
 def system_metrics() -> Any:
-    """Sampled at the beginning and when the end asks for it: never by the clock."""
+    """Sampled at the start and at the end, never by the clock."""
     return lp.SystemMetrics(interval="1h")
 
 
@@ -112,14 +112,14 @@ class Tiny(L.LightningModule):
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
 
 
-def tell(folder: Path, what: str, **details: Any) -> None:
+def record_event(folder: Path, what: str, **details: Any) -> None:
     """Append one event of this process."""
     with (folder / "events" / f"{os.getpid()}.jsonl").open("a") as file:
         file.write(json.dumps({"event": what, **details}) + "\n")
 
 
-class Telling(Logger):
-    """Writes down what it is given, at once: a rank's process ends inside of Lightning."""
+class EventLogger(Logger):
+    """Writes its input to a file at once, because a rank's process ends inside Lightning."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -135,36 +135,38 @@ class Telling(Logger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         values = {key: float(value) for key, value in metrics.items()}
-        tell(self.folder, "metrics", step=step, metrics=values)
+        record_event(self.folder, "metrics", step=step, metrics=values)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        tell(self.folder, "params", params={key: str(value) for key, value in params.items()})
+        record_event(
+            self.folder, "params", params={key: str(value) for key, value in params.items()}
+        )
 
 
-class Who(L.Callback):
-    """Says which rank a process is."""
+class LogsRank(L.Callback):
+    """Records the rank of a process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        tell(self.folder, "rank", rank=trainer.global_rank)
+        record_event(self.folder, "rank", rank=trainer.global_rank)
 
 
 def on_warning(
     folder: Path, message: Warning | str, category: type[Warning], filename: str, *_: Any
 ) -> None:
-    """Keep what the package says; what others deprecate comes and goes with their versions."""
+    """Record the package's warnings; deprecations of other packages vary with their versions."""
     package = str(Path(str(lp.__file__)).parent)
     dated = issubclass(category, DeprecationWarning | PendingDeprecationWarning | FutureWarning)
     if issubclass(category, lp.PerfWarning) or (filename.startswith(package) and not dated):
-        tell(folder, "warning", category=category.__name__, text=str(message))
+        record_event(folder, "warning", category=category.__name__, text=str(message))
 
 
 def train(folder: Path, variant: dict[str, Any]) -> None:
-    """One run of one variant."""
+    """Run one variant."""
     ranks = variant["ranks"]
-    loggers: list[Logger] = [Telling(folder)] if variant["logger"] else []
+    loggers: list[Logger] = [EventLogger(folder)] if variant["logger"] else []
     if variant["mlflow"]:
         from lightning.pytorch.loggers import MLFlowLogger
 
@@ -178,7 +180,7 @@ def train(folder: Path, variant: dict[str, Any]) -> None:
         accelerator="cpu",
         devices=ranks,
         strategy="ddp_fork" if ranks > 1 else "auto",
-        callbacks=[*CALLBACKS[variant["callbacks"]](), Who(folder), checkpoints],
+        callbacks=[*CALLBACKS[variant["callbacks"]](), LogsRank(folder), checkpoints],
         logger=loggers,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -192,18 +194,18 @@ def train(folder: Path, variant: dict[str, Any]) -> None:
         accumulate_grad_batches=variant["accumulate"],
     )
     getattr(trainer, variant["stage"])(Tiny(ranks))
-    tell_checkpoint(folder)
+    record_checkpoint(folder)
     if variant["mlflow"]:
-        tell_mlflow(folder, loggers[-1])
+        record_mlflow(folder, loggers[-1])
 
 
-def tell_checkpoint(folder: Path) -> None:
-    """What the callbacks keep in the last checkpoint: the names, which a resume looks for."""
+def record_checkpoint(folder: Path) -> None:
+    """Record the callbacks' state in the last checkpoint: the names, which a resume looks up."""
     last = folder / "out/checkpoints" / f"step={BATCHES}.ckpt"
     if last.exists():
         kept = torch.load(last, weights_only=True)["callbacks"]
         ours = {key: names(state) for key, state in kept.items() if "ModelCheckpoint" not in key}
-        tell(folder, "checkpoint", callbacks=ours)
+        record_event(folder, "checkpoint", callbacks=ours)
 
 
 def names(state: Any, prefix: str = "") -> list[str]:
@@ -213,15 +215,15 @@ def names(state: Any, prefix: str = "") -> list[str]:
     return sorted(path for k, v in state.items() for path in names(v, f"{prefix}/{k}".strip("/")))
 
 
-def tell_mlflow(folder: Path, logger: Any) -> None:
+def record_mlflow(folder: Path, logger: Any) -> None:
     """The points, params, tags and artifacts of the run."""
     client, run_id = logger.experiment, logger.run_id
     run = client.get_run(run_id)
     for key in run.data.metrics:
         for point in client.get_metric_history(run_id, key):
-            tell(folder, "mlflow_metric", key=key, step=point.step, value=point.value)
+            record_event(folder, "mlflow_metric", key=key, step=point.step, value=point.value)
     artifacts = sorted(artifact_paths(client, run_id, ""))
-    tell(folder, "mlflow", params=run.data.params, tags=run.data.tags, artifacts=artifacts)
+    record_event(folder, "mlflow", params=run.data.params, tags=run.data.tags, artifacts=artifacts)
 
 
 def artifact_paths(client: Any, run_id: str, folder: str) -> Iterable[str]:
@@ -250,13 +252,13 @@ def child(folder: Path, variant: dict[str, Any]) -> None:
 
 
 def preload() -> None:
-    """Import what each run would import again: half of its time."""
+    """Import everything that each run imports, which is half of its time."""
     torch.set_num_threads(1)
     for name in lp.__all__:
         getattr(lp, name)
     for name in ("jinja2", "matplotlib.backends.backend_agg", "memray", "psutil"):
         import_module(name)
-    # A collection in a child would copy all pages of what it inherits: a sixth of its time.
+    # A garbage collection in a child would copy all inherited pages: a sixth of its time.
     gc.freeze()
 
 

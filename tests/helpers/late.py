@@ -1,4 +1,4 @@
-"""Trainings of several forked ranks, of which one is late in one phase."""
+"""Trainings of several forked ranks, one of which is late in one phase."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from helpers.small import Small, trainer
 from lightning_perf import Timings
 
 PHASES = ("input", "forward", "backward", "callback")
-#: Seconds of each phase on all ranks, so that there is something to be late in.
+#: Seconds of each phase on all ranks.
 USUAL = 0.002
 
 
 class Late(Small):
-    """Sleeps in each phase, and on some ranks longer in one of them."""
+    """Sleeps in each phase, and longer in one of them on some ranks."""
 
     def __init__(self, ranks: set[int], phase: str, seconds: float, seed: int = 0) -> None:
         super().__init__()
@@ -47,19 +47,19 @@ class Late(Small):
         return output
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        # Called as a module, since TraceML times the calls of modules.
+        # Called as a module, because TraceML times calls of modules.
         return torch.nn.functional.mse_loss(self(batch[0]), batch[1])
 
 
 class Sleeps(L.Callback):
-    """The user's own callback, which the module makes late."""
+    """A user's callback that the module makes slow."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         pl_module.wait("callback")
 
 
 class Kept(Timings):
-    """Leaves on rank 0 what it found, in a file."""
+    """Writes its result on rank 0 to a file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Kept(Timings):
 def options(
     world_size: int, batches: int = 60, every: int = 6, strategy: str = "ddp_fork"
 ) -> dict[str, Any]:
-    """Of a Trainer with several ranks."""
+    """Options of a Trainer with several ranks."""
     return {
         "strategy": strategy, "devices": world_size, "log_every_n_steps": every,
         "max_steps": batches, "max_epochs": -1,
@@ -94,7 +94,7 @@ def options(
 def find(
     folder: Path, world_size: int, model: Late, batches: int = 60, strategy: str = "ddp_fork"
 ) -> dict[str, Any]:
-    """Train with several ranks, and return what `Timings` found on rank 0."""
+    """Train with several ranks, and return the result of `Timings` on rank 0."""
     fit(folder, world_size, model, batches, strategy)
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
@@ -103,7 +103,7 @@ def find(
 def fit(
     folder: Path, world_size: int, model: Late, batches: int = 60, strategy: str = "ddp_fork"
 ) -> None:
-    """Train with several ranks; rank 0 leaves what `Timings` found in ``found.json``."""
+    """Train with several ranks; rank 0 writes the result of `Timings` to ``found.json``."""
     torch.set_num_threads(1)
     given = options(world_size, batches, strategy=strategy)
     with warnings.catch_warnings():

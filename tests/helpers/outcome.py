@@ -1,4 +1,4 @@
-"""What a training with every source of chance results in, to compare with and without callbacks."""
+"""The outcome of a training with every source of randomness, to compare with and without us."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.small import Small, trainer
 
 
 class Random(Small):
-    """Dropout, noise and shuffling: every source of chance that a training has."""
+    """Dropout, noise and shuffling: every source of randomness in a training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Random(Small):
 
 
 class Wrapped(nn.Module):
-    """Compiled code of torch itself is not compiled again, so it is wrapped in a module of ours."""
+    """Code of torch itself is not compiled, so it is wrapped in a module of ours."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a page would fetch from elsewhere when a browser opens it."""
+"""Addresses that a page would load in a browser."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ _LOADS = (
 
 
 def loaded_from_elsewhere(page: str) -> list[str]:
-    """The addresses that a page or a picture loads; links that are only followed are none."""
+    """The addresses that a page or a picture loads; links for the user to follow do not count."""
     return [address for load in _LOADS for address in re.findall(load, page)]

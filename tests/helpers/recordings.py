@@ -1,4 +1,4 @@
-"""A server to look into, what puts recordings into a trace writer, and a rival of recorders."""
+"""A fake upload server, functions that write recordings, and a competing profiler."""
 
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import schedule
@@ -10,7 +10,7 @@ CONTENT = b'{"traceEvents": []}' * 100
 
 
 class Server:
-    """An uploader that keeps what it is sent, after `failures` failed attempts."""
+    """An uploader that keeps the files it receives, after `failures` failed attempts."""
 
     def __init__(self, failures=0, message="no route to host"):
         self.failures, self.message = failures, message
@@ -25,20 +25,20 @@ class Server:
 
 
 def record(writer, batch=5, stage="train", content=CONTENT, prepare=None):
-    """Write a recording, as a profiler does when a window ends."""
+    """Write a recording like a profiler at the end of a window."""
     spooled = writer.spool(stage)
     spooled.write_bytes(content)
     return writer.write(spooled, Timestamp(batch=batch), stage, prepare)
 
 
 def after(worker, written):
-    """What was handed to the worker, once the worker is done with it."""
+    """The result for the job given to the worker, once the worker is done with it."""
     assert worker.drain(PATIENCE)
     return written
 
 
 def tried(worker):
-    """Wait until the files are placed, and their uploads, which follow then, were tried once."""
+    """Wait until the files are placed and each upload was attempted once."""
     for _ in range(2):
         worker.call(lambda: None, PATIENCE)
 
@@ -49,6 +49,6 @@ def files(folder):
 
 
 def theirs_in(folder):
-    """Lightning's own profiler, which warms up in batch 4 and records 5 to 7."""
+    """Lightning's own profiler, which warms up in batch 4 and records batches 5 to 7."""
     phases = schedule(wait=4, warmup=1, active=3, repeat=1)
     return PyTorchProfiler(dirpath=folder, filename="theirs", schedule=phases)

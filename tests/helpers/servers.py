@@ -11,22 +11,22 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """A port on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def start_mlflow(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    """A real MLflow server on the loopback, with sqlite behind it; waits until it answers."""
+    """A real MLflow server on the loopback, with sqlite; waits until it answers."""
     command = [
-        # Another environment's, where this one has no server.
+        # From another environment, if this one has no server.
         os.environ.get("MLFLOW_SERVER_PYTHON", sys.executable), "-m", "mlflow", "server",
         "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
         "--backend-store-uri", f"sqlite:///{folder}/server.db",
         "--artifacts-destination", str(folder / "artifacts"),
     ]  # fmt: skip
-    # What it would start for jobs that nobody gives it takes longer than the server itself.
+    # Services for jobs, which are not used here, take longer to start than the server itself.
     env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -44,6 +44,6 @@ def start_mlflow(folder: Path, port: int) -> subprocess.Popen[bytes]:
 
 
 def stop_mlflow(server: subprocess.Popen[bytes]) -> None:
-    """End the server and the processes that it started."""
+    """End the server and its child processes."""
     os.killpg(server.pid, 9)
     server.wait()

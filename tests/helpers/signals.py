@@ -1,4 +1,4 @@
-"""Signals of a training that was never run."""
+"""Signals as if of a training, without running one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_perf.core.progress import Timestamp
 from lightning_perf.diagnosis.signals import Signals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
-#: Batches in a window, and windows.
+#: Batches per window, and number of windows.
 BATCHES, WINDOWS = 10, 12
-#: Seconds of a batch without a problem: 50 ms.
+#: Seconds per batch without a problem: 50 ms.
 FINE = {"forward": 0.02, "backward": 0.025, "optimizer_step": 0.004, "other": 0.001}
 
 
 def every(seconds: float, calls: int = BATCHES) -> list[tuple[float, int]]:
-    """An action that costs the same in each window."""
+    """An action that takes the same time in each window."""
     return [(seconds, calls)] * WINDOWS
 
 
 def sampled(windows: int = WINDOWS, **sensors: float) -> dict[str, list[float]]:
-    """Columns of a GPU that was sampled for a second in each window.
+    """Columns of a GPU sampled for 1 s in each window.
 
     Args:
         windows: How many.

@@ -1,4 +1,4 @@
-"""A training small enough to run hundreds of times, and loggers to look into."""
+"""A training small enough to run hundreds of times, and loggers that keep their input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANKS: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2, "use_distributed_
 
 
 class Small(L.LightningModule):
-    """Two linear layers on fixed data; nothing random but the weights."""
+    """Two linear layers on fixed data; only the weights are random."""
 
     def __init__(self, batch_size: int = 4) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Small(L.LightningModule):
 
 
 class TwoOptimizers(Small):
-    """Manual optimization: each batch is trained on twice, each time for one of the layers."""
+    """Manual optimization: two steps per batch, each for one of the layers."""
 
     automatic_optimization = False
 
@@ -108,7 +108,7 @@ class Records(Logger):
 
 
 class Dump(PerfCallback):
-    """Leaves what callbacks reported on rank 0, and its counts of training, in a file."""
+    """Writes the metrics reported on rank 0, and the training counts, to a file."""
 
     def __init__(self, path: Path, watched: list[Any]) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Dump(PerfCallback):
 
 
 def samples_per_batch(found: dict[str, float]) -> float:
-    """What `SpeedMonitor` counted, of all ranks."""
+    """The samples per batch counted by `SpeedMonitor`, over all ranks."""
     return found["throughput/samples_per_sec"] / found["throughput/batches_per_sec"]
 
 
@@ -135,13 +135,13 @@ OURS = {"README.md", "summary.json"}
 
 
 def left_in(folder: Path) -> list[Path]:
-    """The files of a folder that recorders left, without the README and the summary of the run."""
+    """The files of recorders in a folder, without the README and the summary of the run."""
     found = (path for path in folder.rglob("*") if path.is_file() and path.name not in OURS)
     return sorted(found)
 
 
 def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
-    """A quiet Trainer on one CPU, writing below a folder."""
+    """A quiet Trainer on one CPU that writes below a folder."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -159,7 +159,7 @@ def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
 
 
 def launch(script: Path, ranks: int = 2) -> None:
-    """Run a script as several processes under torchrun, which import what the caller can import."""
+    """Run a script as several processes under torchrun, with the caller's import path."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(ranks), str(script),

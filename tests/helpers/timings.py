@@ -1,4 +1,4 @@
-"""Timings that are checked against clocks of the tests."""
+"""Timings that are checked against the tests' own clocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stopped(Timings):
 
     @property
     def wall(self) -> tuple[float, float]:
-        """The least and the most seconds that may have been counted, give or take 1 %."""
+        """Bounds for the counted seconds, with a tolerance of 1 %."""
         assert self.began is not None
         (b0, b1), (e0, e1) = self.began, self.ended
         return 0.99 * (e0 - b1), 1.01 * (e1 - b0)

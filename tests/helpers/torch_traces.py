@@ -1,4 +1,4 @@
-"""Reads the traces that the PyTorch profiler wrote."""
+"""Reading the traces written by the PyTorch profiler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def traces(folder: Path) -> dict[str, dict[str, Any]]:
-    """All finished traces below a folder, by their path in it."""
+    """All finished traces below a folder, by relative path."""
     return {
         str(path.relative_to(folder)): json.loads(gzip.decompress(path.read_bytes()))
         for path in sorted(folder.rglob("*.pt.trace.json.gz"))
@@ -17,6 +17,6 @@ def traces(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def steps(trace: dict[str, Any]) -> list[int]:
-    """The batches that a trace holds, by their number in the run."""
+    """The batches in a trace, by their number in the run."""
     names = {event.get("name", "") for event in trace["traceEvents"]}
     return sorted(int(n.split("#")[1]) for n in names if n.startswith("ProfilerStep#"))

@@ -64,7 +64,7 @@ def child(method: str) -> Iterator[tuple[Any, Callable[[], tuple[int, int, bool]
 
 @pytest.fixture(autouse=True)
 def _spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings are in the test's folder."""
+    """Use the test's folder for recordings."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -87,7 +87,7 @@ def recording_children(record: Any = note) -> Iterator[Children]:
 
 
 def begin(recorder: Children, *sends: Callable[[], object]) -> None:
-    """Open a window, and send the children items until they record; idle ones do not start."""
+    """Open a window, and send items to the children until they record; idle ones do not start."""
     recorder.open(spool())
     until = time.monotonic() + 60
     while len(list(recorder._folders[-1].glob("*.on"))) < len(sends):
@@ -112,7 +112,7 @@ def test_a_child_records_while_a_window_is_open(method: str) -> None:
 
 
 def test_a_slow_disk_does_not_end_a_recording_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the checking thread read before the start is not taken for the end of the window."""
+    """A state that the watching thread read before the start does not count as the window's end."""
     read = processes._Watch._read_window
 
     def slow(watch: Any) -> str:
@@ -155,7 +155,7 @@ def test_the_wait_for_a_killed_child_is_bounded(monkeypatch: pytest.MonkeyPatch)
     """After the wait, the files of the other children are returned."""
 
     def clock() -> float:
-        """Patience ends once the other child has written its file."""
+        """The wait is over once the other child has written its file."""
         return inf if (recorder._folders[-1] / "2").exists() else 0.0
 
     patched = SimpleNamespace(monotonic=clock, sleep=time.sleep)
@@ -183,8 +183,8 @@ def test_a_failing_recorder_does_not_change_the_child() -> None:
     assert process.exitcode == 0
 
 
-def test_the_patch_is_removed_when_the_last_profiler_leaves() -> None:
-    """BaseProcess.start is restored, in any order of leaving."""
+def test_the_patch_is_removed_with_the_last_profiler() -> None:
+    """BaseProcess.start is restored, in any order of removal."""
     plain = BaseProcess.start
     first, second = Children(note), Children(note)
     assert BaseProcess.start is not plain

@@ -17,7 +17,7 @@ from helpers.fake_allocator import (
     OutOfMemory,
     files,
     fit,
-    seeming_device,
+    simulated_cuda,
 )
 from helpers.pages import loaded_from_elsewhere
 from helpers.small import Small, ours
@@ -44,7 +44,7 @@ AT_THE_END = [
 
 @pytest.fixture
 def allocator() -> Iterator[Allocator]:
-    with seeming_device() as fake:
+    with simulated_cuda() as fake:
         yield fake
 
 
@@ -84,7 +84,7 @@ def test_history_is_bounded_and_off_between_windows(tmp_path: Path, allocator: A
     """Each window starts the recording, with a maximum number of entries, and stops it."""
     fit(tmp_path, MemorySnapshot(schedule="every 6ba", html=False, max_entries=7))
     on = ("all", {"stacks": "python", "max_entries": 7})
-    assert allocator.told == [on, (None, {}), on, (None, {})]
+    assert allocator.calls == [on, (None, {}), on, (None, {})]
 
 
 def test_html_and_compress(tmp_path: Path, allocator: Allocator) -> None:
@@ -101,7 +101,7 @@ def test_html_and_compress(tmp_path: Path, allocator: Allocator) -> None:
 def test_an_out_of_memory_error_leaves_a_snapshot(
     tmp_path: Path, allocator: Allocator, schedule: Any, expected: list[str]
 ) -> None:
-    """With history if a window is open; otherwise with the allocated blocks."""
+    """With history if a window is open; otherwise only the allocated blocks."""
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, MemorySnapshot(schedule=schedule, html=False), OutOfMemory())
     assert "rank0.3.pickle" in files(tmp_path)
@@ -113,7 +113,7 @@ def test_an_out_of_memory_error_leaves_a_snapshot(
 def test_an_out_of_memory_error_leaves_five_files(
     tmp_path: Path, allocator: Allocator, schedule: Any
 ) -> None:
-    """The five files of the reference; all work offline."""
+    """The five files of the reference are written; all pages work offline."""
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, MemorySnapshot(schedule=schedule), OutOfMemory())
     assert files(tmp_path) == AT_THE_END
@@ -129,10 +129,10 @@ def test_an_out_of_memory_error_leaves_five_files(
     assert "seg_256 (4.0 MiB, 100.0%)" in (folder / "rank0.3_segment_flamegraph.svg").read_text()
 
 
-def test_a_snapshot_that_cannot_be_written_ends_the_run_as_any(
+def test_a_snapshot_that_cannot_be_written_ends_the_run_normally(
     tmp_path: Path, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Out of memory, on a disk that is full: the profiler no longer watches the allocator."""
+    """After out of memory on a full disk, the profiler no longer observes the allocator."""
 
     def full(self: MemorySnapshot, path: Path) -> None:
         raise OSError("no space left on device")
@@ -174,15 +174,15 @@ def test_the_snapshot_is_of_the_failed_allocation(tmp_path: Path, allocator: All
 def test_a_failed_allocation_that_is_handled_leaves_no_file(
     tmp_path: Path, allocator: Allocator
 ) -> None:
-    """cuDNN retries with a smaller workspace: the snapshot is freed."""
+    """cuDNN retries with a smaller workspace: the snapshot is discarded."""
 
-    class Survives(Small):
+    class HandlesError(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             allocator.observer(0, 1, 2, 3)
             return super().training_step(batch, batch_idx)
 
     profiler = MemorySnapshot(schedule=Never())
-    assert fit(tmp_path, profiler, Survives()) == []
+    assert fit(tmp_path, profiler, HandlesError()) == []
     assert profiler._oom is None
     assert not memory_snapshot._watching
 
@@ -238,7 +238,7 @@ def test_without_cuda_there_is_one_warning(tmp_path: Path) -> None:
     with pytest.warns(PerfWarning, match="there is no CUDA device") as caught:
         assert fit(tmp_path, MemorySnapshot(schedule=Always())) == []
     assert len(ours(caught)) == 1
-    with pytest.raises(torch.OutOfMemoryError):  # a second warning would be an error
+    with pytest.raises(torch.OutOfMemoryError):  # a second warning would raise
         fit(tmp_path, MemorySnapshot(schedule=Always()), OutOfMemory())
     assert files(tmp_path) == []
 

@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader
 from lightning_perf import Cyclic, Every, Fixed, Memray, PerfWarning
 
 MEGABYTES = 5_000_000
-#: Without the summary, which a separate process makes.
+#: Without the summary, which is made by a separate process.
 Capture = partial(Memray, summary=False)
 
 
 class Hungry(Small):
-    """Allocates some megabytes per step in a function of a known name."""
+    """Allocates a few megabytes per step in a function of a known name."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.eat()
@@ -48,7 +48,7 @@ class Hungry(Small):
 
 
 def files(folder: Path) -> list[str]:
-    """The files in the folder of the run, by their path in it."""
+    """The files in the folder of the run, by relative path."""
     folder = folder / "records-version_0" / "memray"
     return [str(path.relative_to(folder)) for path in left_in(folder)]
 
@@ -85,7 +85,7 @@ def test_a_flame_graph_beside_each_capture(tmp_path: Path, compress: bool) -> No
     capture = "rank0.1.bin.gz" if compress else "rank0.1.bin"
     assert fit(tmp_path, profiler) == [capture, "rank0.1.html"]
     page = (tmp_path / "records-version_0" / "memray" / "rank0.1.html").read_text()
-    # Not the file's name: memray writes the command line into its pages.
+    # Not the file's name, because memray writes the command line into its pages.
     assert '"eat"' in page
     assert "<script src=" not in page
     assert '<link rel="stylesheet" href="http' not in page
@@ -93,7 +93,7 @@ def test_a_flame_graph_beside_each_capture(tmp_path: Path, compress: bool) -> No
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_stacks_are_complete_in_each_stage(tmp_path: Path, stage: str) -> None:
-    """A stack reaches from the allocation to the script, at any depth of our hook."""
+    """A stack reaches from the allocation to the script, whatever the depth of our hook."""
     second = Cyclic(wait=1, warmup=0, active=1, repeat=1)
     batches = {"limit_val_batches": 2 if stage == "validate" else 0}
     run = trainer(tmp_path, Capture(schedule=second), logger=Records(), **batches)
@@ -120,8 +120,8 @@ def test_capture_and_flame_graph_are_uploaded(tmp_path: Path, mlflow_database: s
     assert names == ["README.md", "rank0.16.bin", "rank0.16.html"]
 
 
-def test_a_tracker_of_the_user_continues(tmp_path: Path) -> None:
-    """Windows are left out meanwhile, with one warning."""
+def test_a_memray_tracker_of_the_user_continues(tmp_path: Path) -> None:
+    """Windows during it are skipped, with one warning."""
     with (
         memray.Tracker(tmp_path / "theirs.bin"),
         pytest.warns(PerfWarning, match="while another memray tracker does") as caught,
@@ -133,7 +133,7 @@ def test_a_tracker_of_the_user_continues(tmp_path: Path) -> None:
 
 
 def test_options_reach_memray(tmp_path: Path) -> None:
-    """Further arguments are passed to memray."""
+    """Additional arguments are passed to memray."""
     fit(tmp_path, Capture(schedule="first 1ba", native_traces=True, trace_python_allocators=True))
     with memray.FileReader(tmp_path / "records-version_0" / "memray" / "rank0.1.bin") as reader:
         assert reader.metadata.has_native_traces
@@ -184,7 +184,7 @@ record("second")
 def test_garbage_collection_does_not_crash_the_start(tmp_path: Path) -> None:
     """memray walks all stacks at its start; finalizers would free frames that it reads."""
     command = [sys.executable, "-c", COLLECTING, str(tmp_path / "capture")]
-    # Freed memory is overwritten at once, so that reading it crashes.
+    # Freed memory is overwritten at once, so that reading it would crash.
     subprocess.run(command, env=os.environ | {"PYTHONMALLOC": "debug"}, check=True, timeout=240)
 
 
@@ -219,7 +219,7 @@ def test_the_summary_is_logged_as_metrics(tmp_path: Path) -> None:
 
 
 def eating(file: str, function: str) -> Any:
-    """A function that allocates, of any name in any file."""
+    """A function that allocates, with any name in any file."""
     names: dict[str, Any] = {}
     exec(compile(f"def eat():\n    return len(bytearray({MEGABYTES}))", file, "exec"), names)
     eat = names["eat"]
@@ -228,7 +228,7 @@ def eating(file: str, function: str) -> Any:
 
 
 def test_names_are_not_executed(tmp_path: Path) -> None:
-    """The page has the names of files and functions, but no tag of them."""
+    """The page shows names of files and functions as text, not as tags."""
     evil = "</script><img src=x onerror='alert(1)'>"
     model = Hungry()
     model.eat = eating(f"{evil}.py", evil)  # type: ignore[method-assign]
@@ -241,7 +241,7 @@ def test_names_are_not_executed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["\udcff.py", "", "a\"b'c`${d}\\\n.py", "x" * 100_000])
 def test_any_file_name_is_recorded(tmp_path: Path, file: str) -> None:
-    """Names that are not UTF-8, empty or long break neither training nor the capture."""
+    """Empty, long and non-UTF-8 names break neither training nor the capture."""
     model = Hungry()
     model.eat = eating(file, "eat")  # type: ignore[method-assign]
     fit(tmp_path, Capture(schedule="first 1ba"), model=model, limit_train_batches=2)
@@ -250,7 +250,7 @@ def test_any_file_name_is_recorded(tmp_path: Path, file: str) -> None:
 
 
 def test_the_summary_shows_the_source_of_python_files_only(tmp_path: Path) -> None:
-    """Other files that code names as its own may hold secrets, or be devices without an end."""
+    """Other files that code names as its source may contain secrets or be endless devices."""
     secret = tmp_path / "secret.txt"
     secret.write_text("first\npassword\n")
     model = Hungry()
@@ -262,7 +262,7 @@ def test_the_summary_shows_the_source_of_python_files_only(tmp_path: Path) -> No
 
 
 def test_a_pipe_is_not_read_for_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page and the summary of code that names a pipe as its file are made nevertheless."""
+    """If code names a pipe as its file, its page and summary are still made."""
     monkeypatch.setattr("lightning_perf.profilers.tools._TIMEOUT", 120)
     pipe = tmp_path / "pipe.py"
     os.mkfifo(pipe)
@@ -279,7 +279,7 @@ def test_a_pipe_is_not_read_for_its_source(tmp_path: Path, monkeypatch: pytest.M
 def test_a_damaged_capture_is_kept_with_one_warning(
     tmp_path: Path, damage: Any, made: dict[str, bool]
 ) -> None:
-    """Truncated, or of a format that memray does not know: the page or the text is missing."""
+    """If the capture is truncated or of an unknown format, the page or the text is missing."""
 
     class Damaged(Memray):
         def record(self, path: Path, *args: Any) -> Any:

@@ -55,7 +55,7 @@ class CProfile(Profiler):
 
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         """Record on the training thread; write the files on the worker thread."""
-        refuse_python_profiler(self)  # raises RecorderBusy: the window is left out
+        refuse_python_profiler(self)  # raises RecorderBusy: the window is skipped
         profiler = cProfile.Profile()
         profiler.enable()
         yield None

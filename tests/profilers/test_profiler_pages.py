@@ -97,7 +97,7 @@ def test_pages_load_nothing(tmp_path: Path, profiler: Any) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_made_is_a_warning(
+def test_a_page_that_cannot_be_made_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, files: list[str]
 ) -> None:
     """It has the message of the program, and the recording is kept."""
@@ -172,14 +172,14 @@ def test_a_history_shows_memory_by_line_at_the_peak() -> None:
 
 
 def test_a_failed_allocation_is_on_the_page() -> None:
-    """With its size and the free memory."""
+    """The page shows the requested size and the free memory."""
     page = history(SNAPSHOT)
     assert "An allocation of 9.0 MiB failed; the device had 2.0 MiB free" in page
     assert "Device 1" not in page
 
 
 def test_a_snapshot_without_history_says_so() -> None:
-    """Without an open window there are only segments."""
+    """If no window is open, only segments are shown."""
     nothing = {**SNAPSHOT, "device_traces": [[]]}
     assert "No history was recorded" in history(nothing)
     assert "1 segment of 4.0 MiB, 3.0 MiB in use" in segments(nothing)

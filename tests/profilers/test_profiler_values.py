@@ -1,4 +1,4 @@
-"""Profilers refuse invalid values before training, and report those that a tool refuses."""
+"""Profilers refuse invalid values before training, and report values that a tool refuses."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from lightning_perf.profilers.tools import has_python_profiler
 def test_a_bad_option_of_a_tool_is_refused_at_construction(
     profiler: Any, option: str, value: Any
 ) -> None:
-    """The error has the option, its value and a valid example."""
+    """The error names the option, its value and a valid example."""
     with pytest.raises(ConfigError, match="Try ") as caught:
         profiler(**{option: value})
     assert (caught.value.field, caught.value.value) == (option, value)
 
 
-def test_a_suite_of_one_callback_is_still_a_list() -> None:
-    """What was forgotten is shown."""
+def test_a_suite_needs_a_list_even_for_one_callback() -> None:
+    """The message shows the list."""
     with pytest.raises(ConfigError, match=r"is not a list\. Try callbacks=\[SpeedMonitor"):
         Suite(SpeedMonitor())  # type: ignore[arg-type]
 
@@ -166,8 +166,8 @@ def both(profiler: Any) -> list[Any]:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*no CUDA device")
-def test_copies_can_be_made_at_any_time_and_record(tmp_path: Path, make: Any) -> None:
-    """Before, during and after a fit, the Trainer as well; copies of the profiler record alike."""
+def test_profilers_can_be_copied_at_any_time(tmp_path: Path, make: Any) -> None:
+    """Copies made before, during and after a fit, of the Trainer too, record like the original."""
     profiler, model = make(), Copying()
     copies = both(profiler)
     trained = trainer(tmp_path, profiler, logger=Records(), limit_train_batches=5)
@@ -200,7 +200,7 @@ def test_copies_can_be_made_at_any_time_and_record(tmp_path: Path, make: Any) ->
     ],
 )
 def test_an_unknown_option_gets_a_suggestion(kind: Any, option: str, expected: str) -> None:
-    """Arguments of the profiler and of its tool are suggested; those that we set are refused."""
+    """Arguments of the profiler and its tool are suggested; arguments that we set are refused."""
     with pytest.raises(ConfigError) as caught:
         kind(**{option: True})
     assert str(caught.value).startswith(f"{option}=True ")

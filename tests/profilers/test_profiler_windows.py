@@ -113,7 +113,7 @@ class Recorder:
 
 
 TORCH = Recorder(PyTorch, "torch_traces", ".pt.trace.json.gz", ranges)
-# A summary takes a process of its own.
+# A summary takes a separate process.
 CAPTURE = partial(Memray, summary=False)
 
 
@@ -214,8 +214,8 @@ def test_an_exception_closes_the_open_window(
     assert recorder.fit(tmp_path / "next", recorder.kind(schedule="every 8ba")) == {"rank0.9": 1}
 
 
-def test_a_recorder_that_fails_to_stop_leaves_its_schedule_closed(tmp_path: Path) -> None:
-    """An exception ends the run, and stopping fails, too: the signal handler is released."""
+def test_a_recorder_that_fails_to_stop_closes_its_schedule(tmp_path: Path) -> None:
+    """If stopping fails after an exception, the signal handler is still released."""
 
     class Stuck(Profiler):
         def record(self, path: Path, context: Any, warmup: int) -> Any:
@@ -229,7 +229,7 @@ def test_a_recorder_that_fails_to_stop_leaves_its_schedule_closed(tmp_path: Path
 
 
 def test_two_of_one_kind_record_in_turn(tmp_path: Path, recorder: Recorder) -> None:
-    """Different windows are all recorded; of overlapping ones the second is left out."""
+    """Windows that do not overlap are all recorded; of overlapping ones the second is skipped."""
     apart = [recorder.kind(schedule=Fixed(2, 3)), recorder.kind(schedule=Fixed(8, 2), folder="b")]
     assert recorder.fit(tmp_path / "apart", *apart) == {"rank0.5": 3}
     assert len(apart[1].saved_traces) == 1
@@ -244,8 +244,8 @@ def test_two_of_one_kind_record_in_turn(tmp_path: Path, recorder: Recorder) -> N
 
 
 @pytest.mark.parametrize("late_first", [False, True], ids=["in order", "the later one first"])
-def test_windows_that_follow_one_another_are_all_recorded(tmp_path: Path, late_first: bool) -> None:
-    """A window may begin where another profiler's ends, in any order of the callbacks."""
+def test_adjacent_windows_are_all_recorded(tmp_path: Path, late_first: bool) -> None:
+    """A window may start where another profiler's ends, in any order of the callbacks."""
     early, late = PyTorch(schedule="first 3ba"), VizTracer(schedule="at 3ba for 2ba")
     profilers = [late, early] if late_first else [early, late]
     trainer(tmp_path, *profilers, limit_train_batches=6).fit(Small())
@@ -289,7 +289,7 @@ def test_two_of_one_kind_need_different_names(tmp_path: Path, recorder: Recorder
     ids=str,
 )  # fmt: skip
 def test_a_schedule_without_a_window_warns(tmp_path: Path, schedule: Any) -> None:
-    """One warning at the end of training says when that was."""
+    """One warning at the end of training says when the window would have been."""
     with pytest.warns(PerfWarning, match="recorded nothing: no window of") as caught:
         trainer(tmp_path, PyTorch(schedule=schedule), logger=Records()).fit(Small())
     (message,) = ours(caught)

@@ -86,7 +86,7 @@ def test_a_timeline_needs_no_upload(tmp_path: Path, mlflow_database: str) -> Non
 def test_without_torch_s_timeline_the_page_shows_totals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In torch versions without export_memory_timeline there is one warning."""
+    """In torch versions without export_memory_timeline there is a warning, and a page of totals."""
     monkeypatch.delattr("torch.profiler.profiler._KinetoProfile.export_memory_timeline")
     assert not hasattr(profile, "export_memory_timeline")
     with pytest.warns(PerfWarning, match="cannot classify the memory") as caught:
@@ -159,7 +159,7 @@ def test_a_table_of_operators_beside_each_trace(tmp_path: Path) -> None:
 def test_files_are_made_while_a_server_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trace, table and page exist at the end."""
+    """Trace, table and page exist at the end of the run."""
     start = Worker._start
     monkeypatch.setattr(
         Worker, "_start", lambda self: self._name == "lightning_perf" or start(self)
@@ -263,7 +263,7 @@ def test_yaml_has_names_for_objects_of_torch(
 
 
 def test_activities_may_be_names_members_or_mappings() -> None:
-    """All forms that torch accepts, and names."""
+    """All forms that torch accepts work, and names."""
     cpu, cuda = ProfilerActivity.CPU, ProfilerActivity.CUDA
     named = torch_options({"activities": ["cpu", cuda, {"CUDA": ["KERNEL"]}]})
     assert named == {"activities": [cpu, cuda, {cuda: ["KERNEL"]}]}
@@ -282,7 +282,7 @@ def test_a_profiler_with_options_pickles() -> None:
 
 @pytest.mark.parametrize("with_stack", [False, True])
 def test_stacks_are_not_recorded_beside_a_python_profiler(tmp_path: Path, with_stack: bool) -> None:
-    """Beside cProfile, windows with stacks are left out, with one warning."""
+    """Beside cProfile, windows with stacks are skipped, with one warning."""
     profiler = PyTorch(schedule="every 6ba", with_stack=with_stack)
     watch = cProfile.Profile()
     watch.enable()
@@ -298,7 +298,7 @@ def test_stacks_are_not_recorded_beside_a_python_profiler(tmp_path: Path, with_s
 
 
 def test_a_torch_profiler_of_the_user_continues(tmp_path: Path) -> None:
-    """Windows are left out meanwhile, with one warning, and its trace is complete."""
+    """Windows during it are skipped, with one warning, and its trace is complete."""
     with profile(activities=[ProfilerActivity.CPU]) as own:
         with pytest.warns(PerfWarning, match="while another torch.profiler") as caught:
             assert fit(tmp_path, PyTorch(schedule="every 6ba")) == {}
@@ -322,7 +322,7 @@ def test_the_readme_explains_every_file(tmp_path: Path) -> None:
 
 
 def test_the_trace_of_a_window_with_a_page_is_complete(tmp_path: Path) -> None:
-    """The other files are made of the trace that is kept."""
+    """The other files are made from the trace that is kept."""
     found = fit(tmp_path, PyTorch(schedule=Fixed(2, 2), key_averages=True, **MEMORY))
     trace = json.loads(gzip.decompress(found["rank0.4.pt.trace.json.gz"].read_bytes()))
     names = [event.get("name", "") for event in trace["traceEvents"]]

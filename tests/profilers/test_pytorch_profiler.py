@@ -94,10 +94,10 @@ def test_a_folder_of_a_later_run_is_refused_before_training(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("variable", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
-def test_a_job_that_the_cluster_restarts_is_not_refused(
+def test_a_restarted_job_is_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """Preempted before its first checkpoint, it starts again: one warning, no file is lost."""
+    """A job preempted before its first checkpoint restarts: one warning, no file is lost."""
     fit(tmp_path, PyTorch(schedule="first 2ba"))
     monkeypatch.setenv(variable, "1")
     with pytest.warns(PerfWarning, match=r"rank0\.2\.\S+ was written after") as caught:
@@ -114,7 +114,7 @@ def test_only_the_named_ranks_record(tmp_path: Path) -> None:
 
 
 def test_windows_during_lightning_s_profiler_are_left_out(tmp_path: Path) -> None:
-    """All traces are complete: ours before and after, Lightning's between; one warning."""
+    """All traces are complete: ours before and after, Lightning's in between; one warning."""
     theirs = theirs_in(tmp_path / "theirs")
     profiler = PyTorch(schedule="every 2ba")
     with pytest.warns(
@@ -143,8 +143,8 @@ def test_lightning_s_profiler_with_a_schedule_continues(tmp_path: Path, batches:
     assert [stamp.batch for stamp, _ in profiler.saved_traces] == ([] if batches == 4 else [9])
 
 
-def test_a_window_ends_where_lightning_s_profiler_begins(tmp_path: Path) -> None:
-    """The first part of the window is kept, and the rest is recorded afterwards."""
+def test_a_window_is_split_at_lightning_s_profiler(tmp_path: Path) -> None:
+    """The part before it is kept, and the part after it is recorded."""
     theirs = theirs_in(tmp_path / "theirs")
     profiler = PyTorch(schedule="always")
     with pytest.warns(PerfWarning, match="left out"):
@@ -224,7 +224,7 @@ def test_mlflow_runs_of_the_same_name_do_not_share_a_folder(
     assert sorted(path.name for path in tmp_path.iterdir()) == folders
 
 
-def test_a_profiler_that_records_nothing_writes_nothing(tmp_path: Path) -> None:
+def test_a_profiler_without_recordings_writes_nothing(tmp_path: Path) -> None:
     """The run's folder does not exist before the first trace."""
     trainer(tmp_path, PyTorch(schedule="never"), logger=Records()).fit(Small())
     assert not list(tmp_path.iterdir())
@@ -280,10 +280,10 @@ def test_no_look_ahead_while_no_window_is_near(tmp_path: Path, schedule: Schedul
             return super().window(moment)
 
     counted = Counted(**schedule._arguments())
-    with warnings.catch_warnings(record=True):  # of schedules that never fired
+    with warnings.catch_warnings(record=True):  # for schedules that were never true
         warnings.simplefilter("always")
         fit(tmp_path, PyTorch(schedule=counted), max_epochs=2, limit_train_batches=16)
-    # At the end the first window is searched beyond the 32 batches.
+    # At the end the first window is searched for beyond the 32 batches.
     assert sum(batch < 32 for batch in looked_at) <= 16 * 2 + 100
 
 

@@ -53,7 +53,7 @@ def fit(folder: Path, *profilers: Any, model: Any = None, **options: Any) -> dic
 
 
 def test_the_fetch_of_the_first_batch_is_in_the_window(tmp_path: Path) -> None:
-    """A window opens at the end of the batch before."""
+    """A window opens at the end of the previous batch."""
     (events,) = fit(tmp_path, VizTracer(schedule=Fixed(4, 1))).values()
     assert calls(events, "_SingleProcessDataLoaderIter._next_data") == 1
 
@@ -96,7 +96,7 @@ def test_log_torch_is_refused_with_compress(tmp_path: Path) -> None:
 
 
 def test_tracer_entries_limits_a_file(tmp_path: Path) -> None:
-    """The last calls are kept."""
+    """The most recent calls are kept."""
     (events,) = fit(tmp_path, VizTracer(schedule=Always(), tracer_entries=100)).values()
     assert 90 < len(events) < 110
 
@@ -127,8 +127,8 @@ def test_data_loader_workers_are_in_the_trace_of_each_window(tmp_path: Path, con
         assert calls(events, "Loading.training_step") == 5
         by = Counter(e["pid"] for e in events if e["name"].startswith("Work.work"))
         assert set(by) == {10001, 10002}
-        # Five batches are taken out in the window, so that at most as many are requested, besides
-        # those that were under way.
+        # Five batches are fetched in the window, so that at most five are requested, in addition to
+        # those already requested.
         assert 8 <= by.total() <= 4 * (5 + 4)
         ours = [e["ts"] for e in events if e["pid"] == 1 and "ts" in e]
         theirs = [e["ts"] for e in events if e["pid"] > 1 and "ts" in e]
@@ -211,7 +211,7 @@ print("whole", len(gc.callbacks), len(os.listdir("/proc/self/fd")) < 50)
 
 
 def test_thousands_of_windows(tmp_path: Path) -> None:
-    """A process can open 3,000 windows, and each file opens."""
+    """A process can record 3,000 windows, and each file can be opened."""
     done = subprocess.run(
         [sys.executable, "-c", THOUSANDS], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -219,7 +219,7 @@ def test_thousands_of_windows(tmp_path: Path) -> None:
     assert done.stdout == "whole 0 True\n"
 
 
-OUTLIVING = """
+LATE_THREADS = """
 import gc
 import threading
 from pathlib import Path
@@ -252,13 +252,17 @@ print(sum(number != 2**29 + i for i, number in enumerate(numbers)), "were overwr
 
 
 def test_threads_may_end_after_the_window(tmp_path: Path) -> None:
-    """When such a thread ends, VizTracer writes to its tracer, which must still exist.
+    """When such a thread ends, VizTracer writes to its tracer, which must not be freed.
 
     From Python 3.12 on it sees all threads; with a tracer for each window, which were then freed,
     a hundred objects of the process were overwritten here.
     """
     done = subprocess.run(
-        [sys.executable, "-c", OUTLIVING], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", LATE_THREADS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "0 were overwritten\n"), done.stderr
 

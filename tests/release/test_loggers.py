@@ -1,4 +1,4 @@
-"""Metrics through every logger that works offline, alone and at once; ``nox -s loggers``."""
+"""Metrics in every logger that works offline, alone and together; ``nox -s loggers``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ KEYS = {"mfu", "batch_flops", "throughput/samples_per_sec", "timings/forward", "
 
 
 def comet(folder: Path) -> Any:
-    """Offline by COMET_START_ONLINE=0: Lightning disables Comet with `online=False`."""
+    """Offline by COMET_START_ONLINE=0, because Lightning disables Comet with `online=False`."""
     return CometLogger(project="offline", offline_directory=str(folder))
 
 
 def comet_keys(folder: Path, logger: Any) -> set[str]:
-    """Those of the archive for `comet upload`."""
+    """The keys in the archive for `comet upload`."""
     logger.experiment.end()
     (archive,) = folder.glob("*.zip")
     with zipfile.ZipFile(archive) as files:
@@ -45,7 +45,7 @@ def neptune(folder: Path) -> Any:
 
 
 def neptune_keys(folder: Path, logger: Any) -> set[str]:
-    """Of the queue that `neptune sync` sends."""
+    """The keys in the queue that `neptune sync` sends."""
     logger.run.stop()
     text = "".join(path.read_text() for path in Path(".neptune").rglob("data-*.log"))
     return {
@@ -96,14 +96,14 @@ LOGGERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Any], set[str]]]
     "wandb": (wandb, wandb_keys),
     "mlflow": (mlflow, mlflow_keys),
 }
-if not hasattr(lightning_loggers, "NeptuneLogger"):  # Lightning 2.6.5 has none any more
+if not hasattr(lightning_loggers, "NeptuneLogger"):  # Lightning 2.6.5 has removed it
     del LOGGERS["neptune"]
 
 
 @pytest.mark.filterwarnings("default", "error::lightning_perf.PerfWarning")
 @pytest.mark.parametrize("names", [*([name] for name in LOGGERS), [*LOGGERS]], ids="+".join)
 def test_metrics_arrive(tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under their keys, in each logger."""
+    """They have their keys in each logger."""
     monkeypatch.setenv("COMET_START_ONLINE", "0")
     loggers = [LOGGERS[name][0](tmp_path) for name in names]
     callbacks = [SpeedMonitor(window_size=4), Flops(peak_flops=1e12), Timings()]

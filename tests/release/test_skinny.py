@@ -1,4 +1,4 @@
-"""A client with mlflow-skinny alone, and a server of another environment; ``nox -s skinny``."""
+"""A client with mlflow-skinny only, and a server of another environment; ``nox -s skinny``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_perf.flops import measure_peak
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    capsys.readouterr()  # what was printed before
+    capsys.readouterr()  # earlier output
     with pytest.raises(SystemExit) as ended:
         main(list(args))
     return int(ended.value.code or 0), capsys.readouterr().out
 
 
 def test_it_is_the_small_package() -> None:
-    """It brings neither a server nor a database."""
+    """It contains neither a server nor a database."""
     assert not find_spec("sqlalchemy")
     assert not find_spec("flask")
 
@@ -32,7 +32,7 @@ def test_it_is_the_small_package() -> None:
 def test_a_run_is_logged_described_and_read_back(
     tmp_path: Path, mlflow_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Metrics, params, traces, pages and the description; then each command that reads runs."""
+    """Metrics, params, traces, pages and the description are logged; each command reads the run."""
     measure_peak("cpu", "float32")
     logger = MLFlowLogger("skinny", "skinny-run", tracking_uri=mlflow_server)
     callbacks = [always_on(show_summary=False), PyTorch(schedule="first 2ba")]

@@ -1,4 +1,4 @@
-"""What people see: a run in MLflow's own UI and its pages, in Chromium; ``nox -s ui``.
+"""Views for users: a run in MLflow's own UI and its pages, in Chromium; ``nox -s ui``.
 
 It renews the pictures in ``docs/images``.
 """
@@ -26,11 +26,11 @@ IMAGES = ROOT / "docs" / "images"
 #: Seconds that a page may take, and bytes of a picture.
 PATIENCE, LARGEST = 60.0, 200_000
 WIDTH, HEIGHT = 1280, 900
-#: What pictures of MLflow leave out: its menu on the left, its assistant's button at the bottom.
+#: Parts of MLflow's UI that pictures omit: the menu on the left, the assistant's button below.
 MENU, BUTTON = 198, 690
-#: MLflow opens its assistant unless the browser's storage, which files have not, says that it did.
+#: MLflow opens its assistant unless the browser's storage, which files lack, says that it did.
 VISITED = "try { localStorage['mlflow.assistant.fab.autoOpenedOnFirstLoad_v1'] = true } catch {}"
-#: The demo, cut short: the model is smaller, so that steps are short, too.
+#: The demo, shortened: a smaller model, so that steps are short, too.
 SHORT = {
     "trainer.max_steps": 80, "trainer.val_check_interval": 40, "trainer.limit_val_batches": 4,
     "model.width": 96, "model.layers": 2,
@@ -97,7 +97,7 @@ def visit(browser: Any, address: str, *texts: str) -> str:
 
 
 def picture(browser: Any, name: str, left: int = 0, bottom: int = HEIGHT) -> None:
-    """Keep what is shown between two edges, in 256 colours."""
+    """Save the view between two edges, in 256 colours."""
     path = IMAGES / f"{name}.png"
     shot = Image.open(BytesIO(browser.get_screenshot_as_png())).convert("RGB")
     shot = shot.crop((left, 0, shot.width, min(bottom, shot.height)))
@@ -106,7 +106,7 @@ def picture(browser: Any, name: str, left: int = 0, bottom: int = HEIGHT) -> Non
 
 
 def test_the_overview_begins_with_mfu(browser: Any, run: tuple[str, str, Path]) -> None:
-    """The description is shown, MFU in its first line."""
+    """The description is shown, with MFU in its first line."""
     address, _, _ = run
     text = visit(browser, address, "Description", "batches/s", "MFU")
     description = text.partition("Description\n")[2]
@@ -115,12 +115,12 @@ def test_the_overview_begins_with_mfu(browser: Any, run: tuple[str, str, Path]) 
 
 
 def test_the_charts_show_mfu(browser: Any, run: tuple[str, str, Path]) -> None:
-    """As a curve, beside throughput and times."""
+    """MFU is a curve beside throughput and times."""
     address, _, _ = run
     visit(browser, f"{address}/model-metrics", "throughput", "timings")
     search = "//input[@placeholder='Search metric charts']"
     browser.find_element(By.XPATH, search).send_keys("mfu")
-    shows(browser, "(throughput/device/mfu)")  # others are drawn when they are scrolled to
+    shows(browser, "(throughput/device/mfu)")  # other charts are drawn when they are scrolled to
     assert browser.find_elements(By.CSS_SELECTOR, "svg .scatterlayer .point, svg .lines")
     picture(browser, "mlflow_metrics", MENU, 612)
 
@@ -129,7 +129,7 @@ def test_the_charts_show_mfu(browser: Any, run: tuple[str, str, Path]) -> None:
 def test_pages_are_shown_among_the_artifacts(
     browser: Any, run: tuple[str, str, Path], page: str
 ) -> None:
-    """In MLflow's frame, which runs scripts and reaches no network."""
+    """They work in MLflow's frame, which runs scripts and has no network."""
     address, name, _ = run
     visit(browser, f"{address}/artifacts/{name}/{page}", Path(page).name)
     frame = WebDriverWait(browser, PATIENCE).until(
@@ -148,7 +148,7 @@ def test_pages_are_shown_among_the_artifacts(
 def test_the_report_in_light_dark_and_narrow(
     browser: Any, run: tuple[str, str, Path], scheme: str, width: int
 ) -> None:
-    """Nothing is cut off, and the colours follow the system's."""
+    """Nothing is cut off, and the colours follow the system setting."""
     _, _, folder = run
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)

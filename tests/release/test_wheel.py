@@ -1,4 +1,4 @@
-"""The installed wheel: what is in it, and that it starts; ``nox -s build`` runs this."""
+"""The contents of the installed wheel, and its commands; ``nox -s build`` runs this."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SOURCE = Path(__file__).parent.parent.parent / "lightning_perf"
 
 
 def test_it_is_the_installed_package() -> None:
-    """Not the source folder; the version is that of its metadata."""
+    """It is not the source folder; the version is that of its metadata."""
     assert HOME.is_relative_to(sys.prefix)
     assert lightning_perf.__version__ == distribution("lightning_perf").version
 
 
-def test_all_files_are_in_it_and_no_others() -> None:
-    """Data files and the mark for type checkers too; no tests, examples or benchmarks."""
+def test_the_wheel_has_all_files_and_no_others() -> None:
+    """It has data files and py.typed, but no tests, examples or benchmarks."""
 
     def files(folder: Path) -> set[str]:
         found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
@@ -33,14 +33,14 @@ def test_all_files_are_in_it_and_no_others() -> None:
     assert packages == {"lightning_perf"}
 
 
-def test_every_public_name_is_there() -> None:
-    """Without MLflow, Memray, VizTracer and matplotlib."""
+def test_every_public_name_can_be_imported() -> None:
+    """This works without MLflow, Memray, VizTracer and matplotlib."""
     for name in lightning_perf.__all__:
         getattr(lightning_perf, name)
 
 
 def test_the_command_starts() -> None:
-    """By its script and as a module."""
+    """It starts as a script and as a module."""
     for command in ([f"{sys.prefix}/bin/lightning-perf"], [sys.executable, "-m", "lightning_perf"]):
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout.split() == ["lightning-perf", lightning_perf.__version__]

@@ -1,4 +1,4 @@
-"""Batches that are deferred and counted later, against batches that are counted at once."""
+"""Batches whose counting is deferred give the same results as batches that are counted at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKS: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Packed(Small):
-    """Trains on batches of eight and, at some places, of four rows, packed in one of four ways."""
+    """Trains on batches of eight rows, with a few of four rows, in one of four containers."""
 
     def __init__(self, pack: str) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class Packed(Small):
         return DataLoader([PACKS[self.pack](torch.ones(n, 8)) for n in sizes], batch_size=None)
 
 
-class Keeps(SpeedMonitor):
-    """Keeps what is recorded of each batch, without its time, and the counts in checkpoints."""
+class RecordKeeper(SpeedMonitor):
+    """Keeps the record of each batch, without its time, and the counts in checkpoints."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -60,10 +60,10 @@ class Keeps(SpeedMonitor):
         self.tracker = context.tracker
 
 
-class Saves(L.Callback):
-    """Asks our callback for its state at each batch of a list, as a checkpoint does."""
+class SavesState(L.Callback):
+    """Calls `state_dict` of a callback at each batch of a list, as a checkpoint does."""
 
-    def __init__(self, keeps: Keeps, *batches: int) -> None:
+    def __init__(self, keeps: RecordKeeper, *batches: int) -> None:
         self.keeps, self.batches = keeps, batches
         self.counts: list[dict[str, Any]] = []
 
@@ -78,16 +78,16 @@ class Saves(L.Callback):
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_grad_batches": 3}, {"val_check_interval": 17}], ids=str
 )
-def test_deferred_batches_are_counted_as_others(
+def test_deferred_batches_are_counted_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str, options: dict[str, Any]
 ) -> None:
-    """The records, the steps of all reports and what checkpoints hold are the same."""
+    """The records, the steps of all reports and the contents of checkpoints are the same."""
     monkeypatch.setattr(flop_meter, "_SETTLED", 4)
     found = []
     for most, folder in ((1000, "deferred"), (0, "at once")):
         monkeypatch.setattr(batch_tracker, "_MOST_DEFERRED", most)
-        keeps, records = Keeps(), Records()
-        saves = Saves(keeps, 7, 23, 39)
+        keeps, records = RecordKeeper(), Records()
+        saves = SavesState(keeps, 7, 23, 39)
         ours = Suite([keeps, Flops("every 9ba", peak_flops=1e12)])
         run = trainer(
             tmp_path / folder, ours, saves, logger=records, max_epochs=2, log_every_n_steps=10,
@@ -102,8 +102,8 @@ def test_deferred_batches_are_counted_as_others(
     assert sum(stage == "train" for stage, *_ in found[0][0]) == 80
 
 
-class Takes(Small):
-    """Takes 4 or 8 rows out of its batch, beside 2 that stay."""
+class ChangesBatch(Small):
+    """Removes 4 or 8 rows from its batch and keeps 2."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.net(batch.pop("x")).square().mean()
@@ -114,16 +114,16 @@ class Takes(Small):
 
 
 def test_a_step_may_change_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The FLOPs are those of the batch that it was given."""
+    """The FLOPs are those of the batch that the step received, before it removed rows."""
     monkeypatch.setattr(flop_meter, "_SETTLED", 4)
-    keeps = Keeps()
-    trainer(tmp_path, keeps, logger=Records(), log_every_n_steps=1000).fit(Takes())
+    keeps = RecordKeeper()
+    trainer(tmp_path, keeps, logger=Records(), log_every_n_steps=1000).fit(ChangesBatch())
     counted = [cost.total for _, _, _, cost, *_ in keeps.records]
     assert counted == 15 * [4 * FLOPS_PER_SAMPLE, 8 * FLOPS_PER_SAMPLE]
 
 
-class Declares(Small):
-    """Says after ten batches that a batch costs twice as much."""
+class ChangesDeclaration(Small):
+    """Declares twice as many FLOPs per batch after ten batches."""
 
     def __init__(self, number: Any = 1000) -> None:
         super().__init__()
@@ -143,17 +143,19 @@ class Sums(WindowCallback):
             self.found = tuple(window.total(name) for name in self.columns)  # type: ignore[assignment]
 
 
-def test_a_declared_number_that_changes_is_seen(tmp_path: Path) -> None:
-    """Between two reports each batch counts with the number that it had."""
+def test_a_changed_declaration_applies_from_its_batch(tmp_path: Path) -> None:
+    """If declared FLOPs change between reports, each batch counts with the number at its time."""
     sums = Sums()
     options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1000}
-    trainer(tmp_path, sums, logger=Records(), limit_val_batches=0, **options).fit(Declares())
+    trainer(tmp_path, sums, logger=Records(), limit_val_batches=0, **options).fit(
+        ChangesDeclaration()
+    )
     # The first of 32 batches is not timed.
     assert sums.found == (9 * 1000 + 22 * 2000, 31)
 
 
-def test_a_declared_number_that_raises_is_reported(tmp_path: Path) -> None:
-    """Batches go on being counted without FLOPs, with one warning, and training goes on."""
+def test_a_declaration_that_raises_gives_one_warning(tmp_path: Path) -> None:
+    """Later batches are counted without FLOPs, and training continues."""
 
     class Breaks(Small):
         @property
@@ -169,8 +171,8 @@ def test_a_declared_number_that_raises_is_reported(tmp_path: Path) -> None:
     assert (run.global_step, sums.found[1]) == (16, 15)
 
 
-class Looks(SpeedMonitor):
-    """Has a hook for each batch."""
+class HasBatchHook(SpeedMonitor):
+    """Implements `after_batch`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,9 +182,9 @@ class Looks(SpeedMonitor):
         self.seen.append(context.counters.batch)
 
 
-def test_a_callback_with_a_hook_for_each_batch_sees_each(tmp_path: Path) -> None:
-    """The counts are those after its batch."""
-    looks = Looks()
+def test_a_callback_with_after_batch_sees_current_counts(tmp_path: Path) -> None:
+    """`after_batch` sees counts that include its batch."""
+    looks = HasBatchHook()
     trainer(tmp_path, looks, logger=Records(), log_every_n_steps=1000).fit(Small())
     assert looks.seen == list(range(1, 17))
 
@@ -190,7 +192,7 @@ def test_a_callback_with_a_hook_for_each_batch_sees_each(tmp_path: Path) -> None
 def test_an_interrupt_while_deferred_batches_are_counted_loses_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are in what a checkpoint of the interrupted training holds."""
+    """An interrupt loses one batch; a checkpoint of the interrupted training holds all others."""
     monkeypatch.setattr(flop_meter, "_SETTLED", 4)
     add = Counters.add
 
@@ -201,8 +203,8 @@ def test_an_interrupt_while_deferred_batches_are_counted_loses_one(
         return add(self, *args)
 
     monkeypatch.setattr(Counters, "add", interrupted)
-    keeps = Keeps()
-    run = trainer(tmp_path, keeps, Saves(keeps, 36), logger=Records(), log_every_n_steps=1000)
+    keeps = RecordKeeper()
+    run = trainer(tmp_path, keeps, SavesState(keeps, 36), logger=Records(), log_every_n_steps=1000)
     with pytest.raises(SystemExit):
         run.fit(Packed("list"))
     assert keeps.deferred

@@ -1,4 +1,4 @@
-"""Reports of several ranks: real processes on gloo, of which one is late or dies."""
+"""Reports of several ranks: real processes on gloo, one of which is slow or dies."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ LATE = 500
 RANKS: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"}
 
 
-class Telling(WindowCallback):
-    """Reports after every batch, and records what arrived and how much was under way."""
+class ReportsEveryBatch(WindowCallback):
+    """Reports after every batch; records the windows and the most pending collectives."""
 
     columns = ("progress/batches", "memory/pid")
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-        self.told: list[list[float]] = []
+        self.received: list[list[float]] = []
         self.most = 0
 
     @property
@@ -56,7 +56,7 @@ class Telling(WindowCallback):
 
     def on_window(self, window: Window) -> dict[str, float]:
         pids = window["memory/pid"].tolist()
-        self.told.append([window.last.batch, *window["progress/batches"], len(set(pids))])
+        self.received.append([window.last.batch, *window["progress/batches"], len(set(pids))])
         return {}
 
     def close(self, context: RunContext, reason: str) -> None:
@@ -64,13 +64,13 @@ class Telling(WindowCallback):
         context.on_close(lambda: self.dump(context))
 
     def dump(self, context: RunContext) -> None:
-        found = {"told": self.told, "most": self.most}
+        found = {"received": self.received, "most": self.most}
         path = Path(context.trainer.default_root_dir) / f"{self.name}.{context.ranks.global_rank}"
         path.write_text(json.dumps(found))
 
 
 class Lagging(Small):
-    """Nothing keeps its ranks together; the second one is slow at first."""
+    """The ranks do not synchronize; rank 1 is slow at first."""
 
     automatic_optimization = False
 
@@ -79,27 +79,27 @@ class Lagging(Small):
             time.sleep(3)
 
 
-def test_a_rank_that_is_late_loses_no_report(tmp_path: Path) -> None:
-    """Three callbacks report every batch; rank 0 is hundreds of batches ahead for a while."""
-    parts = [Telling(name) for name in "abc"]
+def test_a_late_rank_loses_no_report(tmp_path: Path) -> None:
+    """Three callbacks report every batch while rank 0 is up to hundreds of batches ahead."""
+    parts = [ReportsEveryBatch(name) for name in "abc"]
     run = trainer(
         tmp_path, *parts, max_epochs=LATE // 16 + 1, use_distributed_sampler=False, **RANKS
     )
     torch.set_num_threads(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, of steps without a loss
+        warnings.simplefilter("ignore")  # of Lightning, about steps without a loss
         run.fit(Lagging())
     batches = (LATE // 16 + 1) * 16
     expected = [[batch + 1, 1.0, 1.0, 2] for batch in range(batches)]
     for name in "abc":
         for rank in (0, 1):
             found = json.loads((tmp_path / f"{name}.{rank}").read_text())
-            assert found["told"] == expected
+            assert found["received"] == expected
             assert found["most"] <= collective._ON_THEIR_WAY
 
 
 def process(rank: int, folder: Path, work: Callable[[Gatherer, int], object]) -> None:
-    """One rank of two, which leaves what it found and which warnings of ours it had."""
+    """One of two ranks. Writes its result and our warnings to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with warnings.catch_warnings(record=True) as caught:
@@ -110,7 +110,7 @@ def process(rank: int, folder: Path, work: Callable[[Gatherer, int], object]) ->
 
 
 def two(folder: Path, work: Callable[[Gatherer, int], object]) -> list[dict[str, Any] | None]:
-    """Let two processes work; None for one that left nothing."""
+    """Run two processes; the result is None for one that left no file."""
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=process, args=(rank, folder, work)) for rank in (0, 1)]
     for each in ranks:
@@ -123,14 +123,14 @@ def two(folder: Path, work: Callable[[Gatherer, int], object]) -> list[dict[str,
 
 
 def both(folder: Path, work: Callable[[Gatherer, int], object]) -> list[Any]:
-    """What two processes found that live and have no warning."""
+    """The results of two processes that both ended well, without warnings."""
     ranks = [each for each in two(folder, work) if each]
     assert [each["warnings"] for each in ranks] == [[], []]
     return [each["found"] for each in ranks]
 
 
 def test_a_rank_that_lags_by_hundreds_of_reports_shifts_none(tmp_path: Path) -> None:
-    """One rank has 1,500 reports waiting before the other one has sent its first."""
+    """One rank queues 1,500 reports before the other sends any; both still match."""
 
     def work(gatherer: Gatherer, rank: int) -> object:
         found: list[Any] = []
@@ -153,12 +153,12 @@ def test_a_rank_that_lags_by_hundreds_of_reports_shifts_none(tmp_path: Path) -> 
 
 
 def test_ranks_agree_on_the_largest_number(tmp_path: Path) -> None:
-    """Such as the number of GPUs of a node, which decides how many columns all ranks send."""
+    """Each rank gets the maximum, as for the number of GPUs per node, which sets the columns."""
     assert both(tmp_path, lambda gatherer, rank: gatherer.largest(3 + 5 * rank)) == [8, 8]
 
 
 def test_a_message_holds_all_columns() -> None:
-    """Of every signal, on ranks with GPUs, and of two callbacks with rolling figures."""
+    """All signals fit, on ranks with GPUs and two callbacks with rolling metrics."""
     recorder: Any = SimpleNamespace(device=True)
     signals = [
         BatchTotals(), *[BatchTotals().rolling(size) for size in (20, 50)],
@@ -169,19 +169,19 @@ def test_a_message_holds_all_columns() -> None:
 
 
 def test_more_columns_than_a_message_holds_are_refused() -> None:
-    """At set-up, on all ranks alike, where a signal of the user's own has too many."""
+    """All ranks raise the error at set-up if a user's own signal has too many columns."""
     trainer: Any = SimpleNamespace(global_rank=0, world_size=2)
     windows, signal = Windows(trainer), MemorySignal(torch.device("cpu"), None, 0)
     signal.columns = tuple(f"own/{number}" for number in range(WIDTH + 1))
     windows.sources["own"] = lambda: signal
     callback: Any = None
-    with pytest.raises(ConfigError, match=f"makes {WIDTH + 1} columns of all signals"):
+    with pytest.raises(ConfigError, match=f"makes {WIDTH + 1} columns over all signals"):
         windows.subscribe(callback, ("own/0",))
 
 
 @pytest.mark.parametrize("width", [3, WIDTH])
 def test_a_rank_that_has_ended_answers_the_others(tmp_path: Path, width: int) -> None:
-    """With its last values, of the columns that they send; then both have the last ones of both."""
+    """It sends its last values of their columns; then all ranks have the last values of both."""
     ends = (4, 30)
 
     def work(gatherer: Gatherer, rank: int) -> object:
@@ -202,7 +202,7 @@ def test_a_rank_that_has_ended_answers_the_others(tmp_path: Path, width: int) ->
 
 
 def test_a_rank_that_does_not_end_is_waited_for_once(tmp_path: Path) -> None:
-    """The end of a run gives up after the time that it was given, with one warning."""
+    """The end of a run gives up after its timeout, with one warning."""
 
     def work(gatherer: Gatherer, rank: int) -> object:
         if rank == 0:
@@ -217,13 +217,13 @@ def test_a_rank_that_does_not_end_is_waited_for_once(tmp_path: Path) -> None:
     first, second = two(tmp_path, work)
     assert first
     assert second
-    (told,) = first["warnings"]
-    assert "did not answer at the end of the run" in told
+    (warning,) = first["warnings"]
+    assert "did not answer at the end of the run" in warning
     assert second["warnings"] == []
 
 
 def test_a_rank_that_dies_ends_the_reports_with_one_warning(tmp_path: Path) -> None:
-    """The other one goes on without a wait, and publishes nothing wrong."""
+    """The other rank continues without waiting and logs no wrong value."""
 
     def work(gatherer: Gatherer, rank: int) -> object:
         found: list[Any] = []
@@ -241,12 +241,12 @@ def test_a_rank_that_dies_ends_the_reports_with_one_warning(tmp_path: Path) -> N
     assert dead is None
     assert survivor
     assert survivor["found"] is True
-    (told,) = survivor["warnings"]
-    assert "another rank is gone" in told
+    (warning,) = survivor["warnings"]
+    assert "another rank has ended" in warning
 
 
 def test_a_rank_that_never_answers_ends_the_reports(tmp_path: Path) -> None:
-    """Its peer keeps a bounded number of reports, says so once, and does not wait for it."""
+    """The other rank keeps a bounded number of reports, warns once and does not wait."""
 
     def work(gatherer: Gatherer, rank: int) -> object:
         if rank == 1:
@@ -265,5 +265,5 @@ def test_a_rank_that_never_answers_ends_the_reports(tmp_path: Path) -> None:
     alive, _ = two(tmp_path, work)
     assert alive
     assert alive["found"] == [0, True]
-    (told,) = alive["warnings"]
-    assert "another rank does not answer" in told
+    (warning,) = alive["warnings"]
+    assert "another rank does not answer" in warning

@@ -72,14 +72,14 @@ def made(name: str) -> Any:
 
 
 def copies(value: Any) -> list[Any]:
-    """All ways to copy it; written as YAML on the way, which need not be read again."""
+    """Copies by `copy`, `deepcopy` and pickle. The value is also written as YAML."""
     assert yaml.dump(value)
     return [copy.deepcopy(value), copy.copy(value), pickle.loads(pickle.dumps(value))]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_public_objects_can_be_copied(name: str) -> None:
-    """As constructed; values and schedules equal their copies."""
+    """Constructed objects can be copied and pickled; values and schedules equal their copies."""
     value = made(name)
     for again in copies(value):
         assert type(again) is type(value)
@@ -93,8 +93,8 @@ def test_public_objects_can_be_copied(name: str) -> None:
             assert (again == value) in (True, False)
 
 
-class Copying(L.Callback):
-    """Copies our callbacks in the middle of a training, and in its checkpoint."""
+class CopiesCallbacks(L.Callback):
+    """Copies our callbacks during training and in a checkpoint."""
 
     def __init__(self) -> None:
         self.copies: list[Any] = []
@@ -108,8 +108,8 @@ class Copying(L.Callback):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURING)
 def test_callbacks_can_be_copied_during_and_after_a_run(tmp_path: Path, name: str) -> None:
-    """The copies know nothing of the run, and serve another one."""
-    callback, copying = made(name), Copying()
+    """A copy holds nothing of the run and works in another run."""
+    callback, copying = made(name), CopiesCallbacks()
     run = trainer(tmp_path, callback, copying, limit_val_batches=1, val_check_interval=2)
     run.fit(Small())
     for again in [*copying.copies, *copies(callback)]:
@@ -123,7 +123,7 @@ def test_callbacks_can_be_copied_during_and_after_a_run(tmp_path: Path, name: st
 def test_a_trainer_can_be_copied_and_saved_after_a_run(
     tmp_path: Path, name: str, profiler: str | None
 ) -> None:
-    """As it can without us."""
+    """A Trainer with our callbacks can be copied and pickled like one without them."""
     run = trainer(tmp_path, made(name), profiler=profiler)
     run.fit(Small())
     assert copy.deepcopy(run).global_step == 16
@@ -151,8 +151,8 @@ def test_a_trainer_can_be_saved_during_a_run(tmp_path: Path, name: str) -> None:
     assert again.global_step == 5 + 2 * 16
 
 
-class Keeping(Small):
-    """Keeps what its Trainer is made with as hyperparameters, as neuralforecast does."""
+class KeepsHyperparameters(Small):
+    """Saves the arguments of its Trainer as hyperparameters, as neuralforecast does."""
 
     def __init__(self, **trainer_kwargs: Any) -> None:
         super().__init__()
@@ -161,9 +161,9 @@ class Keeping(Small):
 
 @pytest.mark.parametrize("name", MEASURING)
 def test_trainer_arguments_may_be_hyperparameters(tmp_path: Path, name: str) -> None:
-    """Loggers write them as YAML when training starts."""
+    """Loggers write the callbacks as YAML when training starts, without an error."""
     callback = made(name)
-    model = Keeping(callbacks=[callback], max_epochs=1)
+    model = KeepsHyperparameters(callbacks=[callback], max_epochs=1)
     run = trainer(tmp_path, callback, logger=CSVLogger(tmp_path))
     run.fit(model)
     assert run.global_step == 16

@@ -1,4 +1,4 @@
-"""A single rank holds its reports for a quarter of a second, by a clock that only tests advance."""
+"""A single rank holds its reports for 0.25 s, by a clock that only the tests advance."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_perf import Window, WindowCallback
 from lightning_perf.run import collective
 
 
-class Delivered(WindowCallback):
-    """Notes each window's step, and how many batches had begun when it was delivered."""
+class DeliveryLog(WindowCallback):
+    """Records each window's step, and how many batches had started when it was delivered."""
 
     columns = ("progress/batches",)
 
@@ -30,10 +30,12 @@ class Delivered(WindowCallback):
         return {"batches": window.own("progress/batches")}
 
 
-class Ticking(Small):
-    """Sixteen batches of a tenth of a second each, by the clock of reports."""
+class TickingModule(Small):
+    """16 batches of 0.1 s each, by the clock of reports."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, callback: Delivered, fails_at: int = -1) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, callback: DeliveryLog, fails_at: int = -1
+    ) -> None:
         super().__init__()
         self.callback, self.fails_at = callback, fails_at
         self.clock = FakeClock()
@@ -48,17 +50,17 @@ class Ticking(Small):
 
 
 def windows_of(
-    folder: Path, patch: pytest.MonkeyPatch, callback: Delivered, **options: Any
+    folder: Path, patch: pytest.MonkeyPatch, callback: DeliveryLog, **options: Any
 ) -> list[tuple[str, int, int]]:
-    """The windows of a run, in the order of their delivery."""
-    trainer(folder, callback, log_every_n_steps=2, **options).fit(Ticking(patch, callback))
+    """The windows of a run, in the order of delivery."""
+    trainer(folder, callback, log_every_n_steps=2, **options).fit(TickingModule(patch, callback))
     return callback.seen
 
 
 def test_reports_are_delivered_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one at once, others at the first report after the hold, each at its own step."""
+    """The first report is not held; others follow at the first report after the hold."""
     records = Records()
-    seen = windows_of(tmp_path, monkeypatch, Delivered(), logger=records, limit_val_batches=0)
+    seen = windows_of(tmp_path, monkeypatch, DeliveryLog(), logger=records, limit_val_batches=0)
     assert seen[:5] == [
         ("train", 1, 2),
         ("train", 3, 6),
@@ -69,20 +71,20 @@ def test_reports_are_delivered_together(tmp_path: Path, monkeypatch: pytest.Monk
     assert records.of("batches")[:8] == [(step, 2.0) for step in range(1, 16, 2)]
 
 
-def test_a_report_is_not_held_with_steps_above_the_hold(
+def test_reports_are_not_held_if_steps_are_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long steps: each report is delivered after its own batch."""
+    """If a step takes longer than the hold, each report is delivered after its own batch."""
     monkeypatch.setattr(collective, "HOLD", 0.2)
-    seen = windows_of(tmp_path, monkeypatch, Delivered(), limit_val_batches=0)
+    seen = windows_of(tmp_path, monkeypatch, DeliveryLog(), limit_val_batches=0)
     assert seen[:8] == [("train", step, step + 1) for step in range(1, 16, 2)]
 
 
-def test_nothing_is_held_beyond_an_epoch_or_into_validation(
+def test_held_reports_are_delivered_before_validation_and_epoch_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Callbacks that monitor a metric there find the latest one."""
-    callback = Delivered()
+    """Callbacks that monitor a metric there find the latest value."""
+    callback = DeliveryLog()
     missing: list[str] = []
 
     class Monitors(L.Callback):
@@ -100,17 +102,19 @@ def test_nothing_is_held_beyond_an_epoch_or_into_validation(
     monkeypatch.setattr(collective, "HOLD", 100.0)
     options = {"val_check_interval": 4, "limit_val_batches": 1}
     trainer(tmp_path, callback, Monitors(), log_every_n_steps=2, **options).fit(
-        Ticking(monkeypatch, callback)
+        TickingModule(monkeypatch, callback)
     )
     assert len([stage for stage, *_ in callback.seen if stage == "train"]) >= 8
     assert not missing
 
 
-def test_an_exception_loses_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was held is logged when the run ends by the user's exception."""
-    records, callback = Records(), Delivered()
+def test_held_reports_are_logged_when_training_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If training raises, the held reports are logged before the run ends."""
+    records, callback = Records(), DeliveryLog()
     monkeypatch.setattr(collective, "HOLD", 100.0)
     run = trainer(tmp_path, callback, log_every_n_steps=2, logger=records)
     with pytest.raises(ValueError, match="the user's"):
-        run.fit(Ticking(monkeypatch, callback, fails_at=9))
+        run.fit(TickingModule(monkeypatch, callback, fails_at=9))
     assert records.of("batches") == [(step, 2.0) for step in (1, 3, 5, 7)]

@@ -1,4 +1,4 @@
-"""The verbs and the driver behind them: what a callback of ours sees of a run."""
+"""Lifecycle methods of callbacks: their order, their progress counts, and errors in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers.diary import Diary
+from helpers.lifecycle_log import LifecycleLog
 from helpers.small import Records, Small, ours, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -28,12 +28,12 @@ from lightning_perf import (
 from lightning_perf.run.context import RunContext
 
 
-def test_verbs_come_in_order_and_the_sanity_check_is_no_stage(tmp_path: Path) -> None:
-    """Validation inside of fit is framed within training; sanity batches are not seen."""
-    diary = Diary()
+def test_lifecycle_methods_come_in_order_without_the_sanity_check(tmp_path: Path) -> None:
+    """Validation within fit is nested in training; sanity-check batches are not delivered."""
+    log = LifecycleLog()
     options: dict[str, Any] = {"limit_train_batches": 2, "limit_val_batches": 1}
-    trainer(tmp_path, diary, num_sanity_val_steps=1, **options).fit(Small())
-    assert diary.entries == [
+    trainer(tmp_path, log, num_sanity_val_steps=1, **options).fit(Small())
+    assert log.entries == [
         ("start", "train", 0),
         ("before", "train", 0),
         ("after", "train", 1),
@@ -49,32 +49,32 @@ def test_verbs_come_in_order_and_the_sanity_check_is_no_stage(tmp_path: Path) ->
 
 
 def test_several_callbacks_see_the_same_progress(tmp_path: Path) -> None:
-    """The driver moves once a batch, however many callbacks it serves, wherever they stand."""
-    diaries = [Diary("a"), Diary("b"), Diary("c")]
-    run = trainer(tmp_path, diaries[0], L.Callback(), diaries[1], Suite([diaries[2]]), max_epochs=2)
+    """Progress advances once per batch, for any number and order of callbacks."""
+    logs = [LifecycleLog("a"), LifecycleLog("b"), LifecycleLog("c")]
+    run = trainer(tmp_path, logs[0], L.Callback(), logs[1], Suite([logs[2]]), max_epochs=2)
     run.fit(Small())
-    assert diaries[0].entries == diaries[1].entries == diaries[2].entries
-    last = diaries[0].stamps[-1]
+    assert logs[0].entries == logs[1].entries == logs[2].entries
+    last = logs[0].stamps[-1]
     assert (last.batch, last.sample, last.step, last.epoch, last.batch_in_epoch) == (
         32, 128, 32, 1, 16,
     )  # fmt: skip
 
 
 def test_steps_are_not_batches_under_accumulation(tmp_path: Path) -> None:
-    """Two optimizer steps in eight batches, and the fraction done follows them."""
-    diary = Diary()
+    """Four batches make a step: eight batches are two steps, and the fraction follows steps."""
+    log = LifecycleLog()
     options: dict[str, Any] = {"accumulate_grad_batches": 4, "max_steps": 4, "max_epochs": -1}
-    trainer(tmp_path, diary, **options).fit(Small())
-    assert [m.timestamp.step for m in diary.moments[:8]] == [0, 0, 0, 1, 1, 1, 1, 2]
-    assert diary.moments[7].fraction == 0.5
-    assert diary.moments[-1].fraction == 1.0
+    trainer(tmp_path, log, **options).fit(Small())
+    assert [m.timestamp.step for m in log.moments[:8]] == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert log.moments[7].fraction == 0.5
+    assert log.moments[-1].fraction == 1.0
 
 
 def test_the_upcoming_batch_belongs_to_the_next_epoch(tmp_path: Path) -> None:
-    """After the last batch of an epoch, what comes next is batch 0 of the next one."""
+    """After the last batch of an epoch, the upcoming batch is batch 0 of the next epoch."""
     seen = []
 
-    class Upcoming(Diary):
+    class Upcoming(LifecycleLog):
         def after_batch(self, context: RunContext, batch: Any) -> None:
             stamp = context.moment.timestamp
             seen.append((stamp.epoch, stamp.batch_in_epoch, stamp.batch))
@@ -84,13 +84,15 @@ def test_the_upcoming_batch_belongs_to_the_next_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": 9, "max_steps": 32}])
-def test_a_window_at_a_fraction_of_the_epochs_ends(tmp_path: Path, limits: dict[str, int]) -> None:
-    """The fraction one batch earlier counts the batches of its epoch, too."""
+def test_schedules_by_fraction_of_training_select_the_right_batches(
+    tmp_path: Path, limits: dict[str, int]
+) -> None:
+    """`previous_fraction` at an epoch's end uses the batch count of that epoch."""
     at, every = At("0.5dur", lasting="2ba"), Every("0.25dur")
     fractions: list[tuple[float | None, float | None]] = []
     found: dict[str, list[int]] = {"at": [], "every": []}
 
-    class Asking(Diary):
+    class AsksSchedules(LifecycleLog):
         def after_batch(self, context: RunContext, batch: Any) -> None:
             moment = context.moment
             at.observe(moment)
@@ -99,38 +101,38 @@ def test_a_window_at_a_fraction_of_the_epochs_ends(tmp_path: Path, limits: dict[
                 if schedule(moment):
                     found[name].append(moment.timestamp.batch)
 
-    trainer(tmp_path, Asking(), **limits).fit(Small())
+    trainer(tmp_path, AsksSchedules(), **limits).fit(Small())
     assert found == {"at": [16, 17], "every": [8, 16, 24, 32]}
     assert [before for before, _ in fractions[1:]] == [now for _, now in fractions[:-1]]
 
 
-@pytest.mark.parametrize("verb", ["on_start", "before_batch", "after_batch", "on_end", "close"])
-def test_a_failing_callback_gets_out_of_the_way(tmp_path: Path, verb: str) -> None:
-    """One warning says which callback is off; training and the other callbacks go on."""
+@pytest.mark.parametrize("method", ["on_start", "before_batch", "after_batch", "on_end", "close"])
+def test_a_failing_callback_is_switched_off(tmp_path: Path, method: str) -> None:
+    """An error in a lifecycle method gives one warning; training and other callbacks continue."""
 
-    class Broken(Diary):
+    class Broken(LifecycleLog):
         pass
 
     def fail(self: Any, *args: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    fail.__name__ = verb
-    setattr(Broken, verb, fail)
-    healthy, broken = Diary("healthy"), Broken("broken")
+    fail.__name__ = method
+    setattr(Broken, method, fail)
+    healthy, broken = LifecycleLog("healthy"), Broken("broken")
     run = trainer(tmp_path, broken, healthy, max_epochs=2)
-    with pytest.warns(PerfWarning, match=rf"Broken is off.*{verb}.*planted") as caught:
+    with pytest.warns(PerfWarning, match=rf"Broken is off.*{method}.*planted") as caught:
         run.fit(Small())
     assert len(ours(caught)) == 1
     assert run.global_step == 32
-    assert sum(verb == "after" for verb, *_ in healthy.entries) == 32
+    assert sum(method == "after" for method, *_ in healthy.entries) == 32
 
 
 def test_warnings_as_errors_do_not_stop_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run under -W error outlives our warnings as well, which then are in the log."""
+    """Under `-W error` our warnings go to the log and training continues."""
 
-    class Broken(Diary):
+    class Broken(LifecycleLog):
         def after_batch(self, context: RunContext, batch: Any) -> None:
             raise ZeroDivisionError
 
@@ -144,7 +146,7 @@ def test_warnings_as_errors_do_not_stop_training(
 def test_an_unexpected_error_at_set_up_does_not_stop_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing can be measured, each callback warns once, and one rank trains without them."""
+    """If nothing can be measured, each callback warns once, and one rank trains without them."""
 
     def fail(*_: Any) -> None:
         raise AttributeError("a newer Lightning")
@@ -158,8 +160,8 @@ def test_an_unexpected_error_at_set_up_does_not_stop_training(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_exception_closes_everything_and_goes_on(tmp_path: Path) -> None:
-    """The user sees the own exception; our callbacks were closed by then."""
+def test_an_exception_closes_all_callbacks_and_propagates(tmp_path: Path) -> None:
+    """The user's exception is raised after our callbacks are closed."""
 
     class Failing(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -167,36 +169,36 @@ def test_an_exception_closes_everything_and_goes_on(tmp_path: Path) -> None:
                 raise KeyError("the user's own")
             return super().training_step(batch, batch_idx)
 
-    diary = Diary()
+    log = LifecycleLog()
     with pytest.raises(KeyError, match="the user's own"):
-        trainer(tmp_path, diary).fit(Failing())
-    assert diary.entries[-1][0] == "close:exception"
+        trainer(tmp_path, log).fit(Failing())
+    assert log.entries[-1][0] == "close:exception"
 
 
-def test_one_object_serves_fit_then_test_then_predict(tmp_path: Path) -> None:
-    """Each stage counts for itself, and a second fit goes on where the first one ended."""
-    diary = Diary()
-    run = trainer(tmp_path, diary)
+def test_one_callback_serves_fit_test_and_predict(tmp_path: Path) -> None:
+    """Each stage has its own counts, and a second fit continues from the first one's."""
+    log = LifecycleLog()
+    run = trainer(tmp_path, log)
     model = Small()
     run.fit(model)
     run.test(model, verbose=False)
     run.predict(model)
     run.fit_loop.max_epochs = 2
     run.fit(model)
-    ends = [entry for entry in diary.entries if entry[0] == "end"]
+    ends = [entry for entry in log.entries if entry[0] == "end"]
     assert ends == [
         ("end", "train", 16), ("end", "test", 16), ("end", "predict", 16), ("end", "train", 32),
     ]  # fmt: skip
 
 
-def test_progress_is_believed_from_lightning_without_a_state_of_ours(tmp_path: Path) -> None:
-    """A callback added at resume counts on from the checkpoint's batches."""
+def test_progress_is_restored_from_lightning_without_our_state(tmp_path: Path) -> None:
+    """A callback added at resume, without a state of its own, continues Lightning's counts."""
     first = trainer(tmp_path)
     first.fit(Small())
     first.save_checkpoint(tmp_path / "plain.ckpt")
-    diary = Diary()
-    trainer(tmp_path, diary, max_epochs=2).fit(Small(), ckpt_path=tmp_path / "plain.ckpt")
-    stamp = diary.stamps[0]
+    log = LifecycleLog()
+    trainer(tmp_path, log, max_epochs=2).fit(Small(), ckpt_path=tmp_path / "plain.ckpt")
+    stamp = log.stamps[0]
     assert (stamp.batch, stamp.step, stamp.epoch, stamp.batch_in_epoch) == (17, 17, 1, 1)
 
 
@@ -214,21 +216,21 @@ def test_progress_is_believed_from_lightning_without_a_state_of_ours(tmp_path: P
     ],
     ids=lambda o: next(iter(o)),
 )  # fmt: skip
-def test_every_way_to_train_works(tmp_path: Path, options: dict[str, Any]) -> None:
-    """The callbacks give no warning and no error, whatever the Trainer is told."""
+def test_every_trainer_option_works(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The callbacks give no warning and no error, whatever the Trainer's options."""
     trainer(tmp_path, Suite([SpeedMonitor(window_size=2), Flops()]), **options).fit(Small())
 
 
-def test_a_suite_says_what_it_cannot_hold() -> None:
-    """Foreign callbacks and doubles are refused at construction."""
+def test_a_suite_refuses_foreign_and_duplicate_callbacks() -> None:
+    """The constructor refuses callbacks of others and two of a kind."""
     with pytest.raises(ValueError, match=r"callbacks=.*lightning_perf.*Try"):
         Suite([L.Callback()])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="twice"):
         Suite([Flops(), Flops()])
 
 
-def test_one_logger_that_fails_starves_no_other(tmp_path: Path) -> None:
-    """The failing one is named once; the healthy one has every report."""
+def test_a_failing_logger_does_not_affect_the_others(tmp_path: Path) -> None:
+    """One warning names the failing logger; the other one receives every report."""
 
     class Failing(Records):
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -242,7 +244,7 @@ def test_one_logger_that_fails_starves_no_other(tmp_path: Path) -> None:
 
 
 def test_loggers_are_called_as_lightning_calls_them(tmp_path: Path) -> None:
-    """One that takes its arguments by name only receives every report."""
+    """A logger whose `log_metrics` takes keyword arguments only receives every report."""
 
     class Named(Records):
         def log_metrics(self, **named: Any) -> None:
@@ -254,45 +256,45 @@ def test_loggers_are_called_as_lightning_calls_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [16, 7], ids=["epoch end", "mid-epoch"])
-def test_a_resumed_epoch_is_lightning_s(tmp_path: Path, every: int) -> None:
-    """A checkpoint of an epoch's last batch resumes in the next epoch, not in a long one."""
+def test_a_resumed_epoch_matches_lightning_s(tmp_path: Path, every: int) -> None:
+    """A checkpoint saved at an epoch's last batch resumes in the next epoch."""
     saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=every, save_top_k=-1)
     options: dict[str, Any] = {"enable_checkpointing": True}
     trainer(tmp_path, SpeedMonitor(), saving, **options).fit(Small())
-    diary = Diary()
-    run = trainer(tmp_path, SpeedMonitor(), diary, max_epochs=2)
+    log = LifecycleLog()
+    run = trainer(tmp_path, SpeedMonitor(), log, max_epochs=2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*resuming from a checkpoint that ended")
         warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
         run.fit(Small(), ckpt_path=tmp_path / f"step={every}.ckpt")
-    first, last = diary.stamps[0], diary.stamps[-1]
+    first, last = log.stamps[0], log.stamps[-1]
     assert (first.batch, first.epoch, first.batch_in_epoch) == (
         every + 1, every // 16, every % 16 + 1,
     )  # fmt: skip
     assert (last.batch, last.epoch, last.batch_in_epoch) == (32, 1, 16)
-    assert diary.moments[-1].fraction == 1.0
+    assert log.moments[-1].fraction == 1.0
 
 
-def test_hooks_that_no_verb_needs_stay_the_user_s(tmp_path: Path) -> None:
-    """Lightning is spared them, unless a subclass or the object has its own, which may be super."""
+def test_unused_hooks_are_disabled_unless_overridden(tmp_path: Path) -> None:
+    """Lightning skips hooks that we do not use, unless a subclass or an object overrides them."""
     seen: list[str] = []
 
-    class Theirs(SpeedMonitor):
+    class Overrides(SpeedMonitor):
         def on_before_backward(self, *args: Any) -> None:
             super().on_before_backward(*args)
             seen.append("of the class")
 
-    monitor = Theirs()
+    monitor = Overrides()
     monitor.on_after_backward = lambda *_: seen.append("of the object")  # type: ignore[method-assign]
     run = trainer(tmp_path, monitor, limit_train_batches=2)
     run.fit(Small())
-    run.fit(Small())  # put back after the first, or it would not know them again
+    run.fit(Small())  # the first run restored them, otherwise this one would not find them
     assert seen == ["of the class", "of the object"] * 2
     assert callable(monitor.on_before_zero_grad)
     assert vars(copy.deepcopy(monitor)).keys() == vars(monitor).keys() - {"state_key"}
 
 
-DRIVEN = (
+HOOKS = (
     "on_train_start", "on_train_batch_start", "on_train_batch_end", "on_validation_end",
     "on_train_epoch_end", "on_train_end", "teardown",
 )  # fmt: skip
@@ -303,7 +305,7 @@ DRIVEN = (
 def test_a_hook_of_a_subclass_may_leave_out_super(
     tmp_path: Path, calls_super: bool, hosted: bool
 ) -> None:
-    """As with Lightning's own callbacks: each batch counts once, for all callbacks."""
+    """Each batch counts once for all callbacks, with or without `super()`."""
     seen: list[str] = []
 
     def hook(name: str) -> Any:
@@ -314,20 +316,20 @@ def test_a_hook_of_a_subclass_may_leave_out_super(
 
         return run
 
-    theirs: Any = type("Theirs", (Diary,), {name: hook(name) for name in DRIVEN})
-    other, usual, first = Diary("other"), Diary(), theirs()
+    theirs: Any = type("Overrides", (LifecycleLog,), {name: hook(name) for name in HOOKS})
+    other, usual, first = LifecycleLog("other"), LifecycleLog(), theirs()
     options: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1}
     trainer(tmp_path, usual, **options).fit(Small())
     run = trainer(tmp_path, Suite([first]) if hosted else first, other, **options)
     run.fit(Small())
     assert first.entries == other.entries == usual.entries
     assert [m.timestamp.epoch for m in other.moments] == [m.timestamp.epoch for m in usual.moments]
-    assert [seen.count(name) for name in DRIVEN] == [1, 6, 6, 3, 2, 1, 1]  # a sanity check, too
+    assert [seen.count(name) for name in HOOKS] == [1, 6, 6, 3, 2, 1, 1]  # with a sanity check
     assert first._context is None
 
 
 def test_a_schedule_that_raises_switches_off_one_callback(tmp_path: Path) -> None:
-    """The others report as before."""
+    """The other callbacks report as before."""
 
     class Failing(Schedule):
         def window(self, moment: Moment) -> int | None:
@@ -344,17 +346,17 @@ def test_a_schedule_that_raises_switches_off_one_callback(tmp_path: Path) -> Non
     assert [step for step, _ in records.of("mfu")] == [4, 9, 14]
 
 
-def test_an_epoch_that_ends_early_is_an_epoch_for_schedules(tmp_path: Path) -> None:
-    """Before its end nothing says so: the window comes one batch later, and is not missed."""
+def test_an_epoch_that_stops_early_counts_as_an_epoch_for_schedules(tmp_path: Path) -> None:
+    """Its end is known only afterwards: the window comes one batch later and is not missed."""
 
     class Short(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 5 else None
 
-    records, diary = Records(), Diary()
+    records, log = Records(), LifecycleLog()
     timings = Timings(schedule="every epoch")
-    trainer(tmp_path, timings, diary, logger=records, max_epochs=3).fit(Short())
+    trainer(tmp_path, timings, log, logger=records, max_epochs=3).fit(Short())
     assert [step for step, _ in records.of("timings/forward")] == [5, 10, 14]
-    assert [m.timestamp.epoch for m in diary.moments] == [0] * 5 + [1] * 5 + [2] * 5
-    assert [m.previous.epoch for m in diary.moments][4:7] == [0, 0, 1]
-    assert diary.moments[5].previous.batch_in_epoch == 5
+    assert [m.timestamp.epoch for m in log.moments] == [0] * 5 + [1] * 5 + [2] * 5
+    assert [m.previous.epoch for m in log.moments][4:7] == [0, 0, 1]
+    assert log.moments[5].previous.batch_in_epoch == 5

@@ -1,4 +1,4 @@
-"""Nothing of ours holds a Trainer once its run is over, however it ended."""
+"""Nothing of this package keeps a Trainer alive after its run, however the run ended."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Failing(L.Callback):
 
 
 class Metered(Small):
-    """Has a metric, which Timings times, and a rate and a batch size for the tuners."""
+    """Has a metric, which Timings times, and a learning rate and batch size to tune."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Metered(Small):
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """Lightning ignores SIGINT after one."""
+    """Lightning ignores SIGINT after it has received one."""
     before = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, before)
@@ -89,7 +89,7 @@ def threads() -> list[str]:
 
 
 def assert_gone(watched: list[weakref.ref[Any]]) -> None:
-    # Where an on_exception raised, Lightning's own handler of a signal holds its Trainer.
+    # Lightning's signal handler keeps its Trainer alive if `on_exception` raised.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     until = time.monotonic() + 60
     while (gc.collect(), threads())[1] and time.monotonic() < until:
@@ -106,7 +106,7 @@ def run(
     act: Callable[[L.Trainer, Metered], object],
     **options: Any,
 ) -> list[weakref.ref[Any]]:
-    """Train, and let go of all but our callbacks and the loggers."""
+    """Train, and drop all references but those to our callbacks and the loggers."""
     defaults = {"limit_val_batches": 1, "limit_train_batches": 3, "logger": Records()}
     made, model = trainer(folder, *ours, *others, **defaults | options), Metered()
     watched: list[weakref.ref[Any]] = [weakref.ref(made), weakref.ref(model)]
@@ -132,7 +132,7 @@ WAYS: dict[str, Callable[[L.Trainer, Metered], object]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("hosted", [False, True], ids=["apart", "suite"])
-def test_a_run_that_ends_well_lets_go(tmp_path: Path, way: str, hosted: bool) -> None:
+def test_a_completed_run_releases_the_trainer(tmp_path: Path, way: str, hosted: bool) -> None:
     """Callbacks and loggers that the user keeps hold neither the Trainer nor the module."""
     records = Records()
     ours: list[L.Callback] = [Suite(everything())] if hosted else everything()  # type: ignore[arg-type]
@@ -140,23 +140,23 @@ def test_a_run_that_ends_well_lets_go(tmp_path: Path, way: str, hosted: bool) ->
     assert records.keys
 
 
-def test_max_steps_lets_go(tmp_path: Path) -> None:
-    """So does a training that ends in the middle of an epoch."""
+def test_max_steps_releases_the_trainer(tmp_path: Path) -> None:
+    """A training that ends in the middle of an epoch holds no reference either."""
     assert_gone(run(tmp_path, everything(), [], fit, max_steps=2, max_epochs=-1))
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_an_error_in_any_hook_lets_go(tmp_path: Path, hook: str) -> None:
-    """Another callback's error, before or after ours have heard of the hook."""
+def test_an_error_in_any_hook_releases_the_trainer(tmp_path: Path, hook: str) -> None:
+    """Another callback raises in a hook, before or after our callbacks receive it."""
     assert_gone(run(tmp_path, everything(), [Failing(hook)], fit))
     ours = everything()
     assert_gone(run(tmp_path, [Failing(hook), *ours], [], fit))
 
 
-def test_a_machine_without_threads_costs_the_sensors_alone(
+def test_without_threads_only_the_sensors_are_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One warning, and the trace of the run is in its place."""
+    """If no thread can start, there is one warning, and the run's trace is still written."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -168,8 +168,8 @@ def test_a_machine_without_threads_costs_the_sensors_alone(
     assert [*tmp_path.rglob("*.pt.trace.json.gz")]
 
 
-def test_a_failing_end_costs_no_recording(tmp_path: Path) -> None:
-    """Whatever one part raises at the end of a run, the others end."""
+def test_an_error_while_closing_does_not_stop_other_parts_from_closing(tmp_path: Path) -> None:
+    """If one part raises at the end of a run, the other parts are closed all the same."""
     ended: list[str] = []
 
     class Fails(SpeedMonitor):
@@ -178,14 +178,14 @@ def test_a_failing_end_costs_no_recording(tmp_path: Path) -> None:
             context.on_close(lambda: 1 / 0)
             context.on_close(lambda: ended.append("the other"))
 
-    with pytest.warns(PerfWarning, match="did not end as it should .*ZeroDivisionError"):
+    with pytest.warns(PerfWarning, match="the end of the run failed .*ZeroDivisionError"):
         assert_gone(run(tmp_path, [Fails(2)], [], fit))
     assert ended == ["the other"]
 
 
-def test_ctrl_c_lets_go(tmp_path: Path) -> None:
-    """KeyboardInterrupt becomes SystemExit, and nothing stays."""
-    ours = everything()  # kept, unlike the other one, on which Lightning's own methods stay
+def test_ctrl_c_releases_the_trainer(tmp_path: Path) -> None:
+    """KeyboardInterrupt becomes SystemExit, and no reference to the Trainer stays."""
+    ours = everything()  # kept, unlike the other callback, which Lightning's own methods reference
     others: list[L.Callback] = [Failing("on_train_batch_end", KeyboardInterrupt)]
     watched = run(tmp_path, ours, others, fit)
     others.clear()
@@ -195,10 +195,10 @@ def test_ctrl_c_lets_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tuner", [LearningRateFinder, BatchSizeFinder])
 @pytest.mark.parametrize("fails_at", [-1, 1], ids=["works", "fails"])
 @pytest.mark.filterwarnings("ignore")
-def test_an_error_inside_a_tuner_lets_go(
+def test_an_error_inside_a_tuner_releases_the_trainer(
     tmp_path: Path, tuner: type[L.Callback], fails_at: int
 ) -> None:
-    """Tuners exchange the Trainer's callbacks, so that no hook of ours hears of the error."""
+    """Tuners swap the Trainer's callbacks, so that no hook of ours receives the error."""
     option = "max_trials" if tuner is BatchSizeFinder else "num_training_steps"
     tuning = tuner(**{option: 3})
 
@@ -213,8 +213,8 @@ def test_an_error_inside_a_tuner_lets_go(
     assert_gone(run(tmp_path, ours, [], fit))  # they can be used again
 
 
-def test_an_on_exception_that_raises_keeps_no_trainer(tmp_path: Path) -> None:
-    """Nobody tells ours of the end: the Trainer goes with them, or when the next run begins."""
+def test_an_on_exception_that_raises_releases_the_trainer(tmp_path: Path) -> None:
+    """If nothing notifies ours of the end, the Trainer is released with them or at the next run."""
     mean = [Failing("on_train_batch_end"), Failing("on_exception")]
     watched = run(tmp_path, everything(), [], fit)
     assert_gone(watched)
@@ -223,8 +223,8 @@ def test_an_on_exception_that_raises_keeps_no_trainer(tmp_path: Path) -> None:
     assert_gone(watched)
 
 
-def test_a_trainer_whose_end_nobody_told_fits_again(tmp_path: Path) -> None:
-    """What is left of the run before is closed first, and the counts are the new run's."""
+def test_a_trainer_fits_again_after_an_end_without_notification(tmp_path: Path) -> None:
+    """The state of the previous run is closed first, and the counts are those of the new run."""
     records, monitor = Records(), SpeedMonitor(2)
     mean = [Failing("on_train_batch_end"), Failing("on_exception")]
     made = trainer(tmp_path, mean[0], mean[1], monitor, Timings(), logger=records)
@@ -238,8 +238,8 @@ def test_a_trainer_whose_end_nobody_told_fits_again(tmp_path: Path) -> None:
     assert not monitor._context
 
 
-def test_at_exit_runs_are_left(tmp_path: Path) -> None:
-    """A run whose end nobody told is closed when the interpreter ends."""
+def test_runs_are_closed_at_exit(tmp_path: Path) -> None:
+    """A run whose end was not notified is closed when the interpreter exits."""
     ends: list[str] = []
 
     class Ends(SpeedMonitor):
@@ -255,8 +255,8 @@ def test_at_exit_runs_are_left(tmp_path: Path) -> None:
     assert ends == ["exception"]
 
 
-def test_a_callback_that_moves_on_holds_only_the_new_trainer(tmp_path: Path) -> None:
-    """It says so, and the first Trainer can go."""
+def test_a_callback_that_is_reused_releases_the_first_trainer(tmp_path: Path) -> None:
+    """It warns, and the first Trainer is released."""
     monitor = SpeedMonitor(2)
     watched = run(tmp_path, [Failing("on_train_end"), Failing("on_exception"), monitor], [], fit)
     with pytest.warns(PerfWarning, match="attached to another Trainer, which it leaves"):

@@ -1,4 +1,4 @@
-"""Several real ranks: what they exchange, sums over them, and ranks that stop or die."""
+"""Several real ranks: their collectives, sums over ranks, and ranks that pause or die."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLLECTIVES = (
 
 
 class Counted(L.Callback):
-    """Counts this process's collectives from the first batch to the last one."""
+    """Counts the collectives of this process from the first batch to the last."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Counted(L.Callback):
 
 
 def collectives(folder: Path, batches: int, ours: list[Any], every: int = 1000) -> list[Any]:
-    """The collectives of both ranks during some batches."""
+    """The collectives of both ranks during a number of batches."""
     folder.mkdir()
     torch.set_num_threads(1)
     options: dict[str, Any] = {**RANKS, "max_steps": batches, "max_epochs": -1}
@@ -72,7 +72,7 @@ def always() -> list[Any]:
 
 
 def test_nothing_is_exchanged_per_batch(tmp_path: Path) -> None:
-    """Sixteen more batches need as many collectives as without us; a report needs one."""
+    """Sixteen more batches need the same collectives with and without us; a report needs one."""
     few, many = (collectives(tmp_path / f"ours{n}", n, always()) for n in (8, 24))
     plain = [collectives(tmp_path / f"plain{n}", n, []) for n in (8, 24)]
     reported = collectives(tmp_path / "reported", 24, always(), every=4)
@@ -80,12 +80,12 @@ def test_nothing_is_exchanged_per_batch(tmp_path: Path) -> None:
         more = Counter(many[rank]) - Counter(few[rank])
         assert more == Counter(plain[1][rank]) - Counter(plain[0][rank])
         assert set(Counter(reported[rank]) - Counter(many[rank])) == {"all_gather"}
-        # One per four batches; a report wider than one message needs another one.
+        # One report per four batches; a report wider than one message needs a second one.
         assert reported[rank]["all_gather"] - many[rank]["all_gather"] <= 2 * 24 // 4
 
 
 class Weights(L.Callback):
-    """Leaves the losses and the last weights of rank 1, bit for bit."""
+    """Writes the losses and final weights of rank 1 to a file, as bits."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -103,7 +103,7 @@ class Weights(L.Callback):
 
 
 def test_the_numbers_of_several_ranks_are_unchanged(tmp_path: Path) -> None:
-    """Losses and weights are the same bits with and without us, the hook of backward included."""
+    """Losses and weights are bit-identical with and without us, hook of backward included."""
     torch.set_num_threads(1)
     found = []
     for name, ours in (("ours", always()), ("plain", [])):
@@ -116,7 +116,7 @@ def test_the_numbers_of_several_ranks_are_unchanged(tmp_path: Path) -> None:
 
 
 class Own(WindowCallback):
-    """Leaves each rank's own values of each window, and what rank 0 makes of all."""
+    """Writes each rank's own values of each window, and the global metrics of rank 0."""
 
     columns = ("batch/*", "flops/*")
 
@@ -134,7 +134,7 @@ class Own(WindowCallback):
 
 
 class Uneven(Small):
-    """Each rank has batches of another size, from a loader of its own."""
+    """Each rank has a loader of its own with another batch size."""
 
     def train_dataloader(self) -> Any:
         size = 2 + self.global_rank
@@ -144,7 +144,7 @@ class Uneven(Small):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_global_metrics_are_sums_of_the_ranks_own(tmp_path: Path, ranks: int) -> None:
-    """With another batch size on each rank: samples, FLOPs and rates."""
+    """Samples, FLOPs and rates are sums over ranks that have different batch sizes."""
     torch.set_num_threads(1)
     watched = [SpeedMonitor(window_size=100), Flops("1000ba", peak_flops=1e9)]
     options = {"strategy": "ddp_fork", "devices": ranks, "use_distributed_sampler": False}
@@ -165,7 +165,7 @@ def test_global_metrics_are_sums_of_the_ranks_own(tmp_path: Path, ranks: int) ->
 
 
 class Stops(Late):
-    """Rank 1 is stopped for two seconds in one phase of batch 10."""
+    """Rank 1 is stopped (SIGSTOP) for two seconds in one phase of batch 10."""
 
     def wait(self, phase: str) -> None:
         super().wait(phase)
@@ -184,8 +184,8 @@ class Stops(Late):
 
 
 @pytest.mark.parametrize("phase", ["input", "forward", "backward", "callback"])
-def test_a_rank_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path, phase: str) -> None:
-    """Both ranks train to the end, and every report is there."""
+def test_a_paused_rank_loses_nothing(tmp_path: Path, phase: str) -> None:
+    """Both ranks train to the end, and every report arrives."""
     torch.set_num_threads(1)
     monitor = SpeedMonitor(window_size=2)
     own = Own(tmp_path, [monitor])
@@ -196,7 +196,7 @@ def test_a_rank_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path, phase:
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert len(found["rows"]) >= 6
         assert found["metrics"]["throughput/samples_per_sec"] > 0
-        # The stop is in one of the windows.
+        # The pause is within one of the windows.
         assert max(row["batch/seconds"] for row in found["rows"]) > 1.5
 
 
@@ -225,8 +225,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("phase", ["input", "forward", "backward", "callback"])
-def test_a_rank_that_is_killed_hangs_nobody(tmp_path: Path, phase: str) -> None:
-    """The run ends with torch's error, and what was logged before is kept."""
+def test_a_killed_rank_does_not_hang_the_others(tmp_path: Path, phase: str) -> None:
+    """The run ends with torch's error, and the metrics logged before are kept."""
     script = tmp_path / "dies.py"
     script.write_text(KILLED)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

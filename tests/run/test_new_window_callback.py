@@ -1,4 +1,4 @@
-"""A user's own metric callback that is incomplete: the message says what to write."""
+"""Errors in a user's own metric callback: the message says what to write."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Silent(WindowCallback):
     columns = ("timings/forward",)
 
 
-def test_one_string_is_not_a_list_of_columns(tmp_path: Path) -> None:
+def test_a_string_for_columns_is_refused(tmp_path: Path) -> None:
     """The message shows the tuple."""
     with pytest.raises(ConfigError, match=r"Try columns=\('timings/forward',\)"):
         trainer(tmp_path, Single(), logger=Records()).fit(Small())
 
 
-def test_a_missing_method_is_named(tmp_path: Path) -> None:
-    """The callback is off, and training continues."""
+def test_a_missing_on_window_is_reported(tmp_path: Path) -> None:
+    """The callback is switched off, and training continues."""
     with pytest.warns(PerfWarning, match=r"on_window failed .*write on_window\(self, window\)"):
         trainer(tmp_path, Silent(), logger=Records()).fit(Small())
 
 
 class Returning(WindowCallback):
-    """Returns what it was made with."""
+    """Returns a given value from `on_window`."""
 
     columns = ("timings/forward",)
 
@@ -50,8 +50,8 @@ class Returning(WindowCallback):
 
 
 @pytest.mark.parametrize("nothing", [None, {}])
-def test_the_last_metrics_stay_where_nothing_is_reported(tmp_path: Path, nothing: object) -> None:
-    """Both None and an empty dict leave the attribute as it is, and log nothing."""
+def test_metrics_stay_if_on_window_returns_nothing(tmp_path: Path, nothing: object) -> None:
+    """None and an empty dict leave the `metrics` attribute as it is, and log nothing."""
     records = Records()
     callback = Returning({"a": 1.0})
     run = trainer(tmp_path, callback, logger=records, limit_train_batches=2)
@@ -69,7 +69,7 @@ def test_the_last_metrics_stay_where_nothing_is_reported(tmp_path: Path, nothing
         (3.0, "on_window returned 3.0: return numbers by key"),
     ],
 )
-def test_what_is_not_a_metric_is_named(tmp_path: Path, returned: object, message: str) -> None:
-    """The callback is off, and training continues."""
+def test_invalid_metrics_are_reported(tmp_path: Path, returned: object, message: str) -> None:
+    """The callback is switched off, and training continues."""
     with pytest.warns(PerfWarning, match=message):
         trainer(tmp_path, Returning(returned), logger=Records()).fit(Small())

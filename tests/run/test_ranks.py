@@ -1,4 +1,4 @@
-"""Two real processes: one run, sums over ranks, and files of both."""
+"""Two real processes: one run, sums over ranks, and files of both ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 class Dump(PerfCallback):
-    """Leaves what the other callbacks reported, in a file a rank."""
+    """Writes what the other callbacks reported to one file per rank."""
 
     def __init__(self, folder: Path, watched: list[Any]) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class Slow(Small):
 def test_two_ranks_write_into_one_run(tmp_path: Path, mlflow_database: str) -> None:
     """Both ranks' traces are artifacts of one run, and samples are the sum of both."""
     logger = MLFlowLogger("ranks", run_name="two", tracking_uri=mlflow_database)
-    # A window longer than the run is reported once, at its end, and holds all of it.
+    # A window longer than the run is reported once, at its end, with all batches.
     monitor, flops = SpeedMonitor(window_size=100), Flops(peak_flops=1e9)
     profiler = PyTorch(schedule="first 2ba")
     dump = Dump(tmp_path, [monitor, flops])
-    # One torch thread: a fork cannot take over the threads that an earlier test has started.
+    # One torch thread, because a fork cannot inherit the threads of an earlier test.
     torch.set_num_threads(1)
     trainer(tmp_path, monitor, flops, profiler, dump, logger=logger, **RANKS).fit(Slow())
 
@@ -82,8 +82,8 @@ def test_two_ranks_write_into_one_run(tmp_path: Path, mlflow_database: str) -> N
     assert values["throughput/samples_per_sec"] == pytest.approx(own)
 
 
-def test_a_callback_that_fails_on_one_rank_hangs_nobody(tmp_path: Path) -> None:
-    """Rank 1 loses its monitor in the middle; both ranks train to the end."""
+def test_a_callback_that_fails_on_one_rank_hangs_no_other_rank(tmp_path: Path) -> None:
+    """The monitor of rank 1 fails in mid-run; both ranks train to the end."""
 
     class Fragile(SpeedMonitor):
         def after_batch(self, context: Any, batch: Any) -> None:
@@ -92,12 +92,12 @@ def test_a_callback_that_fails_on_one_rank_hangs_nobody(tmp_path: Path) -> None:
             super().after_batch(context, batch)
 
     class Counting(Flops):
-        told = 0
+        reports = 0
 
         def receive(self, window: Any) -> Any:
             found = super().receive(window)
-            self.told += 1
-            self.metrics = {**self.metrics, "reports": self.told}
+            self.reports += 1
+            self.metrics = {**self.metrics, "reports": self.reports}
             return found
 
     flops = Counting(schedule="2ba", peak_flops=1e9)
@@ -105,16 +105,17 @@ def test_a_callback_that_fails_on_one_rank_hangs_nobody(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     run = trainer(tmp_path, Fragile(window_size=2), flops, dump, **RANKS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is in the other process that it warns
+        warnings.simplefilter("ignore")  # the warning is raised in the other process
         run.fit(Slow())
     ranks = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in (0, 1)]
     assert [rank["samples"] for rank in ranks] == [32, 32]
-    # Eight batches a rank: the first, the second, fourth, sixth and eighth. The end may be late.
+    # Eight batches per rank: reports at the first, second, fourth, sixth and eighth. The last may
+    # be late.
     assert all(rank["metrics"]["Counting"]["reports"] >= 4 for rank in ranks)
 
 
-def test_ranks_may_see_other_shapes(tmp_path: Path, mlflow_database: str) -> None:
-    """One odd batch on one rank, counted there alone, leaves every report in step."""
+def test_ranks_may_have_different_shapes(tmp_path: Path, mlflow_database: str) -> None:
+    """One odd batch is counted on one rank only, and the reports of both ranks still match."""
 
     class Ragged(Slow):
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
@@ -129,13 +130,13 @@ def test_ranks_may_see_other_shapes(tmp_path: Path, mlflow_database: str) -> Non
     (run,) = client.search_runs([client.get_experiment_by_name("ragged").experiment_id])
     steps = [point.step for point in client.get_metric_history(run.info.run_id, "mfu")]
     assert steps == [1, 3, 5, 7]
-    # Without the odd batch, which rank 1 leaves out of its window, step 3 would be the first.
+    # Without the odd batch, which rank 1 excludes from its window, step 3 would be the first.
     key = "throughput/samples_per_sec"
     assert [p.step for p in client.get_metric_history(run.info.run_id, key)] == [4, 5, 6, 7]
 
 
-def test_a_second_run_of_the_same_processes_reports_as_well(tmp_path: Path) -> None:
-    """Fit and test in one process each have their reports, of both ranks."""
+def test_a_second_run_in_the_same_processes_is_reported(tmp_path: Path) -> None:
+    """Fit and test in the same processes both have reports of both ranks."""
     script = tmp_path / "train.py"
     script.write_text(
         "import sys, warnings; warnings.simplefilter('ignore')\n"
@@ -155,7 +156,7 @@ def test_a_second_run_of_the_same_processes_reports_as_well(tmp_path: Path) -> N
     )
     launch(script)
     found = json.loads((tmp_path / "found.json").read_text())
-    # Eight batches a rank and stage. A window of two is full from the third batch on; the end of
-    # training needs no report of its own then, the end of the test has one.
+    # Eight batches per rank and stage. A window of two is full from the third batch on; then the
+    # end of training needs no report of its own, but the end of the test does.
     assert found["throughput/samples_per_sec"] == 6
     assert found["test/throughput/samples_per_sec"] >= 6

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed decides and counts as one that never was."""
+"""A run that is killed and resumed makes the same decisions and counts as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.faults import Nursery
+from helpers.faults import ForkServer
 from helpers.small import Small, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 class Loader:
-    """Goes on where it was, like a loader for long runs; each batch has a size of its own."""
+    """A resumable loader that continues at its position; batch sizes differ."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -52,7 +52,7 @@ class Model(Small):
 
 
 class Log(PerfCallback):
-    """Writes every decision down as it falls, and kills its process after a batch."""
+    """Writes each schedule decision to a file, and kills its process after a given batch."""
 
     def __init__(self, folder: Path, killed_at: int) -> None:
         super().__init__()
@@ -89,19 +89,19 @@ def two_epochs(folder: Path, killed_at: int, checkpoint: Path | None) -> None:
 
 
 def train(
-    nursery: Nursery, folder: Path, killed_at: int = 0, checkpoint: Path | None = None
+    fork_server: ForkServer, folder: Path, killed_at: int = 0, checkpoint: Path | None = None
 ) -> tuple[int, list]:
-    """Train in a process of its own; how it ended, and what it wrote."""
-    ended = nursery.run(folder, two_epochs, folder, killed_at, checkpoint)
+    """Train in a child process; return how it ended and what it wrote."""
+    ended = fork_server.run(folder, two_epochs, folder, killed_at, checkpoint)
     assert ended.code in (0, -signal.SIGKILL), ended.stderr
     lines = (folder / "log.jsonl").read_text().splitlines()
     return ended.code, [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list:
-    """The decisions of a run that nobody killed."""
-    code, log = train(nursery, tmp_path_factory.mktemp("whole") / "run")
+def uninterrupted(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list:
+    """The decisions of an uninterrupted run."""
+    code, log = train(fork_server, tmp_path_factory.mktemp("whole") / "run")
     assert code == 0
     assert len(log) == 18
     assert all(any(decisions[i] for _, decisions in log) for i in range(8))
@@ -109,15 +109,15 @@ def uninterrupted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("killed_at", [5, 9, 13], ids=["mid-epoch", "epoch end", "second epoch"])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    nursery: Nursery, tmp_path: Path, uninterrupted: list, killed_at: int
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
+    fork_server: ForkServer, tmp_path: Path, uninterrupted: list, killed_at: int
 ) -> None:
-    """Counts and schedule decisions after SIGKILL and resume equal those of one whole run."""
-    code, before = train(nursery, tmp_path, killed_at)
+    """Counts and schedule decisions after SIGKILL and resume are those of an uninterrupted run."""
+    code, before = train(fork_server, tmp_path, killed_at)
     assert code == -signal.SIGKILL
     assert before == uninterrupted[:killed_at]
-    # The batch in which it was killed had not been saved: it is done again.
+    # The batch in which it was killed had not been saved, so it runs again.
     (tmp_path / "log.jsonl").unlink()
-    code, after = train(nursery, tmp_path, 0, tmp_path / f"step={killed_at - 1}.ckpt")
+    code, after = train(fork_server, tmp_path, 0, tmp_path / f"step={killed_at - 1}.ckpt")
     assert code == 0
     assert after == uninterrupted[killed_at - 1 :]

@@ -1,4 +1,4 @@
-"""Ranks that train on one batch together count its samples, tokens and FLOPs once."""
+"""Ranks that share a batch count its samples, tokens and FLOPs once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PEAK = 1e9
 
 
 class Meshed(Small):
-    """Tensor parallel where the mesh has it, and sharded over the other ranks."""
+    """Tensor parallel on the tensor dimension of the mesh, sharded over the other ranks."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "done"):
@@ -46,7 +46,7 @@ class Meshed(Small):
 
 
 class Declared(Meshed):
-    """Says what a batch costs, on whatever ranks."""
+    """Declares its FLOPs per batch, on any number of ranks."""
 
     flops_per_batch = 9000.0
 
@@ -55,7 +55,7 @@ MESHES = ((4, 1), (2, 2), (1, 4))
 
 
 def train(folder: Path, accelerator: str, meshes: tuple[tuple[int, int], ...]) -> None:
-    """Leave what rank 0 reports for each model and mesh."""
+    """Train each model on each mesh, and write what rank 0 reports to a file."""
     ranks = meshes[0][0] * meshes[0][1]
     script = folder / "train.py"
     script.write_text(
@@ -83,7 +83,7 @@ def meshes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(folder: Path, model: str, data_parallel: int, ranks: int) -> None:
-    """Figures equal their definitions."""
+    """Check that the metrics equal their definitions."""
     found = json.loads((folder / f"{model}.{data_parallel}.json").read_text())
     assert samples_per_batch(found) == pytest.approx(data_parallel * 4)
     flops = Declared.flops_per_batch if model == "Declared" else 4 * FLOPS_PER_SAMPLE
@@ -107,7 +107,7 @@ def test_a_batch_counts_once_on_every_mesh(meshes: Path, model: str, data_parall
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_batch_counts_once_on_two_gpus(tmp_path: Path) -> None:
-    """The same with two shards of the data, and with tensors divided over two GPUs."""
+    """The same on two GPUs, with two data shards and with tensors split over both GPUs."""
     train(tmp_path, "gpu", ((2, 1), (1, 2)))
     for model in ("Meshed", "Declared"):
         for data_parallel in (1, 2):
@@ -115,8 +115,8 @@ def test_a_batch_counts_once_on_two_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_suite_says_how_many_ranks_share_a_batch(tmp_path: Path) -> None:
-    """Where the strategy does not: two ranks of DDP that get the same batches."""
+def test_a_suite_declares_how_many_ranks_share_a_batch(tmp_path: Path) -> None:
+    """If the strategy does not say it: two ranks of DDP that get the same batches."""
     monitor = SpeedMonitor(window_size=2)
     suite = Suite([monitor], data_parallel_size=1)
     options = {**RANKS, "use_distributed_sampler": False}
@@ -126,8 +126,8 @@ def test_a_suite_says_how_many_ranks_share_a_batch(tmp_path: Path) -> None:
     assert samples_per_batch(found) == pytest.approx(4)
 
 
-def test_a_size_that_does_not_divide_the_ranks_is_refused(tmp_path: Path) -> None:
-    """At construction or at set-up, with the field and an example."""
+def test_a_data_parallel_size_that_does_not_divide_the_ranks_is_refused(tmp_path: Path) -> None:
+    """The error at construction or set-up names the field and gives an example."""
     with pytest.raises(ConfigError, match="data_parallel_size"):
         Suite([SpeedMonitor()], data_parallel_size=0)
     with pytest.raises(ConfigError, match="does not divide the world size, 1"):
@@ -135,7 +135,7 @@ def test_a_size_that_does_not_divide_the_ranks_is_refused(tmp_path: Path) -> Non
 
 
 def test_an_unknown_strategy_shares_nothing() -> None:
-    """Without Lightning's sampler, or with nonsense from it, each rank has its own batch."""
+    """Without Lightning's sampler arguments, or with invalid ones, each rank has its own batch."""
     for given in ({}, {"num_replicas": 0}, {"num_replicas": 3}, {"num_replicas": "many"}):
         strategy = SimpleNamespace(distributed_sampler_kwargs=given)
         assert compat.data_parallel_size(SimpleNamespace(strategy=strategy, world_size=4)) == 4

@@ -24,7 +24,7 @@ PEAK = 1e12
 
 
 class Bar(TQDMProgressBar):
-    """Keeps what it shows."""
+    """Keeps the metrics that it shows."""
 
     shown: dict[str, Any]
 
@@ -42,7 +42,7 @@ class RichBar(RichProgressBar):
 
 
 class Logs(Small):
-    """Has a key of its own on the bar."""
+    """Logs a metric of its own on the bar."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.log("mine", 3.0, prog_bar=True)
@@ -51,7 +51,7 @@ class Logs(Small):
 
 @pytest.mark.parametrize("kind", [Bar, RichBar])
 def test_progress_bars_show_the_last_report(tmp_path: Path, kind: Any) -> None:
-    """Beside what the module shows."""
+    """The bar shows our metrics beside those of the module."""
     bar, speed = kind(), SpeedMonitor(window_size=4)
     flops = Flops(peak_flops=PEAK, schedule="every 4ba")
     run = trainer(tmp_path, speed, flops, bar, enable_progress_bar=True, log_every_n_steps=4)
@@ -62,7 +62,7 @@ def test_progress_bars_show_the_last_report(tmp_path: Path, kind: Any) -> None:
     assert "tokens/s" not in bar.shown
 
 
-def test_callbacks_can_watch_throughput(tmp_path: Path) -> None:
+def test_lightning_callbacks_can_monitor_throughput(tmp_path: Path) -> None:
     """EarlyStopping stops on it, and ModelCheckpoint names files by it."""
     key = "throughput/samples_per_sec"
     stop = EarlyStopping(key, mode="max", stopping_threshold=1.0, check_on_train_epoch_end=True)
@@ -81,7 +81,7 @@ def test_callbacks_can_watch_throughput(tmp_path: Path) -> None:
 
 
 class Ranked(L.Callback):
-    """Writes what a rank can watch at the end."""
+    """Writes the `callback_metrics` of each rank at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,16 +91,16 @@ class Ranked(L.Callback):
         (self.folder / f"rank{trainer.global_rank}").write_text(str(watched.item()))
 
 
-def test_all_ranks_can_watch(tmp_path: Path) -> None:
-    """Not rank 0 alone, whose EarlyStopping would wait for the others."""
+def test_all_ranks_can_monitor_throughput(tmp_path: Path) -> None:
+    """All ranks have the metric; EarlyStopping on rank 0 alone would wait for the others."""
     speed = SpeedMonitor(window_size=2)
     trainer(tmp_path, speed, Ranked(tmp_path), max_epochs=3, **RANKS).fit(Small())
     values = [float((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
     assert min(values) > 0
 
 
-def test_a_key_of_the_user_stays(tmp_path: Path) -> None:
-    """What the module logs as mfu is the module's."""
+def test_a_key_of_the_module_is_not_replaced(tmp_path: Path) -> None:
+    """A metric that the module logs as `mfu` keeps the module's value."""
 
     class Own(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -31,7 +31,7 @@ def watched() -> list[Any]:
 
 
 def train(folder: Path, **options: Any) -> None:
-    """A short training on the ranks that the options describe."""
+    """A short training on the ranks given by the options."""
     torch.set_num_threads(1)
     callbacks = watched()
     dump = Dump(folder / "found.json", callbacks)
@@ -49,9 +49,9 @@ if __name__ == "__main__":
 
 
 def start(folder: Path, options: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
-    """A process that trains, and starts its ranks as the strategy does."""
+    """Start a process that trains and launches its ranks as the strategy does."""
     script = folder / "train.py"
-    if not script.exists():  # a rank that was started before may read it now
+    if not script.exists():  # a rank that started before may be reading it
         script.write_text(SCRIPT)
     known = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -65,7 +65,7 @@ def start(folder: Path, options: dict[str, Any], **environment: str) -> subproce
 
 
 def check(folder: Path, ranks: int, nodes: int = 1) -> None:
-    """What was reported is of all ranks."""
+    """Check that the reports cover all ranks."""
     found = json.loads((folder / "found.json").read_text())
     assert samples_per_batch(found) == pytest.approx(ranks * 4)
     assert found["total_flops"] == ranks * 1e9
@@ -79,7 +79,7 @@ def check(folder: Path, ranks: int, nodes: int = 1) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"])
 def test_every_launcher_of_lightning_works(tmp_path: Path, strategy: str) -> None:
-    """Callbacks are pickled, forked, or made anew by a script that is run again."""
+    """Callbacks work when pickled, forked, or constructed again by a script that is run again."""
     process = start(tmp_path, {"strategy": strategy, "devices": 2})
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors[-3000:]
@@ -87,7 +87,7 @@ def test_every_launcher_of_lightning_works(tmp_path: Path, strategy: str) -> Non
 
 
 def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
-    """As torchrun starts them: node 1 has ranks 2 and 3."""
+    """The ranks are numbered as by torchrun: node 1 has ranks 2 and 3."""
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4",
         "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test",
@@ -113,7 +113,7 @@ def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
 def test_strategies_of_gpus(tmp_path: Path, strategy: str) -> None:
-    """On two GPUs, or one: throughput and FLOPs of all ranks, and times of the devices."""
+    """On one or two GPUs: throughput and FLOPs of all ranks, and device times."""
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     ranks = min(torch.cuda.device_count(), 2)
@@ -130,7 +130,7 @@ def test_strategies_of_gpus(tmp_path: Path, strategy: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about checkpoints
 def test_a_run_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """Two ranks, then three, then one: each counts on from the checkpoint."""
+    """Runs on two ranks, then three, then one continue from the counts of the checkpoint."""
     torch.set_num_threads(1)
     checkpoint: str | None = None
     folder, done = tmp_path / "checkpoints", 0

@@ -1,4 +1,4 @@
-"""A Suite's parts hear all hooks that they would hear alone, and two of a kind are refused."""
+"""Callbacks in a Suite receive the same hooks as alone, and two of a kind are refused."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["setup", 
 
 
 class SpanProfiler(SpeedMonitor):
-    """Overrides every hook of Lightning's, each with a call of super(), and keeps a state."""
+    """Overrides every hook of Lightning's, calls `super()` in each, and keeps a state."""
 
     def __init__(self) -> None:
         super().__init__(window_size=2)
-        self.heard: list[str] = []
+        self.received: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"heard": len(self.heard)}
+        return super().state_dict() | {"received": len(self.received)}
 
 
 def _hook(name: str) -> Any:
     def hook(self: SpanProfiler, *args: Any, **kwargs: Any) -> None:
-        self.heard.append(name)
+        self.received.append(name)
         if name == "on_train_epoch_end":
             self.log("of_a_part", 1.0)  # type: ignore[attr-defined]
         getattr(super(SpanProfiler, self), name)(*args, **kwargs)
@@ -45,8 +45,10 @@ for _name in HOOKS:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_part_hears_what_it_would_hear_alone(tmp_path: Path, fails: bool) -> None:
-    """Every hook, in the same order, in two runs; what it measures and its state are the same."""
+def test_a_suite_forwards_the_hooks_that_a_callback_receives_alone(
+    tmp_path: Path, fails: bool
+) -> None:
+    """In two runs, hooks, their order, metrics and state are the same as without a Suite."""
 
     class Failing(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -69,17 +71,17 @@ def test_a_part_hears_what_it_would_hear_alone(tmp_path: Path, fails: bool) -> N
     alone, hosted = SpanProfiler(), SpanProfiler()
     keys, state = train(alone)
     keys_hosted, states = train(Suite([Timings(), hosted]))
-    assert hosted.heard == alone.heard
+    assert hosted.received == alone.received
     assert keys <= keys_hosted
     assert "of_a_part" in keys or fails
     assert states["lightning_perf.SpanProfiler"].keys() == state.keys()
-    assert states["lightning_perf.SpanProfiler"]["heard"] == state["heard"]
+    assert states["lightning_perf.SpanProfiler"]["received"] == state["received"]
     assert states["lightning_perf.SpanProfiler"]["progress"]
     assert hosted._context is None
 
 
-def test_nothing_is_forwarded_where_nobody_listens(tmp_path: Path) -> None:
-    """A Suite of callbacks that override no hook has none put on it, before and after a run."""
+def test_unused_hooks_are_not_forwarded(tmp_path: Path) -> None:
+    """A Suite of callbacks that override no hook has no hook either, before and after a run."""
     suite, seen = Suite([SpeedMonitor(), Flops(peak_flops=1e9)]), []
 
     class Looking(L.Callback):
@@ -93,10 +95,8 @@ def test_nothing_is_forwarded_where_nobody_listens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [SpeedMonitor, Flops, Timings])
 @pytest.mark.parametrize("hosted", [0, 1, 2])
-def test_two_of_a_kind_are_refused_in_our_words(
-    tmp_path: Path, kind: type[Any], hosted: int
-) -> None:
-    """The Trainer can be made, and the run says what to do, also of those in a Suite."""
+def test_two_of_a_kind_are_refused_at_set_up(tmp_path: Path, kind: type[Any], hosted: int) -> None:
+    """The Trainer can be constructed; the run raises a `ConfigError`, also in a Suite."""
     callbacks = [Suite([kind()]) if number < hosted else kind() for number in range(2)]
     run = trainer(tmp_path, *callbacks)
     what = f"two of {'Suite' if hosted == 2 else kind.__name__}"
@@ -105,8 +105,8 @@ def test_two_of_a_kind_are_refused_in_our_words(
     trainer(tmp_path, callbacks[0], limit_train_batches=1).fit(Small())
 
 
-def test_the_key_in_checkpoints_is_that_of_the_kind(tmp_path: Path) -> None:
-    """Whichever object takes part: a resume finds its state."""
+def test_checkpoints_are_keyed_by_the_kind_of_callback(tmp_path: Path) -> None:
+    """A resume finds the state whichever object takes part."""
     monitor = SpeedMonitor(2)
     run = trainer(tmp_path, monitor)
     run.fit(Small())
@@ -122,17 +122,17 @@ def test_the_key_in_checkpoints_is_that_of_the_kind(tmp_path: Path) -> None:
 
 
 def test_a_suite_within_a_suite_keeps_its_arguments_and_state() -> None:
-    """Its callbacks become the outer one's, with the keys that a resume looks for."""
+    """The inner callbacks become the outer Suite's, with the keys that a resume looks up."""
     monitor, flops = SpeedMonitor(2), Flops()
     suite = Suite([Suite([monitor], show_summary=True, data_parallel_size=1), flops])
     assert suite.callbacks == suite.parts == [monitor, flops]
     assert (suite.show_summary, suite.data_parallel_size) == (True, 1)
-    with pytest.raises(ConfigError, match="holds one callback twice"):
+    with pytest.raises(ConfigError, match="contains one callback twice"):
         Suite([Suite([SpeedMonitor()]), SpeedMonitor()])
 
 
 @pytest.mark.parametrize("options", [{}, {"logger": True}, {"fast_dev_run": True}])
-def test_without_a_logger_one_line_says_where_the_figures_are(
+def test_without_a_logger_one_line_says_where_the_metrics_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, bool]
 ) -> None:
     """It names the callbacks and the folders that were kept, once, and is no warning."""
@@ -165,8 +165,8 @@ def test_without_a_logger_one_line_says_where_the_figures_are(
 
 
 @pytest.mark.parametrize("window", [1, 3])
-def test_the_first_batch_of_every_stage_run_is_left_out(tmp_path: Path, window: int) -> None:
-    """In each validation, not only in the first, for SpeedMonitor as for Flops."""
+def test_the_first_batch_of_every_stage_run_is_excluded(tmp_path: Path, window: int) -> None:
+    """The first batch of each validation is excluded, for SpeedMonitor and for Flops."""
     seen: list[int] = []
 
     class Looking(SpeedMonitor):

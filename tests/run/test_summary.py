@@ -1,4 +1,4 @@
-"""summary.json: written whatever the loggers are, read back, shown, and refused when damaged."""
+"""summary.json: written with any logger, read back, shown, and refused when damaged."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Interrupted(Crashes):
     error = KeyboardInterrupt
 
 
-def test_the_end_waits_for_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the file that has all figures: on a busy disk each wait takes milliseconds."""
+def test_the_end_of_a_run_calls_fsync_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the file with all metrics is synced: on a busy disk each sync takes milliseconds."""
     synced, sync = set[int](), os.fsync
 
     def noted(file: int) -> None:
@@ -65,8 +65,8 @@ def test_the_end_waits_for_the_disk_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", ["none", "csv"])
-def test_a_run_leaves_its_figures(tmp_path: Path, kind: str) -> None:
-    """Whatever the logger: the whole run and the last window, both with their steps."""
+def test_a_run_leaves_its_metrics(tmp_path: Path, kind: str) -> None:
+    """With any logger, the summary has the whole run and the last window, both with their steps."""
     logger = CSVLogger(tmp_path) if kind == "csv" else False
     run = trainer(tmp_path, *callbacks(), logger=logger, log_every_n_steps=4)
     run.fit(Small())
@@ -90,7 +90,7 @@ def test_a_run_leaves_its_figures(tmp_path: Path, kind: str) -> None:
 def test_a_run_that_stops_early_leaves_what_it_measured(
     tmp_path: Path, model: type[Small], raised: type[BaseException]
 ) -> None:
-    """After an exception or Ctrl-C before the first report: all finished batches."""
+    """After an exception or Ctrl-C before the first report, it covers all finished batches."""
     run = trainer(tmp_path, *callbacks(), log_every_n_steps=50)
     with pytest.raises(raised):
         run.fit(model())
@@ -103,7 +103,7 @@ def test_a_run_that_stops_early_leaves_what_it_measured(
 
 
 def test_all_ranks_are_in_the_summary(tmp_path: Path) -> None:
-    """Samples are summed over ranks, and one rank writes."""
+    """Samples are summed over ranks, and one rank writes the file."""
     trainer(tmp_path, *callbacks(), log_every_n_steps=4, **RANKS).fit(Small())
     found = summary_of(tmp_path)
     assert found["setup"]["world_size"] == 2
@@ -116,7 +116,7 @@ def test_all_ranks_are_in_the_summary(tmp_path: Path) -> None:
 
 
 def test_a_test_after_fit_adds_its_stage(tmp_path: Path) -> None:
-    """One trainer, one run, one file: fit stays, and a second fit replaces it."""
+    """A test after fit is added to the one file, and a second fit replaces the first."""
     run = trainer(tmp_path, *callbacks(), logger=CSVLogger(tmp_path))
     model = Small()
     run.fit(model)
@@ -139,7 +139,7 @@ def test_steps_continue_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_traces_and_pages_are_listed(tmp_path: Path) -> None:
-    """Paths below default_root_dir; a profiler alone leaves a summary, too."""
+    """Paths are relative to `default_root_dir`; a profiler alone leaves a summary, too."""
     trainer(tmp_path, PyTorch(schedule="first 1ba")).fit(Small())
     found = summary_of(tmp_path)
     assert [Path(name).name for name in found["traces"]] == ["rank0.1.pt.trace.json.gz"]
@@ -150,7 +150,7 @@ def test_traces_and_pages_are_listed(tmp_path: Path) -> None:
 def test_the_terminal_shows_it_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Plain text where the output is no terminal; nothing by default."""
+    """The output is plain text if it is not a terminal; nothing is shown by default."""
     trainer(tmp_path, Suite(callbacks())).fit(Small())
     assert capsys.readouterr().out == ""
     trainer(tmp_path, Suite(callbacks(), show_summary=True), log_every_n_steps=4).fit(Small())
@@ -167,7 +167,7 @@ def note(uri: str, logger: MLFlowLogger) -> str:
 
 
 def test_the_description_begins_with_mfu(tmp_path: Path, mlflow_database: str) -> None:
-    """MLflow shows the summary; a later function of the same run renews it."""
+    """MLflow shows the summary; a later stage of the same run updates it."""
     logger = MLFlowLogger("described", tracking_uri=mlflow_database)
     run = trainer(tmp_path, *callbacks(), logger=logger)
     model = Small()
@@ -199,10 +199,10 @@ def trained(in_tmp: Path) -> Path:
     return in_tmp / "logs" / "mine-version_0"
 
 
-def test_a_run_without_mlflow_is_reported(
+def test_a_run_without_mlflow_can_be_reported(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the latest, by its folder, its file, its name, or a folder above it; also as JSON."""
+    """It is found as the latest run, by folder, file, name or parent folder; also as JSON."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     file = trained / "summary.json"
     for what in ([], [str(trained)], [str(file)], [trained.name], [str(trained.parent)]):
@@ -239,10 +239,10 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
-def test_a_damaged_summary_is_one_line(
+def test_a_damaged_summary_gives_a_one_line_error(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Cut short, of another kind or a newer version: refused with the reason and the path."""
+    """Truncated, foreign and newer files are refused with the reason and the path."""
     text, why = DAMAGED[kind]
     path = tmp_path / "summary.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -254,7 +254,7 @@ def test_a_damaged_summary_is_one_line(
 
 
 def test_a_callback_adds_a_section(tmp_path: Path) -> None:
-    """What `summary_sections` returns is in the file; a failure costs only that section."""
+    """The result of `summary_sections` is in the file; an error costs only that section."""
 
     class Notes(SpeedMonitor):
         def summary_sections(self) -> dict[str, Any]:
@@ -264,10 +264,10 @@ def test_a_callback_adds_a_section(tmp_path: Path) -> None:
     assert summary_of(tmp_path)["notes"] == [{"kind": "mine"}]
 
 
-def test_verdicts_are_in_the_file_and_its_views(
+def test_verdicts_are_in_the_summary_and_its_views(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the terminal at the end, in the report, and why there are none after a short run."""
+    """The terminal and the report show them; after a short run both say why there are none."""
     trainer(tmp_path, Diagnosis(), max_epochs=4).fit(Small())
     found = summary_of(tmp_path)
     code = found["verdicts"][0]["code"]
@@ -275,14 +275,14 @@ def test_verdicts_are_in_the_file_and_its_views(
     assert code in call(capsys, "report", str(tmp_path))[1]
     trainer(tmp_path / "short", Diagnosis(), limit_train_batches=5).fit(Small())
     assert summary_of(tmp_path / "short")["abstained"]
-    # Of a later version that says more of each verdict.
+    # As written by a later version, with more fields per verdict.
     more = {**found, "verdicts": [{**each, "more": 1} for each in found["verdicts"]]}
     (tmp_path / "summary.json").write_text(json.dumps(more))
     assert code in call(capsys, "report", str(tmp_path / "summary.json"))[1]
 
 
-def test_validation_alone(tmp_path: Path) -> None:
-    """A run of another stage is about that stage."""
+def test_a_summary_of_validation_alone(tmp_path: Path) -> None:
+    """A run of another stage has a summary of that stage."""
     run: L.Trainer = trainer(tmp_path, *callbacks(), limit_val_batches=5)
     run.validate(Small(), verbose=False)
     found = summary_of(tmp_path)
@@ -294,7 +294,7 @@ def test_validation_alone(tmp_path: Path) -> None:
 
 
 def history(reports: int, every: int = 1, ranks: int = 1) -> StageHistory:
-    """One second, four samples and half a second of a callback per batch and rank."""
+    """1 s, 4 samples and 0.5 s of a callback per batch and rank."""
     found = StageHistory()
     for batch in range(every, reports * every + 1, every):
         if found.due(batch, at_end=False):
@@ -308,7 +308,7 @@ def costs(batch: int) -> Totals:
 
 
 def test_windows_are_differences_without_the_warm_up() -> None:
-    """Seconds are means over ranks, samples are sums; other columns are left out."""
+    """Seconds are means over ranks and samples are sums; other columns are left out."""
     found = history(reports=3, every=10, ranks=2).table()
     assert found == {
         "last": [19, 29],
@@ -321,8 +321,8 @@ def test_windows_are_differences_without_the_warm_up() -> None:
     }
 
 
-def test_memory_is_bounded_and_nothing_is_lost() -> None:
-    """100,000 reports become some dozens of windows of equal length that add up."""
+def test_memory_is_bounded_without_losing_totals() -> None:
+    """100,000 reports become a few dozen windows of equal length that sum to the totals."""
     found = history(reports=100_000).table()
     batches = found["batches"]
     assert 40 <= len(batches) <= 100
@@ -332,7 +332,7 @@ def test_memory_is_bounded_and_nothing_is_lost() -> None:
 
 
 def test_the_end_of_a_stage_is_kept_if_it_has_new_batches() -> None:
-    """A short last window counts; a report right after another one has no batches."""
+    """A short last window counts; a report without new batches is left out."""
     found = history(reports=100_000)
     last = found.table()["last"][-1] + 1
     assert not found.due(last, at_end=True)
@@ -341,7 +341,7 @@ def test_the_end_of_a_stage_is_kept_if_it_has_new_batches() -> None:
 
 
 def test_reports_with_other_columns_are_left_out() -> None:
-    """A callback that subscribes later does not break the table."""
+    """A callback that subscribes later does not break the table of windows."""
     found = StageHistory()
     found.add(4, 5, COLUMNS[1:], [[1.0, 1.0, 1.0, 1.0]], costs(5))
     for batch in (10, 20):

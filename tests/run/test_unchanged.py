@@ -1,4 +1,4 @@
-"""The promise: training is the same with us and without us, bit for bit."""
+"""Training is bit-identical with and without us."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.trainings import KINDS, Model, differences, result
 
 from lightning_perf import PyTorch, always_on
 
-#: What these trainings make Lightning, torchmetrics and torch say, with and without us.
+#: Warnings that these trainings cause in Lightning, torchmetrics and torch, with and without us.
 pytestmark = pytest.mark.filterwarnings("ignore:(?!lightning_perf)")
 
 
@@ -23,7 +23,7 @@ def watched() -> list[L.Callback]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_nothing_that_a_training_results_in_changes(tmp_path: Path, name: str) -> None:
-    """Losses, weights, checkpoint, random states and the user's metrics; while a profiler records.
+    """Losses, weights, checkpoint, random states and metrics are equal while a profiler records.
 
     ``benchmarks/unchanged.py`` compares the same trainings under every profiler.
     """
@@ -33,7 +33,7 @@ def test_nothing_that_a_training_results_in_changes(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("first", [True, False], ids=["made with us", "made without us"])
 def test_checkpoints_load_with_and_without_us(tmp_path: Path, first: bool) -> None:
-    """A run that goes on from a checkpoint ends alike, whoever was there before and after."""
+    """A resumed run ends with the same weights, with or without us before and after."""
 
     def fit(folder: Path, ours: bool, epochs: int, checkpoint: Path | None = None) -> Any:
         L.seed_everything(5, verbose=False)

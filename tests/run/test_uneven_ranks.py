@@ -22,7 +22,7 @@ OWN_LOADERS = RANKS | {"use_distributed_sampler": False}
 
 
 class Batches(WindowCallback):
-    """Leaves the batches and samples of all ranks in each window, as each rank received them."""
+    """Writes the batches and samples of all ranks in each window, as received by each rank."""
 
     columns = ("progress/batches", "batch/samples", "batch/count", "batch/seconds")
 
@@ -48,7 +48,7 @@ def left(folder: Path) -> list[dict[str, Any]]:
 
 
 class OtherLengths(Small):
-    """Each rank has its own loader, with another number of batches of four."""
+    """Each rank has its own loader with another number of batches, of four samples each."""
 
     def __init__(self, *lengths: int) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ class OtherLengths(Small):
 
 
 def always(*more: Any) -> list[Any]:
-    """Callbacks with different reports, so that messages differ."""
+    """Callbacks with different report schedules, so that messages differ."""
     return [SpeedMonitor(window_size=2), Flops("3ba", 1e9), Timings(), SystemMetrics(), *more]
 
 
 @pytest.mark.parametrize("lengths", [(3, 7), (7, 3)])
 def test_validation_may_be_longer_on_one_rank(tmp_path: Path, lengths: tuple[int, int]) -> None:
-    """Its batches are counted, and reports of training go on as before."""
+    """The longer rank's batches are counted, and reports of training continue as before."""
     torch.set_num_threads(1)
     options: dict[str, Any] = {
         **RANKS, "limit_val_batches": 1.0, "max_epochs": 2, "log_every_n_steps": 4,
@@ -85,7 +85,7 @@ def test_validation_may_be_longer_on_one_rank(tmp_path: Path, lengths: tuple[int
 
 @pytest.mark.parametrize("lengths", [(5, 12), (12, 5)])
 def test_a_test_may_be_longer_on_one_rank(tmp_path: Path, lengths: tuple[int, int]) -> None:
-    """The rank that has ended answers the other's reports, and both have all batches in the end."""
+    """The rank that has finished answers the other's reports; at the end both have all batches."""
     torch.set_num_threads(1)
     parts = always(Batches(tmp_path))
     trainer(tmp_path, *parts, log_every_n_steps=2, **OWN_LOADERS).test(
@@ -97,12 +97,12 @@ def test_a_test_may_be_longer_on_one_rank(tmp_path: Path, lengths: tuple[int, in
         assert windows[:2] == [[2, 2], [2, 2]]
         assert [sum(each) for each in zip(*windows, strict=True)] == [*lengths]
         assert len(windows) == (3 if rank == short else 7)
-        # Of the first batch no rate is known.
+        # The first batch has no rate.
         assert found["samples"] == [4 * (length - 1) for length in lengths]
 
 
 class Joined(OtherLengths):
-    """Trains with torch's `Join`: a rank without batches takes part in the others' all-reduce."""
+    """Trains with torch's `Join`: a rank without batches joins the others' all-reduce."""
 
     train_dataloader = OtherLengths.own
 
@@ -116,10 +116,10 @@ class Joined(OtherLengths):
 
 
 @pytest.mark.parametrize("lengths", [(5, 14), (14, 5)])
-def test_ranks_with_other_numbers_of_batches_train_with_join(
+def test_ranks_with_different_numbers_of_batches_train_with_join(
     tmp_path: Path, lengths: tuple[int, int]
 ) -> None:
-    """Sums over both ranks are those of their own batches, under the usual keys."""
+    """The metrics are sums over the batches of both ranks, under the usual keys."""
     torch.set_num_threads(1)
     monitor = SpeedMonitor(window_size=100)
     run = trainer(
@@ -139,7 +139,7 @@ def test_ranks_with_other_numbers_of_batches_train_with_join(
 
 
 class Jumps(L.Callback):
-    """Sets one rank's wall clock forward by a day, and back by two."""
+    """Sets one rank's wall clock forward by a day, then back by two."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.offset = rank, 0.0
@@ -153,7 +153,7 @@ class Jumps(L.Callback):
 
 
 class Watch(Batches):
-    """Measures how long the run took by a clock that does not jump."""
+    """Measures the duration of the run with a monotonic clock."""
 
     def prepare(self, context: Any) -> None:
         super().prepare(context)
@@ -167,7 +167,7 @@ class Watch(Batches):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wall_clock_that_jumps_changes_no_rate(tmp_path: Path, rank: int) -> None:
-    """All times of a rank are by monotonic clocks, and only these travel between ranks."""
+    """All times of a rank come from monotonic clocks, and only these are exchanged."""
     torch.set_num_threads(1)
     parts = always()
     watch = Watch(tmp_path, *parts)

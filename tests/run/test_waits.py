@@ -1,4 +1,4 @@
-"""Waiting for other ranks: when backward's own work ends, and what the columns hold."""
+"""Waiting for other ranks: when the rank's own gradients are ready, and the columns of waits."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lightning_perf.run.spans import (
 from lightning_perf.timing.totals import Action, Cost, Totals
 
 
-def test_the_end_of_the_own_gradients_is_announced_before_what_is_queued_later() -> None:
-    """DDP queues its wait when the last gradient is ready; ours runs ahead of it, once."""
+def test_own_gradients_are_reported_ready_before_the_ddp_wait() -> None:
+    """DDP queues its wait at the last gradient; our callback runs before it, once."""
     weight = torch.ones(3, requires_grad=True)
     events: list[str] = []
 
@@ -42,20 +42,20 @@ def test_the_end_of_the_own_gradients_is_announced_before_what_is_queued_later()
     assert events == ["gradient", "ready", "wait", "True waited"]
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
-    # Without a wait, as for gradients that are accumulated, none is reported.
+    # Without a wait, such as for accumulated gradients, none is reported.
     events.clear()
     GradientsReady(lambda loss: loss.backward(retain_graph=True), lambda: False, events.append)(
         loss
     )
     assert events == ["gradient", "wait"]
-    # The hook is gone from the loss.
+    # The hook is removed from the loss.
     events.clear()
     loss.backward()
     assert "ready" not in events
 
 
-def test_what_is_no_loss_reaches_the_original() -> None:
-    """Without a gradient or a tensor there is nothing to announce, and the error is torch's own."""
+def test_invalid_losses_are_passed_to_the_original_backward() -> None:
+    """A loss without a gradient, or of another type, gives torch's own error and no event."""
     seen: list[Any] = []
     backward = GradientsReady(seen.append, lambda: True, seen.append)
     for given in (torch.ones(1), "loss", None):
@@ -89,7 +89,7 @@ def spans(clocked: bool) -> Any:
 
 
 def test_waits_are_columns_of_their_own_and_part_of_their_categories() -> None:
-    """By the host's clock and by the device's; those of another stage are left out."""
+    """Waits of host and device are part of their categories; other stages are left out."""
     for clocked in (False, True):
         recorded = spans(clocked)
         signal = WaitSignal(recorded, node_rank=3)

@@ -1,4 +1,4 @@
-"""Patches of one method by several owners nest, and unwind in any order."""
+"""Patches of one method by several owners nest, and can be undone in any order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Owner:
     )
 )
 def test_patches_unwind_in_any_order(steps: list[str]) -> None:  # noqa: C901
-    """Each owner's patch has an effect once while it is in place; the end leaves no trace."""
+    """Each owner's patch takes effect once; at the end the method is the original."""
     owner, patches, calls = Owner(), [PatchSet(), PatchSet(), PatchSet()], Counter[int]()
     saved: list[Any] = []
 
@@ -43,7 +43,7 @@ def test_patches_unwind_in_any_order(steps: list[str]) -> None:  # noqa: C901
         yield
 
     def patch() -> None:
-        """As users do, and ``unittest.mock``."""
+        """Patch by assignment, as users do, and by `unittest.mock`."""
         saved.append(vars(owner).get("work", _ABSENT))
         inner: Callable[[], str] = owner.work
         owner.work = lambda: inner()  # type: ignore[method-assign]
@@ -97,5 +97,5 @@ def test_backward_is_timed_and_counted_under_manual_optimization(
     backwards = [value for _, value in records.of("timings/backward")]
     assert len(backwards) > 0
     assert min(backwards) > 0
-    assert flops.metrics["batch_flops"] > 4 * FLOPS_PER_SAMPLE  # two steps a batch
+    assert flops.metrics["batch_flops"] > 4 * FLOPS_PER_SAMPLE  # two steps per batch
     assert "backward" not in vars(run.strategy)

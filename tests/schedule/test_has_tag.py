@@ -45,10 +45,10 @@ def test_a_tag_set_while_training_starts_a_recording(
             return found
 
     class Tagging(Small):
-        """Ends training once the tag was seen to come and to go."""
+        """Ends training after the tag was seen to be set and deleted."""
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            time.sleep(0.01)  # this is no time limit: it leaves the CPU to the worker
+            time.sleep(0.01)  # this is not a time limit: it gives the CPU to the worker
             step, seen = self.trainer.global_step, [n for n, each in within.items() if each]
             if step == 10:
                 client.set_tag(logger.run_id, "profile", "now")

@@ -55,7 +55,7 @@ def test_it_can_be_written_in_yaml() -> None:
     config = parser.parse_object(
         {"schedule": {"class_path": class_path, "init_args": {"first": 1}}}
     )
-    # The name until jsonargparse 4.48, and since.
+    # The names up to jsonargparse 4.48, and since.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     assert instantiate(config).schedule == EveryOtherEpoch(first=1)
 

@@ -135,7 +135,7 @@ def test_without_an_nvidia_driver_there_is_no_warning(
     """A missing package or driver causes a warning only if the run is on a GPU."""
     install(monkeypatch, fault=fault)
     if fault is None:
-        monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
+        monkeypatch.setitem(sys.modules, "pynvml", None)  # as if not installed
     assert keys() == []
     with pytest.warns(PerfWarning, match="nvidia-ml-py"):
         assert keys(ranks=1) == []

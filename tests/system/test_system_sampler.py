@@ -1,4 +1,4 @@
-"""The sampler: one thread for all, which comes and goes with them and survives what fails."""
+"""The sampler: one thread for all subscribers, and its behaviour on errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = 60.0
 
 
 class Ticks:
-    """Counts how often it was read, and by which thread."""
+    """Counts its reads and their threads."""
 
     name = "ticks"
 
@@ -47,7 +47,7 @@ def of(*sensors: Ticks) -> Callable[[set[int]], contextmanager[Sequence[Ticks]]]
 
 
 def test_one_thread_reads_for_all_subscribers() -> None:
-    """It samples at the shortest interval, and the totals are everybody's."""
+    """It samples at the shortest interval, and all subscribers get the totals."""
     ticks = Ticks()
     sampler = Sampler(of(ticks))
     sampler.subscribe("often", 30.0)
@@ -67,7 +67,7 @@ def test_one_thread_reads_for_all_subscribers() -> None:
 
 
 def test_it_samples_by_itself() -> None:
-    """Without being asked, at its interval."""
+    """It samples at its interval without being asked."""
     ticks = Ticks()
     sampler = Sampler(of(ticks))
     sampler.subscribe("me", 0.01)
@@ -78,8 +78,8 @@ def test_it_samples_by_itself() -> None:
     sampler.unsubscribe("me")
 
 
-def test_leaving_does_not_wait_for_a_sensor_that_hangs() -> None:
-    """A GPU driver that does not answer must not hold the end of a run."""
+def test_leaving_does_not_wait_for_a_hanging_sensor() -> None:
+    """A GPU driver that does not answer must not delay the end of a run."""
     hang, entered = threading.Event(), threading.Event()
 
     class Hangs(Ticks):
@@ -99,8 +99,8 @@ def test_leaving_does_not_wait_for_a_sensor_that_hangs() -> None:
     assert sensor.closed.wait(60)
 
 
-def test_a_sensor_that_breaks_is_said_once_and_the_others_go_on() -> None:
-    """One warning, which names it and says why."""
+def test_a_failing_sensor_warns_once_and_the_others_continue() -> None:
+    """The warning names the sensor and the reason."""
     good, bad = Ticks(), Ticks(OSError("gone"))
     sampler = Sampler(of(bad, good))
     with warnings.catch_warnings(record=True) as caught:
@@ -109,13 +109,13 @@ def test_a_sensor_that_breaks_is_said_once_and_the_others_go_on() -> None:
         assert all(sampler.refresh(60) for _ in range(3))
     sampler.unsubscribe("me")
     assert (bad.reads, good.reads >= 3) == (1, True)
-    assert ours(caught) == ["lightning_perf: ticks is not measured any more (OSError: gone)."]
+    assert ours(caught) == ["lightning_perf: ticks is no longer measured (OSError: gone)."]
 
 
-def test_a_warning_that_is_an_error_does_not_end_the_sampling(
+def test_a_warning_as_error_does_not_end_the_sampling(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With warnings as errors, which this test runs under, the thread lives on."""
+    """With warnings as errors, as in this test, the thread continues."""
     good, bad = Ticks(), Ticks(OSError("gone"))
     sampler = Sampler(of(bad, good))
     sampler.subscribe("me", LONG)
@@ -123,11 +123,11 @@ def test_a_warning_that_is_an_error_does_not_end_the_sampling(
     assert sampler.refresh(60)
     sampler.unsubscribe("me")
     assert good.closed.wait(60)
-    assert "ticks is not measured any more" in caplog.text
+    assert "ticks is no longer measured" in caplog.text
     caplog.clear()
 
 
-def test_it_can_begin_again() -> None:
+def test_it_can_start_again() -> None:
     """A trainer that fits and then tests samples both times."""
     sampler = Sampler(of(Ticks()))
     for _ in range(2):
@@ -138,14 +138,14 @@ def test_it_can_begin_again() -> None:
         sampler.unsubscribe("me")
 
 
-def test_a_sampler_that_nobody_holds_is_gone_and_its_thread_ends() -> None:
-    """The thread keeps nothing alive: a trainer that is dropped without teardown leaks none."""
+def test_an_unreferenced_sampler_is_freed_and_its_thread_ends() -> None:
+    """The thread references no trainer: one that is dropped without teardown is freed."""
     ticks = Ticks()
     sampler = Sampler(of(ticks))
     sampler.subscribe("me", 0.05)
     assert sampler.refresh(60)
     ref = weakref.ref(sampler)
-    gc.disable()  # no cycle that a collector would have to find
+    gc.disable()  # so that no reference cycle needs a collector
     try:
         del sampler
         assert ticks.closed.wait(60)
@@ -155,13 +155,13 @@ def test_a_sampler_that_nobody_holds_is_gone_and_its_thread_ends() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_process_samples_for_itself() -> None:
-    """The child of a process that samples can sample, too: nothing it needs is locked or lost."""
+def test_a_forked_process_can_sample() -> None:
+    """The child of a process that samples has its own thread and locks."""
     sampler = Sampler()
     sampler.subscribe("parent", 0.01)
     assert sampler.refresh(60)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Python 3.12: this process has threads
+        warnings.simplefilter("ignore")  # of Python 3.12, because this process has threads
         pid = os.fork()
     if pid == 0:
         mine = Sampler()

@@ -49,7 +49,7 @@ def test_devices_come_and_go_without_a_spike() -> None:
 
 
 def test_totals_weigh_by_time() -> None:
-    """A long interval counts for more than a short one; a first reading has held for no time."""
+    """A long interval counts for more than a short one; a first reading counts for no time."""
     sums = Sampler()
     sums.receive({"util": 100.0, "first": 1.0}, 0.0)
     assert sums.totals() == {"util": (0.0, 0.0), "first": (0.0, 0.0)}
@@ -59,8 +59,8 @@ def test_totals_weigh_by_time() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu_0", "gpu_15", "gpu_90_mig_6", "gpu_3_mig_0"])
-def test_a_gpu_has_a_number(name: str) -> None:
-    """Its key survives as one number, as ranks send it to each other."""
+def test_a_gpu_key_is_one_number(name: str) -> None:
+    """Its key can be converted to one number and back, as it is sent between ranks."""
     assert gpu_key(gpu_number(name)) == name
 
 
@@ -78,8 +78,8 @@ def test_only_physical_disks_are_counted(monkeypatch: Patch, tmp_path: Path) -> 
     assert physical("PhysicalDrive0", tmp_path / "absent")
 
 
-def test_a_machine_without_disks_or_networks_has_no_such_figures(monkeypatch: Patch) -> None:
-    """In a sandbox without them, the figures are absent."""
+def test_a_machine_without_disks_or_networks_lacks_their_metrics(monkeypatch: Patch) -> None:
+    """In a sandbox without them, the metrics are absent."""
     monkeypatch.setattr(psutil, "disk_io_counters", lambda **_: None)
     monkeypatch.setattr(psutil, "net_io_counters", lambda **_: {})
     for sensor in traffic():
@@ -104,7 +104,7 @@ GROUP = "0::/job/step\n"
 
 
 def test_it_uses_the_smallest_limit_of_all_parents(tmp_path: Path) -> None:
-    """For a step in a job, the job limits the CPUs and the step its memory."""
+    """For a step in a job, the job limits the CPUs, and the step limits the memory."""
     group = tree(
         tmp_path / "cgroup",
         GROUP,
@@ -171,7 +171,7 @@ Times = namedtuple("Times", "user idle iowait guest guest_nice")
 
 
 def times(*busy_idle_waited: tuple[float, float, float]) -> list[Times]:
-    # A guest's second is in its host's user time as well.
+    # A guest's second is part of its host's user time.
     return [
         Times(overrides, idle, waited, overrides / 2, 0.0)
         for overrides, idle, waited in busy_idle_waited

@@ -192,8 +192,8 @@ def test_memory_has_an_average_and_a_peak(tmp_path: Path) -> None:
 
     found, _ = run(tmp_path, work)
     after = resident()
-    growth = after - base  # of everything else that the run brought along
-    # How large a part it is depends on the machine.
+    growth = after - base  # from all other causes during the run
+    # The share depends on the machine.
     assert base < found["process_rss"] < base + 300 * MB + growth
     assert found["peak_rss"] == pytest.approx(base + 300 * MB, abs=75 * MB + growth)
     assert found["rss"] == pytest.approx(after, rel=0.1)

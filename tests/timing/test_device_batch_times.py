@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_device import Device, Unwaited, never_waited_for
+from helpers.fake_device import Device, Unsynchronized, synchronization_restored
 from helpers.small import Records, Small, ours, trainer
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor, Timings
@@ -41,7 +41,7 @@ def device_timer(device: Device) -> DeviceBatchTimer:
 def test_a_batch_is_known_after_the_device_completed_it(
     device: Device, device_timer: DeviceBatchTimer
 ) -> None:
-    """Its seconds are unknown before the device completes it and exact afterwards."""
+    """Its seconds are unknown until the device completes it, and exact afterwards."""
     first, second = device_time(device, device_timer, 2.0), device_time(device, device_timer, 3.0)
     device.done = 2.0
     device_timer.read()
@@ -62,7 +62,7 @@ def test_pauses_and_nested_stages_are_excluded(
     device.queued += 2.0
     device_timer.enter()
     inner = device_time(device, device_timer, 50.0)
-    device.queued += 100.0  # the rest of the inner stage has no batch
+    device.queued += 100.0  # the rest of the inner stage contains no batch
     device_timer.exit()
     outer = device_time(device, device_timer, 4.0)
     device.done = device.queued
@@ -116,7 +116,7 @@ def test_the_end_waits_for_a_bounded_time(device: Device, device_timer: DeviceBa
 def test_a_lower_bound_uses_no_host_time(
     device: Device, device_timer: DeviceBatchTimer, captured: bool, seconds: float
 ) -> None:
-    """A slowed batch whose device time is unknown is left out: the host's would be too short."""
+    """A slowed batch without a device time is left out, because host time would be too short."""
     totals = batches.BatchTotals(device_timer)
     totals.start()
     rolling = totals.rolling(4)
@@ -158,7 +158,7 @@ def test_rates_use_device_time(
 ) -> None:
     """All reports have the device's rate, however far the host runs ahead."""
     device.pace = pace
-    device.stands_in(monkeypatch)
+    device.replace_cuda(monkeypatch)
     callbacks = [SpeedMonitor(window_size=4), Flops(schedule="2ba", peak_flops=1e9), Timings()]
     found = train(tmp_path, device, *callbacks)
     for key in ("throughput/batches_per_sec", "actual_batches_per_sec"):
@@ -175,7 +175,7 @@ def test_the_last_report_covers_the_whole_run(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the device completes nothing before the end, the last report covers the whole run."""
-    device.stands_in(monkeypatch)
+    device.replace_cuda(monkeypatch)
     model_of_formula = Flops(schedule="2ba", peak_flops=1e9, formula=lambda batch: 1e6)
 
     def finish(*_: Any) -> None:
@@ -192,10 +192,10 @@ def test_the_last_report_covers_the_whole_run(
 def test_events_are_reused_without_reports(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are read now and then though nobody asks for a report."""
+    """They are read from time to time even if there is no report."""
     monkeypatch.setattr(batches, "_MOST_RECORDS", 10)
     device.pace = 1e9
-    device.stands_in(monkeypatch)
+    device.replace_cuda(monkeypatch)
     monitor = SpeedMonitor(window_size=4)
     found = train(tmp_path, device, monitor, log_every_n_steps=10_000, max_epochs=20)
     assert found.of("throughput/batches_per_sec") == [(319, 1.0)]
@@ -207,7 +207,7 @@ def test_profiler_overhead_is_excluded(
 ) -> None:
     """Idle time while a recording starts or stops is excluded."""
     device.pace = 1e9
-    device.stands_in(monkeypatch)
+    device.replace_cuda(monkeypatch)
     record = PyTorch.record
 
     def slow(*args: Any) -> Any:
@@ -227,7 +227,7 @@ def test_failed_events_fall_back_to_host_time(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One warning is shown; training and reports continue."""
-    device.stands_in(monkeypatch)
+    device.replace_cuda(monkeypatch)
 
     def broken() -> Any:
         if device.queued > 5.0:
@@ -249,14 +249,14 @@ def test_failed_events_fall_back_to_host_time(
 def test_a_real_gpu_is_timed_without_waiting(tmp_path: Path) -> None:
     """The host runs ahead of long kernels, and every report has the device's rate."""
 
-    class Heavy(Unwaited):
+    class Heavy(Unsynchronized):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            torch.cuda._sleep(20_000_000)  # cycles: some ten milliseconds
+            torch.cuda._sleep(20_000_000)  # cycles: about ten milliseconds
             return super().training_step(batch, batch_idx)
 
     records, speed = Records(), SpeedMonitor(window_size=4, gpu_flops_available=1e12)
     options: dict[str, Any] = {"accelerator": "gpu", "limit_val_batches": 0, "log_every_n_steps": 2}
-    with never_waited_for():
+    with synchronization_restored():
         trainer(tmp_path, speed, logger=records, **options).fit(Heavy())
     rates = [value for _, value in records.of("throughput/batches_per_sec")]
     assert rates

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers.diary import Diary
+from helpers.lifecycle_log import LifecycleLog
 from helpers.small import Records, Small, TwoOptimizers, trainer
 from lightning.pytorch.profilers import (
     AdvancedProfiler,
@@ -33,7 +33,7 @@ from lightning_perf.timing import clock
 from lightning_perf.timing.totals import Action, Totals
 
 
-class Profiler(Diary):
+class Profiler(LifecycleLog):
     """Records the trainer's profiler."""
 
     def on_start(self, context: RunContext) -> None:
@@ -59,7 +59,7 @@ def test_the_profiler_is_restored_after_an_exception(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise KeyError("planted")
 
-    run = trainer(tmp_path, Diary("a"), Diary("b"))
+    run = trainer(tmp_path, LifecycleLog("a"), LifecycleLog("b"))
     own = run.profiler
     with pytest.raises(KeyError):
         run.fit(Failing())
@@ -76,17 +76,17 @@ def test_the_user_s_profiler_receives_all_spans(tmp_path: Path) -> None:
         folder.mkdir()
         trainer(folder, *callbacks, profiler=profiler, **options).fit(Small())
         durations = profiler.recorded_durations.items()
-        ours = ("Diary", "lightning_perf")
+        ours = ("LifecycleLog", "lightning_perf")
         return {name: len(times) for name, times in durations if not any(o in name for o in ours)}
 
-    watching, timings = Diary("Diary"), Timings()
+    watching, timings = LifecycleLog("LifecycleLog"), Timings()
     assert spans(watching) == spans(timings) == spans()
     assert watching.entries
     assert timings.metrics["timings/forward"] > 0
 
 
 class Notes(LightningProfiler):
-    """A profiler of a user's class with its own span type."""
+    """A profiler of a user's own class with its own span type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Notes(LightningProfiler):
         self.calls.append(("teardown", str(stage)))
 
 
-class Curious(L.Callback):
+class UsesProfiler(L.Callback):
     """Uses the trainer's profiler like user code."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -129,12 +129,12 @@ def test_a_profiler_of_any_class_is_called_unchanged(tmp_path: Path) -> None:
         trainer(tmp_path, *callbacks, profiler=profiler, limit_val_batches=1).fit(Small())
         return [call for call in profiler.calls if "lightning_perf" not in call[1]]
 
-    assert calls(Timings(), Curious()) == calls(Curious())
+    assert calls(Timings(), UsesProfiler()) == calls(UsesProfiler())
 
 
 @pytest.mark.parametrize("kind", [AdvancedProfiler, PyTorchProfiler])
 def test_lightning_s_profilers_write_their_reports(kind: Any, tmp_path: Path) -> None:
-    """Their report has the usual spans, and ours has its figures."""
+    """Their report has the usual spans, and ours has its values."""
 
     def report(folder: Path, *callbacks: Any) -> str:
         folder.mkdir()
@@ -144,7 +144,7 @@ def test_lightning_s_profilers_write_their_reports(kind: Any, tmp_path: Path) ->
 
     timings = Timings()
     plain, ours = report(tmp_path / "plain"), report(tmp_path / "ours", timings)
-    for action in ("run_training_batch", "[Strategy]", "[LightningModule]"):  # more is cut off
+    for action in ("run_training_batch", "[Strategy]", "[LightningModule]"):  # longer names are cut
         assert action in plain
         assert action in ours
     assert timings.metrics["timings/backward"] > 0
@@ -173,7 +173,7 @@ def test_an_error_of_the_profiler_is_raised(moment: str, tmp_path: Path) -> None
 
 
 def test_everything_is_restored(tmp_path: Path) -> None:
-    """After a run or a failure, no object refers to anything of ours."""
+    """After a run or a failure, no object references ours."""
 
     class Failing(Small):
         def __init__(self, fails: bool) -> None:
@@ -225,16 +225,18 @@ def test_a_profiler_set_during_training_is_kept(tmp_path: Path) -> None:
     """It is not replaced at the end, and later stages are measured."""
     mine = SimpleProfiler()
 
-    class Exchanging(L.Callback):
+    class ExchangesProfiler(L.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             trainer.profiler = mine
 
     timings = Timings()
-    run = trainer(tmp_path, timings, Exchanging(), limit_train_batches=4, limit_val_batches=1)
+    run = trainer(
+        tmp_path, timings, ExchangesProfiler(), limit_train_batches=4, limit_val_batches=1
+    )
     run.fit(Small())
     assert run.profiler is mine
     assert "run_training_batch" in mine.recorded_durations
-    # The next stage, validation, finds the new one.
+    # The next stage, validation, finds the new profiler.
     assert timings.rows
 
 
@@ -296,7 +298,7 @@ def test_the_number_of_cached_spans_is_limited(
                     pass
             return super().training_step(batch, batch_idx)
 
-    class Looking(Diary):
+    class Looking(LifecycleLog):
         known = 0
 
         def on_end(self, context: RunContext) -> None:
@@ -326,14 +328,14 @@ def test_snapshots_are_subtracted(tmp_path: Path) -> None:
     """The difference of two snapshots is the time between them."""
     found: list[Totals] = []
 
-    class Asking(Diary):
+    class UsesSnapshots(LifecycleLog):
         def prepare(self, context: RunContext) -> None:
             context.spans.require()
 
         def after_batch(self, context: RunContext, batch: Any) -> None:
             found.append(context.spans.totals)
 
-    trainer(tmp_path, Asking(), limit_train_batches=4, logger=Records()).fit(TwoOptimizers())
+    trainer(tmp_path, UsesSnapshots(), limit_train_batches=4, logger=Records()).fit(TwoOptimizers())
     between = found[3] - found[1]
     step = Action("train", "optimizer_step", "optimizer_step")
     backward = Action("train", "backward", "backward")
@@ -341,17 +343,17 @@ def test_snapshots_are_subtracted(tmp_path: Path) -> None:
     assert found[3].seconds - found[1].seconds == pytest.approx(between.seconds)
     assert between.train_batch > between.costs[step].seconds > 0
     names = {action.name for action in found[0].costs}
-    assert {"iter", "first fetch", "Asking.on_train_batch_start"} <= names
+    assert {"iter", "first fetch", "UsesSnapshots.on_train_batch_start"} <= names
 
 
-def test_spans_are_added_up_between_distant_reports(
+def test_memory_of_spans_does_not_grow_between_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a run keeps of its spans does not grow with the batches of a window."""
+    """The number of kept spans does not depend on the number of batches in a window."""
     monkeypatch.setattr(batch_tracker, "_MOST_SPAN_ITEMS", 200)
     kept: list[int] = []
 
-    class Looking(Diary):
+    class Looking(LifecycleLog):
         def after_batch(self, context: RunContext, batch: Any) -> None:
             assert context.spans.recorder is not None
             kept.append(len(context.spans.recorder.clock.log))
@@ -382,7 +384,7 @@ def test_a_patched_method_equals_its_original() -> None:
     owner, patches = Owner(), PatchSet()
     original = owner.work
     patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
-    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))  # once is enough
+    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))  # one patch is enough
     patches.wrap_in_context(owner, "gone", lambda: clock.UntrackedSpan(""))
     assert owner.work == original == owner.work
     assert hash(owner.work) == hash(original)

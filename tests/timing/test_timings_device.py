@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_device import Device, Unwaited, never_waited_for
+from helpers.fake_device import Device, Unsynchronized, synchronization_restored
 from helpers.small import Records, Small, TwoOptimizers, trainer
 
 from lightning_perf import Timings
@@ -137,7 +137,7 @@ def test_device_times_by_category(
 ) -> None:
     """In a real training, device time has the right category, also with manual optimization."""
     device = Device()
-    device.stands_in(monkeypatch)
+    device.replace_cuda(monkeypatch)
 
     class Working(kind):  # type: ignore[misc, valid-type]
         def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -170,7 +170,7 @@ def test_device_times_by_category(
     assert found["device/backward"] == 4.0 * passes
     assert found["device/optimizer_step"] == 0.5 * passes
     assert "device/other" not in found  # it was always 0
-    # The work of the hook after ours runs before the next batch is fetched.
+    # The work of a hook after ours runs before the next batch is fetched.
     assert found["exposed_input"] == 8.0
 
 
@@ -179,8 +179,8 @@ def test_device_times_by_category(
 def test_real_events_never_synchronise(tmp_path: Path) -> None:
     """A run on a GPU passes with synchronizing calls forbidden."""
     timings = Timings()
-    with never_waited_for():
-        trainer(tmp_path, timings, accelerator="gpu", limit_val_batches=0).fit(Unwaited())
+    with synchronization_restored():
+        trainer(tmp_path, timings, accelerator="gpu", limit_val_batches=0).fit(Unsynchronized())
     assert timings.metrics["timings/device/forward"] > 0
     assert timings.metrics["timings/exposed_input"] >= 0
 
@@ -192,7 +192,7 @@ def test_device_time_of_a_long_kernel(tmp_path: Path) -> None:
 
     class Heavy(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            torch.cuda._sleep(20_000_000)  # cycles: some ten milliseconds
+            torch.cuda._sleep(20_000_000)  # cycles: about ten milliseconds
             return super().training_step(batch, batch_idx)
 
     timings = Timings()

@@ -1,4 +1,4 @@
-"""Traces of several ranks in one file: processes, clocks, collectives, refusals."""
+"""Traces of several ranks in one file: processes, clocks, collectives and refused input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL_REDUCE = "gloo:all_reduce"
 def torch_trace(
     folder: Path, rank: int, offset: float = 0.0, late: float = 0.0, name: str = "", **head: Any
 ) -> Path:
-    """A trace of ten steps as torch.profiler writes it, by a clock that is ahead by an offset."""
+    """A trace of ten steps as written by torch.profiler, by a clock with an offset."""
     jitter = random.Random(rank)
     thread = {"pid": 4000, "tid": 7}
     events: list[dict[str, Any]] = [
@@ -49,7 +49,7 @@ def torch_trace(
 
 
 def merged(folder: Path, *options: str) -> dict[str, Any]:
-    """What the command writes."""
+    """The merged trace of the command."""
     target = folder.parent / "all.json.gz"
     assert exit_code("trace", "--combine", str(folder), "-o", str(target), *options) == 0
     found: dict[str, Any] = json.loads(gzip.decompress(target.read_bytes()))
@@ -64,7 +64,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_each_rank_is_a_process_with_its_name(tmp_path: Path) -> None:
-    """Processes and ids of different ranks are kept apart; nothing is lost."""
+    """Processes and ids of different ranks stay distinct, and no event is lost."""
     for rank in range(3):
         torch_trace(tmp_path / "in", rank)
     events = merged(tmp_path / "in")["traceEvents"]
@@ -73,7 +73,7 @@ def test_each_rank_is_a_process_with_its_name(tmp_path: Path) -> None:
         [name for rank in range(3) for name in (f"rank {rank}", f"rank {rank}: Spans")]
     )
     assert all(isinstance(event["pid"], int) and event["pid"] in named for event in events)
-    # Perfetto takes only numbers.
+    # Perfetto accepts numbers only.
     ids = {event["id"] for event in events if "id" in event}
     assert len(ids) == 30
     assert all(isinstance(each, int) and each < 2**53 for each in ids)
@@ -84,7 +84,7 @@ def test_each_rank_is_a_process_with_its_name(tmp_path: Path) -> None:
 def test_clocks_are_aligned_by_the_ends_of_collectives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], offset: float
 ) -> None:
-    """Within 0.1 ms after the shift, which is printed."""
+    """They agree within 0.1 ms after the shift, which is printed."""
     for rank in range(3):
         torch_trace(tmp_path / "in", rank, offset if rank == 2 else 0.0, 30 if rank == 1 else 0)
     events = merged(tmp_path / "in")["traceEvents"]
@@ -118,8 +118,8 @@ def test_the_merge_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("last", [None, 0, 1])
-def test_ranks_that_wait_for_a_cpu_are_aligned_by_their_shortest_delays(last: int | None) -> None:
-    """Within 0.5 ms, although each rank leaves most collectives milliseconds late."""
+def test_busy_ranks_are_aligned_by_their_shortest_delays(last: int | None) -> None:
+    """They agree within 0.5 ms, although each rank leaves most collectives milliseconds late."""
     random.seed(7)
     ahead = [0.0, 3e6, -2e6, 5e3]
     found: list[list[combine.Marker]] = [[] for _ in ahead]
@@ -128,7 +128,7 @@ def test_ranks_that_wait_for_a_cpu_are_aligned_by_their_shortest_delays(last: in
         if last is not None:
             starts[last] += 3e4
         for rank, offset in enumerate(ahead):
-            # Rank 3 shares its core with more others than rank 0.
+            # Rank 3 shares its core with more processes than rank 0.
             end = max(starts) + 50 + random.expovariate(1 / (1e3 + 5e2 * rank))
             found[rank].append(combine.Marker(starts[rank] + offset, end + offset))
     traces = [combine.Trace(rank, Path(f"rank{rank}.json")) for rank in range(len(ahead))]
@@ -141,8 +141,8 @@ def test_ranks_that_wait_for_a_cpu_are_aligned_by_their_shortest_delays(last: in
         assert trace.error < 1000
 
 
-def test_the_base_of_torchs_times_is_taken_into_account(tmp_path: Path) -> None:
-    """Hosts may have different ones; the events were at the same time."""
+def test_the_time_base_of_torch_is_used(tmp_path: Path) -> None:
+    """Hosts may have different bases; the events were simultaneous."""
     torch_trace(tmp_path / "in", 0, 2e6, baseTimeNanoseconds=10**15)
     torch_trace(tmp_path / "in", 1, 0.0, baseTimeNanoseconds=10**15 + 2 * 10**9)
     events = merged(tmp_path / "in")["traceEvents"]
@@ -151,7 +151,7 @@ def test_the_base_of_torchs_times_is_taken_into_account(tmp_path: Path) -> None:
 
 
 def test_nccl_is_matched_by_its_kernels_and_groups(tmp_path: Path) -> None:
-    """Annotations of launches are not compared, and ranks of other groups are not matched."""
+    """Annotations of launches are not compared, and ranks of different groups are not matched."""
 
     def trace(rank: int, group: str, start: float) -> combine.Trace:
         found = combine.Trace(rank, tmp_path / f"rank{rank}.json")
@@ -176,26 +176,26 @@ def test_nccl_is_matched_by_its_kernels_and_groups(tmp_path: Path) -> None:
 
 
 def test_several_windows_need_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message names the windows and the option; traces of two runs are refused alike."""
+    """The message names the windows and the option; traces of two runs are refused too."""
     for rank in range(2):
         torch_trace(tmp_path / "in", rank)
         torch_trace(tmp_path / "in", rank, name=f"rank{rank}.112.pt.trace.json.gz")
-    told = refusal(capsys, "--combine", str(tmp_path / "in"))
-    assert "traces of 2 windows or runs" in told
-    assert "--window 112" in told
+    message = refusal(capsys, "--combine", str(tmp_path / "in"))
+    assert "traces of 2 windows or runs" in message
+    assert "--window 112" in message
     assert merged(tmp_path / "in", "--window", "12")["traceEvents"]
     assert "no traces" in refusal(capsys, "--combine", str(tmp_path / "in"), "--window", "13")
 
 
 @pytest.mark.parametrize("key", ["run_name", "batch", "world_size", "stage"])
-def test_traces_that_contradict_each_other_are_refused(
+def test_contradictory_traces_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
-    """Files of another run or window under the name of this one."""
+    """A file of another run or window with the name of this one is refused."""
     torch_trace(tmp_path / "in", 0)
     torch_trace(tmp_path / "in", 1, **{key: 99})
-    told = refusal(capsys, "--combine", str(tmp_path / "in"), "-o", str(tmp_path / "all.json"))
-    assert f"not of one window: their {key} is" in told
+    message = refusal(capsys, "--combine", str(tmp_path / "in"), "-o", str(tmp_path / "all.json"))
+    assert f"not of one window: their {key} is" in message
     assert not (tmp_path / "all.json").exists()
 
 
@@ -208,27 +208,27 @@ def _shorten(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "expected"),
     [
         (_cut, "cut short"), (_shorten, "cut short"),
         (lambda path: path.write_text("no trace"), "not a trace"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None], expected: str
 ) -> None:
-    """And nothing is written."""
+    """The message names the file, and nothing is written."""
     torch_trace(tmp_path / "in", 0)
     path = torch_trace(tmp_path / "in", 1)
     harm(path)
     message = refusal(capsys, "--combine", str(tmp_path / "in"), "-o", str(tmp_path / "x.json"))
     assert str(path) in message
-    assert told in message
+    assert expected in message
     assert not (tmp_path / "x.json").exists()
 
 
-def test_a_missing_rank_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The others are merged."""
+def test_a_missing_rank_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The traces of the other ranks are merged."""
     for rank in (0, 2):
         torch_trace(tmp_path / "in", rank)
     merged(tmp_path / "in")
@@ -236,7 +236,7 @@ def test_a_missing_rank_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
-    """A trace of many megabytes is copied in pieces."""
+    """A trace of many megabytes is copied in chunks."""
     event = {
         "ph": "X",
         "name": "aten::add",
@@ -266,7 +266,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
 def test_traces_of_four_real_ranks_are_merged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], profiler: Any
 ) -> None:
-    """With one clock, since they ran on one machine; the late rank came last."""
+    """One machine has one clock; the late rank arrived last."""
     torch.set_num_threads(1)
     options: dict[str, Any] = {"strategy": "ddp_fork", "devices": 4, "max_epochs": 3}
     callback = profiler(schedule="at 6ba for 4ba")
@@ -282,7 +282,7 @@ def test_traces_of_four_real_ranks_are_merged(
 
 
 def test_traces_of_a_run_in_mlflow_are_downloaded(tmp_path: Path, mlflow_database: str) -> None:
-    """By the name of the run; other artifacts are left where they are."""
+    """They are found by the name of the run; other artifacts are not downloaded."""
     from mlflow import MlflowClient
 
     client = MlflowClient(mlflow_database)

@@ -1,4 +1,4 @@
-"""From events to tables and pages: the arithmetic of what lies beside a trace."""
+"""From events to tables and pages: the arithmetic of the files beside a trace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_it_agrees_with_torch_s_key_averages(tmp_path: Path, with_stack: bool) -
     path = tmp_path / "trace.json"
     profiler.export_chrome_trace(str(path))
     rows = {row.name: row for row in key_averages(stream(path, {}))}
-    # From torch 2.15 on it leaves out Python's frames unless asked for them.
+    # From torch 2.15 on it omits Python frames unless they are requested.
     frames = {"include_python_functions": True}
     known = signature(profiler.key_averages).parameters
     averages = profiler.key_averages(**(frames if frames.keys() <= known.keys() else {}))
@@ -45,7 +45,7 @@ def test_it_agrees_with_torch_s_key_averages(tmp_path: Path, with_stack: bool) -
     for name, row in theirs.items():
         mine = rows[name]
         assert mine.calls == row.count, name
-        # Times of a trace are whole nanoseconds, of which each call may lose some.
+        # Times of a trace are whole nanoseconds, so that each call may lose a fraction.
         assert mine.total["cpu"] / 1e3 == pytest.approx(row.cpu_time_total, rel=0.01, abs=0.1), name
         assert mine.own["cpu"] / 1e3 == pytest.approx(row.self_cpu_time_total, rel=0.01, abs=0.1)
         assert mine.total["cpu_memory"] == row.cpu_memory_usage, name
@@ -70,7 +70,7 @@ GPU = [
 
 
 def test_kernels_count_for_the_operators_that_launched_them() -> None:
-    """Self device time is of the own kernels, device time of those of inner operators too."""
+    """Self device time is of the operator's own kernels; device time includes inner operators."""
     rows = {
         row.name: (row.calls, row.own["device"], row.total["device"]) for row in key_averages(GPU)
     }
@@ -83,15 +83,15 @@ def test_kernels_count_for_the_operators_that_launched_them() -> None:
     }
 
 
-def test_rows_are_sorted_by_device_time_where_there_is_a_device() -> None:
-    """What costs the device most comes first; on a CPU, what costs the CPU most."""
+def test_rows_are_sorted_by_device_time_if_there_is_a_device() -> None:
+    """Without a device, rows are sorted by CPU time."""
     assert [row.name for row in key_averages(GPU)][:2] == ["aten::addmm", "gemm"]
     on_cpu = [event for event in GPU if event["tid"] == 1]
     assert [row.name for row in key_averages(on_cpu)][:2] == ["aten::addmm", "aten::linear"]
 
 
 def test_frames_of_python_come_after_the_operators() -> None:
-    """They are as many as functions, wherever their objects lay, and their names have an end."""
+    """Frames are grouped by function, wherever their objects are, and names are truncated."""
     frames = [
         call(f"<built-in method {'x' * 80}run of Engine object at 0x7f{i}>", 100.0 * i, 90.0,
              "python_function")
@@ -107,7 +107,7 @@ def test_frames_of_python_come_after_the_operators() -> None:
 
 
 def test_threads_do_not_nest_into_each_other() -> None:
-    """A call of another thread at the same time is nobody's child."""
+    """A simultaneous call of another thread is not a child."""
     events = [call("outer", 0.0, 10.0), call("other", 2.0, 5.0, tid=2)]
     assert {row.name: row.own["cpu"] for row in key_averages(events)} == {
         "outer": 10_000,
@@ -116,7 +116,7 @@ def test_threads_do_not_nest_into_each_other() -> None:
 
 
 def test_a_table_shows_its_columns_in_milliseconds_and_megabytes() -> None:
-    """Columns without values are left out, and what the limit cuts is counted."""
+    """Columns without values are omitted, and rows beyond the limit are counted."""
     allocated = {
         "ph": "i", "name": "[memory]", "ts": 12.0,
         "args": {"Device Type": 1, "Device Id": 0, "Bytes": 3_000_000},
@@ -131,6 +131,6 @@ def test_a_table_shows_its_columns_in_milliseconds_and_megabytes() -> None:
     assert lines[-1] == "and 3 more with less time"
 
 
-def test_a_trace_without_operators_makes_an_empty_table() -> None:
-    """Nothing to divide by, and nothing to show."""
+def test_a_trace_without_operators_has_an_empty_table() -> None:
+    """There is no division by zero and no row."""
     assert table(key_averages([])).splitlines()[0] == "name"

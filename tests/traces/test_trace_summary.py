@@ -1,4 +1,4 @@
-"""The summary of a trace: arithmetic on hand-made CUDA traces, a real CPU trace, bad files."""
+"""Trace summaries: arithmetic on hand-made CUDA traces, a real CPU trace, damaged files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def summary(tmp_path: Path) -> TraceSummary:
 
 
 def test_the_time_of_the_device_is_split(summary: TraceSummary) -> None:
-    """Busy and idle add up to the two steps; what is outside of them does not count."""
+    """Busy and idle time add up to the two steps; events outside of them do not count."""
     assert (summary.steps, summary.seconds) == (2, pytest.approx(2e-3))
     device = summary.device
     assert device is not None
@@ -45,7 +45,7 @@ def test_the_time_of_the_device_is_split(summary: TraceSummary) -> None:
 
 
 def test_operators_have_their_self_time_and_their_kernels(summary: TraceSummary) -> None:
-    """Calls within are subtracted; a kernel belongs to the operator that launched it."""
+    """Nested calls are subtracted; a kernel belongs to the operator that launched it."""
     found = {each.name: each for each in summary.operators}
     assert found["aten::addmm"].cpu_seconds == pytest.approx(2 * 70e-6)
     assert found["aten::addmm"].device_seconds == pytest.approx(2 * 300e-6)
@@ -56,15 +56,15 @@ def test_operators_have_their_self_time_and_their_kernels(summary: TraceSummary)
     assert (summary.kernels[0].name, summary.kernels[0].calls) == (GEMM, 2)
 
 
-def test_a_synchronization_has_its_line(summary: TraceSummary) -> None:
-    """What waits within another waiting call counts once; lines of libraries are passed over."""
+def test_a_synchronization_has_its_source_line(summary: TraceSummary) -> None:
+    """A wait within another wait counts once; frames of libraries are skipped."""
     assert summary.synchronizations == [
         Synchronization("aten::item", "", LINE, 2, pytest.approx(340e-6))
     ]
 
 
 def test_the_operator_of_a_synchronization_is_named(tmp_path: Path) -> None:
-    """Without stacks there is no line, but the operator that waits."""
+    """Without stacks the waiting operator is shown instead of a line."""
     events = step(5, 0.0)
     events += [
         on_host("cpu_op", "aten::nonzero", 910, 990, 1),
@@ -78,7 +78,7 @@ def test_the_operator_of_a_synchronization_is_named(tmp_path: Path) -> None:
 
 
 def test_several_devices_are_averaged(tmp_path: Path) -> None:
-    """One GPU works as in the other tests, another one never stops."""
+    """One GPU works as in the other tests, the other one without a pause."""
     events = [*step(5, 0.0), {**step(5, 0.0)[11], "ts": 0.0, "dur": 1000.0, "pid": 1}]
     device = summarize(written(tmp_path, events)).device
     assert device is not None
@@ -99,10 +99,10 @@ def test_several_devices_are_averaged(tmp_path: Path) -> None:
         ("void at::native::vectorized_elementwise_kernel<4>", False),
     ],
 )  # fmt: skip
-def test_tensor_cores_are_known_by_the_names_of_kernels(
+def test_tensor_cores_are_recognized_by_kernel_names(
     tmp_path: Path, kernel: str, fast: bool
 ) -> None:
-    """Names of Volta to Hopper, cuBLAS, CUTLASS and FlashAttention."""
+    """Names of Volta to Hopper, cuBLAS, CUTLASS and FlashAttention are recognized."""
     event = {**step(5, 0.0)[11], "name": kernel}
     device = summarize(written(tmp_path, [on_host("cpu_op", "a", 0, 900), event])).device
     assert device is not None
@@ -111,7 +111,7 @@ def test_tensor_cores_are_known_by_the_names_of_kernels(
 
 @pytest.mark.parametrize("stack", [False, True])
 def test_a_real_trace_of_the_cpu(tmp_path: Path, stack: bool) -> None:
-    """Its steps, its operators, and no device. Its folder may be named as a stage."""
+    """It has steps and operators but no device, and its folder may have the name of a stage."""
     profiler = PyTorch(schedule="at 3ba for 4ba", with_stack=stack, folder="{run_name}/test")
     trainer(tmp_path, profiler).fit(Small())
     found = profiler.trace_summary()
@@ -149,7 +149,7 @@ def test_real_stacks_lead_to_the_users_line(
 def test_the_command_shows_and_prints_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares with their names, tables, and the same numbers as JSON."""
+    """Both outputs have named shares and tables with the same numbers."""
     monkeypatch.setenv("COLUMNS", "200")
     path = written(tmp_path, cuda_trace(), "trace.json.gz")
     code, out, _ = call(capsys, "trace", str(path))
@@ -167,10 +167,10 @@ def test_the_command_shows_and_prints_json(
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_a_trace_that_is_cut_short_is_summarized_as_far_as_it_goes(
+def test_a_truncated_trace_is_summarized_up_to_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """The first of two steps is there; the output says that the rest is missing."""
+    """The first of two steps is summarized; the output says that the rest is missing."""
     events = [event for number in range(100) for event in step(number, 1000.0 * number)]
     path = written(tmp_path, {"traceEvents": events}, name)
     os.truncate(path, path.stat().st_size // 2)
@@ -197,7 +197,7 @@ def test_a_trace_that_is_cut_short_is_summarized_as_far_as_it_goes(
 def test_other_files_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, why: str
 ) -> None:
-    """With the path of the file and exit code 2."""
+    """The message has the path of the file, and the exit code is 2."""
     path = tmp_path / "other.json"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=why):
@@ -209,7 +209,7 @@ def test_other_files_are_refused_in_one_line(
 
 @pytest.mark.parametrize("args", [[], ["x.json", "--combine", "y"], ["none.json"]])
 def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
-    """Neither a file nor a folder, both, or a file that is not there."""
+    """No argument, both arguments, and a missing file are refused."""
     code, _, err = call(capsys, "trace", *args)
     assert (code, err.count("\n")) == (2, 1)
 
@@ -225,8 +225,8 @@ def test_events_beyond_the_limit_are_left_out(tmp_path: Path) -> None:
     assert 0 < found.steps < 20
 
 
-def test_memory_does_not_grow_with_what_is_not_used(tmp_path: Path) -> None:
-    """A file of many megabytes, most of it arguments of events, is read in pieces."""
+def test_memory_does_not_grow_with_unused_data(tmp_path: Path) -> None:
+    """A file of many megabytes, mostly arguments of events, is read in chunks."""
     event = on_host("cpu_op", "aten::add", 0, 5)
     event["args"] = {"Input Dims": "y" * 2000}
     events = [{**event, "ts": 10.0 * number} for number in range(10_000)]

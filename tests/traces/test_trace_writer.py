@@ -537,7 +537,7 @@ def test_the_list_of_pending_uploads_is_revised(tmp_path):
 
 
 def test_an_interrupted_revision_loses_no_entry(tmp_path):
-    """Entries stay listed when a revision stops in their middle, and the next one removes them."""
+    """Entries stay listed if a revision is interrupted, and the next revision removes them."""
     for number in range(3):
         append_pending(tmp_path, listed(number))
 
@@ -554,7 +554,7 @@ def test_an_interrupted_revision_loses_no_entry(tmp_path):
 
 
 def test_entries_that_a_training_adds_during_a_revision_stay(tmp_path):
-    """Nothing is lost while one process appends to the list and another one revises it."""
+    """No entry is lost while one process appends to the list and another one revises it."""
     entries = [listed(number) for number in range(50)]
     appending = threading.Thread(
         target=lambda: [append_pending(tmp_path, entry) for entry in entries]

@@ -111,7 +111,7 @@ def test_a_run_is_named_after_its_logger(
 
 
 def test_runs_of_one_name_in_two_folders_are_distinguished(tmp_path: Path) -> None:
-    """In a store, which holds the runs of all machines."""
+    """The store holds the runs of all machines."""
     found = {destination_of(Named(tmp_path / logs, "exp", 0))[2] for logs in "ab"}
     assert len(found) == 2
 
@@ -120,7 +120,7 @@ def test_runs_of_one_name_in_two_folders_are_distinguished(tmp_path: Path) -> No
 
 
 def test_files_go_to_a_remote_root(tmp_path: Path, in_tmp: Path, temporary: Path) -> None:
-    """Traces, pages and texts are in the store under the run's own name, and not here."""
+    """Traces, pages and texts are in the store under the run's name, and not on this machine."""
     fit("memory://roots/a", logger=CSVLogger("memory://roots/a", version=0))
     names = stored("roots/a")
     (run,) = {name.split("/")[0] for name in names} - {"lightning_logs"}
@@ -148,7 +148,7 @@ def test_a_second_run_in_a_remote_root_replaces_nothing(tmp_path: Path) -> None:
     assert names.count("torch_traces/README.md") == 1
 
 
-def test_files_that_a_remote_root_refuses_stay(
+def test_files_that_a_remote_root_refuses_stay_local(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are listed, and `lightning-perf upload` sends them to the same place."""
@@ -162,7 +162,7 @@ def test_files_that_a_remote_root_refuses_stay(
     monkeypatch.setattr(memory, "put_file", gone)
     with pytest.warns(PerfWarning, match="not uploaded") as caught:
         fit("memory://roots/c", logger=False)
-    assert len(ours(caught)) == 2  # the first one, and the count of the others
+    assert len(ours(caught)) == 2  # the first failure, and the count of the others
     (root,) = temporary.iterdir()
     listed = read_pending(root)
     assert {Path(entry.path).is_file() for entry in listed} == {True}

@@ -25,7 +25,7 @@ from lightning_perf.tracking.tracker import store_target
 
 
 class Unsteady(MemoryFileSystem):
-    """A store that fails as often as `failures` says."""
+    """A store that fails `failures` times."""
 
     protocol = "unsteady"
     store: ClassVar[dict[str, Any]] = {}

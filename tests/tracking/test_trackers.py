@@ -1,4 +1,4 @@
-"""Files go to the runs of Weights & Biases, and of trackers of other packages."""
+"""Uploads to the runs of Weights & Biases, and of trackers of other packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACE = "torch_traces/rank0.2.pt.trace.json.gz"
 
 
 class Shelf(Records):
-    """A logger of another package, whose runs are folders."""
+    """A logger of another package, with a folder per run."""
 
     def __init__(self, place: Path) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ShelfRun(Tracker):
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Another package is installed that offers the tracker above and one that does not load."""
+    """Another package is installed with the tracker above and one that cannot be imported."""
     info = tmp_path / "site" / "shelf-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
@@ -71,10 +71,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_tracker_of_another_package_takes_files(
+def test_a_tracker_of_another_package_receives_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its class takes 25 lines; what could not be sent is sent by `lightning-perf upload`."""
+    """Its class has 25 lines; files that failed are sent by `lightning-perf upload`."""
     run = trainer(tmp_path / "run", PyTorch("first 2ba"), logger=Shelf(tmp_path / "shelf"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PerfWarning)
@@ -90,10 +90,10 @@ def test_a_tracker_of_another_package_takes_files(
     assert names == {f"records-version_0-{file}".replace("/", "-") for file in files}
 
 
-def test_a_tracker_that_fails_leaves_the_others(
+def test_a_failing_tracker_does_not_affect_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One package's tracker raises for a logger of another: the run keeps its other trackers."""
+    """One package's tracker raises for a logger of another; the run keeps its other trackers."""
 
     class Broken(ShelfRun):
         @classmethod
@@ -101,12 +101,12 @@ def test_a_tracker_that_fails_leaves_the_others(
             raise AttributeError("no api")
 
     monkeypatch.setattr(tracker, "_kinds", lambda: (Broken, ShelfRun))
-    with pytest.warns(PerfWarning, match="Broken takes no files of this run"):
+    with pytest.warns(PerfWarning, match="Broken cannot store files of this run"):
         (found,) = tracker.trackers_of([Shelf(tmp_path)])
     assert type(found) is ShelfRun
 
 
-#: Trains with W&B offline; then again, as on a rank whose process does not own the run.
+#: Trains with W&B offline, then again as on a rank whose process does not own the run.
 TRAINING = """
 import sys
 import wandb
@@ -136,7 +136,7 @@ if __name__ == "__main__":
 def test_files_become_artifacts_of_the_w_and_b_run(tmp_path: Path) -> None:
     """Metrics and traces are in the records of the offline run; `upload` resumes it for ranks > 0.
 
-    In processes of its own, since W&B patches ``sys.exit`` and the standard streams.
+    It runs in separate processes, because W&B patches ``sys.exit`` and the standard streams.
     """
     names = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")
     offline = dict.fromkeys(names, str(tmp_path)) | {"WANDB_MODE": "offline"}
@@ -166,5 +166,5 @@ def test_files_become_artifacts_of_the_w_and_b_run(tmp_path: Path) -> None:
 
 
 def records(folder: Path) -> bytes:
-    """What W&B wrote of all offline runs below a folder."""
+    """The records of all offline W&B runs below a folder."""
     return b"".join(path.read_bytes() for path in folder.rglob("offline-run-*/run-*.wandb"))

@@ -1,4 +1,4 @@
-"""What a rule is, and the verdicts that it reaches: a cause, what it costs, and what to do."""
+"""Rules and their verdicts: a cause, its cost, and advice."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.diagnosis.stats import Numbers
 
-#: The least that a cause must cost per batch, in seconds, for a warning.
+#: The minimum seconds per batch of a cause for a warning.
 LEAST = 1e-3
-#: Shares of this fraction of the threshold are worth an ``info``.
+#: Shares above this fraction of the threshold give an ``info``.
 _INFO = 1 / 3
 #: The lower bound of a critical share is at least this fraction of it.
 _NOISE = 0.9
@@ -81,11 +81,11 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Impact:
-    """What a cause costs."""
+    """The cost of a cause."""
 
     #: Seconds in each window.
     seconds: Numbers
-    #: How often it occurred; None if it does in every batch.
+    #: How often it occurred; None if in every batch.
     events: float | None = None
     culprit: str | None = None
     phase: str | None = None
@@ -140,13 +140,13 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
     if wall.sum() <= 0:
         return
     if impact.on_host and signals.gpu_idle is not None and signals.setup.world_size == 1:
-        # Only time in which the GPU has no work can be saved. With several ranks this is not known:
-        # a GPU that waits for another one counts as busy.
+        # Only time in which the GPU is idle can be saved. With several ranks this is unknown,
+        # because a GPU that waits for another one counts as busy.
         seconds = seconds * min(1.0, signals.gpu_idle * wall.sum() / max(seconds.sum(), 1e-12))
     share = float(seconds.sum() / wall.sum())
     each = float(seconds.sum() / batches)
     if not each >= _INFO * LEAST:
-        return  # before the bootstrap, which is most of the work
+        return  # before the bootstrap, which takes most of the time
     waiting = signals.waiting[start:] if impact.contended else None
     certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
     if certain >= threshold and each >= LEAST:

@@ -1,4 +1,4 @@
-"""Rules about the time beside the model: data, callbacks, loggers, checkpoints, validation."""
+"""Rules about time outside of the model: data, callbacks, loggers, checkpoints, validation."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.timing.totals import Action
 
-#: Percent of the CPUs in use above which loading counts as CPU work, and not as waiting for disks.
+#: Percent of the CPUs in use above which loading counts as CPU work, and not as a wait for disks.
 _BUSY = 60.0
-#: Workers per CPU where loading does not need CPUs.
+#: Workers per CPU if loading does not need CPUs.
 _WORKERS_PER_CPU = 4
-#: What a worker costs per batch: passing it to the main process.
+#: The cost of a worker per batch: the transfer to the main process.
 _HANDOVER = 0.5e-3
 #: Advice is given if it shortens a step by this share.
 _WORTHWHILE = 0.02
-#: Shares of the wall time from which on these are worth a warning.
+#: Shares of the wall time above which these give a warning.
 LOGGERS, CHECKPOINTS = 0.05, 0.05
 #: Lightning's own progress bars, which have a refresh rate.
 _BARS = ("TQDMProgressBar", "RichProgressBar")
 
 
 def input_bound(signals: Signals) -> Iterable[Impact]:
-    """Batches are not ready when training needs them, stalls of single batches apart."""
+    """Batches are not ready when training needs them, except stalls of single batches."""
     stalls, excess = signals.stalls
     waits = signals.waits
     if len(stalls.positions) and signals.phase_of(excess) == "dataloader_next":
@@ -55,7 +55,7 @@ def input_bound(signals: Signals) -> Iterable[Impact]:
 
 
 def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
-    """Settings of the DataLoader that hide the loading, and the step time that they give."""
+    """DataLoader settings that hide the loading, and the resulting step time."""
     setup, loader, step = signals.setup, signals.setup.loader, signals.step_seconds
     if loader is None:
         return (
@@ -91,7 +91,7 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
 
 
 def transfer_bound(signals: Signals) -> Iterable[Impact]:
-    """Moving batches takes long, by the host's clock, or by the GPU's if that is longer."""
+    """Moving batches takes long, by the clock of the host, or of the GPU if that is longer."""
     seconds = signals.shared("to_device")
     device = signals.column("timings/device/to_device")
     if device is not None:
@@ -110,7 +110,7 @@ def transfer_bound(signals: Signals) -> Iterable[Impact]:
 
 
 def epoch_restart(signals: Signals) -> Iterable[Impact]:
-    """Epochs begin with more than a usual fetch, as with workers that start anew in each."""
+    """The first fetch of an epoch takes longer than usual, such as with new workers in each."""
     seconds, epochs = signals.restarts
     if epochs.sum() < 2:
         return
@@ -176,7 +176,7 @@ def logger_bound(signals: Signals) -> Iterable[Verdict]:
 
 
 def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
-    """Writing checkpoints takes long; the culprit is the hook that writes most."""
+    """Writing checkpoints takes long; the culprit is the hook with the largest share."""
     apart = ("", GC, COMPILE)
     rows = [r for r in signals.actions if r.category == "checkpoint" and r.stage not in apart]
     writes = [row for row in rows if row.name.startswith("checkpoint writing")]
@@ -205,7 +205,7 @@ def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
 
 
 def validation_bound(signals: Signals) -> Iterable[Impact]:
-    """Validation takes long; the culprit is what it spends most of its time on."""
+    """Validation takes long; the culprit is its largest part."""
     seconds = signals.category("validation")
     if not seconds.any():
         return
@@ -223,7 +223,7 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     if phase == "dataloader_next":
         advice += " Most of it is waiting for data: give its DataLoader workers."
     runs = float(np.count_nonzero(seconds > 0.5 * seconds.max()))
-    yield Impact(  # too rare an event for a bootstrap
+    yield Impact(  # too rare for a bootstrap
         seconds, 1.0, f"validate.{phase}", "validation", advice=advice, whole_run=True,
         on_host=False, evidence={"mostly": phase, "windows_with_validation": runs},
     )  # fmt: skip

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
     from lightning_perf.diagnosis.stats import Numbers
 
-#: What memory must grow by: bytes, and share of its level.
+#: The minimum growth of memory: bytes, and share of its level.
 _GROWTH_BYTES, _GROWTH_SHARE = 100e6, 0.10
-#: Samples that a trend needs, and the share of the run that is its warm-up.
+#: Samples required for a trend, and the share of the run that is its warm-up.
 _FEWEST_SAMPLES, _WARMUP = 8, 0.2
 #: Growth that continues: the second half grows at this share of the whole run's rate.
 _CONTINUES = 0.4
-#: Memory that ends within this many seconds is critical.
+#: Memory that would be used up within this many seconds is critical.
 _SOON = 3600.0
-#: Percent of the CPUs that other programs use, from which on they are blamed.
+#: Percent of the CPUs used by other programs for a verdict.
 _FOREIGN = 20.0
 #: Percent of the time for which GPUs are throttled: for a verdict, and for a critical one.
 _THROTTLED, _MOSTLY = 10.0, 50.0
-#: Shares of the time: of computing where the host does nothing else, and of its waits for the GPU.
+#: Shares of the time: of computing while the host does nothing else, and of its waits for the GPU.
 _LAUNCHES, _WAITS = 0.7, 0.05
 
 
@@ -55,7 +55,7 @@ def _growth(
     code: str, signals: Signals, times: Numbers, sizes: Numbers, free: float | None
 ) -> Iterable[Verdict]:
     """Memory in bytes that grows to the end, and the bytes left."""
-    from scipy.stats import theilslopes  # lines that a few outliers do not move
+    from scipy.stats import theilslopes  # robust to a few outliers
 
     if len(sizes) < _FEWEST_SAMPLES:
         found = counted(len(sizes), "sample")
@@ -98,7 +98,7 @@ def _samples(signals: Signals, column: str, unit: float) -> tuple[Numbers, Numbe
 
 
 def cpu_saturated(signals: Signals) -> Iterable[Impact]:
-    """The training thread is ready to run, while other threads have the CPUs."""
+    """The training thread is ready to run while other threads use the CPUs."""
     if WAITING not in signals.actions:
         raise Unknown("the kernel does not say how long a thread waits for a CPU")
     setup = signals.setup
@@ -155,7 +155,7 @@ def throttled(signals: Signals) -> Iterable[Verdict]:
 
 
 def low_gpu_utilization(signals: Signals) -> Iterable[Impact]:
-    """The GPU idles while the host computes, and nothing else explains it."""
+    """The GPU is idle while the host computes, and no other rule explains it."""
     advice = (
         "The GPU has work {busy:.0%} of the time: use a larger batch size, and a trace (PyTorch()) "
         "to see what the host does meanwhile."
@@ -164,7 +164,7 @@ def low_gpu_utilization(signals: Signals) -> Iterable[Impact]:
 
 
 def launch_bound(signals: Signals) -> Iterable[Impact]:
-    """The host launches kernels in forward and backward more slowly than the GPU runs them."""
+    """The host launches kernels in forward and backward more slowly than the GPU executes them."""
     compiler = "" if signals.setup.compiled else "torch.compile, "
     advice = (
         "Kernels are too small for the GPU, which has work {busy:.0%} of the time: use "
@@ -194,7 +194,7 @@ def _idling(signals: Signals, least: float, launches: bool, advice: str) -> Iter
 
 
 def sync_bound(signals: Signals) -> Iterable[Impact]:
-    """The host waits for the device to read values back, and then has no work for it."""
+    """The host waits for the device to read values, which then has no work."""
     if signals.setup.device != "cuda":
         return
     idle, seconds = _gpu_idle(signals), signals.category("from_device")

@@ -1,4 +1,4 @@
-"""Rules on several ranks: which one, or which node, makes the others wait, and communication."""
+"""Rules on several ranks: the rank or node that the others wait for, and communication."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _DEVICE_PHASES = {
 #: Collectives of metrics: all of this is waiting.
 _WAITS = "timings/reduce_metrics"
 
-#: The rank's excess explains at least this share of the others' waiting.
+#: The rank's excess explains at least this share of the others' wait.
 _EXPLAINED = 0.8
 #: A chronic straggler is the same rank in at least this share of the windows, and the fewest
 #: windows for that.
 _CHRONIC, _FEWEST_WINDOWS = 0.7, 3
-#: The least waiting for which a rank is named, as a share of the wall time.
+#: The minimum wait for which a rank is named, as a share of the wall time.
 _LEAST_SHARE = 0.05
-#: The least share of the wall time for a rank that is late now and then.
+#: The minimum share of the wall time for a rank that is late occasionally.
 _LEAST_ONCE = 0.1
 #: Every rank of a slow node has at least this share of the node's excess, and a slow host at least
 #: this share of its device's.
@@ -77,7 +77,7 @@ class Straggler:
     share: float
     #: Seconds per batch that they wait.
     seconds: float
-    #: Whether it is the same in most windows; otherwise it was slow once, or now and then.
+    #: Whether it is the same in most windows; otherwise it was slow once or occasionally.
     chronic: bool
     #: Whether its GPU is slow, such as one with a throttled clock, and not its host.
     on_gpu: bool
@@ -85,7 +85,7 @@ class Straggler:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What each rank did by itself in a window, and how long it waited, in seconds."""
+    """Each rank's own work and wait in a window, in seconds."""
 
     #: One row per rank, one column per phase, by the host's clock.
     own: Numbers
@@ -133,7 +133,7 @@ class _Late(NamedTuple):
     #: Own excess over the median of the others in each phase, and in all.
     phases: Numbers
     excess: float
-    #: How much longer the others wait than it does.
+    #: How much longer the others wait than this rank or node.
     waiting: float
 
 
@@ -144,7 +144,7 @@ def straggler_of(works: Sequence[Work]) -> Straggler | None:
     """
     if len(works) < _FEWEST_WINDOWS:
         return None
-    # Where no rank is late in most windows, the sum shows one that is very late now and then.
+    # If no rank is late in most windows, the sum shows one that is occasionally very late.
     for windows, chronic, least in (
         (works, True, _LEAST_SHARE),
         ([reduce(add, works)], False, _LEAST_ONCE),
@@ -157,7 +157,7 @@ def straggler_of(works: Sequence[Work]) -> Straggler | None:
 
 
 def _common(works: Sequence[Work], is_node: bool, chronic: bool) -> Straggler | None:
-    """Who is the latest in most windows, if the others wait for it in a typical one of these."""
+    """The rank or node that is latest in most windows, if the others typically wait for it."""
     late = [
         (work, found)
         for work in works
@@ -191,7 +191,7 @@ def _common(works: Sequence[Work], is_node: bool, chronic: bool) -> Straggler | 
 
 
 def work_of(window: Window) -> Work:
-    """What each rank did and how long it waited in a window of ``timings/*`` and ``waits/*``."""
+    """Own work and wait of each rank, from a window of ``timings/*`` and ``waits/*``."""
     own, waits = _phases(window, PHASES)
     waits = waits + window[_WAITS]
     wall = float(own.sum(axis=1).mean() + waits.mean())
@@ -215,7 +215,7 @@ def _phases(
 
 
 def _enough(wall: float) -> float:
-    """The least lateness that is worth a name, in seconds per batch."""
+    """The minimum lateness for a verdict, in seconds per batch."""
     return max(_LEAST_SHARE * wall, LEAST)
 
 
@@ -250,10 +250,10 @@ def _late_node(work: Work) -> _Late | None:
 
 
 def _slow_gpu(host: Numbers, device: Numbers, late: NDArray[np.bool_]) -> bool:
-    """Whether the device is late in computing where its host is not.
+    """Whether the device is late in phases of computing in which its host is not.
 
-    A late host starves its device, so both are late in the same phases. A host that reads a result
-    of a slow device waits for it in one phase, but not in the others.
+    A device whose host is late has no work, so both are late in the same phases. A host that reads
+    a result of a slow device waits for it in one phase only.
     """
     own, on_device = (
         np.median(each[late], axis=0) - np.median(each[~late], axis=0) for each in (host, device)
@@ -264,7 +264,7 @@ def _slow_gpu(host: Numbers, device: Numbers, late: NDArray[np.bool_]) -> bool:
 
 
 def _windows(signals: Signals) -> Sequence[Window]:
-    """Windows of several ranks, with their waits; none of a single rank."""
+    """Windows of several ranks with their waits; none for a single rank."""
     if not signals.windows or signals.windows[0].world_size == 1:
         return ()
     if "waits/exchange" not in signals.windows[0].columns:
@@ -273,7 +273,7 @@ def _windows(signals: Signals) -> Sequence[Window]:
 
 
 def _taken(signals: Signals) -> float:
-    """The part of the CPUs that other programs take from ranks that compute on them."""
+    """The share of the CPUs that other programs take from ranks that compute on them."""
     return 1 - signals.cpus_left if signals.setup.device == "cpu" else 0.0
 
 
@@ -294,7 +294,7 @@ def straggler(signals: Signals) -> Iterable[Verdict]:
         f"{found.phase}{' on its GPU' if found.on_gpu else ''}. Compare its machine, its share "
         "of the data and its callbacks with those of the others."
     )
-    # Other programs that use the CPUs make any rank late now and then.
+    # With other programs on the CPUs, any rank is late occasionally.
     certain = found.share * (1 if found.chronic else 1 - _taken(signals))
     severity = graded(certain, certain >= _STRAGGLER)
     yield Verdict(
@@ -304,7 +304,7 @@ def straggler(signals: Signals) -> Iterable[Verdict]:
 
 
 def communication_bound(signals: Signals) -> Iterable[Impact]:
-    """All ranks wait for gradients in each batch: the least wait, for which nobody is late."""
+    """All ranks wait for gradients in each batch: the minimum wait, which no late rank explains."""
     windows = _windows(signals)
     if not windows:
         return

@@ -1,4 +1,4 @@
-"""Rules about the course of step times: warm-up, pauses, stalls, slowdown, compilation."""
+"""Rules about changes of the step time: warm-up, pauses, stalls, slowdown, compilation."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
     from lightning_perf.diagnosis.stats import Numbers
 
-#: A warm-up is worth a warning from this share of the run on, and this many seconds; the first step
-#: takes this many times the median.
+#: Minimum share of the run, and seconds, of a warm-up for a warning; minimum ratio of the first
+#: step to the median.
 _WARMUP, _WARMUP_SECONDS, _WARMUP_RATIO = 0.05, 0.4, 10.0
 #: Compilations after the warm-up, and stalls, at least.
 _FEWEST_COMPILATIONS, _FEWEST_STALLS = 3, 3
-#: Stalls of which a larger share are neighbours are a stretch of slow batches.
+#: Stalls of which a larger share are adjacent are a series of slow batches.
 _CONTIGUOUS = 0.8
-#: A slowdown is worth a warning from this share of the run on. Steps take this many times as long,
-#: and there are so many of them on both sides.
+#: Minimum share of the run of a slowdown for a warning, minimum ratio of the step times, and
+#: minimum steps on both sides.
 _SLOWDOWN, _SLOWER, _SUSTAINED = 0.10, 1.10, 50
-#: The least share of the model's own work, and the MFU below which that may be faster.
+#: The minimum share of the model's own work, and the MFU below which it may be faster.
 _COMPUTE, _LOW_MFU = 0.8, 0.4
 
 
 def warmup(signals: Signals) -> Iterable[Verdict]:
-    """The first step takes many times as long as the others, in a run that is short."""
+    """The first step takes many times as long as the others, and the run is short."""
     first, wall = signals.first_step, float(signals.wall.sum())
     if first is None or not np.isfinite(signals.steps).any():
         raise Unknown("the first step or the others were not timed")
@@ -40,7 +40,7 @@ def warmup(signals: Signals) -> Iterable[Verdict]:
     # The start of the data pipeline has a rule of its own.
     lost = first - median - float(signals.restarts.seconds[:1].sum())
     share = lost / wall
-    # What the thread waited for a CPU meanwhile, more than usual, was not the warm-up's.
+    # Waiting for a CPU meanwhile, beyond the usual wait, is not part of the warm-up.
     usually = signals.counts[:1] * signals.per_batch(signals.waiting)
     certain = lost - float(np.maximum(signals.waiting[:1] - usually, 0.0).sum())
     if first < _WARMUP_RATIO * median or certain < max(_WARMUP * wall, _WARMUP_SECONDS):
@@ -65,7 +65,7 @@ def warmup(signals: Signals) -> Iterable[Verdict]:
 
 
 def recompile(signals: Signals) -> Iterable[Impact]:
-    """The module is compiled again and again, after the warm-up."""
+    """The module is compiled repeatedly after the warm-up."""
     seconds, calls = signals.total([row for row in signals.actions if row.stage == COMPILE])
     times = float(signals.steady(calls).sum())
     if times < _FEWEST_COMPILATIONS:
@@ -82,7 +82,7 @@ def recompile(signals: Signals) -> Iterable[Impact]:
 
 
 def gc_pauses(signals: Signals) -> Iterable[Impact]:
-    """Python's garbage collector stops training, wherever it runs."""
+    """Python's garbage collector pauses training, on any thread."""
     rows = [row for row in signals.actions if row.stage == GC]
     if not rows:
         return
@@ -132,7 +132,7 @@ def periodic_stall(signals: Signals) -> Iterable[Impact]:
 
 
 def slowdown(signals: Signals) -> Iterable[Verdict]:
-    """A change to longer steps, stalls left out, unless batches hold more from there on."""
+    """A change to longer steps, without stalls, unless batches are larger from then on."""
     steps = signals.within_epochs
     measured = np.flatnonzero(np.isfinite(steps))
     if len(measured) < 2 * _SUSTAINED:
@@ -140,7 +140,7 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
     change = stats.change_point(steps[measured], _SLOWER, _SUSTAINED)
     if change is None:
         return
-    # Where steps became slower bit by bit, the first quarter is the level to return to.
+    # If steps became slower gradually, the first quarter is the original level.
     early = float(np.median(steps[measured[: max(change.start // 4, stats.FEWEST_STEPS)]]))
     gradual = early * _SLOWER**0.5 < change.before
     before, after = min(early, change.before), change.after
@@ -156,7 +156,7 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
     if _growth(signals, signals.waiting, window) > 0.5 * (after - before):
         return  # other programs took the CPU: `cpu-saturated` reports it
     phase, culprit = _changed(signals, window)
-    batch = signals.windows[0].first.batch + at  # a resumed run does not begin at 0
+    batch = signals.windows[0].first.batch + at  # a resumed run does not start at 0
     evidence = without_none(
         batch=float(batch), before_seconds=before, after_seconds=after,
         cpu_percent=signals.average("system/cpu_util_simple"),
@@ -215,7 +215,7 @@ def _growth(signals: Signals, seconds: Numbers, window: int) -> float:
 
 
 def compute_bound(signals: Signals) -> Iterable[Verdict]:
-    """The model's own work takes the time, at a low MFU, though the CPUs are free."""
+    """The model's own work takes most of the time, at a low MFU, with free CPUs."""
     if signals.mfu is None:
         raise Unknown("the MFU is not measured: add SpeedMonitor or Flops")
     phases = {name: signals.share(signals.category(name)) for name in COMPUTE}

@@ -8,10 +8,10 @@ from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.context import RunContext
 
 
-class Diary(PerfCallback):
-    """Writes down each verb, with the stage and the count of batches."""
+class LifecycleLog(PerfCallback):
+    """Records each call of a lifecycle method, with the stage and the number of batches."""
 
-    def __init__(self, name: str = "diary") -> None:
+    def __init__(self, name: str = "lifecycle_log") -> None:
         super().__init__()
         self.name = name
         self.entries: list[tuple[str, str, int]] = []
@@ -22,23 +22,23 @@ class Diary(PerfCallback):
     def state_key(self) -> str:
         return self.name
 
-    def _write(self, verb: str, context: RunContext) -> None:
+    def _record(self, method: str, context: RunContext) -> None:
         done = context.timestamp.batch if context.stage else 0
-        self.entries.append((verb, context.stage, done))
+        self.entries.append((method, context.stage, done))
 
     def on_start(self, context: RunContext) -> None:
-        self._write("start", context)
+        self._record("start", context)
 
     def before_batch(self, context: RunContext, batch: Any) -> None:
-        self._write("before", context)
+        self._record("before", context)
 
     def after_batch(self, context: RunContext, batch: Any) -> None:
-        self._write("after", context)
+        self._record("after", context)
         self.moments.append(context.moment)
         self.stamps.append(context.timestamp)
 
     def on_end(self, context: RunContext) -> None:
-        self._write("end", context)
+        self._record("end", context)
 
     def close(self, context: RunContext, reason: str) -> None:
-        self._write(f"close:{reason}", context)
+        self._record(f"close:{reason}", context)
