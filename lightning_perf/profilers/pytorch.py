@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from torch.profiler import _ExperimentalConfig as ExperimentalConfig  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_perf.checks import flag
@@ -130,6 +131,15 @@ The name of each file contains the rank and the number of batches completed when
 - `*.memory.html`: memory over time, by category. Any browser, works offline.
 - `*.pt.trace.txt`: total cost of each operator, the most costly first. Plain text.
 """
+
+
+def _is_moved_by_swapping(module: torch.nn.Module) -> bool:
+    """Whether torch moves a module by swapping parameters, such as DTensors.
+
+    It refuses that while there are weak references to them.
+    """
+    always = torch.__future__.get_swap_module_params_on_conversion()
+    return always or any(map(is_traceable_wrapper_subclass, module.parameters()))
 
 
 class PyTorch(Profiler):
@@ -269,9 +279,8 @@ class PyTorch(Profiler):
     @override
     def on_end(self, context: RunContext) -> None:
         super().on_end(context)
-        if not context.stages.nested:
-            # Lightning moves the module next. What was recorded has weak references to parameters,
-            # with which torch cannot move those of a class of their own, such as DTensors.
+        if not context.stages.nested and _is_moved_by_swapping(context.module):
+            # Lightning moves the module next, which fails while a recording references parameters.
             context.file_worker.drain(_FILE_TIMEOUT)
 
     def trace_summary(self) -> TraceSummary:

@@ -118,7 +118,7 @@ def test_windows_during_lightning_s_profiler_are_left_out(tmp_path: Path) -> Non
     theirs = theirs_in(tmp_path / "theirs")
     profiler = PyTorch(schedule="every 2ba")
     with pytest.warns(
-        PerfWarning, match=r"while Trainer\(profiler=PyTorchProfiler.*left"
+        PerfWarning, match=r"while Trainer\(profiler=PyTorchProfiler.*missing"
     ) as caught:
         trainer(tmp_path, profiler, logger=Records(), profiler=theirs).fit(Small())
     assert len(ours(caught)) == 1
@@ -147,7 +147,7 @@ def test_a_window_is_split_at_lightning_s_profiler(tmp_path: Path) -> None:
     """The part before it is kept, and the part after it is recorded."""
     theirs = theirs_in(tmp_path / "theirs")
     profiler = PyTorch(schedule="always")
-    with pytest.warns(PerfWarning, match="left out"):
+    with pytest.warns(PerfWarning, match="are missing"):
         trainer(tmp_path, profiler, logger=Records(), profiler=theirs).fit(Small())
     assert [stamp.batch for stamp, _ in profiler.saved_traces] == [3, 16]
     assert list((tmp_path / "theirs").rglob("*.pt.trace.json"))
