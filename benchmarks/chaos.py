@@ -17,6 +17,7 @@ import builtins
 import ctypes
 import errno
 import gc
+import importlib
 import io
 import json
 import logging
@@ -167,6 +168,8 @@ def few_handles(chance: Chance, _: Path) -> Iterator[None]:
 @contextmanager
 def few_keys(chance: Chance, _: Path) -> Iterator[None]:
     """Few of the process's 1,024 thread keys are available."""
+    # A real MLFlowLogger has imported it: pyarrow, which it imports, crashes without a key.
+    importlib.import_module("mlflow")
     libc, keys = ctypes.CDLL(None), list[int]()
     key = ctypes.c_uint()
     while libc.pthread_key_create(ctypes.byref(key), None) == 0:
