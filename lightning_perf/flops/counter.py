@@ -219,6 +219,8 @@ class _Construction:
 
     def __init__(self) -> None:
         self._lock, self._counters = Lock(), 0
+        # Another library's replacement, such as DeepSpeed's.
+        self._theirs: Any = None
 
     def patch(self) -> None:
         """A counter starts."""
@@ -226,6 +228,8 @@ class _Construction:
         import torch._dynamo  # noqa: F401
 
         with self._lock:
+            if not self._counters:
+                self._theirs = vars(Tensor).get("__new__")
             self._counters += 1
             Tensor.__new__ = _construct  # type: ignore[method-assign, assignment]
 
@@ -235,6 +239,8 @@ class _Construction:
             self._counters -= 1
             if not self._counters:
                 del Tensor.__new__
+                if self._theirs is not None:
+                    Tensor.__new__ = self._theirs  # type: ignore[method-assign]
 
 
 _CONSTRUCTION = _Construction()

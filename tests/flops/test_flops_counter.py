@@ -198,6 +198,18 @@ def test_tensors_of_other_classes_are_constructed_until_the_last_counter_ends():
     assert "__new__" not in vars(torch.Tensor)
 
 
+def test_another_library_s_constructor_is_restored(monkeypatch):
+    """A replacement of `Tensor.__new__`, such as DeepSpeed's, is there again after a count."""
+
+    def theirs(kind, *args):
+        return torch._C.TensorBase.__new__(kind, *args)
+
+    monkeypatch.setattr(torch.Tensor, "__new__", theirs, raising=False)
+    with FlopCounter():
+        assert torch.Tensor([1.0]).item() == 1.0
+    assert torch.Tensor.__new__ is theirs
+
+
 def test_uncounted_operators_are_named():
     """Transforms, decompositions, sparse products and custom operators are listed by name."""
 
