@@ -40,7 +40,7 @@ _DEVICE_BATCHES = "timings/device/batches"
 _FULL = 90.0
 #: Actions that occur in fewer than this share of batches are rare: not in each of them.
 _RARE = 0.9
-#: The minimum windows, beyond the first, that is dropped as warm-up.
+#: The minimum of further windows for the first one to be dropped as warm-up.
 _FEWEST_WINDOWS = 2
 #: Maximum windows, and numbers in all of them; maximum steps whose times are kept.
 _MOST_WINDOWS, _FEWEST_KEPT, _MOST_NUMBERS, _MOST_STEPS = 512, 16, 1_000_000, 20_000
@@ -312,7 +312,7 @@ class Signals:
         """Batches that took far longer than others; and their excess that no rare event explains.
 
         The second value is in seconds per window. Rare events have names: checkpoints, callbacks
-        and loggers that work now and then, collections and compilations.
+        and loggers that work occasionally, collections and compilations.
         """
         found, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
         window = np.searchsorted(ends, found.positions + self.dropped, side="right")

@@ -224,7 +224,8 @@ class _Construction:
 
     def patch(self) -> None:
         """A counter starts."""
-        # It remembers Tensor.__new__. The first operator under a mode would import it, too.
+        # It keeps the Tensor.__new__ of its import, which must be the original. The first operator
+        # under a mode would import it anyway.
         import torch._dynamo  # noqa: F401
 
         with self._lock:

@@ -272,7 +272,7 @@ class PyTorch(Profiler):
         yield tick
         with tools.no_collection():
             profiler.stop()
-        profiler.action_map.clear()  # methods of its own, which would keep it alive
+        profiler.action_map.clear()  # its own methods, a reference cycle
         files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device), self._warn)
         return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})
 

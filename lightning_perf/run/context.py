@@ -250,18 +250,15 @@ class RunContext:
         """All callbacks on this trainer, those in suites included."""
         return [part for member in self.members for part in member.parts]
 
-    # -- called by the first callback
-    # -----------------------------------------------------------------
+    # -- called by the first callback -------------------------------------------------------------
 
     def enter(self, stage: str) -> None:
         """A stage starts."""
         self.tracker.count()
         self.windows.gatherer.flush()
         self.spans.enter(stage)
-        # By precedence.
-        owners = [self.module, getattr(self.trainer, "datamodule", None), *self.parts]
         if self.tracker.counter is None:
-            self.tracker.counter = BatchCounter(owners)
+            self.tracker.counter = BatchCounter([self.module, *self._data_owners])
             self.describe({"units": _units(self.parts)})
         limits = Limits()
         self.meter.start(stage)
@@ -299,9 +296,13 @@ class RunContext:
         self.stages.limit(self._read_limits())
 
     def _read_limits(self) -> Limits:
-        owners = [getattr(self.trainer, "datamodule", None), *self.parts]
-        self.limits = compat.limits_of(self.trainer, owners, self.batches.sharing)
+        self.limits = compat.limits_of(self.trainer, self._data_owners, self.batches.sharing)
         return self.limits
+
+    @property
+    def _data_owners(self) -> list[Any]:
+        """What may define the samples of a batch or an epoch besides the module, by precedence."""
+        return [getattr(self.trainer, "datamodule", None), *self.parts]
 
     def end_epoch(self) -> None:
         """An epoch of training has ended."""

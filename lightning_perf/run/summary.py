@@ -158,7 +158,7 @@ class RunSummary:
         stage, figures = main_stage(content)
         if history := context.windows.histories[stage].table():
             figures["windows"] = history
-        #: The stages to show: of this function only.
+        #: The content to show: of this function only.
         self._own = content
         earlier = _EARLIER.get(context.trainer)
         if earlier is not None and earlier["run"] == content["run"]:
