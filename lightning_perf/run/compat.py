@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-_PACKAGES = ("lightning", "pytorch_lightning")
 #: Restart counters of SLURM and torchrun.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -77,38 +76,74 @@ class TrainingLoop:
 
 
 class StepArguments(MethodPatch):
-    """Replaces ``_build_kwargs`` of Lightning's training loop, which makes a step's arguments.
+    """Replaces a method of a loop that makes the arguments of a step.
 
-    Lightning inspects the signature of ``training_step`` in each batch, which takes 12 us. This
-    repeats the inspection only when the module has another function.
+    Lightning inspects the signature of the step in each batch, which takes 12 us. This repeats the
+    inspection only when the module has another function.
 
     Raises:
         TypeError: The method is not Lightning's, or not as we know it.
     """
 
+    _parameters: tuple[str, ...]
+
     def __init__(self, original: Callable[..., Any]) -> None:
-        parameters, package = [*signature(original).parameters], original.__module__.split(".")[0]
-        if parameters != ["kwargs", "batch", "batch_idx"] or package not in _PACKAGES:
+        lightnings = original.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
+        if not lightnings or tuple(signature(original).parameters) != self._parameters:
             raise TypeError(f"unknown method {original!r}")
         super().__init__(original)
         self._trainer: Trainer = original.__self__.trainer  # type: ignore[attr-defined]
-        # The function that was inspected, and whether it takes the batch's number.
+        # The function that was inspected last, and whether it takes the batch's number.
         self._step: object = None
         self._numbered = False
 
+    def _inspected(self, name: str) -> bool:
+        """Whether the module's step was inspected last. If not, the caller inspects it now."""
+        step: Any = getattr(self._trainer.lightning_module, name)
+        before, self._step = self._step, getattr(step, "__func__", step)
+        return before is self._step
+
+
+class TrainingArguments(StepArguments):
+    """Replaces ``_build_kwargs`` of the training loop."""
+
+    _parameters = ("kwargs", "batch", "batch_idx")
+
     @override
     def __call__(self, kwargs: Any, batch: Any, batch_idx: int) -> Any:
-        step: Any = self._trainer.lightning_module.training_step
-        step = getattr(step, "__func__", step)
-        if step is not self._step:
-            arguments = self.original(kwargs, batch, batch_idx)
-            self._numbered = "batch_idx" in arguments
-            self._step = step if arguments.keys() <= {"batch", "batch_idx"} else None
-            return arguments
+        if not self._inspected("training_step"):
+            kwargs = self.original(kwargs, batch, batch_idx)
+            self._numbered = "batch_idx" in kwargs
+            if kwargs.keys() - {"batch", "batch_idx"}:
+                self._step = None  # another version of Lightning adds more
+            return kwargs
         kwargs["batch"] = batch
         if self._numbered:
             kwargs["batch_idx"] = batch_idx
         return kwargs
+
+
+class EvaluationArguments(StepArguments):
+    """Replaces ``_build_step_args_from_hook_kwargs`` of the other loops."""
+
+    _parameters = ("hook_kwargs", "step_hook_name")
+
+    @override
+    def __call__(self, hook_kwargs: Any, step_hook_name: str) -> Any:
+        if not self._inspected(step_hook_name):
+            arguments = self.original(hook_kwargs, step_hook_name)
+            self._numbered = len(arguments) == len(hook_kwargs)
+            return arguments
+        if self._numbered:
+            return tuple(hook_kwargs.values())
+        return tuple(value for name, value in hook_kwargs.items() if name != "batch_idx")
+
+
+def step_arguments(trainer: Trainer) -> Iterator[tuple[object, str, type[StepArguments]]]:
+    """Yield the methods of loops that make the arguments of steps, and what replaces them."""
+    yield getattr(trainer.fit_loop, "epoch_loop", None), "_build_kwargs", TrainingArguments
+    for loop in _evaluation_loops(trainer):
+        yield loop, "_build_step_args_from_hook_kwargs", EvaluationArguments
 
 
 def data_parallel_size(trainer: Trainer) -> int:
@@ -161,8 +196,7 @@ def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
         yield epoch, "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm"
     # These create the iterators and, in the first epoch, fetch the first batches of unsized data.
     yield fit, "setup_data", "dataloader_next", "iter"
-    loops = ("validate_loop", "test_loop", "predict_loop")
-    for loop in (validation_loop(trainer), *(getattr(trainer, name, None) for name in loops)):
+    for loop in _evaluation_loops(trainer):
         yield loop, "setup_data", "dataloader_next", "iter"
         yield loop, "reset", "dataloader_next", "iter"
     # The first two copy logged values to the host, the others reduce them.
@@ -206,6 +240,12 @@ def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
 def validation_loop(trainer: Trainer) -> Any:
     """Return the loop of validation inside fit, or None."""
     return getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
+
+
+def _evaluation_loops(trainer: Trainer) -> Iterator[Any]:
+    yield validation_loop(trainer)
+    for name in ("validate_loop", "test_loop", "predict_loop"):
+        yield getattr(trainer, name, None)
 
 
 def ranks_of(trainer: Trainer) -> Ranks:

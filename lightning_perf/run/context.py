@@ -104,8 +104,8 @@ class RunContext:
         self._patches = PatchSet()
         ending = partial(_end, weakref.ref(self))
         self._patches.wrap_in_context(trainer.strategy, "on_exception", ending)
-        loop = getattr(trainer.fit_loop, "epoch_loop", None)
-        self._patches.wrap(loop, "_build_kwargs", compat.StepArguments)
+        for owner, method, patch in compat.step_arguments(trainer):
+            self._patches.wrap(owner, method, patch)
         for worker in (self.worker, self.file_worker):  # freed without a close: threads end
             weakref.finalize(self, worker.close, 0.0).atexit = False
         # Registered again for each run, to run before handlers registered since the last one.
