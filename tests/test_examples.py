@@ -14,6 +14,8 @@ import torch
 from lightning_perf.tracking.runs import latest_folder
 from lightning_perf.tracking.summary import read_summary
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
 #: `train_gpt.py` is a LightningCLI: see test_example.py and the tests of configs.

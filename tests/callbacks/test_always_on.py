@@ -43,6 +43,7 @@ def test_always_on_is_one_suite(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_every_key_has_a_unit(tmp_path: Path, mlflow_database: str) -> None:
     """One param lists them all; each key of the run matches one of its patterns."""
     logger = MLFlowLogger("units", tracking_uri=mlflow_database)

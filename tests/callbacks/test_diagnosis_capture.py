@@ -129,6 +129,7 @@ def test_a_deleted_trace_is_reported(tmp_path: Path) -> None:
     assert "FileNotFoundError" in captured(tmp_path)[0]["missing"]
 
 
+@pytest.mark.slow
 def test_ranks_capture_their_own_steps(tmp_path: Path) -> None:
     """Each rank writes its own trace; the report summarizes the one of rank 0."""
     diagnosis = Diagnosis(capture=PyTorch(schedule="at 2ba for 3ba"), terminal=False)

@@ -110,6 +110,7 @@ class Net(torch.nn.Module):
         return self.layer(x).tanh()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
 def test_a_compiled_module_stays_compiled_and_is_counted(

@@ -200,6 +200,7 @@ def test_gpus_of_a_node_are_averaged(
     assert nvml.open == 0
 
 
+@pytest.mark.slow
 def test_a_lost_gpu_warns_once_and_the_others_continue(
     tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:

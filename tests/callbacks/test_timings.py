@@ -440,6 +440,7 @@ def test_one_callback_serves_several_runs(tmp_path: Path) -> None:
     assert run.profiler is own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finder", [LearningRateFinder, BatchSizeFinder])
 def test_the_trial_fits_of_tuners_do_no_harm(finder: Any, tmp_path: Path) -> None:
     """Callbacks and loggers are swapped for trials and restored afterwards."""

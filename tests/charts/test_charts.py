@@ -257,6 +257,7 @@ def test_any_thread_may_draw(tmp_path: Path) -> None:
     assert len({path.read_bytes() for path in paths}) == 1
 
 
+@pytest.mark.slow
 def test_a_picture_leaves_no_figure_in_memory(tmp_path: Path) -> None:
     """Figures are freed."""
     stacked_png(tmp_path / "time.png", ROWS)

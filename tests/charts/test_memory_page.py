@@ -44,6 +44,7 @@ def test_a_page_shows_the_peak_by_category() -> None:
     assert "Memory timeline of cuda:1" in text
 
 
+@pytest.mark.slow
 def test_a_short_peak_is_visible_among_many_changes() -> None:
     """A window shows its largest size, and the page has a bounded size."""
     times = list(range(100_000))

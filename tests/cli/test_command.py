@@ -192,6 +192,7 @@ PRINTING = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_broken_pipe_gives_no_traceback() -> None:
     """As with `| head -1`: stderr is empty, and the code is 1 (argparse ignores its own)."""
     summary = {"version": 1, "run": "owl", "status": "finished", "stages": {}}
@@ -208,6 +209,7 @@ def test_a_broken_pipe_gives_no_traceback() -> None:
     assert (done.returncode, done.stderr.strip()) == (0, "")
 
 
+@pytest.mark.slow
 def test_no_color_disables_colours() -> None:
     """NO_COLOR applies even if colours are forced."""
     command = [sys.executable, "-m", "lightning_perf", "devices", "H100 SXM"]

@@ -174,6 +174,7 @@ def test_updates_are_printed_as_text_or_json(
             assert [line[9:] for line in lines] == [LINE.format("running"), LINE.format("finished")]
 
 
+@pytest.mark.slow
 def test_a_killed_training_gives_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_killed_training_gives_exit_code_1(
     assert err == "lightning-perf watch: the training was killed before its run ended.\n"
 
 
+@pytest.mark.slow
 def test_a_process_without_a_run_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     """It may report later; if it ends without a report, that is an error."""
     process = subprocess.Popen(["sleep", "0.3"])

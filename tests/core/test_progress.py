@@ -173,6 +173,7 @@ def test_epochs_may_have_different_lengths(tmp_path: Path) -> None:
     assert seen == [4 + 5, 4 + 6 + 5, 4 + 6 + 8]
 
 
+@pytest.mark.slow
 def test_max_time_defines_the_fraction(tmp_path: Path) -> None:
     """With max_time alone, the fraction is that of the elapsed seconds."""
     log = LifecycleLog()
@@ -221,6 +222,7 @@ def test_early_stopping_keeps_counts_correct(tmp_path: Path) -> None:
     assert "throughput/samples_per_sec" in monitor.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_tuner_s_trials_are_not_counted(tmp_path: Path) -> None:
     """Learning-rate and batch-size searches do not affect the counts of training."""

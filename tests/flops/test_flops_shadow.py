@@ -211,6 +211,7 @@ def test_modules_that_lightning_compiled_are_detected():
     assert is_compiled(module)
 
 
+@pytest.mark.slow
 def test_the_compiler_is_not_imported():
     """Detection does not import torch's compiler, which takes a second."""
     code = (

@@ -21,6 +21,8 @@ import pytest
 from lightning_perf.profilers import processes
 from lightning_perf.profilers.processes import Children
 
+pytestmark = pytest.mark.slow
+
 METHODS = ["fork", "spawn", "forkserver"]
 
 

@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_perf import Cyclic, Every, Fixed, Memray, PerfWarning
 
+pytestmark = pytest.mark.slow
+
 MEGABYTES = 5_000_000
 #: Without the summary, which is made by a separate process.
 Capture = partial(Memray, summary=False)
@@ -110,7 +112,6 @@ def test_stacks_are_complete_in_each_stage(tmp_path: Path, stage: str) -> None:
     assert "test_stacks_are_complete_in_each_stage" in found[0]
 
 
-@pytest.mark.slow
 def test_capture_and_flame_graph_are_uploaded(tmp_path: Path, mlflow_database: str) -> None:
     """Both are artifacts of the run, also for the last window."""
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="crow")
@@ -335,7 +336,6 @@ def test_metrics_of_the_last_window_reach_mlflow(tmp_path: Path, mlflow_database
     assert metrics["memray/peak_memory"] > MEGABYTES
 
 
-@pytest.mark.slow
 def test_ranks_have_different_keys(tmp_path: Path, mlflow_database: str) -> None:
     """The lowest recording rank has keys without a rank."""
     logger = MLFlowLogger("memory-ranks", tracking_uri=mlflow_database, run_name="two")
@@ -351,7 +351,6 @@ def test_ranks_have_different_keys(tmp_path: Path, mlflow_database: str) -> None
     assert names == ["README.md", "rank0.2.bin", "rank0.2.txt", "rank1.2.bin", "rank1.2.txt"]
 
 
-@pytest.mark.slow
 def test_data_loader_workers_are_captured_in_each_window(tmp_path: Path) -> None:
     """Each worker leaves one capture per window."""
     schedule = Cyclic(wait=2, warmup=0, active=5, repeat=2)

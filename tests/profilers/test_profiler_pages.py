@@ -65,6 +65,7 @@ SNAPSHOT: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "profiler",
     [

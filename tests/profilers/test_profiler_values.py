@@ -156,6 +156,7 @@ def both(profiler: Any) -> list[Any]:
     return [copy.deepcopy(profiler), pickle.loads(pickle.dumps(profiler))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

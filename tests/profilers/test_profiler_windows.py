@@ -202,6 +202,7 @@ def test_a_second_fit_of_a_trainer_keeps_counting(tmp_path: Path, recorder: Reco
     assert recorder.found(tmp_path) == {"rank0.11": 1, "rank0.21": 1, "rank0.31": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_closes_the_open_window(
     tmp_path: Path, recorder: Recorder, error: type[BaseException]

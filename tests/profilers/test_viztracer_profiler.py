@@ -32,6 +32,8 @@ from lightning_perf import (
 )
 from lightning_perf.profilers.tools import has_python_profiler
 
+pytestmark = pytest.mark.slow
+
 
 def traces(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The events of the finished traces below a folder, by their path in it."""

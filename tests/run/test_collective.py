@@ -79,6 +79,7 @@ class Lagging(Small):
             time.sleep(3)
 
 
+@pytest.mark.slow
 def test_a_late_rank_loses_no_report(tmp_path: Path) -> None:
     """Three callbacks report every batch while rank 0 is up to hundreds of batches ahead."""
     parts = [ReportsEveryBatch(name) for name in "abc"]
@@ -129,6 +130,7 @@ def both(folder: Path, work: Callable[[Gatherer, int], object]) -> list[Any]:
     return [each["found"] for each in ranks]
 
 
+@pytest.mark.slow
 def test_a_rank_that_lags_by_hundreds_of_reports_shifts_none(tmp_path: Path) -> None:
     """One rank queues 1,500 reports before the other sends any; both still match."""
 
@@ -222,6 +224,7 @@ def test_a_rank_that_does_not_end_is_waited_for_once(tmp_path: Path) -> None:
     assert second["warnings"] == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_reports_with_one_warning(tmp_path: Path) -> None:
     """The other rank continues without waiting and logs no wrong value."""
 

@@ -29,6 +29,8 @@ from lightning_perf import (
 )
 from lightning_perf.run import context as module
 
+pytestmark = pytest.mark.slow
+
 HOOKS = [
     "setup", "on_fit_start", "on_sanity_check_start", "on_train_start", "on_train_epoch_start",
     "on_train_batch_start", "on_before_backward", "on_train_batch_end", "on_validation_start",

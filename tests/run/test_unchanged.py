@@ -21,6 +21,7 @@ def watched() -> list[L.Callback]:
     return [always_on(show_summary=False), PyTorch(schedule="at 2ba for 2ba")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_nothing_that_a_training_results_in_changes(tmp_path: Path, name: str) -> None:
     """Losses, weights, checkpoint, random states and metrics are equal while a profiler records.

@@ -21,6 +21,8 @@ from lightning import Callback
 from lightning_perf import SystemMetrics
 from lightning_perf.system.host import physical
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 MB = 1_000_000
 

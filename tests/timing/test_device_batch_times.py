@@ -152,6 +152,7 @@ def train(folder: Path, device: Device, *callbacks: Any, **limits: Any) -> Recor
     return records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pace", [0.4, 1.1, 1e9])
 def test_rates_use_device_time(
     pace: float, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

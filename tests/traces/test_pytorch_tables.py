@@ -14,6 +14,7 @@ from lightning_perf.traces.events import stream
 from lightning_perf.traces.reading import key_averages, table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_stack", [False, True])
 def test_it_agrees_with_torch_s_key_averages(tmp_path: Path, with_stack: bool) -> None:
     """The same names, calls and memory, and the same times within a percent."""

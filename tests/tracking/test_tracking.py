@@ -83,6 +83,7 @@ def test_an_unreachable_server_does_not_delay_training(
     assert list(tmp_path.rglob("rank0.2.pt.trace.json.gz"))
 
 
+@pytest.mark.slow
 def test_failed_metrics_are_sent_again(
     mlflow_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
