@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 from lightning_perf.charts import FlameGraph, fold, page
 from lightning_perf.charts.memory import history, memory_page, of_events, of_points, segments
-from lightning_perf.traces.events import Event, stream
+from lightning_perf.traces.events import Event, read
 from lightning_perf.traces.reading import key_averages, table
 from lightning_perf.units import bytes_text
 
@@ -221,11 +221,12 @@ def _text(command: str, source: Path, device: str = "") -> str:
         case "page":
             return calls_page(json.loads(source.read_bytes())["traceEvents"], "Python calls")
         case "operators":
-            return f"{table(key_averages(stream(source, {})))}\n"
+            events = read(source)
+            return "\n".join([table(key_averages(events)), *events.notes, ""])
         case "timeline":
-            read = json.loads(source.read_bytes())
-            is_trace = isinstance(read, dict)
-            timeline = of_events(read["traceEvents"], device) if is_trace else of_points(*read)
+            points = json.loads(source.read_bytes())
+            is_trace = isinstance(points, dict)
+            timeline = of_events(points["traceEvents"], device) if is_trace else of_points(*points)
             return memory_page(timeline, device)
         case _:
             snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now

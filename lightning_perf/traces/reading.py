@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_perf.traces.events import ADDRESS, SLACK, Event, nanoseconds
+from lightning_perf.traces.events import Kind, launched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
 
-_PYTHON = "python_function"
-_ON_CPU = {"cpu_op", "user_annotation", _PYTHON}
-_CONTEXTS = ("_runtime", "_context")
-_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-#: The number of the CPU among a trace's device types.
-_CPU = 0
+    from numpy.typing import NDArray
+
+    from lightning_perf.traces.events import Events
+
 #: Events that torch's table omits, too.
 _UNSEEN = {
     "profiler::_record_function_enter", "profiler::_record_function_enter_new",
@@ -37,130 +33,71 @@ class Row:
     """All calls of one name: the sums of `_SUMS`, with and without the calls within."""
 
     name: str
-    #: Whether it is a Python frame, as recorded with stacks.
-    python: bool = False
+    kind: Kind = Kind.OPERATOR
     calls: int = 0
     total: Counter[str] = field(default_factory=Counter)
     own: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    name: str
-    python: bool
-    start: int
-    end: int
-    #: Nanoseconds of the kernels that it launched itself.
-    kernels: int
-    total: Counter[str] = field(default_factory=Counter)
-    children: list[_Call] = field(default_factory=list)
+def key_averages(events: Events, counted: NDArray[Any] | None = None) -> list[Row]:
+    """Sum the calls of each name: all of them, or those that are to be ``counted``.
 
-
-def key_averages(events: Iterable[Event]) -> list[Row]:
-    """Sum the calls of each name.
-
-    Calls are nested by thread and time. Annotations that torch repeats on the device's timeline
-    are skipped: their kernels are counted. Rows are sorted by self device time, then self CPU
-    time, the largest first; Python frames come last.
-
-    Example:
-        >>> call = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1}
-        >>> linear = call | {"name": "aten::linear", "ts": 10.0, "dur": 5.0}
-        >>> addmm = call | {"name": "aten::addmm", "ts": 11.0, "dur": 3.5}
-        >>> [(row.name, row.own["cpu"], row.total["cpu"]) for row in key_averages([linear, addmm])]
-        [('aten::addmm', 3500, 3500), ('aten::linear', 1500, 5000)]
+    Rows are sorted by self device time, then self CPU time, the largest first; Python frames come
+    last.
     """
-    events = list(events)
-    timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    rows: dict[tuple[str, str], Row] = {}
-    launched: Counter[object] = Counter()
-    for kernel in timed:
-        if kernel.get("cat") in _ON_DEVICE:
-            took = nanoseconds(kernel["dur"])
-            launched[kernel.get("args", {}).get("External id")] += took
-            row = rows.setdefault(("device", kernel["name"]), Row(kernel["name"]))
-            row.calls += 1
-            row.total["device"] += took
-            row.own["device"] += took
-    memory = _memory(events)
-    for calls in _by_thread(timed, launched):
-        _nest(calls)
-        for call in reversed(_without_repeats(calls)):  # children first
-            name = ADDRESS.sub("", call.name)
-            _add(rows.setdefault(("cpu", name), Row(name, call.python)), call, memory(call))
-    return sorted(rows.values(), key=lambda r: (r.python, -r.own["device"], -r.own["cpu"]))
+    import numpy as np
+
+    calls, device, kinds = events.host, events.device, [kind for kind, _ in events.names]
+    rows = [Row(name, kind) for kind, name in events.names]
+    shown = np.array([name not in _UNSEEN for _, name in events.names])[calls.name]
+    # Driver calls have the id of their operator, which already has the kernels.
+    kernels = launched(calls, device) * (np.array(kinds)[calls.name] != Kind.CALL)
+
+    # A call whose only child has the same name is merged with that child.
+    inner = events.callers >= 0
+    alone = np.bincount(events.callers[inner & shown], minlength=len(shown))[events.callers] == 1
+    repeats = inner & alone & (calls.name == calls.name[events.callers])
+    into = np.arange(len(repeats))
+    for call in np.flatnonzero(repeats).tolist():  # callers first
+        into[call] = into[events.callers[call]]
+        kernels[into[call]] = kernels[call]
+    kernels[repeats] = 0
+    callers = np.where(inner, into[events.callers], -1)
+    counted = shown & ~repeats & (True if counted is None else counted)
+
+    launches = kernels.copy()
+    for call in range(len(callers) - 1, -1, -1):  # those within first
+        if callers[call] >= 0:
+            launches[callers[call]] += launches[call]
+    sums = {"cpu": calls.end - calls.start, "device": launches, **_memory(events)}
+    for key, values in sums.items():
+        total = values * counted
+        own = total - np.bincount(callers[inner], total[inner], len(total)) * counted
+        totals = [np.bincount(calls.name, each, len(rows)) for each in (total, own)]
+        if key == "device":
+            took = np.bincount(device.name, device.end - device.start, len(rows))
+            totals = [each + took for each in totals]
+        for row, *both in zip(rows, *totals, strict=True):
+            row.total[key], row.own[key] = map(int, both)
+    numbers = np.bincount(np.append(calls.name[counted], device.name), minlength=len(rows))
+    for row, number in zip(rows, numbers.tolist(), strict=True):
+        row.calls = number
+    found = [row for row in rows if row.calls]
+    return sorted(found, key=lambda r: (r.kind is Kind.FRAME, -r.own["device"], -r.own["cpu"]))
 
 
-def _by_thread(events: list[Event], launched: Counter[object]) -> Iterable[list[_Call]]:
-    threads: dict[object, list[_Call]] = defaultdict(list)
-    for event in events:
-        category, name = event.get("cat", ""), event["name"]
-        if name in _UNSEEN or not (category in _ON_CPU or category.endswith(_CONTEXTS)):
-            continue
-        start, identity = nanoseconds(event["ts"]), event.get("args", {}).get("External id")
-        # Driver calls have the id of their operator, which already has the kernels.
-        kernels = launched[identity] if identity and category in _ON_CPU else 0
-        name = "ProfilerStep*" if name.startswith("ProfilerStep#") else name
-        call = _Call(name, category == _PYTHON, start, start + nanoseconds(event["dur"]), kernels)
-        threads[event["pid"], event["tid"]].append(call)
-    return threads.values()
+def _memory(events: Events) -> dict[str, NDArray[Any]]:
+    """The bytes allocated minus the bytes freed during each call."""
+    import numpy as np
 
-
-def _nest(calls: list[_Call]) -> None:
-    """Sort the calls of one thread by start time and set their children."""
-    calls.sort(key=lambda call: (call.start, -call.end))
-    running: list[_Call] = []
-    for call in calls:
-        while running and not (
-            call.start < running[-1].end and call.end <= running[-1].end + SLACK
-        ):
-            running.pop()
-        if running:
-            running[-1].children.append(call)
-        running.append(call)
-
-
-def _without_repeats(calls: list[_Call]) -> list[_Call]:
-    """Merge each call whose only child has the same name with that child."""
-    repeats: set[int] = set()
-    for call in calls:
-        while len(call.children) == 1 and call.children[0].name == call.name:
-            (same,) = call.children
-            repeats.add(id(same))
-            call.kernels, call.children = same.kernels, same.children
-    return [call for call in calls if id(call) not in repeats]
-
-
-def _add(row: Row, call: _Call, memory: dict[str, int]) -> None:
-    within: Counter[str] = Counter()
-    for child in call.children:
-        within.update(child.total)
-    device = call.kernels + within["device"]
-    call.total.update(memory, cpu=call.end - call.start, device=device)
-    row.calls += 1
-    row.total.update(call.total)
-    row.own.update(call.total)
-    row.own.subtract(within)
-
-
-def _memory(events: Iterable[Event]) -> Callable[[_Call], dict[str, int]]:
-    """A function for the bytes allocated minus the bytes freed during a call."""
-    changes = sorted(
-        (nanoseconds(event["ts"]), event["args"]["Device Type"] == _CPU, event["args"]["Bytes"])
-        for event in events
-        if event.get("name") == "[memory]" and "Bytes" in event.get("args", {})
-    )
-    times = [time for time, _, _ in changes]
-    sums = {
-        name: list(accumulate((size * (cpu == on_cpu) for _, cpu, size in changes), initial=0))
-        for name, on_cpu in (("cpu_memory", True), ("device_memory", False))
-    }
-
-    def during(call: _Call) -> dict[str, int]:
-        first, last = bisect_left(times, call.start), bisect_right(times, call.end)
-        return {name: each[last] - each[first] for name, each in sums.items()}
-
-    return during
+    times, on_cpu, sizes = (each[np.argsort(events.memory[0])] for each in events.memory)
+    last = times.searchsorted(events.host.end, "right")
+    first = times.searchsorted(events.host.start)
+    found = {}
+    for name, is_cpu in (("cpu_memory", 1), ("device_memory", 0)):
+        sums = np.append(0, np.cumsum(sizes * (on_cpu == is_cpu)))
+        found[name] = sums[last] - sums[first]
+    return found
 
 
 def table(rows: Sequence[Row], limit: int = 100) -> str:
@@ -203,4 +140,6 @@ def _short(row: Row) -> str:
     """The start of a long name; of a Python frame the end, which has the function."""
     if len(row.name) <= _WIDTH:
         return row.name
-    return f"...{row.name[3 - _WIDTH :]}" if row.python else f"{row.name[: _WIDTH - 3]}..."
+    return (
+        f"...{row.name[3 - _WIDTH :]}" if row.kind is Kind.FRAME else f"{row.name[: _WIDTH - 3]}..."
+    )
