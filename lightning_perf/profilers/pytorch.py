@@ -265,7 +265,6 @@ class PyTorch(Profiler):
             profiler.start()
 
         def tick() -> None:
-            tools.refuse_lightnings(self, context)
             with tools.no_collection():  # the step after the warm-up starts the recording
                 profiler.step()
 

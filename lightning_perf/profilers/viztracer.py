@@ -246,17 +246,15 @@ class VizTracer(RecordsChildren):
     @override
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         tools.refuse_python_profiler(self)
-        tick = None
         if self.options.get("log_torch"):
             tools.refuse_torch_profiler(self, context)
-            tick = partial(tools.refuse_lightnings, self, context)
         with tools.blaming(self.options):
             tracer = ready_tracer(context.ranks.global_rank, self.tracer_entries, self.options)
         if self._children is not None:
             self._children.open(path)
         try:
             start(tracer)
-            yield tick
+            yield None
         finally:
             children = self.shut_children()
         stop(tracer, path)
