@@ -7,7 +7,7 @@
 - ``merge TRACE CHILD...`` adds VizTracer's traces of child processes to that of their parent.
 - ``page TRACE PAGE`` draws flame graphs of such a trace; ``check PACKED`` reads a ``.cvf`` file.
 - ``operators TRACE TEXT`` writes a table of the operators in a trace of torch.profiler.
-- ``timeline SOURCE PAGE DEVICE`` draws memory over time, of such a trace or of what torch exports.
+- ``timeline POINTS PAGE DEVICE`` draws memory over time, of what torch.profiler exports.
 - ``history|segments SNAPSHOT PAGE`` draws a snapshot of CUDA memory.
 """
 
@@ -27,7 +27,7 @@ from stat import S_ISREG
 from typing import Any, TextIO
 
 from lightning_perf.charts import FlameGraph, fold, page
-from lightning_perf.charts.memory import history, memory_page, of_events, of_points, segments
+from lightning_perf.charts.memory import history, memory_page, of_points, segments
 from lightning_perf.traces.events import Event, read
 from lightning_perf.traces.reading import key_averages, table
 from lightning_perf.units import bytes_text
@@ -224,10 +224,7 @@ def _text(command: str, source: Path, device: str = "") -> str:
             events = read(source)
             return "\n".join([table(key_averages(events)), *events.notes, ""])
         case "timeline":
-            points = json.loads(source.read_bytes())
-            is_trace = isinstance(points, dict)
-            timeline = of_events(points["traceEvents"], device) if is_trace else of_points(*points)
-            return memory_page(timeline, device)
+            return memory_page(of_points(*json.loads(source.read_bytes())), device)
         case _:
             snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
             return history(snapshot) if command == "history" else segments(snapshot)

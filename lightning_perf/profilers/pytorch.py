@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_perf.checks import flag
-from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import tools
 from lightning_perf.profilers.base import Profiler, shared
 from lightning_perf.profilers.windows import Recorded, Recording
@@ -73,12 +73,8 @@ def _activity(named: Any) -> Any:
 class TorchFiles:
     """The files of one recording, whose profiler has stopped."""
 
-    def __init__(
-        self, profiler: profile, path: Path, device: str, on_error: Callable[[Exception], None]
-    ) -> None:
+    def __init__(self, profiler: profile, path: Path, device: str) -> None:
         self._profiler, self._path, self._device = profiler, path, device
-        #: Called if torch cannot export the memory timeline.
-        self._on_error = on_error
         self._exported = False
 
     def trace(self) -> None:
@@ -96,17 +92,12 @@ class TorchFiles:
 
     def memory_timeline(self, target: Path) -> None:
         """Write the page about memory over time."""
-        source = points = target.with_name(f"{target.name}.points")
+        points = target.with_name(f"{target.name}.points")
         try:
-            try:
-                # Unwrapped, to avoid a deprecation warning that users cannot act on.
-                export = inspect.unwrap(profile.export_memory_timeline)
-                export(self._profiler, str(points), self._device)
-            except Exception as error:  # newer torch lacks it; it also fails for some models
-                self._on_error(error)
-                self.trace()
-                source = self._path
-            tools.run_program("timeline", source, target, self._device)
+            # Unwrapped, to avoid a deprecation warning that users cannot act on.
+            export = inspect.unwrap(profile.export_memory_timeline)
+            export(self._profiler, str(points), self._device)
+            tools.run_program("timeline", points, target, self._device)
         finally:
             points.unlink(missing_ok=True)
 
@@ -218,7 +209,6 @@ class PyTorch(Profiler):
         self.key_averages = flag("key_averages", key_averages)
         torch_options(self.options)
         self._check_memory()
-        self._warned_totals = False
 
     def _check_memory(self) -> None:
         checks = {"memory_filename": file_format, "memory_remote_file_name": remote_format}
@@ -272,7 +262,7 @@ class PyTorch(Profiler):
         with tools.no_collection():
             profiler.stop()
         profiler.action_map.clear()  # its own methods, a reference cycle
-        files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device), self._warn)
+        files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device))
         return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})
 
     @override
@@ -301,15 +291,6 @@ class PyTorch(Profiler):
         placed = {name: getattr(ranks, name) for name in ("local_rank", "node_rank", "world_size")}
         counts = {name: getattr(stamp, name) for name in ("epoch", "batch", "step")}
         return {"rank": ranks.global_rank, **placed, **named, "stage": context.stage, **counts}
-
-    def _warn(self, error: Exception) -> None:
-        """Warn once that pages about memory have no categories."""
-        if not self._warned_totals:
-            self._warned_totals = True
-            warn(
-                f"torch cannot classify the memory ({describe(error)}): pages show the total. On "
-                "CUDA, MemorySnapshot shows more."
-            )
 
 
 def _phases(first: int, warmup: int) -> Callable[[int], ProfilerAction]:
