@@ -137,11 +137,12 @@ def merge(target: Path, others: Sequence[Path]) -> None:
     target.write_text(json.dumps(whole))
 
 
-def check(packed: Path) -> None:
-    """Fail on a truncated ``.cvf``, which VizTracer leaves on a full disk without an error."""
+def read_packed(packed: Path) -> dict[str, Any]:
+    """Read a ``.cvf``; fails on a truncated one, which VizTracer leaves on a full disk."""
     from viztracer.vcompressor import VCompressor  # type: ignore[import-untyped]
 
-    VCompressor().decompress(str(packed))
+    content: dict[str, Any] = VCompressor().decompress(str(packed))
+    return content
 
 
 def calls_page(events: Sequence[Event], title: str) -> str:
@@ -202,7 +203,7 @@ def _main(command: str, first: str, *others: str) -> None:
     if command == "merge":
         merge(source, [*map(Path, others)])
     elif command == "check":
-        check(source)
+        read_packed(source)
     elif command == "flamegraph":
         from memray.commands import main
 
@@ -219,7 +220,9 @@ def _text(command: str, source: Path, device: str = "") -> str:
             sys.stdout.write(json.dumps(numbers))
             return text
         case "page":
-            return calls_page(json.loads(source.read_bytes())["traceEvents"], "Python calls")
+            packed = source.suffix == ".cvf"
+            trace = read_packed(source) if packed else json.loads(source.read_bytes())
+            return calls_page(trace["traceEvents"], "Python calls")
         case "operators":
             events = read(source)
             return "\n".join([table(key_averages(events)), *events.notes, ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,36 +71,22 @@ def _activity(named: Any) -> Any:
     return named if isinstance(named, ProfilerActivity) else _ACTIVITIES[named.lower()]
 
 
-class TorchFiles:
-    """The files of one recording, whose profiler has stopped."""
+def _export(profiler: profile, path: Path) -> None:
+    """Write the trace."""
+    profiler.export_chrome_trace(str(path))
+    if path.exists():  # otherwise the writer reports it
+        tools.check_whole(path)
 
-    def __init__(self, profiler: profile, path: Path, device: str) -> None:
-        self._profiler, self._path, self._device = profiler, path, device
-        self._exported = False
 
-    def trace(self) -> None:
-        """Write the trace, once; the other files are made from it."""
-        if not self._exported:
-            self._profiler.export_chrome_trace(str(self._path))
-            self._exported = True
-            if self._path.exists():  # otherwise the writer reports it
-                tools.check_whole(self._path)
-
-    def key_averages(self, target: Path) -> None:
-        """Write the table of operators."""
-        self.trace()
-        tools.run_program("operators", self._path, target)
-
-    def memory_timeline(self, target: Path) -> None:
-        """Write the page about memory over time."""
-        points = target.with_name(f"{target.name}.points")
-        try:
-            # Unwrapped, to avoid a deprecation warning that users cannot act on.
-            export = inspect.unwrap(profile.export_memory_timeline)
-            export(self._profiler, str(points), self._device)
-            tools.run_program("timeline", points, target, self._device)
-        finally:
-            points.unlink(missing_ok=True)
+def _draw_memory(profiler: profile, device: str, page: Path) -> None:
+    """Write the page about memory over time."""
+    points = page.with_name(f"{page.name}.points")
+    try:
+        # Unwrapped, to avoid a deprecation warning that users cannot act on.
+        inspect.unwrap(profile.export_memory_timeline)(profiler, str(points), device)
+        tools.run_program("timeline", points, page, device)
+    finally:
+        points.unlink(missing_ok=True)
 
 
 _OURS = {"schedule", "on_trace_ready", "execution_trace_observer"}
@@ -262,8 +249,13 @@ class PyTorch(Profiler):
         with tools.no_collection():
             profiler.stop()
         profiler.action_map.clear()  # its own methods, a reference cycle
-        files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device))
-        return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})
+        device = str(context.trainer.strategy.root_device)
+        further: dict[str, Callable[[Path], object]] = {
+            "key_averages": partial(tools.run_program, "operators", path),
+            "memory_timeline": partial(_draw_memory, profiler, device),
+        }
+        wanted = {name: further[name] for name in self.further_files}
+        return Recorded(partial(_export, profiler, path), wanted)
 
     @override
     def on_end(self, context: RunContext) -> None:
