@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_perf.errors import describe
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import tracking_problem
-from lightning_perf.tracking.summary import FILE_NAME, RUNNING, VERSION, SummaryError, read_summary
+from lightning_perf.tracking.summary import (
+    FILE_NAME,
+    RATES,
+    RUNNING,
+    VERSION,
+    SummaryError,
+    read_summary,
+)
 
 if TYPE_CHECKING:
     import re
@@ -26,14 +33,6 @@ if TYPE_CHECKING:
 _DEPTH = 4
 #: Params among a run's that describe its set-up.
 _SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
-#: Rates among a run's metrics, by their names in a summary.
-_RATES = {
-    "mfu": "throughput/device/mfu",
-    "flops_per_sec_per_device": "throughput/device/flops_per_sec",
-    "batches_per_sec": "throughput/batches_per_sec",
-    "samples_per_sec": "throughput/samples_per_sec",
-    "tokens_per_sec": "throughput/tokens_per_sec",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +217,7 @@ def _summary(client: MlflowClient, run_id: str, paths: Sequence[str]) -> Summary
 def _from_metrics(client: MlflowClient, run: Any) -> Summary:
     """The last report of a run that has not ended or was killed, from its metrics."""
     metrics, run_id = run.data.metrics, run.info.run_id
-    rates = {rate: key for rate, key in _RATES.items() if key in metrics}
+    rates = {rate: key for rate, (*_, key) in RATES.items() if key in metrics}
     times = {name: key for name in CATEGORIES if (key := f"timings/{name}") in metrics}
     windows = {}
     for key in [*rates.values(), *times.values()][:1]:

@@ -6,7 +6,6 @@ import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
@@ -300,16 +299,10 @@ class Root:
     place: str = ""
 
     def close(self) -> None:
-        """At the end of the run, remove temporary folders; files not uploaded stay."""
-        if self.discards:
+        """At the end of the run, remove a temporary folder; files not uploaded stay."""
+        files = (path for path in self.path.rglob("*") if path.is_file() and path.name != README)
+        if self.discards or (self.mirror is not None and not any(files)):
             shutil.rmtree(self.path, ignore_errors=True)
-        elif self.mirror is not None:
-            for readme in self.path.rglob(README):
-                readme.unlink(missing_ok=True)
-            folders = (path for path in self.path.rglob("*") if path.is_dir())
-            for folder in (*sorted(folders, reverse=True), self.path):
-                with suppress(OSError):  # not empty: it holds files that were not uploaded
-                    folder.rmdir()
 
 
 def root_of(place: str) -> Root:
