@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from lightning_perf.errors import WarningDigest, describe, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from lightning_perf.background import Worker
@@ -38,16 +39,9 @@ class Target:
 Sends = tuple[tuple[Target, str], ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mirror:
-    """A folder in a store that mirrors a local folder, with the same names."""
-
-    #: Adds a number to a name that is taken.
-    adding: Target
-    #: Replaces a file whose name is taken.
-    replacing: Target
-    #: The folder, below the host or bucket.
-    folder: str
+#: A folder in a store that mirrors a local one: the target of a file and its name there, by its
+#: name in the folder, and whether it replaces a file of that name; otherwise it gets a number.
+Mirror = Callable[[str, bool], tuple[Target, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,12 +19,14 @@ from typing_extensions import override
 from lightning_perf.errors import ConfigError, describe, warn, without_credentials
 from lightning_perf.traces.folder import README, written_whole
 from lightning_perf.traces.names import numbered, split_url
-from lightning_perf.traces.uploads import Mirror, NotHere, Target
+from lightning_perf.traces.uploads import NotHere, Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fsspec import AbstractFileSystem
+
+    from lightning_perf.traces.uploads import Mirror
 
 #: The group of entry points under which packages offer trackers.
 GROUP = "lightning_perf.trackers"
@@ -323,11 +325,12 @@ def root_of(place: str) -> Root:
         warn(f"{without_credentials(place)} {error.problem}: files are written to {path} instead.")
         return Root(path)
     store, (_, _, folder) = _Store(place), split_url(place)
-    mirror = Mirror(
-        adding=Target(partial(store.send, adds=True), store.address),
-        replacing=Target(store.send, store.address),
-        folder=folder.rstrip("/"),
-    )
+    adding = Target(partial(store.send, adds=True), store.address)
+    replacing = Target(store.send, store.address)
+
+    def mirror(name: str, replaces: bool) -> tuple[Target, str]:
+        return (replacing if replaces else adding), f"{folder.rstrip('/')}/{name}".lstrip("/")
+
     return Root(_temporary(), mirror, place=without_credentials(place).rstrip("/"))
 
 

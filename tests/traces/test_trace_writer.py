@@ -19,7 +19,6 @@ from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
 from lightning_perf.traces import uploads
 from lightning_perf.traces.folder import compress, place
 from lightning_perf.traces.uploads import (
-    Mirror,
     NotHere,
     PendingUpload,
     Target,
@@ -320,7 +319,7 @@ def test_a_late_upload_keeps_the_listed_file(make_writer, worker, tmp_path):
         gate.wait(PATIENCE)
 
     target = Target(hang)
-    writer = make_writer(mirror=Mirror(target, target, "bucket"))
+    writer = make_writer(mirror=lambda name, replaces: (target, f"bucket/{name}"))
     written = record(writer)
     assert reached.wait(PATIENCE)
     with pytest.warns(PerfWarning, match="not uploaded"):
