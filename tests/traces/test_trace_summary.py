@@ -59,7 +59,7 @@ def test_operators_have_their_self_time_and_their_kernels(summary: TraceSummary)
 def test_a_call_that_began_before_the_first_step_does_not_count(tmp_path: Path) -> None:
     """The time of calls within it is not subtracted from other calls of its name."""
     events = [
-        on_host("user_annotation", "ProfilerStep#1", 100, 200),
+        {**on_host("user_annotation", "ProfilerStep#1", 100, 200), "tid": 1},
         on_host("cpu_op", "aten::outer", 50, 150), on_host("cpu_op", "aten::inner", 110, 140),
         on_host("cpu_op", "aten::outer", 160, 180),
     ]  # fmt: skip
