@@ -29,7 +29,7 @@ from typing import Any, TextIO
 from lightning_perf.charts import FlameGraph, fold, page
 from lightning_perf.charts.memory import history, memory_page, of_points, segments
 from lightning_perf.traces.events import Event, read
-from lightning_perf.traces.reading import key_averages, table
+from lightning_perf.traces.operators import key_averages, table
 from lightning_perf.units import bytes_text
 
 #: Source lines in each table of memory.

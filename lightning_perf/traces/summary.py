@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_perf.traces.events import MOST_EVENTS, STEP, Kind, read
-from lightning_perf.traces.reading import key_averages
+from lightning_perf.traces.operators import key_averages
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lightning_perf.traces.events import read
-from lightning_perf.traces.reading import Row, key_averages, table
+from lightning_perf.traces.operators import Row, key_averages, table
 
 
 def rows_of(folder: Path, events: list[dict[str, Any]]) -> list[Row]:

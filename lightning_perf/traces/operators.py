@@ -65,11 +65,11 @@ def key_averages(events: Events, counted: NDArray[Any] | None = None) -> list[Ro
     callers = np.where(inner, into[events.callers], -1)
     counted = shown & ~repeats & (True if counted is None else counted)
 
-    launches = kernels.copy()
-    for call in range(len(callers) - 1, -1, -1):  # those within first
-        if callers[call] >= 0:
-            launches[callers[call]] += launches[call]
-    sums = {"cpu": calls.end - calls.start, "device": launches, **_memory(events)}
+    launches, above = kernels.tolist(), callers.tolist()
+    for call in range(len(above) - 1, -1, -1):  # those within first
+        if above[call] >= 0:
+            launches[above[call]] += launches[call]
+    sums = {"cpu": calls.end - calls.start, "device": np.array(launches), **_memory(events)}
     for key, values in sums.items():
         total = values * counted
         own = total - np.bincount(callers[inner], total[inner], len(total)) * counted
