@@ -307,7 +307,7 @@ class Finishing(PyTorch):
     def save(self, path: Path, timestamp: Any, stage: str, recorded: Any) -> None:
         def finish() -> None:
             self.ask()
-            recorded.finish()
+            recorded.complete()
 
         super().save(path, timestamp, stage, Recorded(finish))
 

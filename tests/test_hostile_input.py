@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.pending import read_pending
 from helpers.small import Records, Small, trainer
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -37,7 +38,6 @@ from lightning_perf.traces.uploads import (
     FILE_NAME,
     PendingUpload,
     append_pending,
-    read_pending,
 )
 from lightning_perf.tracking.runs import read_folder
 from lightning_perf.tracking.summary import SummaryError, description, panel, read_summary

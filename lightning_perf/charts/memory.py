@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_perf.charts import (
     COLOURS,
@@ -25,9 +25,6 @@ from lightning_perf.charts import (
     ticks,
 )
 from lightning_perf.units import bytes_text, bytes_unit, counted, duration, time_unit
-
-if TYPE_CHECKING:
-    from lightning_perf.traces.events import Event
 
 #: Torch's categories, in the order of its columns.
 CATEGORIES = (
@@ -63,19 +60,6 @@ def of_points(times: Sequence[int], sizes: Sequence[Sequence[int]]) -> Timeline:
     """
     # Torch estimates what was allocated before the recording, so that a sum may be negative.
     return Timeline(times, [[max(size, 0) for size in row[1:]] for row in sizes], CATEGORIES)
-
-
-def of_events(events: Iterable[Event], device: str) -> Timeline:
-    """A timeline of the allocations of a device, such as ``cuda:0``, in a trace: no categories."""
-    kind, _, number = device.partition(":")
-    points = sorted(
-        (event["ts"], max(event["args"]["Total Allocated"], 0))
-        for event in events
-        if event.get("name") == "[memory]"
-        and (event["args"]["Device Type"] == 0) == (kind == "cpu")
-        and (kind == "cpu" or event["args"]["Device Id"] == int(number or 0))
-    )
-    return Timeline([time for time, _ in points], [[size] for _, size in points], ["Allocated"])
 
 
 def memory_page(timeline: Timeline, device: str) -> str:

@@ -24,7 +24,7 @@ from lightning_perf.cli import (
 )
 from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
-from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, read_pending, revise_pending
+from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, taken_pending
 from lightning_perf.tracking.tracker import STORE, check_store, store_target, tracker_at
 from lightning_perf.units import counted, duration
 
@@ -194,7 +194,6 @@ def _show_collectives(console: Console, found: Sequence[Collective], ranks: int)
 
 # -- uploads --------------------------------------------------------------------------------------
 
-_Key = tuple[str, str, frozenset[tuple[str, str]]]
 _MISSING = "the file is missing; --forget-missing removes it from the list"
 
 
@@ -254,22 +253,19 @@ def _send_all(
     from rich.console import Console
     from rich.progress import track
 
-    console = Console(stderr=True)
-    entries = {_key(entry): entry for entry in read_pending(place)}
-    errors: dict[_Key, str] = {}
-    try:
-        for key in track(entries, "uploading", console=console, disable=not console.is_terminal):
-            errors[key] = send(entries[key], place)
-    finally:
-
-        def left(entry: PendingUpload) -> PendingUpload | None:
-            error = errors.get(_key(entry))
-            if error is None:  # a running training added it meanwhile
-                return entry
-            return None if error in ("", forgotten) else replace(entry, error=error)
-
-        revise_pending(place, left)
-    return [(entries[key].path, error) for key, error in errors.items()]
+    console, sent = Console(stderr=True), []
+    with taken_pending(place) as left:
+        entries = list(left.items())
+        for key, entry in track(
+            entries, "uploading", console=console, disable=not console.is_terminal
+        ):
+            error = send(entry, place)
+            sent.append((entry.path, error))
+            if error in ("", forgotten):
+                del left[key]
+            else:
+                left[key] = replace(entry, error=error)
+    return sent
 
 
 def _places(folder: str) -> Iterator[Path]:
@@ -278,10 +274,6 @@ def _places(folder: str) -> Iterator[Path]:
         below[:] = sorted(name for name in below if not name.startswith("."))
         if any(name.startswith(FILE_NAME) for name in files):
             yield Path(place)
-
-
-def _key(entry: PendingUpload) -> _Key:
-    return entry.path, entry.remote, frozenset(entry.target.items())
 
 
 def _send(

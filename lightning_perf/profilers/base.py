@@ -265,12 +265,8 @@ class Profiler(PerfCallback):
         window = None if trained else self.schedule.window(moment)
         if running is not None:
             if running.includes(window, self.batches_per_trace):
-                try:
-                    if running.tick is not None:
-                        running.tick()
-                except RecorderBusy as error:  # another recorder is about to start
-                    self._stop(context)
-                    self._skip(error)
+                if running.tick is not None:
+                    running.tick()
                 return
             self._stop(context)
         if window is not None:

@@ -12,7 +12,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_perf.background import wait_until
 from lightning_perf.errors import ConfigError
 from lightning_perf.profilers.base import Profiler
 
@@ -104,10 +104,8 @@ class Files:
 
     def wait(self) -> dict[int, Path]:
         """The files by number; those of killed children are missing, after some seconds."""
-        until = time.monotonic() + _PATIENCE
         files = {number: self._folder / str(number) for number in self.numbers}
-        while not all(path.exists() for path in files.values()) and time.monotonic() < until:
-            time.sleep(_INTERVAL)
+        wait_until(lambda: all(path.exists() for path in files.values()), _PATIENCE)
         return {number: path for number, path in files.items() if path.exists()}
 
 

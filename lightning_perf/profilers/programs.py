@@ -7,7 +7,7 @@
 - ``merge TRACE CHILD...`` adds VizTracer's traces of child processes to that of their parent.
 - ``page TRACE PAGE`` draws flame graphs of such a trace; ``check PACKED`` reads a ``.cvf`` file.
 - ``operators TRACE TEXT`` writes a table of the operators in a trace of torch.profiler.
-- ``timeline SOURCE PAGE DEVICE`` draws memory over time, of such a trace or of what torch exports.
+- ``timeline POINTS PAGE DEVICE`` draws memory over time, of what torch.profiler exports.
 - ``history|segments SNAPSHOT PAGE`` draws a snapshot of CUDA memory.
 """
 
@@ -27,9 +27,9 @@ from stat import S_ISREG
 from typing import Any, TextIO
 
 from lightning_perf.charts import FlameGraph, fold, page
-from lightning_perf.charts.memory import history, memory_page, of_events, of_points, segments
-from lightning_perf.traces.events import Event, stream
-from lightning_perf.traces.reading import key_averages, table
+from lightning_perf.charts.memory import history, memory_page, of_points, segments
+from lightning_perf.traces.events import Event, read
+from lightning_perf.traces.operators import key_averages, table
 from lightning_perf.units import bytes_text
 
 #: Source lines in each table of memory.
@@ -137,11 +137,12 @@ def merge(target: Path, others: Sequence[Path]) -> None:
     target.write_text(json.dumps(whole))
 
 
-def check(packed: Path) -> None:
-    """Fail on a truncated ``.cvf``, which VizTracer leaves on a full disk without an error."""
+def read_packed(packed: Path) -> dict[str, Any]:
+    """Read a ``.cvf``; fails on a truncated one, which VizTracer leaves on a full disk."""
     from viztracer.vcompressor import VCompressor  # type: ignore[import-untyped]
 
-    VCompressor().decompress(str(packed))
+    content: dict[str, Any] = VCompressor().decompress(str(packed))
+    return content
 
 
 def calls_page(events: Sequence[Event], title: str) -> str:
@@ -202,7 +203,7 @@ def _main(command: str, first: str, *others: str) -> None:
     if command == "merge":
         merge(source, [*map(Path, others)])
     elif command == "check":
-        check(source)
+        read_packed(source)
     elif command == "flamegraph":
         from memray.commands import main
 
@@ -219,14 +220,14 @@ def _text(command: str, source: Path, device: str = "") -> str:
             sys.stdout.write(json.dumps(numbers))
             return text
         case "page":
-            return calls_page(json.loads(source.read_bytes())["traceEvents"], "Python calls")
+            packed = source.suffix == ".cvf"
+            trace = read_packed(source) if packed else json.loads(source.read_bytes())
+            return calls_page(trace["traceEvents"], "Python calls")
         case "operators":
-            return f"{table(key_averages(stream(source, {})))}\n"
+            events = read(source)
+            return "\n".join([table(key_averages(events)), *events.notes, ""])
         case "timeline":
-            read = json.loads(source.read_bytes())
-            is_trace = isinstance(read, dict)
-            timeline = of_events(read["traceEvents"], device) if is_trace else of_points(*read)
-            return memory_page(timeline, device)
+            return memory_page(of_points(*json.loads(source.read_bytes())), device)
         case _:
             snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
             return history(snapshot) if command == "history" else segments(snapshot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_perf.checks import flag
-from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import tools
 from lightning_perf.profilers.base import Profiler, shared
 from lightning_perf.profilers.windows import Recorded, Recording
@@ -70,45 +71,22 @@ def _activity(named: Any) -> Any:
     return named if isinstance(named, ProfilerActivity) else _ACTIVITIES[named.lower()]
 
 
-class TorchFiles:
-    """The files of one recording, whose profiler has stopped."""
+def _export(profiler: profile, path: Path) -> None:
+    """Write the trace."""
+    profiler.export_chrome_trace(str(path))
+    if path.exists():  # otherwise the writer reports it
+        tools.check_whole(path)
 
-    def __init__(
-        self, profiler: profile, path: Path, device: str, on_error: Callable[[Exception], None]
-    ) -> None:
-        self._profiler, self._path, self._device = profiler, path, device
-        #: Called if torch cannot export the memory timeline.
-        self._on_error = on_error
-        self._exported = False
 
-    def trace(self) -> None:
-        """Write the trace, once; the other files are made from it."""
-        if not self._exported:
-            self._profiler.export_chrome_trace(str(self._path))
-            self._exported = True
-            if self._path.exists():  # otherwise the writer reports it
-                tools.check_whole(self._path)
-
-    def key_averages(self, target: Path) -> None:
-        """Write the table of operators."""
-        self.trace()
-        tools.run_program("operators", self._path, target)
-
-    def memory_timeline(self, target: Path) -> None:
-        """Write the page about memory over time."""
-        source = points = target.with_name(f"{target.name}.points")
-        try:
-            try:
-                # Unwrapped, to avoid a deprecation warning that users cannot act on.
-                export = inspect.unwrap(profile.export_memory_timeline)
-                export(self._profiler, str(points), self._device)
-            except Exception as error:  # newer torch lacks it; it also fails for some models
-                self._on_error(error)
-                self.trace()
-                source = self._path
-            tools.run_program("timeline", source, target, self._device)
-        finally:
-            points.unlink(missing_ok=True)
+def _draw_memory(profiler: profile, device: str, page: Path) -> None:
+    """Write the page about memory over time."""
+    points = page.with_name(f"{page.name}.points")
+    try:
+        # Unwrapped, to avoid a deprecation warning that users cannot act on.
+        inspect.unwrap(profile.export_memory_timeline)(profiler, str(points), device)
+        tools.run_program("timeline", points, page, device)
+    finally:
+        points.unlink(missing_ok=True)
 
 
 _OURS = {"schedule", "on_trace_ready", "execution_trace_observer"}
@@ -218,7 +196,6 @@ class PyTorch(Profiler):
         self.key_averages = flag("key_averages", key_averages)
         torch_options(self.options)
         self._check_memory()
-        self._warned_totals = False
 
     def _check_memory(self) -> None:
         checks = {"memory_filename": file_format, "memory_remote_file_name": remote_format}
@@ -265,7 +242,6 @@ class PyTorch(Profiler):
             profiler.start()
 
         def tick() -> None:
-            tools.refuse_lightnings(self, context)
             with tools.no_collection():  # the step after the warm-up starts the recording
                 profiler.step()
 
@@ -273,8 +249,13 @@ class PyTorch(Profiler):
         with tools.no_collection():
             profiler.stop()
         profiler.action_map.clear()  # its own methods, a reference cycle
-        files = TorchFiles(profiler, path, str(context.trainer.strategy.root_device), self._warn)
-        return Recorded(files.trace, {name: getattr(files, name) for name in self.further_files})
+        device = str(context.trainer.strategy.root_device)
+        further: dict[str, Callable[[Path], object]] = {
+            "key_averages": partial(tools.run_program, "operators", path),
+            "memory_timeline": partial(_draw_memory, profiler, device),
+        }
+        wanted = {name: further[name] for name in self.further_files}
+        return Recorded(partial(_export, profiler, path), wanted)
 
     @override
     def on_end(self, context: RunContext) -> None:
@@ -302,15 +283,6 @@ class PyTorch(Profiler):
         placed = {name: getattr(ranks, name) for name in ("local_rank", "node_rank", "world_size")}
         counts = {name: getattr(stamp, name) for name in ("epoch", "batch", "step")}
         return {"rank": ranks.global_rank, **placed, **named, "stage": context.stage, **counts}
-
-    def _warn(self, error: Exception) -> None:
-        """Warn once that pages about memory have no categories."""
-        if not self._warned_totals:
-            self._warned_totals = True
-            warn(
-                f"torch cannot classify the memory ({describe(error)}): pages show the total. On "
-                "CUDA, MemorySnapshot shows more."
-            )
 
 
 def _phases(first: int, warmup: int) -> Callable[[int], ProfilerAction]:

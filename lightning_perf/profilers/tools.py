@@ -8,20 +8,17 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerAction
 
 from lightning_perf.background import wait_until
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe
 from lightning_perf.run import compat
-from lightning_perf.run.flop_meter import STEPS
 
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
@@ -97,17 +94,15 @@ REMOVE_ONE = "remove one of the two"
 
 
 def refuse_torch_profiler(profiler: object, context: RunContext) -> None:
-    """Refuse to start torch.profiler beside another one: each would empty the other's trace."""
-    refuse_lightnings(profiler, context)
+    """Refuse to start torch.profiler beside another one: each would empty the other's trace.
+
+    Lightning's is refused in all windows, since it may start in any of them.
+    """
+    name = compat.profiler_name(context.trainer)
+    if name == "PyTorchProfiler":
+        raise RecorderBusy(type(profiler).__name__, f"Trainer(profiler={name}())", REMOVE_ONE)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         raise RecorderBusy(type(profiler).__name__, "another torch.profiler", REMOVE_ONE)
-
-
-def refuse_lightnings(profiler: object, context: RunContext) -> None:
-    """Refuse to record a batch in which Lightning's PyTorchProfiler records or warms up."""
-    name, theirs = compat.profiler_name(context.trainer), vars(context.trainer).get("profiler")
-    if name == "PyTorchProfiler" and _takes_next(theirs, context.stage):
-        raise RecorderBusy(type(profiler).__name__, f"Trainer(profiler={name}())")
 
 
 def refuse_python_profiler(profiler: object) -> None:
@@ -125,29 +120,6 @@ def has_python_profiler() -> bool:
     if hook is None and sys.version_info >= (3, 12):
         hook = sys.monitoring.get_tool(sys.monitoring.PROFILER_ID)
     return hook is not None
-
-
-def _takes_next(theirs: Any, stage: str) -> bool:
-    """Whether Lightning's profiler is active in the next batch, or becomes active at its end."""
-    try:
-        running, schedule = theirs.profiler, theirs._schedule
-        if running is None:
-            return False
-        if running.current_action != ProfilerAction.NONE:
-            return True
-        if schedule is None:
-            return bool(running.schedule(running.step_num + 1) != ProfilerAction.NONE)
-        ahead = copy(schedule)  # a call counts the batch
-        ahead.pre_step(STEPS[stage])
-        theirs._schedule = ahead
-        try:
-            # With fewer batches than its schedule needs, it records all of them.
-            overridden = theirs._should_override_schedule()
-        finally:
-            theirs._schedule = schedule
-        return bool(overridden or ahead(0) != ProfilerAction.NONE)
-    except (AttributeError, AssertionError, NotImplementedError):
-        return True  # an unknown version of Lightning: assume that it is active
 
 
 def check_whole(path: Path) -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -246,35 +246,28 @@ class VizTracer(RecordsChildren):
     @override
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
         tools.refuse_python_profiler(self)
-        tick = None
         if self.options.get("log_torch"):
             tools.refuse_torch_profiler(self, context)
-            tick = partial(tools.refuse_lightnings, self, context)
         with tools.blaming(self.options):
             tracer = ready_tracer(context.ranks.global_rank, self.tracer_entries, self.options)
         if self._children is not None:
             self._children.open(path)
         try:
             start(tracer)
-            yield tick
+            yield None
         finally:
             children = self.shut_children()
         stop(tracer, path)
-        merge = cache(partial(_merge, path, children))  # once, for the trace and its page
-        draw = partial(_draw, path, merge)
         return Recorded(
-            partial(_finish, path, merge, self.compress), dict.fromkeys(self.further_files, draw)
+            partial(_finish, path, children, self.compress),
+            dict.fromkeys(self.further_files, partial(tools.run_program, "page", path)),
         )
 
 
-def _merge(path: Path, children: Files) -> None:
-    """Add the traces of child processes."""
+def _finish(path: Path, children: Files, compress: bool) -> None:
+    """Add the traces of child processes, check the file, and compress it."""
     if files := children.wait().values():
         tools.run_program("merge", path, *files)
-
-
-def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
-    merge()
     tools.check_whole(path)
     if compress:
         raw, packed = (path.with_name(f"{path.name}{suffix}") for suffix in (".json", ".cvf"))
@@ -287,11 +280,6 @@ def _finish(path: Path, merge: Callable[[], None], compress: bool) -> None:
         finally:
             raw.replace(path)
         packed.replace(path)
-
-
-def _draw(path: Path, merge: Callable[[], None], page: Path) -> None:
-    merge()
-    tools.run_program("page", path, page)
 
 
 def _cvf(name: str) -> str:

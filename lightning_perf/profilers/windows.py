@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import ClassVar
@@ -13,31 +14,38 @@ from lightning_perf.errors import RecorderBusy
 Tick = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
 class Recorded:
     """The work that remains after a recorder has stopped; it runs on a worker thread.
 
     It must not need the training thread, because the next window may already be open.
+
+    Args:
+        finish: Completes the file: the path that ``record`` was given. Called once, before all
+            others, and again if it failed.
+        further: Writes further files, by their name in ``Profiler.further_files``.
     """
 
-    #: Completes the file: the path that ``record`` was given.
-    finish: Callable[[], None] | None = None
-    #: Writes further files, by their name in ``Profiler.further_files``; called before ``finish``.
-    further: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
-    # At the end of a run the training thread runs the remaining jobs of the worker. It must not
-    # move the recording while the worker still reads it.
-    _turn: Lock = field(default_factory=Lock)
+    def __init__(
+        self,
+        finish: Callable[[], object] = lambda: None,
+        further: Mapping[str, Callable[[Path], object]] | None = None,
+    ) -> None:
+        self.further = further or {}
+        self._finish = cache(finish)
+        # At the end of a run the training thread runs the remaining jobs of the worker. It must
+        # not move the recording while the worker still reads it.
+        self._turn = Lock()
 
     def make(self, name: str, target: Path) -> None:
         """Write one of the further files."""
         with self._turn:
+            self._finish()
             self.further[name](target)
 
     def complete(self) -> None:
         """Complete the recording, once no further file is being made from it."""
         with self._turn:
-            if self.finish is not None:
-                self.finish()
+            self._finish()
 
 
 #: Starts a recorder; yields a function to call after each batch, or None; stops the recorder.

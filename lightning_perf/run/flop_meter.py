@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 #: The strategy's method that processes a batch, by stage.
-STEPS = {
+_STEPS = {
     "train": "training_step",
     "validate": "validation_step",
     "test": "test_step",
@@ -127,7 +127,7 @@ class FlopMeter:
         """Receive each step of the stage before it starts."""
         self._known, self.settled = 0, False
         step = partial(_Step, stage=self._stage, meter=self)
-        self._steps.wrap(self._trainer.strategy, STEPS[self._stage], step)
+        self._steps.wrap(self._trainer.strategy, _STEPS[self._stage], step)
 
     def close(self) -> None:
         """Stop counting and restore the strategy."""
@@ -214,7 +214,7 @@ class FlopMeter:
 
     def _step(self, module: Any, batch: Any) -> Any:
         """Run the stage's step of a module in the precision plugin's context."""
-        step, context = getattr(module, STEPS[self._stage]), _CONTEXTS[self._stage]
+        step, context = getattr(module, _STEPS[self._stage]), _CONTEXTS[self._stage]
         arguments = len(inspect.signature(step).parameters)
         with getattr(self._trainer.precision_plugin, context)():
             return step(*(batch, 0, 0)[:arguments])

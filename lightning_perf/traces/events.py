@@ -12,16 +12,16 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
 Event = dict[str, Any]
 #: Addresses of objects, removed so that all calls of a function have one name.
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: Rounding may make a call end this many nanoseconds after its caller: one for each of the two.
-SLACK = 2
+_SLACK = 2
 
 #: Bytes per read, of a file and of a gzipped one.
 _CHUNK, _PACKED_CHUNK = 1 << 20, 1 << 16
@@ -40,7 +40,7 @@ class CutShort(TraceError):
     """A trace that ends early or is damaged, after the events that were read."""
 
 
-def nanoseconds(microseconds: float) -> int:
+def _nanoseconds(microseconds: float) -> int:
     """A trace's microseconds as an integer: sums of floats would lose the three decimals."""
     return round(microseconds * 1000)
 
@@ -144,10 +144,16 @@ class _Buffer:
 
 # -- as arrays of numbers -------------------------------------------------------------------------
 
+#: Events of the host, and of the devices, that are used at most.
+MOST_EVENTS = 3_000_000
+#: Calls that are nested at once.
+_PIECE = 100_000
 #: The largest number of a column.
 _LARGEST = (1 << 63) - 1
-#: The name of all steps' annotations.
-STEP = "ProfilerStep"
+#: The start of the names of steps' annotations, and the name that all of them get.
+_STEP, STEP = "ProfilerStep#", "ProfilerStep*"
+#: The name of changes of the memory in use, and the number of the CPU among devices' types.
+_MEMORY, _CPU = "[memory]", 0
 
 
 class Kind(IntEnum):
@@ -155,7 +161,7 @@ class Kind(IntEnum):
 
     OPERATOR = 0
     ANNOTATION = 1
-    #: Of CUDA's interface.
+    #: Of a device's interface, such as CUDA's.
     CALL = 2
     #: A Python function.
     FRAME = 3
@@ -166,13 +172,12 @@ class Kind(IntEnum):
 _KINDS = {
     "cpu_op": Kind.OPERATOR,
     "user_annotation": Kind.ANNOTATION,
-    "cuda_runtime": Kind.CALL,
-    "cuda_driver": Kind.CALL,
     "python_function": Kind.FRAME,
     "kernel": Kind.KERNEL,
     "gpu_memcpy": Kind.COPY,
     "gpu_memset": Kind.COPY,
 }
+_INTERFACES = ("_runtime", "_driver")
 
 
 class EventTable(NamedTuple):
@@ -197,8 +202,12 @@ class EventTable(NamedTuple):
 class Events:
     """The events that were read from a trace."""
 
+    #: The calls of each thread by their start, and for each the row of its caller, or -1.
     host: EventTable
+    callers: NDArray[Any]
     device: EventTable
+    #: Changes of the memory in use: nanoseconds, whether it is the CPU's, bytes.
+    memory: Sequence[NDArray[Any]]
     names: list[tuple[Kind, str]]
     #: All events of the file, also those of other kinds.
     count: int
@@ -206,10 +215,10 @@ class Events:
     notes: list[str]
 
 
-def read(path: Path, most: int) -> Events:
+def read(path: Path, most: int = MOST_EVENTS) -> Events:
     """Read a trace of torch.profiler; of a truncated one, the events up to its end.
 
-    At most ``most`` events of the host, and of the devices, are kept.
+    At most ``most`` events of the host, of the devices, and of memory are kept.
     """
     import numpy as np
 
@@ -224,20 +233,24 @@ def read(path: Path, most: int) -> Events:
     if not reader.host[0]:
         maker = ": it is one of VizTracer" if "viztracer_metadata" in head else ""
         raise TraceError(f"{path} is not a trace of torch.profiler{maker}")
-    for columns, what in ((reader.host, "host"), (reader.device, "devices")):
+    tables = []
+    for columns, what in (
+        (reader.host, "host"), (reader.device, "devices"), (reader.memory, "memory"),
+    ):  # fmt: skip
         if len(columns[0]) == most:
             notes.append(f"only the first {most:,} events of the {what} are used")
-    host, device = (
-        EventTable(*(np.frombuffer(each, dtype=each.typecode) for each in columns))
-        for columns in (reader.host, reader.device)
-    )
-    return Events(host, device, list(reader.names), reader.count, notes)
+        tables.append([np.frombuffer(each, dtype=each.typecode) for each in columns])
+    host, callers = _nested(EventTable(*tables[0]))
+    device, names = EventTable(*tables[1]), list(reader.names)
+    return Events(host, callers, device, tables[2], names, reader.count, notes)
 
 
 class _Reader:
     def __init__(self, most: int) -> None:
         self._most, self.count = most, 0
-        self.host, self.device = ([array(code) for code in "qqiiq"] for _ in range(2))
+        self.host, self.device, self.memory = (
+            [array(code) for code in codes] for codes in ("qqiiq", "qqiiq", "qbq")
+        )
         self.names: dict[tuple[Kind, str], int] = {}
         self._places: dict[object, int] = {}
 
@@ -245,28 +258,63 @@ class _Reader:
         """Add an event, unless it is of another kind."""
         self.count += 1
         try:
-            kind = _KINDS[event["cat"]]
-            columns = self.device if kind >= Kind.KERNEL else self.host
-            if event["ph"] != "X" or len(columns[0]) == self._most:
-                return
-            name, start = str(event["name"]), nanoseconds(event["ts"])
-            if kind is Kind.FRAME:
-                name = ADDRESS.sub("", name)
-            elif name.startswith(STEP):
-                name = STEP
-            place = event["pid"] if kind >= Kind.KERNEL else (event["pid"], event["tid"])
-            end = start + nanoseconds(event["dur"])
-            identity = int(event.get("args", {}).get("External id", 0))
-            if max(abs(start), abs(end), abs(identity)) > _LARGEST:
-                return
-            row = (
-                start,
-                end,
-                self.names.setdefault((kind, name), len(self.names)),
-                self._places.setdefault(place, len(self._places)),
-                identity,
-            )
+            columns, row = self._row(event)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return  # other tools' events, such as those of VizTracer
-        for column, value in zip(columns, row, strict=True):
-            column.append(value)
+        if max(map(abs, row), default=_LARGEST + 1) <= _LARGEST:
+            for column, value in zip(columns, row, strict=True):
+                column.append(value)
+
+    def _row(self, event: Event) -> tuple[Sequence[array[int]], tuple[int, ...]]:
+        """The columns of an event's kind, and its values; none where it is not used."""
+        start, arguments = _nanoseconds(event["ts"]), event.get("args", {})
+        if event["name"] == _MEMORY:
+            on_cpu, size = arguments["Device Type"] == _CPU, int(arguments["Bytes"])
+            return self.memory, (start, on_cpu, size) if len(self.memory[0]) < self._most else ()
+        category = event["cat"]
+        kind = Kind.CALL if category.endswith(_INTERFACES) else _KINDS[category]
+        columns = self.device if kind >= Kind.KERNEL else self.host
+        if event["ph"] != "X" or len(columns[0]) == self._most:
+            return columns, ()
+        name, end = event["name"], start + _nanoseconds(event["dur"])
+        if kind is Kind.FRAME:
+            name = _ADDRESS.sub("", name)
+        elif name.startswith(_STEP):
+            name = STEP
+        place = event["pid"] if kind >= Kind.KERNEL else (event["pid"], event["tid"])
+        number = self.names.setdefault((kind, name), len(self.names))
+        place = self._places.setdefault(place, len(self._places))
+        return columns, (start, end, number, place, int(arguments.get("External id", 0)))
+
+
+def _nested(host: EventTable) -> tuple[EventTable, NDArray[Any]]:
+    """The calls of each thread by their start, and for each the row of its caller, or -1."""
+    import numpy as np
+
+    host = host.at(np.lexsort((-host.end, host.start, host.place)))
+    callers = array("i")
+    running: list[tuple[int, int]] = []  # end and row
+    thread = -1
+    for first in range(0, len(host.start), _PIECE):
+        piece = (each[first : first + _PIECE].tolist() for each in host[:4])
+        for row, (start, end, _, place) in enumerate(zip(*piece, strict=True), first):
+            if place != thread:
+                thread = place
+                running.clear()
+            while running and not (start < running[-1][0] and end <= running[-1][0] + _SLACK):
+                running.pop()
+            callers.append(running[-1][1] if running else -1)
+            running.append((end, row))
+    return host, np.frombuffer(callers, dtype=callers.typecode)
+
+
+def launched(calls: EventTable, device: EventTable) -> NDArray[Any]:
+    """Nanoseconds on the device of what each call launched, without the calls within."""
+    import numpy as np
+
+    links, places = np.unique(np.append(0, calls.link), return_inverse=True)
+    position = np.searchsorted(links[:-1], device.link)
+    known = (links[position] == device.link) & (device.link > 0)
+    took = (device.end - device.start)[known]
+    sums: NDArray[Any] = np.bincount(position[known], took, len(links))[places[1:]]
+    return sums

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import threading
-import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from errno import ENOTDIR
@@ -15,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+from lightning_perf.background import wait_until
 from lightning_perf.traces.names import (
     IN_EPOCH,
     TOTALS,
@@ -167,9 +167,7 @@ class RunFolder:
             with marker.open("x", encoding="utf-8") as file:
                 file.write(self._identity)
         except FileExistsError:
-            until = time.monotonic() + self._patience
-            while not marker.stat().st_size and time.monotonic() < until:
-                time.sleep(0.01)
+            wait_until(lambda: marker.stat().st_size > 0, self._patience)
             return self._owner(folder)
         except OSError:  # full disk: other ranks must not wait for an empty marker
             marker.unlink(missing_ok=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_perf.traces.events import SLACK, STEP, EventTable, Kind, read
+from lightning_perf.traces.events import MOST_EVENTS, STEP, Kind, read
+from lightning_perf.traces.operators import key_averages
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -18,12 +19,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lightning_perf.traces.events import Events
+    from lightning_perf.traces.events import Events, EventTable
 
-#: Events of the host, and of the devices, that are used at most.
-MOST_EVENTS = 3_000_000
-#: Rows of each table, and sorted events that are walked through at once.
-_MOST_ROWS, _PIECE = 10, 100_000
+#: Rows of each table.
+_MOST_ROWS = 10
 #: Characters of a name that tables show.
 _WIDTH = 80
 _INPUT = "enumerate(DataLoader)"
@@ -127,65 +126,41 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
     marks = [host.at(steps)] if steps.any() else [host, *([device] if len(device.name) else [])]
     begin = int(min(each.start.min() for each in marks))
     end = int(max(each.end.max() for each in marks))
-    walk = _walk(host, events.names, begin, end)
     device = device.at((device.end > begin) & (device.start < end))
-    launched = _launched(host.at((kinds[host.name] == Kind.OPERATOR) & (host.link > 0)), device,
-                         len(kinds))  # fmt: skip
-    table = [
-        Operator(name, walk.calls[number], walk.nanoseconds[number] / 1e9, launched[number])
-        for number, (kind, name) in enumerate(events.names)
-        if kind == Kind.OPERATOR and walk.calls[number]
+    events, has_device = replace(events, device=device), len(device.name) > 0
+    inside = (begin <= host.start) & (host.start < end)
+    rows = [
+        (row.kind, Operator(row.name, row.calls, row.own["cpu"] / 1e9, row.own["device"] / 1e9))
+        for row in key_averages(events, inside)
     ]
-    key = "device_seconds" if len(device.name) else "cpu_seconds"
-    waits = [Synchronization(*place, *cost) for place, cost in walk.waits.items()]
     return TraceSummary(
         events.count,
         (end - begin) / 1e9,
         int(steps.sum()),
-        _device_time(events, device, kinds, begin, end) if len(device.name) else None,
-        sorted(table, key=lambda each: -getattr(each, key))[:_MOST_ROWS],
-        _kernels(events, device),
-        sorted(waits, key=lambda each: -each.seconds)[:_MOST_ROWS] if len(device.name) else [],
+        _device_time(events, kinds, begin, end) if has_device else None,
+        [each for kind, each in rows if kind is Kind.OPERATOR][:_MOST_ROWS],
+        [each for kind, each in rows if kind >= Kind.KERNEL][:_MOST_ROWS],
+        _waits(events, inside) if has_device else [],
         events.notes,
     )
 
 
-class _Walk(NamedTuple):
-    """Sums over the calls of all threads."""
-
-    #: By the number of the name: self time on the CPU, and calls.
-    nanoseconds: list[int]
-    calls: list[int]
-    #: By call, operator and line: calls and seconds.
-    waits: dict[tuple[str, str, str], tuple[int, float]]
-
-
-def _walk(host: EventTable, names: Sequence[tuple[Kind, str]], begin: int, end: int) -> _Walk:
-    """Nest the calls of each thread by their times, and sum those that start in a span."""
-    found = _Walk([0] * len(names), [0] * len(names), {})
-    waiting = [_SYNCHRONIZING.fullmatch(name) is not None for _, name in names]
-    order = np.lexsort((-host.end, host.start, host.place))
-    running: list[tuple[int, int]] = []
-    thread = -1
-    for piece in range(0, len(order), _PIECE):
-        rows = host.at(order[piece : piece + _PIECE])
-        for start, stop, name, place, _ in zip(*(each.tolist() for each in rows), strict=True):
-            if place != thread:
-                thread = place
-                running.clear()
-            while running and not (start < running[-1][0] and stop <= running[-1][0] + SLACK):
-                running.pop()
-            if begin <= start < end:
-                found.calls[name] += 1
-                found.nanoseconds[name] += stop - start
-                if running:
-                    found.nanoseconds[running[-1][1]] -= stop - start
-                if waiting[name] and not any(waiting[each] for _, each in running):
-                    where = (names[name][1], *_where([names[each] for _, each in running]))
-                    calls, seconds = found.waits.get(where, (0, 0.0))
-                    found.waits[where] = calls + 1, seconds + (stop - start) / 1e9
-            running.append((stop, name))
-    return found
+def _waits(events: Events, inside: NDArray[Any]) -> list[Synchronization]:
+    """The places in which the host waits for the device, the costliest first."""
+    calls, names = events.host, events.names
+    waiting = np.array([_SYNCHRONIZING.fullmatch(name) is not None for _, name in names])
+    found: dict[tuple[str, str, str], tuple[int, float]] = {}
+    for row in np.flatnonzero(waiting[calls.name] & inside):
+        running, caller = list[int](), events.callers[row]
+        while caller >= 0:
+            running.insert(0, calls.name[caller])
+            caller = events.callers[caller]
+        if not waiting[running].any():
+            place = (names[calls.name[row]][1], *_where([names[each] for each in running]))
+            times, seconds = found.get(place, (0, 0.0))
+            found[place] = times + 1, seconds + float(calls.end[row] - calls.start[row]) / 1e9
+    sums = [Synchronization(*place, *cost) for place, cost in found.items()]
+    return sorted(sums, key=lambda each: -each.seconds)[:_MOST_ROWS]
 
 
 def _where(running: Sequence[tuple[Kind, str]]) -> tuple[str, str]:
@@ -196,36 +171,8 @@ def _where(running: Sequence[tuple[Kind, str]]) -> tuple[str, str]:
     return operator, (own or lines or [""])[-1]
 
 
-def _launched(operators: EventTable, device: EventTable, count: int) -> list[float]:
-    """Seconds on the device of what each name's operators launched."""
-    if not len(operators.link):
-        return [0.0] * count
-    order = np.argsort(operators.link)
-    links = operators.link[order]
-    position = np.searchsorted(links, device.link).clip(max=len(links) - 1)
-    known = links[position] == device.link
-    owners = operators.name[order][position[known]]
-    seconds = (device.end - device.start)[known] / 1e9
-    found: list[float] = np.bincount(owners, seconds, count).tolist()
-    return found
-
-
-def _kernels(events: Events, device: EventTable) -> list[Operator]:
-    count = len(events.names)
-    seconds = np.bincount(device.name, (device.end - device.start) / 1e9, count)
-    calls = np.bincount(device.name, minlength=count)
-    costly = np.argsort(-seconds)[:_MOST_ROWS]
-    return [
-        Operator(events.names[number][1], int(calls[number]), 0.0, float(seconds[number]))
-        for number in costly
-        if calls[number]
-    ]
-
-
-def _device_time(
-    events: Events, device: EventTable, kinds: NDArray[Any], begin: int, end: int
-) -> DeviceTime:
-    host, names = events.host, [name for _, name in events.names]
+def _device_time(events: Events, kinds: NDArray[Any], begin: int, end: int) -> DeviceTime:
+    host, device, names = events.host, events.device, [name for _, name in events.names]
 
     def are(test: Callable[[str], object], table: EventTable) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = np.array([bool(test(name)) for name in names])[table.name]

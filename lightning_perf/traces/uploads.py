@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from lightning_perf.errors import WarningDigest, describe, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from lightning_perf.background import Worker
@@ -38,16 +39,9 @@ class Target:
 Sends = tuple[tuple[Target, str], ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mirror:
-    """A folder in a store that mirrors a local folder, with the same names."""
-
-    #: Adds a number to a name that is taken.
-    adding: Target
-    #: Replaces a file whose name is taken.
-    replacing: Target
-    #: The folder, below the host or bucket.
-    folder: str
+#: A folder in a store that mirrors a local one: the target of a file and its name there, by its
+#: name in the folder, and whether it replaces a file of that name; otherwise it gets a number.
+Mirror = Callable[[str, bool], tuple[Target, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,44 +113,42 @@ def append_pending(root: Path, entry: PendingUpload) -> None:
     path = root / FILE_NAME
     # Not through a link: it may point anywhere.
     how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    line = json.dumps(asdict(entry)).encode() + b"\n"
     for _ in range(3):
         with open(os.open(path, how, 0o666), "ab", buffering=0) as file:  # noqa: PTH123
-            file.write(_line(entry))  # a single write, so that lines of several ranks do not mix
-            # `revise_pending` may have moved the list and read it before the line was there.
+            file.write(line)  # a single write, so that lines of several ranks do not mix
+            # `taken_pending` may have moved the list and read it before the line was there.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     return
 
 
-def read_pending(root: Path) -> list[PendingUpload]:
-    """The entries of the list in `root`, oldest first; warns about damaged lines and skips them."""
-    return [entry for path in [*_moved(root), root / FILE_NAME] for entry in _read(path)]
+@contextmanager
+def taken_pending(root: Path) -> Iterator[dict[Hashable, PendingUpload]]:
+    """Take all entries off the list in `root`; those that are left at the end are listed again.
 
-
-def revise_pending(root: Path, revise: Callable[[PendingUpload], PendingUpload | None]) -> None:
-    """Replace each entry of the list in `root` by the result of ``revise``; None removes it.
-
-    Entries that other processes append meanwhile stay: they begin a new list. If this is
-    interrupted, an entry may be listed twice, and none is lost.
+    Entries that other processes append meanwhile begin a new list. If this is interrupted, an entry
+    may be listed twice, and none is lost.
     """
     with suppress(FileNotFoundError):
         (root / FILE_NAME).rename(root / f"{_MOVED}{os.urandom(4).hex()}")
-    for path in _moved(root):
-        for entry in _read(path):
-            revised = revise(entry)
-            if revised is not None:
-                append_pending(root, revised)
-        path.unlink(missing_ok=True)
-
-
-def _moved(root: Path) -> list[Path]:
-    """Lists that are being revised, or whose revision was interrupted."""
-    return sorted(root.glob(f"{_MOVED}*"))
+    lists = sorted(root.glob(f"{_MOVED}*"))  # also of interrupted calls
+    entries = [entry for path in lists for entry in _read(path)]
+    left: dict[Hashable, PendingUpload] = {
+        (entry.path, entry.remote, *sorted(entry.target.items())): entry for entry in entries
+    }
+    try:
+        yield left
+    finally:
+        for entry in left.values():
+            append_pending(root, entry)
+        for path in lists:
+            path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> list[PendingUpload]:
     entries = []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             fields = json.loads(line)
             target = dict(fields.pop("target", {}))
@@ -166,10 +158,6 @@ def _read(path: Path) -> list[PendingUpload]:
         except (AttributeError, RecursionError, TypeError, ValueError):
             warn(f"line {number} of {path} is damaged and was skipped.")
     return entries
-
-
-def _line(entry: PendingUpload) -> bytes:
-    return json.dumps(asdict(entry)).encode() + b"\n"
 
 
 #: The maximum files that one warning names; the list has all of them.

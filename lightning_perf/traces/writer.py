@@ -273,9 +273,8 @@ class TraceWriter:
         """The targets of a file, each with its name there."""
         sends = [] if remote is None else [(target, remote) for target in self._targets]
         if (mirror := self._run.mirror) is not None and self._is_mirrored(path):
-            name = f"{mirror.folder}/{path.relative_to(self._run.root).as_posix()}".lstrip("/")
-            replaces = replaces or self._options.overwrite
-            sends.append((mirror.replacing if replaces else mirror.adding, name))
+            name = path.relative_to(self._run.root).as_posix()
+            sends.append(mirror(name, replaces or self._options.overwrite))
         return tuple(sends)
 
     def _is_mirrored(self, path: Path) -> bool:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import tracking_problem
-from lightning_perf.tracking.summary import FILE_NAME, RUNNING, VERSION, SummaryError, read_summary
+from lightning_perf.tracking.summary import (
+    FILE_NAME,
+    RATES,
+    RUNNING,
+    VERSION,
+    SummaryError,
+    read_summary,
+)
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from mlflow import MlflowClient
 
@@ -28,14 +33,6 @@ if TYPE_CHECKING:
 _DEPTH = 4
 #: Params among a run's that describe its set-up.
 _SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
-#: Rates among a run's metrics, by their names in a summary.
-_RATES = {
-    "mfu": "throughput/device/mfu",
-    "flops_per_sec_per_device": "throughput/device/flops_per_sec",
-    "batches_per_sec": "throughput/batches_per_sec",
-    "samples_per_sec": "throughput/samples_per_sec",
-    "tokens_per_sec": "throughput/tokens_per_sec",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,16 +215,20 @@ def _summary(client: MlflowClient, run_id: str, paths: Sequence[str]) -> Summary
 
 
 def _from_metrics(client: MlflowClient, run: Any) -> Summary:
-    """The summary of a run that has not ended or was killed, from its metrics."""
+    """The last report of a run that has not ended or was killed, from its metrics."""
     metrics, run_id = run.data.metrics, run.info.run_id
-    keys = [f"timings/{name}" for name in CATEGORIES]
-    points = {key: _points(client, run_id, key) for key in keys if key in metrics}
-    windows = _windows(points)
-    rates = {name: metrics[key] for name, key in _RATES.items() if key in metrics}
-    if rates:
-        step = _points(client, run_id, _RATES[next(iter(rates))])[-1][0]
-        last = {"first": step, "last": step, "batches": 0}
-        windows["last_window"] = windows.get("last_window", last) | {"throughput": rates}
+    rates = {rate: key for rate, (*_, key) in RATES.items() if key in metrics}
+    times = {name: key for name in CATEGORIES if (key := f"timings/{name}") in metrics}
+    windows = {}
+    for key in [*rates.values(), *times.values()][:1]:
+        step = max(point.step for point in client.get_metric_history(run_id, key))
+        windows["last_window"] = {
+            "first": step,
+            "last": step,
+            "batches": 1,  # times are per batch
+            "throughput": {rate: metrics[key] for rate, key in rates.items()},
+            "timings": {name: metrics[key] for name, key in times.items()},
+        }
     prefix = "lightning_perf/"
     params = {key.removeprefix(prefix): value for key, value in run.data.params.items()}
     return {
@@ -237,41 +238,3 @@ def _from_metrics(client: MlflowClient, run: Any) -> Summary:
         "setup": {key: params[key] for key in _SETUP if key in params},
         "stages": {"train": windows} if windows else {},
     }
-
-
-def _windows(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, dict[str, Any]]:
-    """The whole run and its last report, from steps and seconds per batch by key.
-
-    Each report is weighted by the number of steps since the previous one, the first like the
-    second.
-    """
-    reports: defaultdict[int, dict[str, float]] = defaultdict(dict)
-    for key, values in points.items():
-        for step, value in values:
-            reports[step][key.rpartition("/")[2]] = value
-    if not reports:
-        return {}
-    steps, names = sorted(reports), sorted({name for each in reports.values() for name in each})
-    passed = [later - step for step, later in pairwise(steps)]
-    batches = [passed[0] if passed else steps[0] + 1, *passed]
-    totals = [
-        {name: reports[step].get(name, 0.0) * count for name in names}
-        for step, count in zip(steps, batches, strict=True)
-    ]
-    first = max(steps[0] - batches[0] + 1, 0)
-    last = steps[-2] + 1 if passed else first
-    whole = {name: sum(each[name] for each in totals) for name in names}
-    return {
-        "whole_run": _window(first, steps[-1], sum(batches), whole),
-        "last_window": _window(last, steps[-1], batches[-1], totals[-1]),
-    }
-
-
-def _window(first: int, last: int, batches: int, timings: Mapping[str, float]) -> dict[str, Any]:
-    return {"first": first, "last": last, "batches": batches, "timings": timings}
-
-
-def _points(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
-    points = client.get_metric_history(run_id, key)
-    # Of several values at one step the last one is used.
-    return sorted({point.step: point.value for point in points}.items())

@@ -6,7 +6,6 @@ import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
@@ -20,12 +19,14 @@ from typing_extensions import override
 from lightning_perf.errors import ConfigError, describe, warn, without_credentials
 from lightning_perf.traces.folder import README, written_whole
 from lightning_perf.traces.names import numbered, split_url
-from lightning_perf.traces.uploads import Mirror, NotHere, Target
+from lightning_perf.traces.uploads import NotHere, Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fsspec import AbstractFileSystem
+
+    from lightning_perf.traces.uploads import Mirror
 
 #: The group of entry points under which packages offer trackers.
 GROUP = "lightning_perf.trackers"
@@ -300,16 +301,10 @@ class Root:
     place: str = ""
 
     def close(self) -> None:
-        """At the end of the run, remove temporary folders; files not uploaded stay."""
-        if self.discards:
+        """At the end of the run, remove a temporary folder; files not uploaded stay."""
+        files = (path for path in self.path.rglob("*") if path.is_file() and path.name != README)
+        if self.discards or (self.mirror is not None and not any(files)):
             shutil.rmtree(self.path, ignore_errors=True)
-        elif self.mirror is not None:
-            for readme in self.path.rglob(README):
-                readme.unlink(missing_ok=True)
-            folders = (path for path in self.path.rglob("*") if path.is_dir())
-            for folder in (*sorted(folders, reverse=True), self.path):
-                with suppress(OSError):  # not empty: it holds files that were not uploaded
-                    folder.rmdir()
 
 
 def root_of(place: str) -> Root:
@@ -330,11 +325,12 @@ def root_of(place: str) -> Root:
         warn(f"{without_credentials(place)} {error.problem}: files are written to {path} instead.")
         return Root(path)
     store, (_, _, folder) = _Store(place), split_url(place)
-    mirror = Mirror(
-        adding=Target(partial(store.send, adds=True), store.address),
-        replacing=Target(store.send, store.address),
-        folder=folder.rstrip("/"),
-    )
+    adding = Target(partial(store.send, adds=True), store.address)
+    replacing = Target(store.send, store.address)
+
+    def mirror(name: str, replaces: bool) -> tuple[Target, str]:
+        return (replacing if replaces else adding), f"{folder.rstrip('/')}/{name}".lstrip("/")
+
     return Root(_temporary(), mirror, place=without_credentials(place).rstrip("/"))
 
 

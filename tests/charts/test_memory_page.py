@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from lightning_perf.charts.memory import (
     CATEGORIES,
     Timeline,
     memory_areas,
     memory_page,
-    of_events,
     of_points,
 )
 
@@ -60,38 +57,17 @@ def test_a_single_allocation_fills_the_chart() -> None:
     assert path.startswith("M0.0,38.5 1000.0,38.5 ")
 
 
-@pytest.mark.parametrize(
-    ("device", "expected"),
-    [("cpu", [1, 3]), ("cuda:0", [2]), ("cuda:1", [4]), ("cuda", [2])],
-)
-def test_a_page_is_about_one_device(device: str, expected: list[int]) -> None:
-    """Allocations of other devices are left out."""
-    devices = [(0, -1), (1, 0), (0, -1), (1, 1)]
-    events = [
-        {
-            "name": "[memory]",
-            "ts": float(number),
-            "args": {"Device Type": kind, "Device Id": index, "Total Allocated": number},
-        }
-        for number, (kind, index) in enumerate(devices, 1)
-    ]
-    assert [size for (size,) in of_events(events, device).sizes] == expected
-
-
 def test_a_page_without_allocations_says_so() -> None:
     """There is no chart, and names are escaped."""
-    text = memory_page(of_events([], "<b>"), "<b>")
+    text = memory_page(of_points([], []), "<b>")
     assert "No allocation was recorded." in text
     assert "<b>" not in text
 
 
-def test_a_page_is_made_of_points_or_of_a_trace(tmp_path: Path) -> None:
-    """The program reads both formats."""
-    trace = {"name": "[memory]", "ts": 1.0, "args": {"Device Type": 0, "Total Allocated": 7}}
-    row = [0, 7, 0, 0, 0, 0, 0, 0, 0]
-    for name, content in (("trace", {"traceEvents": [trace]}), ("points", [[1], [row]])):
-        (tmp_path / name).write_text(json.dumps(content))
-        command = [sys.executable, "-P", "-m", "lightning_perf.profilers.programs"]
-        files = [tmp_path / name, tmp_path / f"{name}.html"]
-        subprocess.run([*command, "timeline", *files, "cpu"], check=True)
-        assert "Peak 7 B" in (tmp_path / f"{name}.html").read_text()
+def test_a_page_is_made_of_points(tmp_path: Path) -> None:
+    """The program reads what torch exports."""
+    (tmp_path / "points").write_text(json.dumps([[1], [[0, 7, 0, 0, 0, 0, 0, 0, 0]]]))
+    command = [sys.executable, "-P", "-m", "lightning_perf.profilers.programs"]
+    files = [tmp_path / "points", tmp_path / "points.html"]
+    subprocess.run([*command, "timeline", *files, "cpu"], check=True)
+    assert "Peak 7 B" in (tmp_path / "points.html").read_text()

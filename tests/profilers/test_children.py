@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from lightning_perf import background
 from lightning_perf.profilers import processes
 from lightning_perf.profilers.processes import Children
 
@@ -170,7 +171,7 @@ def test_the_wait_for_a_killed_child_is_bounded(monkeypatch: pytest.MonkeyPatch)
         victim.kill()
         victim.join(60)
         files = recorder.shut()
-        monkeypatch.setattr(processes, "time", patched)
+        monkeypatch.setattr(background, "time", patched)
         assert set(files.wait()) == {2}
 
 

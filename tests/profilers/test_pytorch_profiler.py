@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import gzip
 import json
 import os
 import subprocess
@@ -113,18 +112,17 @@ def test_only_the_named_ranks_record(tmp_path: Path) -> None:
     assert fit(tmp_path, PyTorch(ranks=0, schedule="first 1ba"))
 
 
-def test_windows_during_lightning_s_profiler_are_left_out(tmp_path: Path) -> None:
-    """All traces are complete: ours before and after, Lightning's in between; one warning."""
+@pytest.mark.parametrize("schedule", ["every 2ba", "always"])
+def test_nothing_is_recorded_beside_lightning_s_profiler(tmp_path: Path, schedule: str) -> None:
+    """Its trace is complete, also if it starts in one of our windows; one warning."""
     theirs = theirs_in(tmp_path / "theirs")
-    profiler = PyTorch(schedule="every 2ba")
+    profiler = PyTorch(schedule=schedule)
     with pytest.warns(
         PerfWarning, match=r"while Trainer\(profiler=PyTorchProfiler.*missing"
     ) as caught:
         trainer(tmp_path, profiler, logger=Records(), profiler=theirs).fit(Small())
     assert len(ours(caught)) == 1
-    assert [stamp.batch for stamp, _ in profiler.saved_traces] == [3, 9, 11, 13, 15]
-    for _, (path,) in profiler.saved_traces:
-        assert "aten::addmm" in gzip.decompress(path.read_bytes()).decode()
+    assert profiler.saved_traces == []
     (trace,) = (tmp_path / "theirs").rglob("*.pt.trace.json")
     assert trace.read_text().count('"name": "aten::addmm"') >= 3
 
@@ -140,17 +138,7 @@ def test_lightning_s_profiler_with_a_schedule_continues(tmp_path: Path, batches:
     assert run.global_step == batches
     assert len(ours(caught)) == 1
     assert run.profiler.function_events
-    assert [stamp.batch for stamp, _ in profiler.saved_traces] == ([] if batches == 4 else [9])
-
-
-def test_a_window_is_split_at_lightning_s_profiler(tmp_path: Path) -> None:
-    """The part before it is kept, and the part after it is recorded."""
-    theirs = theirs_in(tmp_path / "theirs")
-    profiler = PyTorch(schedule="always")
-    with pytest.warns(PerfWarning, match="are missing"):
-        trainer(tmp_path, profiler, logger=Records(), profiler=theirs).fit(Small())
-    assert [stamp.batch for stamp, _ in profiler.saved_traces] == [3, 16]
-    assert list((tmp_path / "theirs").rglob("*.pt.trace.json"))
+    assert profiler.saved_traces == []
 
 
 def test_nothing_is_written_outside_of_the_folder(tmp_path: Path) -> None:

@@ -285,11 +285,11 @@ def test_data_loader_workers_come_and_go_between_windows(tmp_path: Path) -> None
 
 
 def test_lightning_s_profiler_beside_log_torch(tmp_path: Path) -> None:
-    """Windows in conflict are left out with log_torch, and recorded without."""
+    """Windows are left out with log_torch, and recorded without."""
     theirs = theirs_in(tmp_path / "theirs")
     with pytest.warns(PerfWarning, match=r"VizTracer cannot record while Trainer\(profiler=PyTo"):
         found = fit(tmp_path, VizTracer(schedule="every 3ba", log_torch=True), profiler=theirs)
-    assert list(found) == ["rank0.10.json.gz", "rank0.13.json.gz", "rank0.16.json.gz"]
+    assert found == {}
     assert list((tmp_path / "theirs").rglob("*.pt.trace.json"))
     found = fit(tmp_path / "plain", VizTracer(schedule="every 3ba"), profiler=theirs_in(tmp_path))
     assert len(found) == 5

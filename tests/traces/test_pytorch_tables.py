@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,15 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lightning_perf.traces.events import stream
-from lightning_perf.traces.reading import key_averages, table
+from lightning_perf.traces.events import read
+from lightning_perf.traces.operators import Row, key_averages, table
+
+
+def rows_of(folder: Path, events: list[dict[str, Any]]) -> list[Row]:
+    """The rows of a trace with these events."""
+    path = folder / "events.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return key_averages(read(path))
 
 
 @pytest.mark.slow
@@ -35,7 +43,7 @@ def test_it_agrees_with_torch_s_key_averages(tmp_path: Path, with_stack: bool) -
             profiler.step()
     path = tmp_path / "trace.json"
     profiler.export_chrome_trace(str(path))
-    rows = {row.name: row for row in key_averages(stream(path, {}))}
+    rows = {row.name: row for row in key_averages(read(path))}
     # From torch 2.15 on it omits Python frames unless they are requested.
     frames = {"include_python_functions": True}
     known = signature(profiler.key_averages).parameters
@@ -70,10 +78,11 @@ GPU = [
 ]
 
 
-def test_kernels_count_for_the_operators_that_launched_them() -> None:
+def test_kernels_count_for_the_operators_that_launched_them(tmp_path: Path) -> None:
     """Self device time is of the operator's own kernels; device time includes inner operators."""
     rows = {
-        row.name: (row.calls, row.own["device"], row.total["device"]) for row in key_averages(GPU)
+        row.name: (row.calls, row.own["device"], row.total["device"])
+        for row in rows_of(tmp_path, GPU)
     }
     assert rows == {
         "gemm": (1, 400_000, 400_000),
@@ -84,21 +93,21 @@ def test_kernels_count_for_the_operators_that_launched_them() -> None:
     }
 
 
-def test_rows_are_sorted_by_device_time_if_there_is_a_device() -> None:
+def test_rows_are_sorted_by_device_time_if_there_is_a_device(tmp_path: Path) -> None:
     """Without a device, rows are sorted by CPU time."""
-    assert [row.name for row in key_averages(GPU)][:2] == ["aten::addmm", "gemm"]
+    assert [row.name for row in rows_of(tmp_path, GPU)][:2] == ["aten::addmm", "gemm"]
     on_cpu = [event for event in GPU if event["tid"] == 1]
-    assert [row.name for row in key_averages(on_cpu)][:2] == ["aten::addmm", "aten::linear"]
+    assert [row.name for row in rows_of(tmp_path, on_cpu)][:2] == ["aten::addmm", "aten::linear"]
 
 
-def test_frames_of_python_come_after_the_operators() -> None:
+def test_frames_of_python_come_after_the_operators(tmp_path: Path) -> None:
     """Frames are grouped by function, wherever their objects are, and names are truncated."""
     frames = [
         call(f"<built-in method {'x' * 80}run of Engine object at 0x7f{i}>", 100.0 * i, 90.0,
              "python_function")
         for i in range(3)
     ]  # fmt: skip
-    operator, frame = key_averages([*frames, call("aten::" + "y" * 80, 500.0, 1.0)])
+    operator, frame = rows_of(tmp_path, [*frames, call("aten::" + "y" * 80, 500.0, 1.0)])
     assert operator.name.startswith("aten::")
     assert (frame.calls, frame.own["cpu"]) == (3, 270_000)
     *_, first, line = table([operator, frame]).splitlines()
@@ -107,22 +116,22 @@ def test_frames_of_python_come_after_the_operators() -> None:
     assert line[60 - len("run of Engine object>") :].startswith("run of Engine object> ")
 
 
-def test_threads_do_not_nest_into_each_other() -> None:
+def test_threads_do_not_nest_into_each_other(tmp_path: Path) -> None:
     """A simultaneous call of another thread is not a child."""
     events = [call("outer", 0.0, 10.0), call("other", 2.0, 5.0, tid=2)]
-    assert {row.name: row.own["cpu"] for row in key_averages(events)} == {
+    assert {row.name: row.own["cpu"] for row in rows_of(tmp_path, events)} == {
         "outer": 10_000,
         "other": 5_000,
     }
 
 
-def test_a_table_shows_its_columns_in_milliseconds_and_megabytes() -> None:
+def test_a_table_shows_its_columns_in_milliseconds_and_megabytes(tmp_path: Path) -> None:
     """Columns without values are omitted, and rows beyond the limit are counted."""
     allocated = {
         "ph": "i", "name": "[memory]", "ts": 12.0,
         "args": {"Device Type": 1, "Device Id": 0, "Bytes": 3_000_000},
     }  # fmt: skip
-    lines = table(key_averages([*GPU, allocated]), limit=2).splitlines()
+    lines = table(rows_of(tmp_path, [*GPU, allocated]), limit=2).splitlines()
     assert "self device ms" in lines[0]
     assert "self device MB" in lines[0]
     assert "CPU MB" not in lines[0]
@@ -134,4 +143,4 @@ def test_a_table_shows_its_columns_in_milliseconds_and_megabytes() -> None:
 
 def test_a_trace_without_operators_has_an_empty_table() -> None:
     """There is no division by zero and no row."""
-    assert table(key_averages([])).splitlines()[0] == "name"
+    assert table([]).splitlines()[0] == "name"

@@ -6,11 +6,12 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from helpers.pending import read_pending
 from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, tried
 
 from lightning_perf.errors import PerfWarning, WarningDigest
 from lightning_perf.traces.folder import written_whole
-from lightning_perf.traces.uploads import Target, read_pending
+from lightning_perf.traces.uploads import Target
 
 
 @pytest.mark.parametrize("keep", [-1, 3])

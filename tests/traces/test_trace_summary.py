@@ -56,6 +56,19 @@ def test_operators_have_their_self_time_and_their_kernels(summary: TraceSummary)
     assert (summary.kernels[0].name, summary.kernels[0].calls) == (GEMM, 2)
 
 
+def test_a_call_that_began_before_the_first_step_does_not_count(tmp_path: Path) -> None:
+    """The time of calls within it is not subtracted from other calls of its name."""
+    events = [
+        {**on_host("user_annotation", "ProfilerStep#1", 100, 200), "tid": 1},
+        on_host("cpu_op", "aten::outer", 50, 150), on_host("cpu_op", "aten::inner", 110, 140),
+        on_host("cpu_op", "aten::outer", 160, 180),
+    ]  # fmt: skip
+    found = summarize(written(tmp_path, events)).operators
+    assert [(each.name, each.calls, each.cpu_seconds) for each in found] == [
+        ("aten::inner", 1, pytest.approx(30e-6)), ("aten::outer", 1, pytest.approx(20e-6)),
+    ]  # fmt: skip
+
+
 def test_a_synchronization_has_its_source_line(summary: TraceSummary) -> None:
     """A wait within another wait counts once; frames of libraries are skipped."""
     assert summary.synchronizations == [

@@ -11,19 +11,19 @@ import weakref
 from dataclasses import replace
 
 import pytest
+from helpers.pending import read_pending
 from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, tried
 
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
+from lightning_perf.traces import uploads
 from lightning_perf.traces.folder import compress, place
 from lightning_perf.traces.uploads import (
-    Mirror,
     NotHere,
     PendingUpload,
     Target,
     append_pending,
-    read_pending,
-    revise_pending,
+    taken_pending,
 )
 from lightning_perf.tracking.mlflow import MlflowRun
 
@@ -319,7 +319,7 @@ def test_a_late_upload_keeps_the_listed_file(make_writer, worker, tmp_path):
         gate.wait(PATIENCE)
 
     target = Target(hang)
-    writer = make_writer(mirror=Mirror(target, target, "bucket"))
+    writer = make_writer(mirror=lambda name, replaces: (target, f"bucket/{name}"))
     written = record(writer)
     assert reached.wait(PATIENCE)
     with pytest.warns(PerfWarning, match="not uploaded"):
@@ -528,28 +528,34 @@ def test_the_list_of_pending_uploads_is_revised(tmp_path):
         append_pending(tmp_path, entry)
     assert read_pending(tmp_path) == entries
     changed = replace(entries[1], error="gone")
-    revised = {"/0": None, "/1": changed, "/2": entries[2]}
-    revise_pending(tmp_path, lambda entry: revised[entry.path])
+    with taken_pending(tmp_path) as left:
+        first, second, _ = left
+        del left[first]
+        left[second] = changed
     assert read_pending(tmp_path) == [changed, entries[2]]
-    revise_pending(tmp_path, lambda entry: None)
+    with taken_pending(tmp_path) as left:
+        left.clear()
     assert files(tmp_path) == []
     assert read_pending(tmp_path) == []
 
 
-def test_an_interrupted_revision_loses_no_entry(tmp_path):
+def test_an_interrupted_revision_loses_no_entry(tmp_path, monkeypatch):
     """Entries stay listed if a revision is interrupted, and the next revision removes them."""
     for number in range(3):
         append_pending(tmp_path, listed(number))
 
-    def interrupted(entry):
+    def interrupted(root, entry):
         if entry == listed(1):
             raise KeyboardInterrupt
-        return entry
+        append_pending(root, entry)
 
-    with pytest.raises(KeyboardInterrupt):
-        revise_pending(tmp_path, interrupted)
+    with monkeypatch.context() as patch:
+        patch.setattr(uploads, "append_pending", interrupted)
+        with pytest.raises(KeyboardInterrupt), taken_pending(tmp_path):
+            pass
     assert {entry.path for entry in read_pending(tmp_path)} == {"/0", "/1", "/2"}
-    revise_pending(tmp_path, lambda entry: None)
+    with taken_pending(tmp_path) as left:
+        left.clear()
     assert files(tmp_path) == []
 
 
@@ -561,7 +567,8 @@ def test_entries_that_a_training_adds_during_a_revision_stay(tmp_path):
     )
     appending.start()
     while appending.is_alive():
-        revise_pending(tmp_path, lambda entry: entry)
+        with taken_pending(tmp_path):
+            pass
     assert {entry.path for entry in read_pending(tmp_path)} == {entry.path for entry in entries}
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import fsspec
 import pytest
 from helpers.command import exit_code
+from helpers.pending import read_pending
 from helpers.small import Small, left_in, ours, trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_perf import PerfWarning, PyTorch, Timings
 from lightning_perf.background import Worker
 from lightning_perf.run import destination
-from lightning_perf.traces.uploads import TraceRun, read_pending
+from lightning_perf.traces.uploads import TraceRun
 
 # A warning of Matplotlib, which `pytest.warns` re-emits.
 pytestmark = pytest.mark.filterwarnings("ignore:Passing individual properties")

@@ -12,6 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
 from helpers.command import exit_code
+from helpers.pending import read_pending
 from helpers.recordings import CONTENT, after, files, record
 from helpers.small import Small, trainer
 from lightning.pytorch.loggers import MLFlowLogger
@@ -20,7 +21,6 @@ from mlflow import MlflowClient
 from lightning_perf import PyTorch, VizTracer
 from lightning_perf.errors import ConfigError, PerfWarning
 from lightning_perf.traces.folder import distinct_name
-from lightning_perf.traces.uploads import read_pending
 from lightning_perf.tracking.tracker import store_target
 
 

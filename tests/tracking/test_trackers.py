@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from helpers.command import exit_code
+from helpers.pending import read_pending
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import PerfWarning, PyTorch, Tracker
-from lightning_perf.traces.uploads import NotHere, read_pending
+from lightning_perf.traces.uploads import NotHere
 from lightning_perf.tracking import tracker
 from lightning_perf.tracking.tracker import _kinds
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.command import exit_code
+from helpers.pending import read_pending
 from helpers.recordings import PATIENCE, record
 from helpers.servers import free_port
 from helpers.small import Small, trainer
@@ -17,7 +18,7 @@ from mlflow import MlflowClient
 
 from lightning_perf import PyTorch
 from lightning_perf.errors import PerfWarning
-from lightning_perf.traces.uploads import PendingUpload, Target, append_pending, read_pending
+from lightning_perf.traces.uploads import PendingUpload, Target, append_pending
 from lightning_perf.tracking.mlflow import MlflowRun
 
 
