@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -141,8 +141,6 @@ class Window:
         index = self._index(name)
         if isinstance(self.rows, LazyRows):
             return self.rows.column(index)
-        if isinstance(self.rows, np.ndarray):
-            return self.rows[:, index]
         return np.array([row[index] for row in self.rows], dtype=np.float64)
 
     def rows_of(self, ranks: Any) -> Table:
@@ -155,22 +153,22 @@ class Window:
         """This rank's value."""
         return float(self.rows[self.rank if len(self.rows) > 1 else 0][self._index(name)])
 
+    @property
+    def whole(self) -> Window:
+        """The same columns since the run began."""
+        return replace(self, rows=self.totals)
+
     def since_start(self, name: str) -> float:
         """This rank's total since the run began."""
-        return float(self.totals[self.rank if len(self.rows) > 1 else 0][self._index(name)])
+        return self.whole.own(name)
 
     def ever(self, name: str) -> bool:
         """Whether any rank's total since the run began is other than 0."""
-        index = self._index(name)
-        if isinstance(self.totals, LazyRows):
-            return bool(self.totals.column(index).any())
-        return any(row[index] for row in self.totals)
+        return bool(self.whole.total(name))
 
     def total(self, name: str) -> float:
         """The sum over ranks."""
-        if len(self.rows) == 1:
-            return float(self.rows[0][self._index(name)])
-        return float(self[name].sum())
+        return self.own(name) if len(self.rows) == 1 else float(self[name].sum())
 
     def mean(self, name: str) -> float:
         """The mean over ranks."""
@@ -178,9 +176,7 @@ class Window:
 
     def least(self, name: str) -> float:
         """The smallest value of any rank."""
-        if len(self.rows) == 1:
-            return float(self.rows[0][self._index(name)])
-        return float(self[name].min())
+        return self.own(name) if len(self.rows) == 1 else float(self[name].min())
 
     def rate(self, name: str, per: str = "batch/seconds") -> float:
         """Each rank's value divided by its value of ``per``, summed over ranks.

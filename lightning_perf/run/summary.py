@@ -20,6 +20,7 @@ from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
 from lightning_perf.run import destination
+from lightning_perf.run.history import table
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.folder import TraceOptions, written_whole
 from lightning_perf.tracking.summary import (
@@ -156,7 +157,7 @@ class RunSummary:
             **sections,
         }
         stage, figures = main_stage(content)
-        if history := context.windows.histories[stage].table():
+        if history := table(context.windows.histories[stage]):
             figures["windows"] = history
         #: The content to show: of this function only.
         self._own = content

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import filter as matching
 from functools import partial
 from itertools import pairwise
-from math import inf, isfinite, nan
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from math import inf, nan
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from lightning_perf.core.window import LazyRows, Rows, Window
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run.collective import LAST, Gatherer
-from lightning_perf.timing.totals import CATEGORIES, TABLED, Totals
+from lightning_perf.run.history import History, Point, table_totals
+from lightning_perf.timing.totals import Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from lightning.pytorch import Trainer
 
@@ -154,7 +155,7 @@ class Windows:
         #: The costs of named actions up to the report that is being delivered.
         self.costs = Totals({})
         #: By stage, for the summary of the run; on rank 0.
-        self.histories: defaultdict[str, StageHistory] = defaultdict(StageHistory)
+        self.histories: defaultdict[str, History] = defaultdict(History)
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -287,7 +288,8 @@ class Windows:
             recent.append(report)
             history, batch = self.histories[report.stage], report.stamp.batch
             if self._rank == 0 and history.due(batch, report.at_end):
-                history.add(report.step, batch, report.layout.at, rows, report.costs)
+                totals = table_totals(report.layout.at, rows)
+                history.add(Point(report.step, batch, totals, report.costs))
         found: dict[str, float] = {}
         for callback, columns, last in ended:
             window = columns.window(last[report.stage], report, self._rank)
@@ -317,102 +319,3 @@ class Windows:
             if window.batches:
                 return [*found, (before.step + 1, window)]
         return found
-
-
-#: Maximum reports, and named actions in the table.
-_MOST_POINTS, _MOST_ACTIONS = 100, 20
-#: Of timed batches: columns and their names in the table; means over ranks, but for two.
-_TIMED = {
-    "batch/count": "timed_batches",
-    "batch/seconds": "timed_seconds",
-    "flops/ideal_seconds": "ideal_seconds",
-    "batch/samples": "samples",
-    "batch/tokens": "tokens",
-}
-_SUMMED = ("batch/samples", "batch/tokens")
-_TIMES = {f"timings/{name}": name for name in CATEGORIES}
-
-
-class _Point(NamedTuple):
-    """The measurements from the start of a stage to a report."""
-
-    step: int
-    batch: int
-    #: By column.
-    totals: Mapping[str, float]
-    #: The costs of named actions on rank 0.
-    costs: Totals
-
-
-class StageHistory:
-    """Totals of a stage at some of its reports.
-
-    They are cumulative: leaving a report out merges two windows.
-    """
-
-    def __init__(self) -> None:
-        self._points: list[_Point] = []
-        self._every = 1.0
-
-    def due(self, batch: int, at_end: bool) -> bool:
-        """Whether a report after this many batches is kept."""
-        if not self._points:
-            return True
-        return batch - self._points[-1].batch >= (1 if at_end else self._every)
-
-    def add(self, step: int, batch: int, columns: Iterable[str], rows: Rows, costs: Totals) -> None:
-        """Keep a report: its step, the batches so far, totals of each rank, and named costs."""
-        means = rows[0] if len(rows) == 1 else np.mean(rows, axis=0).tolist()
-        totals = {
-            name: value * (len(rows) if name in _SUMMED else 1)
-            for name, value in zip(columns, means, strict=True)
-            if (name in _TIMED or name in _TIMES) and isfinite(value)
-        }
-        points = self._points
-        points.append(_Point(step, batch, totals, costs))
-        if len(points) > _MOST_POINTS:
-            # The first point stays, because the warm-up ends there.
-            del points[1:-1:2]
-            self._every = (points[-1].batch - points[0].batch) / len(points)
-
-    def table(self) -> dict[str, Any]:
-        """The windows after the first one, which holds the warm-up; empty if there are none.
-
-        One list per name, with one value per window: ``last`` (the step), ``batches``, the timed
-        batches with their seconds, samples and tokens, and seconds by category (``timings``) and
-        by named action (``culprits``). What is 0 in all windows is left out.
-        """
-        points = list(self._points)  # it may be called on another thread
-        # If reports differ in their columns, those of most of them.
-        columns = Counter(frozenset(point.totals) for point in points).most_common(1)
-        known = columns[0][0] if columns else frozenset()
-        points = [point for point in points if known <= point.totals.keys()]
-        pairs = list(pairwise(points))
-        if not pairs:
-            return {}
-        all_rises = {
-            name: _rounded(late.totals[name] - early.totals[name] for early, late in pairs)
-            for name in known
-        }
-        rises = {name: values for name, values in all_rises.items() if any(values)}
-        found: dict[str, Any] = {
-            "last": [late.step for _, late in pairs],
-            "batches": [late.batch - early.batch for early, late in pairs],
-            **{name: rises[column] for column, name in _TIMED.items() if column in rises},
-        }
-        times = {name: rises[column] for column, name in _TIMES.items() if column in rises}
-        if times:
-            costly = (points[-1].costs - points[0].costs).table(TABLED)[:_MOST_ACTIONS]
-            tables = [
-                {row.name: row.seconds for row in (late.costs - early.costs).table(TABLED)}
-                for early, late in pairs
-            ]
-            found["timings"] = times
-            found["culprits"] = {
-                row.name: _rounded(table.get(row.name, 0.0) for table in tables) for row in costly
-            }
-        return found
-
-
-def _rounded(values: Iterable[float]) -> list[float]:
-    return [float(f"{value:.5g}") for value in values]
