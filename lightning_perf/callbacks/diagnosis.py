@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from math import inf, nan
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,8 +158,8 @@ class Diagnosis(WindowCallback):
         context.batches.listeners.append(self._add_steps)
         # Weak, because `gc` keeps the timer of a run whose end was not announced, and with it this
         # object.
-        spans = weakref.proxy(context.spans)
-        self._gc = GcTimer(lambda: spans.running)
+        recorder = weakref.proxy(context.spans.require())
+        self._gc = GcTimer(lambda: recorder.clock.running)
         self._gc.open()
         self._active = True
 
@@ -286,13 +285,13 @@ class Diagnosis(WindowCallback):
 
     def _leave_files(self, context: RunContext, signals: Signals) -> None:
         findings, captured = self._findings, cache(self._captured)
-        files = {
+        texts: dict[str, Callable[[], str]] = {
             "diagnosis.json": lambda: json.dumps(document(signals, findings, captured()), indent=1),
             "report.html": lambda: report_page(signals, findings, captured()),
         }
-        writes = {name: partial(_write, text) for name, text in files.items()}
+        files = {name: destination.text_file(text) for name, text in texts.items()}
         try:
-            destination.write_files(context, self.folder, writes, "train")
+            destination.write_files(context, self.folder, files, "train")
         except OSError as error:
             warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
 
@@ -309,10 +308,6 @@ class Diagnosis(WindowCallback):
     def summary_sections(self) -> Mapping[str, object]:
         verdicts = [verdict.as_dict() for verdict in self.verdicts]
         return {"verdicts": verdicts, "abstained": dict(self._findings.abstained)}
-
-
-def _write(text: Callable[[], str], path: Path) -> None:
-    path.write_text(text(), encoding="utf-8")
 
 
 def _setup(context: RunContext) -> Setup:

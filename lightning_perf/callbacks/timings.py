@@ -210,10 +210,10 @@ class Timings(WindowCallback):
     def _leave_files(self, context: RunContext, batches: int) -> None:
         rows, table = self.rows, folded(self.table)
         first = self._history.points[0].step + 1
-        content = json.dumps([row._asdict() for row in self.table], indent=1)
+        content = [row._asdict() for row in self.table]
         files: dict[str, Callable[[Path], None]] = {
-            "table.md": partial(_write, as_markdown(table, batches)),
-            "table.json": partial(_write, content),
+            "table.md": destination.text_file(lambda: as_markdown(table, batches)),
+            "table.json": destination.text_file(lambda: json.dumps(content, indent=1)),
         }
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
@@ -235,10 +235,6 @@ class Timings(WindowCallback):
     @override
     def summary_sections(self) -> Mapping[str, object]:
         return {"culprits": [row._asdict() for row in self.table]} if self.table else {}
-
-
-def _write(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def seconds_per_batch(window: Window) -> dict[str, float]:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.timing.totals import Action
-
     _Span = AbstractContextManager[Any]
     Find = Callable[[str], _Span]
 
@@ -49,11 +47,6 @@ class Spans:
     def latest(self) -> Totals:
         """What `totals` returned last: at the latest report."""
         return self.recorder.latest if self.recorder is not None else Totals({})
-
-    @property
-    def running(self) -> Action | None:
-        """The action of the training thread now; None if it is not timed."""
-        return self.recorder.clock.running if self.recorder is not None else None
 
     def require(self) -> SpanRecorder:
         """Record times from now on."""

@@ -174,7 +174,7 @@ class SpanRecorder:
 
     def totals(self) -> Totals:
         """Exclusive times since this was constructed, up to now."""
-        device = self.device.costs if self.device is not None else {}
+        device = dict(self.device.costs) if self.device is not None else {}
         self.latest = Totals(self.clock.costs, self.clock.batches, device)
         return self.latest
 

@@ -122,14 +122,10 @@ class DeviceSegmentTimer:
         self._events = events or Events(_SEGMENTS_LOST, _MOST_SEGMENTS_WAITING)
         self._stage = ""
         self._batch = 0
-        self._costs: dict[Action, Cost] = {}
+        #: Cost by action, for the batches that the device has completed.
+        self.costs: dict[Action, Cost] = {}
         #: The minimum time of each batch, for some categories.
         self.floors: dict[str, Floor] = {}
-
-    @property
-    def costs(self) -> dict[Action, Cost]:
-        """Cost by action, for the batches that the device has completed."""
-        return dict(self._costs)
 
     def begin(self, stage: str) -> None:
         """Begin a stage. The time since the last event is ignored."""
@@ -145,8 +141,8 @@ class DeviceSegmentTimer:
         self.mark(_END)
         self._batch += 1
         for (_, ended), spent in self._events.read(lambda tag: tag[0] + _LAG < self._batch):
-            seconds, calls = self._costs.get(ended, Cost(0.0, 0))
-            self._costs[ended] = Cost(seconds + spent, calls + 1)
+            seconds, calls = self.costs.get(ended, Cost(0.0, 0))
+            self.costs[ended] = Cost(seconds + spent, calls + 1)
             if ended.category in self.floors:
                 self.floors[ended.category].add(spent)
 
