@@ -182,10 +182,13 @@ class Timings(WindowCallback):
 
     def _keep(self, window: Window) -> None:
         """Keep the times for the chart; those after the last batch belong to the last report."""
-        if self._history.due(window.last.batch, window.at_end):
-            whole = window.whole
-            totals = {key: whole.mean(f"timings/{key}") for key in CATEGORIES}
-            self._history.add(Point(window.step, window.last.batch, totals))
+        history, whole = self._history, window.whole
+        totals = {key: whole.mean(f"timings/{key}") for key in CATEGORIES}
+        point = Point(window.step, window.last.batch, totals)
+        if history.due(point.batch, window.at_end):
+            history.add(point)
+        elif window.at_end and self._last:
+            history.points[-1] = point
         if not window.batches and self._last:
             for key in CATEGORIES:
                 seconds = window.mean(f"timings/{key}") / self._last_batches

@@ -54,14 +54,11 @@ class History:
         """Whether a report after this many batches is kept."""
         if not self.points:
             return True
-        every = 0 if at_end else self._every
-        return batch > self.points[0].batch and batch - self.points[-1].batch >= every
+        return batch - self.points[-1].batch >= (1 if at_end else self._every)
 
     def add(self, point: Point) -> None:
-        """Keep a point, in place of the last one if there was no batch between them."""
+        """Keep a point."""
         points = self.points
-        if points and points[-1].batch == point.batch:
-            points.pop()
         points.append(point)
         if len(points) > self._most:
             del points[1:-1:2]

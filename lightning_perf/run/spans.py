@@ -24,10 +24,10 @@ from lightning_perf.timing.clock import (
     UntrackedSpan,
 )
 from lightning_perf.timing.cuda_events import DeviceSegmentTimer, clocked
-from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Floor, Totals
+from lightning_perf.timing.totals import Floor, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
@@ -41,15 +41,6 @@ _MOST_SPANS = 4096
 _LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint")
 #: Categories of which the device's own time is measured, at the end of their spans.
 _DEVICE = ("dataloader_next", "to_device", "forward", "backward", "optimizer_step")
-#: The columns of the device's own time, by category.
-DEVICE_COLUMNS = {
-    "to_device": "device/to_device",
-    "forward": "device/forward",
-    "backward": "device/backward",
-    "optimizer_step": "device/optimizer_step",
-    "other": "device/other",
-    "dataloader_next": "exposed_input",
-}
 #: Spans without a mark: they lie within others that have one, or before the first batch.
 _UNMARKED = {
     "on_before_batch_transfer",
@@ -63,13 +54,6 @@ GRADIENTS = "DistributedDataParallel.gradients"
 BUFFERS = "DistributedDataParallel.buffers"
 #: The action, at the start of a batch, of waiting for rank 0.
 START = "Trainer.broadcast_sigterm"
-#: By column of waiting: the category and name of an action; on the device, the name.
-_WAITS = {
-    "waits/start": ("other", START),
-    "waits/forward": ("forward", BUFFERS),
-    "waits/backward": ("backward", GRADIENTS),
-}
-_DEVICE_WAITS = {"waits/device/start": START, "waits/device/backward": GRADIENTS}
 _ITER = ("dataloader_next", "iter")
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 _MOVE = ("from_device", "predictions")
@@ -359,53 +343,3 @@ class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
             return UntrackedSpan(str(key))
         span = self[key] = self._make(key)
         return span
-
-
-class SpanSignal:
-    """Seconds by category as columns.
-
-    Training's columns hold all of the run, validation inside of it as one category.
-    """
-
-    gauges: frozenset[str] = frozenset()
-
-    def __init__(self, recorder: SpanRecorder) -> None:
-        self._recorder = recorder
-        device = (*DEVICE_COLUMNS.values(), "device/batches") if recorder.device else ()
-        self._device = bool(device)
-        self.columns = tuple(f"timings/{name}" for name in (*CATEGORIES, "train_batch", *device))
-        self._main = ""
-
-    def totals(self, stage: str) -> Sequence[float]:
-        """Seconds of each category; the run's first stage includes those within it."""
-        self._main = self._main or stage
-        costs = self._recorder.totals()
-        values = [*costs.by_category(stage, own=stage != self._main).values(), costs.train_batch]
-        if self._device:
-            spent = {a.category: cost for a, cost in costs.device.items() if a.stage == stage}
-            seconds = {name: cost.seconds for name, cost in spent.items()}
-            for within, name in (("other", START), ("backward", GRADIENTS)):
-                seconds[within] = seconds.get(within, 0.0) + seconds.get(name, 0.0)
-            values += [seconds.get(name, 0.0) for name in DEVICE_COLUMNS]
-            values.append(spent["other"].calls if "other" in spent else 0)
-        return values
-
-
-class WaitSignal:
-    """Seconds of waiting for other ranks, as columns, and each rank's node."""
-
-    gauges = frozenset({"waits/node_rank"})
-
-    def __init__(self, recorder: SpanRecorder, node_rank: int) -> None:
-        self._recorder, self._node = recorder, node_rank
-        self._device = tuple(_DEVICE_WAITS.values()) if recorder.device else ()
-        device = tuple(_DEVICE_WAITS) if recorder.device else ()
-        self.columns = ("waits/node_rank", "waits/exchange", *_WAITS, *device)
-
-    def totals(self, stage: str) -> Sequence[float]:
-        """Seconds of a stage, without stages within it."""
-        totals, none = self._recorder.totals(), Cost(0.0, 0)
-        host = [totals.costs.get(Action(stage, *action), none) for action in _WAITS.values()]
-        device = [totals.device.get(Action(stage, name, "device"), none) for name in self._device]
-        exchange = self._recorder.exchange.total() if stage == "train" else 0.0
-        return [self._node, exchange, *(cost.seconds for cost in (*host, *device))]

@@ -19,11 +19,11 @@ from helpers.small import Small, ours, trainer
 
 from lightning_perf import ConfigError, Window
 from lightning_perf.run import collective
-from lightning_perf.run.batches import BatchTotals, ProgressSignal
+from lightning_perf.run.batches import BatchTotals
 from lightning_perf.run.collective import LAST, WIDTH, Gatherer
 from lightning_perf.run.context import RunContext
 from lightning_perf.run.hardware import GPU_COLUMNS, MemorySignal, NodeSignal
-from lightning_perf.run.spans import SpanSignal, WaitSignal
+from lightning_perf.run.signals import ProgressSignal, SpanSignal, WaitSignal
 from lightning_perf.run.stages import Progress
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.run.windows import Windows
