@@ -23,48 +23,6 @@ Rows = Sequence[Sequence[float]] | Table
 PerRank = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-class LazyRows:
-    """Columns of a table of many ranks, less those of an earlier one, computed when they are read.
-
-    A report is wide, and each callback reads few of its columns. ``at`` is where the columns are in
-    the table, ``before`` the earlier table and where they are in it; from gauges nothing is
-    subtracted.
-    """
-
-    def __init__(
-        self,
-        now: Table,
-        at: Sequence[int],
-        before: tuple[Table, Sequence[int]] | None = None,
-        gauges: Sequence[int] = (),
-    ) -> None:
-        self._now, self._at, self._before, self._gauges = now, at, before, gauges
-
-    def __len__(self) -> int:
-        return len(self._now)
-
-    def column(self, number: int) -> PerRank:
-        """One value per rank."""
-        now = self._now[:, self._at[number]]
-        if self._before is None or number in self._gauges:
-            return now
-        table, at = self._before
-        return now - table[:, at[number]]
-
-    def __getitem__(self, ranks: Any) -> Any:
-        """The rows of some ranks, with all columns."""
-        now = self._now[ranks][..., self._at]
-        if self._before is None:
-            return now
-        table, at = self._before
-        found = now - table[ranks][..., at]
-        found[..., self._gauges] = now[..., self._gauges]
-        return found
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self[:]
-
-
 class Spread(NamedTuple):
     """How a column differs between ranks."""
 
@@ -112,12 +70,12 @@ class Window:
     at_end: bool
     #: This process's rank.
     rank: int
-    #: The position of each column by its name.
+    #: The position of each column by its name; rows may have further ones.
     columns: Mapping[str, int]
     #: One row per rank.
-    rows: Rows | LazyRows
+    rows: Rows
     #: The same since the run began.
-    totals: Rows | LazyRows
+    totals: Rows
 
     @property
     def world_size(self) -> int:
@@ -139,14 +97,13 @@ class Window:
             KeyError: The window has no such column; the message names the nearest.
         """
         index = self._index(name)
-        if isinstance(self.rows, LazyRows):
-            return self.rows.column(index)
+        if isinstance(self.rows, np.ndarray):
+            return self.rows[:, index]
         return np.array([row[index] for row in self.rows], dtype=np.float64)
 
     def rows_of(self, ranks: Any) -> Table:
         """All columns of some ranks, one row for each."""
-        rows = self.rows if isinstance(self.rows, LazyRows) else np.asarray(self.rows)
-        found: Table = rows[ranks]
+        found: Table = np.asarray(self.rows)[ranks]
         return found
 
     def own(self, name: str) -> float:

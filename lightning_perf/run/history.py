@@ -65,13 +65,13 @@ class History:
             self._every = (points[-1].batch - points[0].batch) / len(points)
 
 
-def table_totals(columns: Iterable[str], rows: Rows) -> dict[str, float]:
+def table_totals(columns: Mapping[str, int], rows: Rows) -> dict[str, float]:
     """The totals that `table` uses, from those of each rank."""
     means = rows[0] if len(rows) == 1 else np.mean(rows, axis=0).tolist()
     return {
-        name: value * (len(rows) if name in _SUMMED else 1)
-        for name, value in zip(columns, means, strict=True)
-        if (name in _TIMED or name in _TIMES) and isfinite(value)
+        name: means[at] * (len(rows) if name in _SUMMED else 1)
+        for name, at in columns.items()
+        if (name in _TIMED or name in _TIMES) and isfinite(means[at])
     }
 
 
