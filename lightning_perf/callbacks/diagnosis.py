@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import inf, nan
 from typing import TYPE_CHECKING, Any
@@ -116,12 +117,11 @@ class Diagnosis(WindowCallback):
             problem = "is neither a bool nor a PyTorch profiler"
             raise ConfigError("capture", capture, problem, "True")
         self._capture = capture
-        #: The verdicts so far, the most costly first.
-        self.verdicts: list[Verdict] = []
         self._reset()
 
     def _reset(self) -> None:
-        self.verdicts = []
+        #: The verdicts so far, the most costly first.
+        self.verdicts: list[Verdict] = []
         self._findings = Findings()
         self._record = Record()
         self._setup = Setup()
@@ -197,7 +197,9 @@ class Diagnosis(WindowCallback):
         if window.rank != 0:
             return None
         others = self._others.pop(window.last.batch, {})
-        self._record.add(window, {**context.windows.costs.costs, **others})
+        # Without the totals since the run began, since many windows are kept.
+        kept = replace(window, totals=())
+        self._record.add(kept, {**context.windows.costs.costs, **others})
         if not window.at_end and not self._analysing and self._wanted(window, context):
             self._analysing = True
             job = partial(self._analyse, self._signals(context), context, window.step)

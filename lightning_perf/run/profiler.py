@@ -36,7 +36,8 @@ class Spans:
         #: Records times once they are required.
         self.recorder: SpanRecorder | None = None
         if type(self._profiler) is PassThroughProfiler:
-            self._install(NullProfiler())
+            # Like Lightning's default, but without a generator per span.
+            self._install(SpanProfiler(lambda _: NOTHING))
 
     @property
     def totals(self) -> Totals:
@@ -103,13 +104,6 @@ class SpanProfiler(PassThroughProfiler):
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the trainer gets the default profiler.
         return PassThroughProfiler, ()
-
-
-class NullProfiler(SpanProfiler):
-    """Does nothing, like Lightning's default, but without a generator per span."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: NOTHING)
 
 
 class TeeProfiler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from threading import get_ident
 from time import perf_counter
@@ -15,14 +15,7 @@ from torchmetrics import Metric
 from lightning_perf.flops import is_compiled
 from lightning_perf.patches import MethodPatch, PatchSet, is_of_class
 from lightning_perf.run import compat
-from lightning_perf.timing.clock import (
-    NOTHING,
-    Clock,
-    SaveSpan,
-    Span,
-    SpanWithCallbacks,
-    UntrackedSpan,
-)
+from lightning_perf.timing.clock import NOTHING, Clock, SaveSpan, Span, SpanWithCallbacks
 from lightning_perf.timing.cuda_events import DeviceSegmentTimer, clocked
 from lightning_perf.timing.totals import Floor, Totals
 
@@ -200,7 +193,7 @@ class SpanRecorder:
         except Exception:  # a user's callback raises: Lightning will raise it, too
             what = None
         if what is None:
-            return NOTHING if name.startswith("[") else UntrackedSpan(name)
+            return NOTHING if name.startswith("[") else nullcontext(name)
         category, label = what
         clock = self.clock
         if label == "run_training_batch":
@@ -340,6 +333,6 @@ class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
 
     def __missing__(self, key: Key) -> AbstractContextManager[Any]:
         if len(self) >= _MOST_SPANS:
-            return UntrackedSpan(str(key))
+            return nullcontext(str(key))
         span = self[key] = self._make(key)
         return span

@@ -108,21 +108,6 @@ class SaveSpan(Span):
         return self._clock.timer(self.what[0], f"checkpoint writing ({origin})")
 
 
-class UntrackedSpan:
-    """A span without a timer: its time belongs to the enclosing span."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> str:
-        return self.name
-
-    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
-        return
-
-
 class _Nothing:
     """An empty context at half the cost: ``"".format`` accepts any arguments and returns ""."""
 
