@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from lightning_perf.run.flop_meter import BatchCost
-    from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceBatchTimer
+    from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer
 
     #: Seconds, samples and tokens of one batch (None where they could not be counted), its FLOPs
     #: (None where they are unknown), whether counting them slowed it down, and whether it was the
@@ -75,7 +75,7 @@ class BatchTotals:
     columns = (*TIMED, "flops/known_batches", *LAST)
     gauges = frozenset(LAST)
 
-    def __init__(self, timer: DeviceBatchTimer | None = None, sharing: int = 1) -> None:
+    def __init__(self, timer: DeviceTimer | None = None, sharing: int = 1) -> None:
         self.timer, self.sharing = timer, sharing
         self._rolling = 0
         self._stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))

@@ -28,7 +28,7 @@ from lightning_perf.run.stages import Counters, Progress, StageStack
 from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
-from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
+from lightning_perf.timing.cuda_events import DeviceTimer, clocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -74,9 +74,9 @@ class RunContext:
         self.reporting = Reporting(trainer, self.worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
-        timer = DeviceBatchTimer() if clocked(trainer.strategy.root_device) else None
+        timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
         self.stages = StageStack(self.progress, self.ranks, self.reporting.run_name, timer)
-        self.spans = Spans(trainer, module)
+        self.spans = Spans(trainer, module, timer)
         self.batches = BatchTotals(timer)
         self.share_batches(compat.data_parallel_size(trainer))
         self.windows = Windows(trainer)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_perf.timing.cuda_events import DeviceTimer
+
     _Span = AbstractContextManager[Any]
     Find = Callable[[str], _Span]
 
@@ -29,8 +31,10 @@ class Spans:
     us.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, device: DeviceTimer | None = None
+    ) -> None:
+        self._trainer, self._module, self._device = trainer, module, device
         self._profiler = getattr(trainer, "profiler", None)
         self._installed: Any = None
         #: Records times once they are required.
@@ -53,7 +57,7 @@ class Spans:
         """Record times from now on."""
         if self.recorder is None:
             self._uninstall()
-            self.recorder = SpanRecorder(self._trainer, self._module)
+            self.recorder = SpanRecorder(self._trainer, self._module, self._device)
             self._listen(self.recorder)
         return self.recorder
 

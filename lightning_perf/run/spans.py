@@ -16,14 +16,15 @@ from lightning_perf.flops import is_compiled
 from lightning_perf.patches import MethodPatch, PatchSet, is_of_class
 from lightning_perf.run import compat
 from lightning_perf.timing.clock import NOTHING, Clock, SaveSpan, Span, SpanWithCallbacks
-from lightning_perf.timing.cuda_events import DeviceSegmentTimer, clocked
-from lightning_perf.timing.totals import Floor, Totals
+from lightning_perf.timing.totals import Action, Cost, Floor, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_perf.timing.cuda_events import DeviceTimer
 
     #: Lightning's name of a span, or the category and the name of a method that has none.
     Key = str | tuple[str, str]
@@ -127,21 +128,24 @@ def _overrides(owner: object, hook: str) -> bool:
 class SpanRecorder:
     """Records the trainer's spans, patches what has none, and keeps exclusive times."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, device: DeviceTimer | None
+    ) -> None:
         # Weak: a patched logger or metric may outlive the module.
         self._trainer: Trainer = weakref.proxy(trainer)
         self._module: LightningModule = weakref.proxy(module)  # type: ignore[assignment]
         self.clock = Clock()
         self._nested = False
         #: Times on the device, where it has a clock of its own.
-        self.device = DeviceSegmentTimer() if clocked(trainer.strategy.root_device) else None
+        self.device = device
         #: Our spans by their keys, made on first use.
         self.cache = SpanCache(self._span)
         self._first_fetch: Span | None = None
         #: Seconds of waiting for gradients while no rank is late, which is their exchange.
         self.exchange = Floor()
-        if self.device is not None:
-            self.device.floors[GRADIENTS] = self.exchange
+        if device is not None:
+            device.wanted = True
+            device.floors[GRADIENTS] = self.exchange
         self._patches, self._backward = PatchSet(), PatchSet()
         # Whether the device waits for other ranks' gradients.
         self._waiting = False
@@ -151,7 +155,10 @@ class SpanRecorder:
 
     def totals(self) -> Totals:
         """Exclusive times since this was constructed, up to now."""
-        device = dict(self.device.costs) if self.device is not None else {}
+        device: dict[Action, Cost] = {}
+        if self.device is not None:
+            self.device.read()
+            device |= self.device.costs
         self.latest = Totals(self.clock.costs, self.clock.batches, device)
         return self.latest
 
@@ -170,7 +177,7 @@ class SpanRecorder:
     def _begin(self, stage: str) -> None:
         self.clock.begin(stage)
         if self.device is not None:
-            self.device.begin(stage)
+            self.device.stage = stage
 
     @contextmanager
     def _inside(self, stage: str) -> Iterator[None]:

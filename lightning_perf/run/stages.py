@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.core.progress import Ranks
-    from lightning_perf.timing.cuda_events import DeviceBatchTimer
+    from lightning_perf.timing.cuda_events import DeviceTimer
 
 
 class Counters:
@@ -187,7 +187,7 @@ class StageStack:
         progress: Progress,
         ranks: Ranks,
         run_name: str,
-        device_timer: DeviceBatchTimer | None = None,
+        device_timer: DeviceTimer | None = None,
     ) -> None:
         self.progress, self.ranks, self.run_name = progress, ranks, run_name
         self._device_timer = device_timer
