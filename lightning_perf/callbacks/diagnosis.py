@@ -6,6 +6,7 @@ import json
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -126,8 +127,8 @@ class Diagnosis(WindowCallback):
         self._record = Record()
         self._setup = Setup()
         self._gc: GcTimer | None = None
-        # Named costs other than those of spans, by the number of batches of a report in flight.
-        self._others: dict[int, Costs] = {}
+        # The named costs up to each report in flight.
+        self._costs: deque[Costs] = deque()
         self._next = self._diagnosed = 0
         self._analysing = False
         # When training began, and CPU seconds of analyses since.
@@ -186,7 +187,7 @@ class Diagnosis(WindowCallback):
     @override
     def window_ended(self, context: RunContext) -> None:
         if context.stage == "train" and context.ranks.global_rank == 0:
-            self._others[context.counters.batch] = self._other_costs()
+            self._costs.append({**context.spans.latest.costs, **self._other_costs()})
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -196,10 +197,9 @@ class Diagnosis(WindowCallback):
         sample_ranks(context.sampler, window)
         if window.rank != 0:
             return None
-        others = self._others.pop(window.last.batch, {})
         # Without the totals since the run began, since many windows are kept.
         kept = replace(window, totals=())
-        self._record.add(kept, {**context.windows.costs.costs, **others})
+        self._record.add(kept, self._costs.popleft())
         if not window.at_end and not self._analysing and self._wanted(window, context):
             self._analysing = True
             job = partial(self._analyse, self._signals(context), context, window.step)

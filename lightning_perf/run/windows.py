@@ -117,8 +117,6 @@ class Windows:
         # By stage: its start, and the last reports of all signals.
         self._began: dict[str, _Report] = {}
         self._recent: defaultdict[str, deque[_Report]] = defaultdict(partial(deque, maxlen=3))
-        #: The costs of named actions up to the report that is being delivered.
-        self.costs = Totals({})
         #: By stage, for the summary of the run; on rank 0.
         self.histories: defaultdict[str, History] = defaultdict(History)
 
@@ -266,7 +264,7 @@ class Windows:
         self, context: RunContext, report: _Report, ended: Sequence[_Subscription], rows: Rows
     ) -> None:
         """Deliver windows, some batches after the report."""
-        report.rows, self.costs = rows, report.costs
+        report.rows = rows
         recent = self._recent[report.stage]
         if not recent or len(report.signals) >= len(recent[-1].signals):
             recent.append(report)
