@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -107,16 +108,12 @@ class Timings(WindowCallback):
 
         They are of the main stage of the run; adjacent rows are merged if there are too many.
         """
-        return [
-            (
-                late.step,
-                {
-                    key: (value - early.totals[key]) / (late.batch - early.batch)
-                    for key, value in late.totals.items()
-                },
-            )
-            for early, late in pairwise(self._history.points)
-        ]
+        rows = []
+        for early, late in pairwise(self._history.points):
+            batches = late.batch - early.batch
+            totals = late.totals.items()
+            rows.append((late.step, {k: (v - early.totals[k]) / batches for k, v in totals}))
+        return rows
 
     @override
     def prepare(self, context: RunContext) -> None:
@@ -182,7 +179,7 @@ class Timings(WindowCallback):
 
     def _keep(self, window: Window) -> None:
         """Keep the times for the chart; those after the last batch belong to the last report."""
-        history, whole = self._history, window.whole
+        history, whole = self._history, replace(window, rows=window.totals)
         totals = {key: whole.mean(f"timings/{key}") for key in CATEGORIES}
         point = Point(window.step, window.last.batch, totals)
         if history.due(point.batch, window.at_end):
