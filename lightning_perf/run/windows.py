@@ -211,7 +211,7 @@ class Windows:
     ) -> _Report:
         """The totals of this rank."""
         context.batches.fold(stage)
-        signals = {signal for each in sent for signal in each.signals}
+        signals = dict.fromkeys(signal for each in sent for signal in each.signals).keys()
         row = self._measure(stage, signals)
         values = [value - first for value, first in zip(row, self._origins[stage], strict=True)]
         stamp, costs = context.progress.timestamp(stage), context.spans.latest
