@@ -28,7 +28,7 @@ from shared import QUIET, quiet, spread
 from torch import Tensor
 
 from lightning_perf import Flops, SpeedMonitor, SystemMetrics, Timings
-from lightning_perf.run import context, windows
+from lightning_perf.run import context, signals, windows
 from lightning_perf.run.collective import HEADER, Gatherer
 from lightning_perf.run.hardware import GPU_COLUMNS
 from lightning_perf.system.gpus import GPU
@@ -87,10 +87,9 @@ class Simulated(Gatherer):
 class Watched(windows.Windows):
     """Passes the columns of a report to the simulation."""
 
-    def _layout(self, due: Sequence[Any]) -> Any:
-        layout = super()._layout(due)
-        Simulated.columns = [name for each in layout.signals for name in each.columns]
-        return layout
+    def _report(self, *given: Any) -> Any:
+        Simulated.columns = list(self._columns)
+        return super()._report(*given)
 
 
 class FakeGpus:
@@ -108,7 +107,7 @@ class FakeGpus:
         return {**found, **dict.fromkeys(self.names, (40.0 * seconds, seconds))}
 
 
-class Node(context.NodeSignal):
+class Node(signals.NodeSignal):
     """The signal of a node with GPUs."""
 
     def __init__(self, sampler: Any, slots: int) -> None:
@@ -149,7 +148,7 @@ def main() -> None:
     """Measure and print."""
     quiet()
     windows.Gatherer = Simulated  # type: ignore[misc]
-    context.Windows, context.NodeSignal = Watched, Node  # type: ignore[misc]
+    context.Windows, signals.NodeSignal = Watched, Node  # type: ignore[misc]
     sets = [*((kind,) for kind in CALLBACKS), CALLBACKS]
     names = [" ".join(kind.__name__ for kind in kinds) for kinds in sets]
     table = Table("ranks", *names[:-1], "all four", title="ms per report, median (10 to 90 %)")

@@ -115,8 +115,7 @@ class Worker:
         with self._guard():
             self._closed = True
             self._queue.clear()
-            self._changed.notify_all()
-        return self.drain(timeout)
+        return self.close(timeout)
 
     def _reset(self) -> None:
         self._pid = os.getpid()

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 class MethodPatch:
     """Replaces a method, or another patch of it, and is equal to it in all other respects.
 
-    After its release it only calls the method, because foreign patches may still refer to it.
+    After its release it is of this class, not of a subclass, and only calls the method, because
+    foreign patches may still refer to it.
     """
 
-    #: The patched object and the method's name, once released.
-    _place: tuple[Callable[[], Any], str] | None = None
+    #: Returns the patched object, once released.
+    _owner: Callable[[], Any]
     #: The name under which the method is found, which may not be its ``__name__``.
     _name = ""
 
@@ -27,17 +28,15 @@ class MethodPatch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
-        if self._place is not None:  # remove this patch if the foreign patch around it is gone
-            find, name = self._place
-            with suppress(Exception):
-                _clear(find(), name)
+        with suppress(Exception):  # remove this patch if the foreign patch around it is gone
+            _clear(self._owner(), self._name)
         return self.original(*args, **kwargs)
 
-    def _release(self, place: tuple[Callable[[], Any], str]) -> None:
+    def _release(self, owner: Callable[[], Any]) -> None:
         """Become a plain `MethodPatch` that references only the method."""
-        original = self.original
+        original, name = self.original, self._name
         vars(self).clear()
-        vars(self).update(original=original, _place=place, _name=place[1])
+        vars(self).update(original=original, _owner=owner, _name=name)
         self.__class__ = MethodPatch
 
     def __getattr__(self, name: str) -> Any:
@@ -142,17 +141,17 @@ def _take_out(owner: Any, name: str, ours: MethodPatch) -> None:
     place = next((number for number, each in enumerate(chain) if each is ours), None)
     if place:
         chain[place - 1].original = ours.original
-    ours._release((_reference(owner), name))
+    ours._release(_reference(owner))
     _clear(owner, name)
 
 
 def _clear(owner: Any, name: str) -> None:
     """Remove the outermost patches of a method that are released."""
-    here = getattr(owner, name, None)
-    if not (type(here) is MethodPatch and here._place is not None):
-        return
-    while type(here) is MethodPatch and here._place is not None:
+    outermost = here = getattr(owner, name, None)
+    while type(here) is MethodPatch:
         here = here.original
+    if here is outermost:
+        return
     # A patch is equal to the method of the class, too.
     if not isinstance(here, MethodPatch) and is_of_class(owner, name, here):
         delattr(owner, name)

@@ -6,10 +6,11 @@ import json
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import inf, nan
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,18 +118,17 @@ class Diagnosis(WindowCallback):
             problem = "is neither a bool nor a PyTorch profiler"
             raise ConfigError("capture", capture, problem, "True")
         self._capture = capture
-        #: The verdicts so far, the most costly first.
-        self.verdicts: list[Verdict] = []
         self._reset()
 
     def _reset(self) -> None:
-        self.verdicts = []
+        #: The verdicts so far, the most costly first.
+        self.verdicts: list[Verdict] = []
         self._findings = Findings()
         self._record = Record()
         self._setup = Setup()
         self._gc: GcTimer | None = None
-        # Named costs other than those of spans, by the number of batches of a report in flight.
-        self._others: dict[int, Costs] = {}
+        # The named costs up to each report in flight.
+        self._costs: deque[Costs] = deque()
         self._next = self._diagnosed = 0
         self._analysing = False
         # When training began, and CPU seconds of analyses since.
@@ -159,8 +159,8 @@ class Diagnosis(WindowCallback):
         context.batches.listeners.append(self._add_steps)
         # Weak, because `gc` keeps the timer of a run whose end was not announced, and with it this
         # object.
-        spans = weakref.proxy(context.spans)
-        self._gc = GcTimer(lambda: spans.running)
+        recorder = weakref.proxy(context.spans.require())
+        self._gc = GcTimer(lambda: recorder.clock.running)
         self._gc.open()
         self._active = True
 
@@ -187,7 +187,7 @@ class Diagnosis(WindowCallback):
     @override
     def window_ended(self, context: RunContext) -> None:
         if context.stage == "train" and context.ranks.global_rank == 0:
-            self._others[context.counters.batch] = self._other_costs()
+            self._costs.append({**context.spans.latest.costs, **self._other_costs()})
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -197,8 +197,9 @@ class Diagnosis(WindowCallback):
         sample_ranks(context.sampler, window)
         if window.rank != 0:
             return None
-        others = self._others.pop(window.last.batch, {})
-        self._record.add(window, {**context.windows.costs.costs, **others})
+        # Without the totals since the run began, since many windows are kept.
+        kept = replace(window, totals=())
+        self._record.add(kept, self._costs.popleft())
         if not window.at_end and not self._analysing and self._wanted(window, context):
             self._analysing = True
             job = partial(self._analyse, self._signals(context), context, window.step)
@@ -286,13 +287,13 @@ class Diagnosis(WindowCallback):
 
     def _leave_files(self, context: RunContext, signals: Signals) -> None:
         findings, captured = self._findings, cache(self._captured)
-        files = {
+        texts: dict[str, Callable[[], str]] = {
             "diagnosis.json": lambda: json.dumps(document(signals, findings, captured()), indent=1),
             "report.html": lambda: report_page(signals, findings, captured()),
         }
-        writes = {name: partial(_write, text) for name, text in files.items()}
+        files = {name: destination.text_file(text) for name, text in texts.items()}
         try:
-            destination.write_files(context, self.folder, writes, "train")
+            destination.write_files(context, self.folder, files, "train")
         except OSError as error:
             warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
 
@@ -309,10 +310,6 @@ class Diagnosis(WindowCallback):
     def summary_sections(self) -> Mapping[str, object]:
         verdicts = [verdict.as_dict() for verdict in self.verdicts]
         return {"verdicts": verdicts, "abstained": dict(self._findings.abstained)}
-
-
-def _write(text: Callable[[], str], path: Path) -> None:
-    path.write_text(text(), encoding="utf-8")
 
 
 def _setup(context: RunContext) -> Setup:

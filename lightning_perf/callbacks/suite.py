@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,10 @@ from typing_extensions import override
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.hooks import ENDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from lightning.pytorch import LightningModule, Trainer
 
@@ -101,8 +101,13 @@ class Suite(PerfCallback):
     def _forward(self, hook: str, theirs: list[Callable[..., object]]) -> None:
         """Forward a Lightning hook to the parts that override it, for this run."""
         own = getattr(type(self), hook).__get__(self)
-        ends = hook in ("teardown", "on_exception")
-        setattr(self, hook, partial(_call, [*theirs, own] if ends else [own, *theirs]))
+        hooks = [*theirs, own] if hook in ENDS else [own, *theirs]
+
+        def forward(*args: Any, **kwargs: Any) -> None:
+            for each in hooks:
+                each(*args, **kwargs)
+
+        setattr(self, hook, forward)
         if hook not in self._skipped_hooks:
             self._skipped_hooks.append(hook)
 
@@ -126,11 +131,6 @@ def _overrides(part: PerfCallback, hook: str) -> bool:
     """Whether a callback overrides a hook of our base class."""
     own = getattr(part, hook)
     return callable(own) and getattr(own, "__func__", None) is not getattr(PerfCallback, hook)
-
-
-def _call(hooks: Sequence[Callable[..., object]], *args: Any, **kwargs: Any) -> None:
-    for hook in hooks:
-        hook(*args, **kwargs)
 
 
 def always_on(show_summary: bool = True) -> Suite:

@@ -167,14 +167,14 @@ class _Layout(NamedTuple):
 
 
 @cache
-def _layouts(columns: tuple[str, ...]) -> list[_Layout]:
+def _layouts(columns: tuple[tuple[str, int], ...]) -> list[_Layout]:
     """The layout of the node and, if it has GPUs, of their slots."""
-    at = {column: number for number, column in enumerate(columns)}
+    at = dict(columns)
     hosts = [name for name in HOST if f"system/{name}" in at]
     values = [at[f"system/{name}"] for name in hosts]
     seconds = [at[f"system/{name}/seconds"] for name in hosts]
     found = [_Layout(hosts, [], [values], [seconds])]
-    slots = [each for each in columns if re.fullmatch(r"system/gpu_slot_\d+", each)]
+    slots = [each for each in at if re.fullmatch(r"system/gpu_slot_\d+", each)]
     if slots:
         figures = [[at[f"{slot}/{name}"] for name in GPU] for slot in slots]
         shared = [[at[f"{slot}/seconds"]] * len(GPU) for slot in slots]
@@ -191,7 +191,7 @@ def _averages(window: Window) -> dict[str, float]:
         nodes, first = np.unique(window["memory/node_rank"], return_index=True)
         rows = window.rows_of(first)
     found: dict[str, float] = {}
-    for layout in _layouts(tuple(window.columns)):
+    for layout in _layouts(tuple(window.columns.items())):
         if len(nodes) > _MOST_NODES:
             found |= _spread(layout, nodes, np.asarray(rows))
             continue

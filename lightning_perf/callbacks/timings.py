@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +20,13 @@ from lightning_perf.core.window import PerRank, Window
 from lightning_perf.diagnosis.rules.ranks import PHASES, Straggler, Work, straggler_of, work_of
 from lightning_perf.errors import describe, warn
 from lightning_perf.run import destination
+from lightning_perf.run.history import History, Point
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Schedule
 from lightning_perf.timing.totals import (
     CATEGORIES,
     TABLED,
-    History,
     Share,
-    Totals,
     as_markdown,
     folded,
 )
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _FOLDER = "{run_name}/timings"
 #: The number of windows in which a straggler is searched.
 _RECENT = 10
+#: Maximum reports in the chart.
+_MOST_ROWS = 500
 #: Maximum reports in the picture of all ranks; beyond it, adjacent ones are merged.
 _MOST_REPORTS = 400
 #: The categories that Determined tracks in training.
@@ -93,11 +96,10 @@ class Timings(WindowCallback):
         self._work: deque[Work] = deque(maxlen=_RECENT)
         # Steps, and the lateness of each rank: seconds per batch above the median rank.
         self._lateness: list[tuple[int, PerRank]] = []
-        # Seconds per batch, and batches, in the last window of the run's main stage.
+        # Seconds per batch, and batches, in the last report of the run's main stage.
         self._last: dict[str, float] = {}
-        self._last_batches = 0.0
+        self._last_batches = 0
         self._stage = ""
-        self._started = (Totals({}), 0)
         self._active = False
 
     @property
@@ -106,7 +108,12 @@ class Timings(WindowCallback):
 
         They are of the main stage of the run; adjacent rows are merged if there are too many.
         """
-        return self._history.rows
+        rows = []
+        for early, late in pairwise(self._history.points):
+            batches = late.batch - early.batch
+            totals = late.totals.items()
+            rows.append((late.step, {k: (v - early.totals[k]) / batches for k, v in totals}))
+        return rows
 
     @override
     def prepare(self, context: RunContext) -> None:
@@ -132,19 +139,20 @@ class Timings(WindowCallback):
         super().on_start(context)
         if not self._stage:
             self._stage = context.stage
-            self._started = context.spans.totals, context.counters.batch
+            begun = dict.fromkeys(CATEGORIES, 0.0)
+            step, batch = context.tracker.step - 1, context.counters.batch
+            start = Point(step, batch, begun, context.spans.totals)
+            self._history = History(start, most=_MOST_ROWS)
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
+        if window.stage == self._stage:
+            self._keep(window)
         if not window.batches:
-            self._add_tail(window)
             return None
         found = seconds_per_batch(window)
         if window.stage == self._stage:
-            batches = window.own("progress/batches")
-            seconds = {key: batches * found.get(key, 0.0) for key in CATEGORIES}
-            self._history.add(window.step, batches, seconds)
-            self._last, self._last_batches = found, batches
+            self._last, self._last_batches = found, window.batches
         metrics = {f"timings/{key}": value for key, value in found.items()}
         if window.stage == "train" and window.world_size > 1:
             metrics |= self._find_straggler(window)
@@ -152,7 +160,7 @@ class Timings(WindowCallback):
 
     def _find_straggler(self, window: Window) -> dict[str, float]:
         # The first batch of a run is slow for other reasons.
-        if window.first.batch > self._started[1]:
+        if window.first.batch > self._history.points[0].batch:
             work = work_of(window)
             self._work.append(work)
             if window.rank == 0:
@@ -169,17 +177,22 @@ class Timings(WindowCallback):
             "straggler/share": 0.0 if found is None else found.share,
         }
 
-    def _add_tail(self, window: Window) -> None:
-        """Add the time after the last report's last batch, which belongs to no later batch."""
-        if not self._last or window.stage != self._stage:
-            return
-        seconds = {key: window.mean(f"timings/{key}") for key in CATEGORIES}
-        self._history.add(window.step, 0, seconds)
-        prefix = "" if window.stage == "train" else f"{window.stage}/"
-        for key in CATEGORIES:
-            if each := self._last.get(key, 0.0) + seconds[key] / self._last_batches:
-                self._last[key] = each
-        self.metrics = {f"{prefix}timings/{key}": value for key, value in self._last.items()}
+    def _keep(self, window: Window) -> None:
+        """Keep the times for the chart; those after the last batch belong to the last report."""
+        history, whole = self._history, replace(window, rows=window.totals)
+        totals = {key: whole.mean(f"timings/{key}") for key in CATEGORIES}
+        point = Point(window.step, window.last.batch, totals)
+        if history.due(point.batch, window.at_end):
+            history.add(point)
+        elif window.at_end and self._last:
+            history.points[-1] = point
+        if not window.batches and self._last:
+            for key in CATEGORIES:
+                seconds = window.mean(f"timings/{key}") / self._last_batches
+                if each := self._last.get(key, 0.0) + seconds:
+                    self._last[key] = each
+            prefix = "" if window.stage == "train" else f"{window.stage}/"
+            self.metrics = {f"{prefix}timings/{key}": value for key, value in self._last.items()}
 
     @override
     def close(self, context: RunContext, reason: str) -> None:
@@ -187,19 +200,20 @@ class Timings(WindowCallback):
         if not self._active or not self._stage or reason == "failure":
             return
         self._active = False
-        since, batch = self._started
-        self.table = (context.spans.totals - since).table(TABLED)
-        batches = context.progress.timestamp(self._stage).batch - batch
+        start = self._history.points[0]
+        self.table = (context.spans.totals - start.costs).table(TABLED)
+        batches = context.progress.timestamp(self._stage).batch - start.batch
         if batches and context.ranks.global_rank == 0:
             context.finish_reports(reason)
             self._leave_files(context, batches)
 
     def _leave_files(self, context: RunContext, batches: int) -> None:
-        rows, first, table = self.rows, self._history.first, folded(self.table)
-        content = json.dumps([row._asdict() for row in self.table], indent=1)
+        rows, table = self.rows, folded(self.table)
+        first = self._history.points[0].step + 1
+        content = [row._asdict() for row in self.table]
         files: dict[str, Callable[[Path], None]] = {
-            "table.md": partial(_write, as_markdown(table, batches)),
-            "table.json": partial(_write, content),
+            "table.md": destination.text_file(lambda: as_markdown(table, batches)),
+            "table.json": destination.text_file(lambda: json.dumps(content, indent=1)),
         }
         if rows:
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
@@ -221,10 +235,6 @@ class Timings(WindowCallback):
     @override
     def summary_sections(self) -> Mapping[str, object]:
         return {"culprits": [row._asdict() for row in self.table]} if self.table else {}
-
-
-def _write(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def seconds_per_batch(window: Window) -> dict[str, float]:

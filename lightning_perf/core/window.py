@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,48 +21,6 @@ Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 Rows = Sequence[Sequence[float]] | Table
 #: One number per rank.
 PerRank = np.ndarray[tuple[int], np.dtype[np.float64]]
-
-
-class LazyRows:
-    """Columns of a table of many ranks, less those of an earlier one, computed when they are read.
-
-    A report is wide, and each callback reads few of its columns. ``at`` is where the columns are in
-    the table, ``before`` the earlier table and where they are in it; from gauges nothing is
-    subtracted.
-    """
-
-    def __init__(
-        self,
-        now: Table,
-        at: Sequence[int],
-        before: tuple[Table, Sequence[int]] | None = None,
-        gauges: Sequence[int] = (),
-    ) -> None:
-        self._now, self._at, self._before, self._gauges = now, at, before, gauges
-
-    def __len__(self) -> int:
-        return len(self._now)
-
-    def column(self, number: int) -> PerRank:
-        """One value per rank."""
-        now = self._now[:, self._at[number]]
-        if self._before is None or number in self._gauges:
-            return now
-        table, at = self._before
-        return now - table[:, at[number]]
-
-    def __getitem__(self, ranks: Any) -> Any:
-        """The rows of some ranks, with all columns."""
-        now = self._now[ranks][..., self._at]
-        if self._before is None:
-            return now
-        table, at = self._before
-        found = now - table[ranks][..., at]
-        found[..., self._gauges] = now[..., self._gauges]
-        return found
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self[:]
 
 
 class Spread(NamedTuple):
@@ -112,12 +70,12 @@ class Window:
     at_end: bool
     #: This process's rank.
     rank: int
-    #: The position of each column by its name.
+    #: The position of each column by its name; rows may have further ones.
     columns: Mapping[str, int]
     #: One row per rank.
-    rows: Rows | LazyRows
+    rows: Rows
     #: The same since the run began.
-    totals: Rows | LazyRows
+    totals: Rows
 
     @property
     def world_size(self) -> int:
@@ -139,16 +97,13 @@ class Window:
             KeyError: The window has no such column; the message names the nearest.
         """
         index = self._index(name)
-        if isinstance(self.rows, LazyRows):
-            return self.rows.column(index)
         if isinstance(self.rows, np.ndarray):
             return self.rows[:, index]
         return np.array([row[index] for row in self.rows], dtype=np.float64)
 
     def rows_of(self, ranks: Any) -> Table:
         """All columns of some ranks, one row for each."""
-        rows = self.rows if isinstance(self.rows, LazyRows) else np.asarray(self.rows)
-        found: Table = rows[ranks]
+        found: Table = np.asarray(self.rows)[ranks]
         return found
 
     def own(self, name: str) -> float:
@@ -157,20 +112,15 @@ class Window:
 
     def since_start(self, name: str) -> float:
         """This rank's total since the run began."""
-        return float(self.totals[self.rank if len(self.rows) > 1 else 0][self._index(name)])
+        return replace(self, rows=self.totals).own(name)
 
     def ever(self, name: str) -> bool:
         """Whether any rank's total since the run began is other than 0."""
-        index = self._index(name)
-        if isinstance(self.totals, LazyRows):
-            return bool(self.totals.column(index).any())
-        return any(row[index] for row in self.totals)
+        return bool(replace(self, rows=self.totals).total(name))
 
     def total(self, name: str) -> float:
         """The sum over ranks."""
-        if len(self.rows) == 1:
-            return float(self.rows[0][self._index(name)])
-        return float(self[name].sum())
+        return self.own(name) if len(self.rows) == 1 else float(self[name].sum())
 
     def mean(self, name: str) -> float:
         """The mean over ranks."""
@@ -178,9 +128,7 @@ class Window:
 
     def least(self, name: str) -> float:
         """The smallest value of any rank."""
-        if len(self.rows) == 1:
-            return float(self.rows[0][self._index(name)])
-        return float(self[name].min())
+        return self.own(name) if len(self.rows) == 1 else float(self[name].min())
 
     def rate(self, name: str, per: str = "batch/seconds") -> float:
         """Each rank's value divided by its value of ``per``, summed over ranks.

@@ -372,7 +372,7 @@ class Record:
             self._windows[-1] = _merged(self._windows[-1], (window, costs))
             return
         self._windows.append((window, costs))
-        numbers = window.world_size * len(window.columns)
+        numbers = window.world_size * len(window.rows[0])
         most = min(max(_MOST_NUMBERS // max(numbers, 1), _FEWEST_KEPT), _MOST_WINDOWS)
         if len(self._windows) > most:
             # The first one is never merged, because it has the warm-up.
@@ -399,8 +399,9 @@ class Record:
 
 def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:
     (before, _), (after, costs) = early, late
-    gauge = [name.startswith(_GAUGES) for name in after.columns]
+    gauges = [at for name, at in after.columns.items() if name.startswith(_GAUGES)]
     one, two = np.asarray(before.rows, dtype=float), np.asarray(after.rows, dtype=float)
-    rows = np.where(gauge, two, one + two)
+    rows = one + two
+    rows[:, gauges] = two[:, gauges]
     rows = rows if len(rows) > 1 else rows.tolist()
     return replace(after, first=before.first, rows=rows), costs

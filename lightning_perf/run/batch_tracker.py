@@ -16,11 +16,7 @@ if TYPE_CHECKING:
     from lightning_perf.flops.shapes import Signature
     from lightning_perf.run.context import RunContext
     from lightning_perf.timing.clock import Clock
-    from lightning_perf.timing.cuda_events import (
-        DeviceBatchTime,
-        DeviceBatchTimer,
-        DeviceSegmentTimer,
-    )
+    from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer
 
     #: Cost, samples and tokens of a batch, and whether counting its FLOPs slowed it down.
     Figures = tuple[BatchCost | None, int | None, int | None, bool]
@@ -61,9 +57,8 @@ class BatchTracker:
         #: The step at which loggers write what is reported now.
         self.step = 0
         self._clock: Clock | None = None
-        # Timers of the device; None if it has no clock of its own.
-        self._timer: DeviceBatchTimer | None = None
-        self._segments: DeviceSegmentTimer | None = None
+        # Times batches on the device; None if it has no clock of its own.
+        self._timer: DeviceTimer | None = None
         # Deferred batches, six items each, and how many of the next ones may be deferred.
         self._deferred: list[Any] = []
         self._deferrable = 0
@@ -81,7 +76,6 @@ class BatchTracker:
         )
         recorder = context.spans.recorder
         self._clock = recorder.clock if recorder is not None else None
-        self._segments = recorder.device if recorder is not None else None
         self._timer = context.batches.timer
 
     def begin(self) -> None:
@@ -102,8 +96,6 @@ class BatchTracker:
             self._deferrable = 0
             figures = self._examine(batch, signature)
         timed = None if self._timer is None else self._timer.end()
-        if self._segments is not None:
-            self._segments.end_batch()
         train = context.stage == "train"
         counts = self._loop.counts if train else self._other_counts()
         if self._deferrable:

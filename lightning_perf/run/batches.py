@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from lightning_perf.run.flop_meter import BatchCost
-    from lightning_perf.run.stages import Progress
-    from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceBatchTimer
+    from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer
 
     #: Seconds, samples and tokens of one batch (None where they could not be counted), its FLOPs
     #: (None where they are unknown), whether counting them slowed it down, and whether it was the
@@ -52,15 +51,14 @@ LAST = ("flops/batch", "flops/peak", "flops/tracked_operations", "flops/untracke
 class _Stage:
     """The totals of one stage, and the records that are not in them yet."""
 
-    __slots__ = ("edges", "known", "last_cost", "late", "records", "slowed", "totals")
+    __slots__ = ("edges", "known", "last_cost", "late", "records", "slowed")
 
     def __init__(self, size: int) -> None:
-        self.totals: tuple[float, ...] = (0.0,) * len(TIMED)
         #: Batches with known FLOPs, and the cost of the last one.
         self.known = 0
         self.last_cost: BatchCost | None = None
         #: Totals after each of the latest batches: a rolling window is the difference of two.
-        self.edges: deque[tuple[float, ...]] = deque([self.totals], maxlen=size + 1)
+        self.edges: deque[tuple[float, ...]] = deque([(0.0,) * len(TIMED)], maxlen=size + 1)
         #: The latest batches that counting slowed down, without their FLOPs.
         self.slowed: deque[BatchRecord] = deque(maxlen=max(size, 1))
         self.records: list[BatchRecord] = []
@@ -77,7 +75,7 @@ class BatchTotals:
     columns = (*TIMED, "flops/known_batches", *LAST)
     gauges = frozenset(LAST)
 
-    def __init__(self, timer: DeviceBatchTimer | None = None, sharing: int = 1) -> None:
+    def __init__(self, timer: DeviceTimer | None = None, sharing: int = 1) -> None:
         self.timer, self.sharing = timer, sharing
         self._rolling = 0
         self._stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
@@ -130,7 +128,7 @@ class BatchTotals:
         self.fold(stage)
         found = self._stages[stage]
         found.late.clear()
-        if found.slowed and not found.totals[1] and stage not in self._explained:
+        if found.slowed and not found.edges[-1][1] and stage not in self._explained:
             self._explained.add(stage)
             rank_zero_info(_ALL_SLOWED.format(stage))
 
@@ -142,7 +140,7 @@ class BatchTotals:
     def totals(self, stage: str) -> Sequence[float]:
         """The totals of a stage since the run began."""
         found = self._stages[stage]
-        totals, cost = self._part(found.totals), found.last_cost
+        totals, cost = self._part(found.edges[-1]), found.last_cost
         if cost is None:
             return (*totals, 0, 0.0, 0.0, 0.0, 0.0)
         peak = cost.peak if cost.ideal_seconds else 0.0
@@ -185,7 +183,7 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
     (
         seconds, count, samples, tokens, model, ideal, hardware_ideal, known_seconds, known,
         no_samples, no_tokens, no_flops,
-    ) = stage.totals  # fmt: skip
+    ) = stage.edges[-1]  # fmt: skip
     edges = stage.edges
     for spent, batch_samples, batch_tokens, cost, slowed, first in records:
         if cost is not None:
@@ -219,7 +217,6 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
             seconds, count, samples, tokens, model, ideal, hardware_ideal, known_seconds, known,
             no_samples, no_tokens, no_flops,
         ))  # fmt: skip
-    stage.totals = edges[-1]
 
 
 def _resolved(
@@ -235,25 +232,3 @@ def _resolved(
         known = timed.known and timed.whole
         seconds = timed.seconds if known else host if failed else 0.0
         yield seconds, samples, tokens, cost, slowed or not (known or failed), first
-
-
-class ProgressSignal:
-    """The signal of progress: all batches and seconds of a stage, whether timed or not."""
-
-    columns = (
-        "progress/batches",
-        "progress/seconds",
-        "progress/total_seconds",
-        "progress/validation_seconds",
-    )
-    #: These two include the run that was resumed.
-    gauges = frozenset(columns[2:])
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def totals(self, stage: str) -> Sequence[float]:
-        """Batches and seconds of a stage, and seconds of all validation inside of fit."""
-        counters = self._progress.stages[stage]
-        seconds = counters.total_wct
-        return counters.batch, seconds, seconds, self._progress.validation_seconds

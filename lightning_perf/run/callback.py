@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
-from functools import cached_property, wraps
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 
-from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
 from lightning_perf.run.context import RunContext
+from lightning_perf.run.hooks import HOOKS, UNUSED, install_stage_hooks, with_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,85 +21,6 @@ if TYPE_CHECKING:
     from lightning_perf.run.stages import Progress
 
 
-def _install_stage_hooks(callback: type[PerfCallback], stage: str, word: str) -> None:
-    """Add Lightning's hooks of a stage to a class; they call the lifecycle methods."""
-
-    def start(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._begin(stage, word)
-
-    def end(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end(stage)
-
-    def batch_start(
-        self: PerfCallback, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any
-    ) -> None:
-        context = self._driven
-        if context is None or context.stage != stage:
-            return
-        for part in self._before_batch_parts:
-            part.call(part.before_batch, context, batch)
-
-    for hook in (start, end, batch_start, _batch_end(stage)):
-        hook.__name__ = f"on_{word}_{hook.__name__}"
-        setattr(callback, hook.__name__, hook)
-
-
-def _batch_end(stage: str) -> Callable[..., None]:
-    """The hook that runs once per batch in each callback: it makes few calls."""
-
-    def batch_end(
-        self: PerfCallback,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        *_: Any,
-    ) -> None:
-        context = self._driven
-        if context is None or context.stage != stage:
-            return
-        if context.members[0] is self:
-            try:
-                if not context.tracker.end(batch):
-                    return
-            except Exception as error:
-                self._disable_all("end_batch", error)
-        for part in self._after_batch_parts:
-            if not part._disabled:
-                try:
-                    part.after_batch(context, batch)
-                except Exception as error:
-                    part.disable("after_batch", error)
-        if context.tracker.report_possible and context.members[-1] is self:
-            self._run_shared(context.windows.report, context, False)
-
-    return batch_end
-
-
-def _with_ours(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a subclass's hook so that it runs our part once, with or without super()."""
-
-    @wraps(theirs)
-    def hook(self: PerfCallback, *args: Any, **kwargs: Any) -> Any:
-        ours = getattr(PerfCallback, name)
-        if name in _ENDS:  # ours may be repeated
-            try:
-                return theirs(self, *args, **kwargs)
-            finally:
-                ours(self, *args, **kwargs)
-        ours(self, *args, **kwargs)
-        driven, self._driven = self._driven, None  # super() does nothing
-        try:
-            return theirs(self, *args, **kwargs)
-        finally:
-            self._driven = None if driven is None else self._context
-
-    return hook
-
-
-#: Lightning's words for stages in the names of hooks.
-_WORDS = ("train", "validation", "test", "predict")
 #: Set-up errors that the user can fix: these stop the run before it starts.
 _FOR_THE_USER = (ConfigError, RecorderBusy, FileExistsError)
 #: Lightning's per-batch hooks that no lifecycle method needs.
@@ -108,17 +29,6 @@ _UNUSED = (
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
-)
-#: Hooks that release what a run holds, and all hooks that advance it.
-_ENDS = {"teardown", "on_exception"}
-_HOOKS = (
-    _ENDS
-    | {"on_train_epoch_start", "on_train_epoch_end"}
-    | {
-        f"on_{word}_{hook}"
-        for word in _WORDS
-        for hook in ("start", "end", "batch_start", "batch_end")
-    }
 )
 #: Methods of the module, which holds the Trainer, that Lightning attaches to each callback.
 _ATTACHED = ("log", "log_dict")
@@ -142,8 +52,8 @@ class PerfCallback(Callback):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in _HOOKS & vars(cls).keys():
-            setattr(cls, name, _with_ours(name, vars(cls)[name]))
+        for name in HOOKS & vars(cls).keys():
+            setattr(cls, name, with_ours(getattr(PerfCallback, name), vars(cls)[name]))
 
     def __init__(self) -> None:
         self._context: RunContext | None = None
@@ -278,7 +188,7 @@ class PerfCallback(Callback):
             return
         self._attach(context)
         self._driven = context
-        self._skip_hooks(*_UNUSED)
+        self._skip_hooks(*UNUSED)
         context.describe({key: v for part in self.parts for key, v in part.settings().items()})
 
     def _attach(self, context: RunContext) -> None:
@@ -412,15 +322,16 @@ class PerfCallback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the length of the epoch."""
-        context = self._driven
-        if context is not None and context.stage == "train" and context.members[0] is self:
-            self._run_shared(context.begin_epoch)
+        self._at_epoch(RunContext.begin_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Advance the epoch."""
+        self._at_epoch(RunContext.end_epoch)
+
+    def _at_epoch(self, step: Callable[[RunContext], None]) -> None:
         context = self._driven
         if context is not None and context.stage == "train" and context.members[0] is self:
-            self._run_shared(context.end_epoch)
+            self._run_shared(step, context)
 
 
 def _readable(value: object) -> object:
@@ -430,5 +341,4 @@ def _readable(value: object) -> object:
     return getattr(value, "__qualname__", value) if callable(value) else value
 
 
-for _stage, _word in zip(STAGES, _WORDS, strict=True):
-    _install_stage_hooks(PerfCallback, _stage, _word)
+install_stage_hooks(PerfCallback)

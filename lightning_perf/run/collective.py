@@ -12,7 +12,6 @@ from math import nan
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 #: Numbers per message, without those of GPUs: all messages have one size.
 WIDTH = 128
-HEADER = 3
+HEADER = 2
 #: Messages in flight per rank; further ones are queued here, without a table of all ranks.
 _ON_THEIR_WAY = 8
 #: Maximum queued messages: beyond it, another rank has probably ended.
@@ -51,8 +50,6 @@ class _Report:
     tag: tuple[int, int]
     values: Sequence[float]
     then: Callable[[Rows], None]
-    #: Where its values are in a rank's last report.
-    in_last: Sequence[int]
     #: Its message in flight, and the received table: one row per rank.
     work: Any = None
     table: torch.Tensor | None = None
@@ -100,24 +97,17 @@ class Gatherer:
         return int(mine)
 
     def gather(
-        self,
-        tag: tuple[int, int],
-        values: Sequence[float],
-        then: Callable[[Rows], None],
-        in_last: Sequence[int] = (),
+        self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]
     ) -> None:
         """Send this rank's numbers; ``then`` receives one row per rank, now or at a later batch.
 
         Args:
             tag: What and when, the same on every rank that still reports; ``LAST`` for when.
-            values: At most ``width`` of them.
-            then: Called on the training thread with the rows in rank order, unless some rank sent
-                no numbers at all.
-            in_last: Where these values are among those of the last report.
+            values: At most ``width`` of them, as many in each report on every rank.
+            then: Called on the training thread with the rows in rank order.
         """
         if self._world_size == 1:
-            if values:
-                self._held.append(partial(then, [values]))
+            self._held.append(partial(then, [values]))
             now = monotonic()
             if tag[1] < 0 or now >= self._hold_until:  # the end of a stage, or time
                 self._hold_until = now + HOLD
@@ -128,7 +118,7 @@ class Gatherer:
         if len(self.pending) >= _MOST_WAITING:
             self._give_up("another rank does not answer")
             return
-        self._push(_Report(tag, values, then, in_last))
+        self._push(_Report(tag, values, then))
 
     def flush(self) -> None:
         """Deliver the reports that a single rank holds."""
@@ -180,8 +170,8 @@ class Gatherer:
                 report.work = dist.all_gather(list(table), row, group=self._group, async_op=True)
 
     def _message(self, report: _Report) -> torch.Tensor:
-        """The tag of a report, the number of its values, and the values."""
-        values = [*report.tag, len(report.values), *report.values]
+        """The tag of a report, and its values."""
+        values = [*report.tag, *report.values]
         row = torch.full((HEADER + self.width,), nan, dtype=torch.float64)
         row[: len(values)] = torch.tensor(values, dtype=torch.float64)
         return row
@@ -190,19 +180,15 @@ class Gatherer:
         """Deliver a report whose messages have arrived from all ranks."""
         assert report.table is not None  # it was sent
         rows: Table = report.table.numpy()
-        lengths, last = rows[:, 2], rows[:, 1] == LAST
+        last = rows[:, 1] == LAST
         for tags in (rows[last, :2], rows[~last, :2]):
             if (tags != tags[:1]).any():
                 self._give_up("the ranks sent different reports at the same time")
                 return
         if report.tag[1] == LAST and not last.all():
             self._push(replace(report, work=None))  # answers the others' next report, too
-        elif lengths.all():
-            values = rows[:, HEADER:]
-            if report.tag[1] != LAST and last.any():
-                values[last, : len(report.values)] = values[np.ix_(last, report.in_last)]
-                lengths = lengths[~last]
-            report.then(values[:, : int(lengths.max())])
+        else:
+            report.then(rows[:, HEADER : HEADER + len(report.values)])
 
     def _give_up(self, why: str) -> None:
         self.lost = True

@@ -7,14 +7,10 @@ import logging
 import os
 import weakref
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
-
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_perf.background import Worker
 from lightning_perf.core.progress import Limits, Moment
@@ -22,23 +18,17 @@ from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batch_tracker import BatchCounter, BatchTracker
-from lightning_perf.run.batches import BatchTotals, ProgressSignal
-from lightning_perf.run.destination import Reporting, saved_by
+from lightning_perf.run.batches import BatchTotals
+from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import (
-    GPU_COLUMNS,
-    MemorySignal,
-    NodeSignal,
-    node_gpus,
-    node_sampler,
-)
+from lightning_perf.run.hardware import node_sampler
 from lightning_perf.run.profiler import Spans
-from lightning_perf.run.spans import SpanSignal, WaitSignal
+from lightning_perf.run.signals import sources
 from lightning_perf.run.stages import Counters, Progress, StageStack
-from lightning_perf.run.summary import LiveSummary, end_summary
+from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
-from lightning_perf.timing.cuda_events import DeviceBatchTimer, clocked
+from lightning_perf.timing.cuda_events import DeviceTimer, clocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -84,14 +74,14 @@ class RunContext:
         self.reporting = Reporting(trainer, self.worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
-        timer = DeviceBatchTimer() if clocked(trainer.strategy.root_device) else None
+        timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
         self.stages = StageStack(self.progress, self.ranks, self.reporting.run_name, timer)
-        self.spans = Spans(trainer, module)
+        self.spans = Spans(trainer, module, timer)
         self.batches = BatchTotals(timer)
         self.share_batches(compat.data_parallel_size(trainer))
         self.windows = Windows(trainer)
         self._live = LiveSummary()
-        self._offer_signals()
+        self.windows.sources = sources(self)
         #: The running stage, by Lightning's name; empty between stages.
         self.stage = ""
         #: Counts of the current stage; kept here, because they are read at every batch.
@@ -119,38 +109,6 @@ class RunContext:
             problem = f"does not divide the world size, {ranks}"
             raise ConfigError("data_parallel_size", data_parallel_size, problem, str(ranks))
         self.batches.sharing = self.meter.sharing = ranks // data_parallel_size
-
-    def _offer_signals(self) -> None:
-        """The signals for windows; each starts when a callback subscribes to it."""
-        gpus: Callable[[], int] = partial(node_gpus, self.trainer, self.ranks)
-        if self.ranks.world_size > 1:
-            # Nodes may differ, but all ranks must have the same columns. They agree now, because a
-            # callback may fail on one rank before it subscribes.
-            gatherer = self.windows.gatherer
-            slots = gatherer.largest(gpus())
-            gatherer.width += slots * GPU_COLUMNS
-            gpus = partial(int, slots)
-        self.windows.sources = {
-            "batch": self.batches.start,
-            "flops": self._start_flops,
-            "progress": lambda: ProgressSignal(self.progress),
-            "timings": lambda: SpanSignal(self.spans.require()),
-            "waits": lambda: WaitSignal(self.spans.require(), self.ranks.node_rank),
-            "system": lambda: NodeSignal(self._start_sampler(), gpus()),
-            "memory": lambda: MemorySignal(
-                self.trainer.strategy.root_device, self._start_sampler(), self.ranks.node_rank
-            ),
-        }
-
-    def _start_flops(self) -> BatchTotals:
-        self.meter.require(None, "peak_flops")
-        return self.batches.start()
-
-    def _start_sampler(self) -> Sampler | None:
-        if self.sampler is not None and not self.sampler.subscribed:
-            self.sampler.subscribe("windows", 1.0)
-            self.on_close(partial(self.sampler.unsubscribe, "windows"))
-        return self.sampler
 
     # -- membership -------------------------------------------------------------------------------
 
@@ -203,24 +161,7 @@ class RunContext:
             shown = summary is not None and summary.show()
             here = reason == "teardown" and self.ranks.global_rank == 0
             if here and not (shown or self.trainer.loggers):
-                self._log_locations()
-
-    def _log_locations(self) -> None:
-        """Log where the metrics and files are, since there is no logger."""
-        named = [f"{type(p).__name__}.metrics" for p in self._joined if getattr(p, "metrics", None)]
-        run, saved = Path(self.trainer.default_root_dir, self.run_name), saved_by(self._joined)
-        root = self.reporting.root(None)
-        here, own = run, [str(run)] if run.exists() else []
-        if root.mirror is not None:
-            here, own = root.path, [f"{root.place}/{self.run_name}"] if saved else []
-        # Not the temporary folder of fast_dev_run, which is removed by now.
-        others = {path.parent for path in saved if here not in path.parents}
-        elsewhere = {str(folder) for folder in others if folder.exists()}
-        folders = [*own, *sorted(elsewhere)]
-        places = [f"the last figures are in {', '.join(named)}"] if named else []
-        places += [f"files are in {', '.join(folders)}"] if folders else []
-        if places:
-            rank_zero_info(f"lightning_perf: this Trainer has no logger: {'; '.join(places)}.")
+                log_locations(self, self._joined)
 
     def finish_reports(self, reason: str) -> None:
         """Wait a bounded time for the last reports of all ranks; not after an exception."""
@@ -266,7 +207,7 @@ class RunContext:
         self.meter.start(stage)
         if stage == "train":
             limits = self._read_limits()
-            self._reconcile()
+            self.progress.reconcile(self.trainer, self._resumed)
             self.describe(self.setup())
         self.stages.enter(stage, limits)
         self._select_stage()
@@ -365,26 +306,6 @@ class RunContext:
         self.reporting.log(metrics, step)
         if monotonic() >= self._live.due:
             self._live.refresh(self)
-
-    def _reconcile(self) -> None:
-        """Reconcile with Lightning after a resume: its epoch always, its counts if we have none."""
-        counters, trainer = self.progress.stages["train"], self.trainer
-        total, in_epoch = compat.batches_seen(trainer)
-        ours = self._resumed or (counters.batch > 0 and trainer.ckpt_path is None)
-        if not ours and total:
-            self.progress.stages["train"] = Counters(
-                replace(
-                    counters.timestamp(),
-                    epoch=trainer.current_epoch,
-                    batch=total,
-                    batch_in_epoch=in_epoch,
-                    step=trainer.global_step,
-                )
-            )
-        elif trainer.current_epoch > counters.epoch:
-            # A checkpoint of an epoch's last batch: Lightning does not end that epoch again.
-            counters.end_epoch()
-            counters.epoch = trainer.current_epoch
 
 
 def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:

@@ -219,6 +219,15 @@ def saved_by(callbacks: Iterable[object]) -> list[Path]:
     return [path for paths in saved for path in paths if path is not None]
 
 
+def text_file(text: Callable[[], str]) -> Callable[[Path], None]:
+    """For `write_files`: a file with a text, which is made on the worker thread."""
+
+    def write(path: Path) -> None:
+        path.write_text(text(), encoding="utf-8")
+
+    return write
+
+
 def write_files(
     context: RunContext,
     folder: str,

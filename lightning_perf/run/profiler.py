@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.timing.totals import Action
+    from lightning_perf.timing.cuda_events import DeviceTimer
 
     _Span = AbstractContextManager[Any]
     Find = Callable[[str], _Span]
@@ -31,14 +31,17 @@ class Spans:
     us.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, device: DeviceTimer | None = None
+    ) -> None:
+        self._trainer, self._module, self._device = trainer, module, device
         self._profiler = getattr(trainer, "profiler", None)
         self._installed: Any = None
         #: Records times once they are required.
         self.recorder: SpanRecorder | None = None
         if type(self._profiler) is PassThroughProfiler:
-            self._install(NullProfiler())
+            # Like Lightning's default, but without a generator per span.
+            self._install(SpanProfiler(lambda _: NOTHING))
 
     @property
     def totals(self) -> Totals:
@@ -50,16 +53,11 @@ class Spans:
         """What `totals` returned last: at the latest report."""
         return self.recorder.latest if self.recorder is not None else Totals({})
 
-    @property
-    def running(self) -> Action | None:
-        """The action of the training thread now; None if it is not timed."""
-        return self.recorder.clock.running if self.recorder is not None else None
-
     def require(self) -> SpanRecorder:
         """Record times from now on."""
         if self.recorder is None:
             self._uninstall()
-            self.recorder = SpanRecorder(self._trainer, self._module)
+            self.recorder = SpanRecorder(self._trainer, self._module, self._device)
             self._listen(self.recorder)
         return self.recorder
 
@@ -110,13 +108,6 @@ class SpanProfiler(PassThroughProfiler):
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the trainer gets the default profiler.
         return PassThroughProfiler, ()
-
-
-class NullProfiler(SpanProfiler):
-    """Does nothing, like Lightning's default, but without a generator per span."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: NOTHING)
 
 
 class TeeProfiler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from threading import get_ident
 from time import perf_counter
@@ -15,22 +15,16 @@ from torchmetrics import Metric
 from lightning_perf.flops import is_compiled
 from lightning_perf.patches import MethodPatch, PatchSet, is_of_class
 from lightning_perf.run import compat
-from lightning_perf.timing.clock import (
-    NOTHING,
-    Clock,
-    SaveSpan,
-    Span,
-    SpanWithCallbacks,
-    UntrackedSpan,
-)
-from lightning_perf.timing.cuda_events import DeviceSegmentTimer, clocked
-from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Floor, Totals
+from lightning_perf.timing.clock import NOTHING, Clock, SaveSpan, Span, SpanWithCallbacks
+from lightning_perf.timing.totals import Action, Cost, Floor, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_perf.timing.cuda_events import DeviceTimer
 
     #: Lightning's name of a span, or the category and the name of a method that has none.
     Key = str | tuple[str, str]
@@ -41,15 +35,6 @@ _MOST_SPANS = 4096
 _LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint")
 #: Categories of which the device's own time is measured, at the end of their spans.
 _DEVICE = ("dataloader_next", "to_device", "forward", "backward", "optimizer_step")
-#: The columns of the device's own time, by category.
-DEVICE_COLUMNS = {
-    "to_device": "device/to_device",
-    "forward": "device/forward",
-    "backward": "device/backward",
-    "optimizer_step": "device/optimizer_step",
-    "other": "device/other",
-    "dataloader_next": "exposed_input",
-}
 #: Spans without a mark: they lie within others that have one, or before the first batch.
 _UNMARKED = {
     "on_before_batch_transfer",
@@ -63,13 +48,6 @@ GRADIENTS = "DistributedDataParallel.gradients"
 BUFFERS = "DistributedDataParallel.buffers"
 #: The action, at the start of a batch, of waiting for rank 0.
 START = "Trainer.broadcast_sigterm"
-#: By column of waiting: the category and name of an action; on the device, the name.
-_WAITS = {
-    "waits/start": ("other", START),
-    "waits/forward": ("forward", BUFFERS),
-    "waits/backward": ("backward", GRADIENTS),
-}
-_DEVICE_WAITS = {"waits/device/start": START, "waits/device/backward": GRADIENTS}
 _ITER = ("dataloader_next", "iter")
 _FETCH = "[_TrainingEpochLoop].train_dataloader_next"
 _MOVE = ("from_device", "predictions")
@@ -150,21 +128,24 @@ def _overrides(owner: object, hook: str) -> bool:
 class SpanRecorder:
     """Records the trainer's spans, patches what has none, and keeps exclusive times."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, device: DeviceTimer | None
+    ) -> None:
         # Weak: a patched logger or metric may outlive the module.
         self._trainer: Trainer = weakref.proxy(trainer)
         self._module: LightningModule = weakref.proxy(module)  # type: ignore[assignment]
         self.clock = Clock()
         self._nested = False
         #: Times on the device, where it has a clock of its own.
-        self.device = DeviceSegmentTimer() if clocked(trainer.strategy.root_device) else None
+        self.device = device
         #: Our spans by their keys, made on first use.
         self.cache = SpanCache(self._span)
         self._first_fetch: Span | None = None
         #: Seconds of waiting for gradients while no rank is late, which is their exchange.
         self.exchange = Floor()
-        if self.device is not None:
-            self.device.floors[GRADIENTS] = self.exchange
+        if device is not None:
+            device.wanted = True
+            device.floors[GRADIENTS] = self.exchange
         self._patches, self._backward = PatchSet(), PatchSet()
         # Whether the device waits for other ranks' gradients.
         self._waiting = False
@@ -174,7 +155,10 @@ class SpanRecorder:
 
     def totals(self) -> Totals:
         """Exclusive times since this was constructed, up to now."""
-        device = self.device.costs if self.device is not None else {}
+        device: dict[Action, Cost] = {}
+        if self.device is not None:
+            self.device.read()
+            device |= self.device.costs
         self.latest = Totals(self.clock.costs, self.clock.batches, device)
         return self.latest
 
@@ -193,7 +177,7 @@ class SpanRecorder:
     def _begin(self, stage: str) -> None:
         self.clock.begin(stage)
         if self.device is not None:
-            self.device.begin(stage)
+            self.device.stage = stage
 
     @contextmanager
     def _inside(self, stage: str) -> Iterator[None]:
@@ -216,7 +200,7 @@ class SpanRecorder:
         except Exception:  # a user's callback raises: Lightning will raise it, too
             what = None
         if what is None:
-            return NOTHING if name.startswith("[") else UntrackedSpan(name)
+            return NOTHING if name.startswith("[") else nullcontext(name)
         category, label = what
         clock = self.clock
         if label == "run_training_batch":
@@ -356,56 +340,6 @@ class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
 
     def __missing__(self, key: Key) -> AbstractContextManager[Any]:
         if len(self) >= _MOST_SPANS:
-            return UntrackedSpan(str(key))
+            return nullcontext(str(key))
         span = self[key] = self._make(key)
         return span
-
-
-class SpanSignal:
-    """Seconds by category as columns.
-
-    Training's columns hold all of the run, validation inside of it as one category.
-    """
-
-    gauges: frozenset[str] = frozenset()
-
-    def __init__(self, recorder: SpanRecorder) -> None:
-        self._recorder = recorder
-        device = (*DEVICE_COLUMNS.values(), "device/batches") if recorder.device else ()
-        self._device = bool(device)
-        self.columns = tuple(f"timings/{name}" for name in (*CATEGORIES, "train_batch", *device))
-        self._main = ""
-
-    def totals(self, stage: str) -> Sequence[float]:
-        """Seconds of each category; the run's first stage includes those within it."""
-        self._main = self._main or stage
-        costs = self._recorder.totals()
-        values = [*costs.by_category(stage, own=stage != self._main).values(), costs.train_batch]
-        if self._device:
-            spent = {a.category: cost for a, cost in costs.device.items() if a.stage == stage}
-            seconds = {name: cost.seconds for name, cost in spent.items()}
-            for within, name in (("other", START), ("backward", GRADIENTS)):
-                seconds[within] = seconds.get(within, 0.0) + seconds.get(name, 0.0)
-            values += [seconds.get(name, 0.0) for name in DEVICE_COLUMNS]
-            values.append(spent["other"].calls if "other" in spent else 0)
-        return values
-
-
-class WaitSignal:
-    """Seconds of waiting for other ranks, as columns, and each rank's node."""
-
-    gauges = frozenset({"waits/node_rank"})
-
-    def __init__(self, recorder: SpanRecorder, node_rank: int) -> None:
-        self._recorder, self._node = recorder, node_rank
-        self._device = tuple(_DEVICE_WAITS.values()) if recorder.device else ()
-        device = tuple(_DEVICE_WAITS) if recorder.device else ()
-        self.columns = ("waits/node_rank", "waits/exchange", *_WAITS, *device)
-
-    def totals(self, stage: str) -> Sequence[float]:
-        """Seconds of a stage, without stages within it."""
-        totals, none = self._recorder.totals(), Cost(0.0, 0)
-        host = [totals.costs.get(Action(stage, *action), none) for action in _WAITS.values()]
-        device = [totals.device.get(Action(stage, name, "device"), none) for name in self._device]
-        exchange = self._recorder.exchange.total() if stage == "train" else 0.0
-        return [self._node, exchange, *(cost.seconds for cost in (*host, *device))]

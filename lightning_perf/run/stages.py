@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.core.progress import STAGES, Limits, Moment, Timestamp
+from lightning_perf.run import compat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from lightning.pytorch import Trainer
+
     from lightning_perf.core.progress import Ranks
-    from lightning_perf.timing.cuda_events import DeviceBatchTimer
+    from lightning_perf.timing.cuda_events import DeviceTimer
 
 
 class Counters:
@@ -146,6 +150,25 @@ class Progress:
                 self.stages[stage] = Counters(Timestamp.from_state_dict(state["stages"][stage]))
         self.validation_seconds = float(state.get("validation_seconds", 0.0))
 
+    def reconcile(self, trainer: Trainer, resumed: bool) -> None:
+        """Follow Lightning after it resumed: its epoch always, its counts if we have none."""
+        counters = self.stages["train"]
+        total, in_epoch = compat.batches_seen(trainer)
+        ours = resumed or (counters.batch > 0 and trainer.ckpt_path is None)
+        if not ours and total:
+            now = replace(
+                counters.timestamp(),
+                epoch=trainer.current_epoch,
+                batch=total,
+                batch_in_epoch=in_epoch,
+                step=trainer.global_step,
+            )
+            self.stages["train"] = Counters(now)
+        elif trainer.current_epoch > counters.epoch:
+            # A checkpoint of an epoch's last batch: Lightning does not end that epoch again.
+            counters.end_epoch()
+            counters.epoch = trainer.current_epoch
+
 
 class _Stage(NamedTuple):
     """One stage on the stack. Validation inside fit is above train."""
@@ -164,7 +187,7 @@ class StageStack:
         progress: Progress,
         ranks: Ranks,
         run_name: str,
-        device_timer: DeviceBatchTimer | None = None,
+        device_timer: DeviceTimer | None = None,
     ) -> None:
         self.progress, self.ranks, self.run_name = progress, ranks, run_name
         self._device_timer = device_timer

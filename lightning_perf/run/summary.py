@@ -11,15 +11,18 @@ import weakref
 from contextlib import suppress
 from functools import partial
 from math import inf, isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
 from lightning_perf.run import destination
+from lightning_perf.run.history import table
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.folder import TraceOptions, written_whole
 from lightning_perf.tracking.summary import (
@@ -34,7 +37,6 @@ from lightning_perf.tracking.summary import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from lightning.pytorch import Trainer
 
@@ -156,7 +158,7 @@ class RunSummary:
             **sections,
         }
         stage, figures = main_stage(content)
-        if history := context.windows.histories[stage].table():
+        if history := table(context.windows.histories[stage]):
             figures["windows"] = history
         #: The content to show: of this function only.
         self._own = content
@@ -212,6 +214,23 @@ class RunSummary:
         place = f"{self._root.place}/{self.folder.name}" if self._root.place else self.folder
         console.print(f"{place}/{FILE_NAME}", soft_wrap=True)
         return True
+
+
+def log_locations(context: RunContext, callbacks: Sequence[PerfCallback]) -> None:
+    """Log where the metrics and files are, if there is no logger."""
+    named = [f"{type(each).__name__}.metrics" for each in callbacks if getattr(each, "metrics", 0)]
+    saved, root = destination.saved_by(callbacks), context.reporting.root(None)
+    here = Path(context.trainer.default_root_dir, context.run_name)
+    folders = [str(here)] if here.exists() else []
+    if root.mirror is not None:
+        here, folders = root.path, [f"{root.place}/{context.run_name}"] if saved else []
+    # Not the temporary folder of fast_dev_run, which is removed by now.
+    others = {path.parent for path in saved if here not in path.parents}
+    folders += sorted(str(folder) for folder in others if folder.exists())
+    places = [f"the last figures are in {', '.join(named)}"] if named else []
+    places += [f"files are in {', '.join(folders)}"] if folders else []
+    if places:
+        rank_zero_info(f"lightning_perf: this Trainer has no logger: {'; '.join(places)}.")
 
 
 def _setup(context: RunContext) -> dict[str, Any]:

@@ -108,21 +108,6 @@ class SaveSpan(Span):
         return self._clock.timer(self.what[0], f"checkpoint writing ({origin})")
 
 
-class UntrackedSpan:
-    """A span without a timer: its time belongs to the enclosing span."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> str:
-        return self.name
-
-    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
-        return
-
-
 class _Nothing:
     """An empty context at half the cost: ``"".format`` accepts any arguments and returns ""."""
 
@@ -154,7 +139,8 @@ class Clock:
         self.spans: list[Span] = []
         self.batch: Span | None = None
         self._adding = Lock()
-        self._stage = ""
+        #: The current stage.
+        self.stage = ""
         self._timers: dict[Action, Timer] = {}
         root = Span(self, _LOOP, "")
         # Spans with their timers and when they were entered; the first one is never left.
@@ -163,11 +149,6 @@ class Clock:
         # The time up to which the running timer is complete.
         self._mark = perf_counter()
         self._batches = 0.0
-
-    @property
-    def stage(self) -> str:
-        """The current stage."""
-        return self._stage
 
     @property
     def running(self) -> Action:
@@ -199,13 +180,13 @@ class Clock:
 
     def timer(self, category: str, name: str) -> Timer:
         """Return the timer of an action in the current stage; create it if needed."""
-        action = Action(self._stage, category, name)
+        action = Action(self.stage, category, name)
         return self._timers.setdefault(action, Timer(action))
 
     def begin(self, stage: str) -> None:
         """Switch to another stage."""
         self._update()
-        self._stage = stage
+        self.stage = stage
         for span in self.spans:
             span.timer = self.timer(*span.what)
         self._open = [(span, span.timer, began) for span, _, began in self._open]
@@ -296,16 +277,12 @@ class GcTimer:
         ['training_step']
     """
 
-    def __init__(self, running: Callable[[], Action | None]) -> None:
+    def __init__(self, running: Callable[[], Action]) -> None:
         self._running = running
-        self._costs: dict[Action, Cost] = {}
+        #: Seconds and collections, with ``gc`` as stage and the category and name of the action.
+        self.costs: dict[Action, Cost] = {}
         self._began = 0.0
         self._called = self._collected
-
-    @property
-    def costs(self) -> Mapping[Action, Cost]:
-        """Seconds and collections, with ``gc`` as stage and the category and name of the action."""
-        return dict(self._costs)
 
     def open(self) -> None:
         """Start."""
@@ -326,7 +303,6 @@ class GcTimer:
         except ReferenceError:
             self.close()
             return
-        if action is not None:
-            key = Action("gc", action.category, action.name)
-            seconds, calls = self._costs.get(key, (0.0, 0))
-            self._costs[key] = Cost(seconds + spent, calls + 1)
+        key = Action("gc", action.category, action.name)
+        seconds, calls = self.costs.get(key, (0.0, 0))
+        self.costs[key] = Cost(seconds + spent, calls + 1)

@@ -15,6 +15,9 @@ from lightning_perf.timing.totals import Action, Cost, Floor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    #: A batch, the segment of it that has ended, if it is one, and whether the batch has, too.
+    _Tag = tuple["DeviceBatchTime", Action | None, bool]
+
 
 #: Device types that support events.
 CLOCKED = {"cuda"}
@@ -59,9 +62,9 @@ class Events(Generic[Tag]):
         self.failed = False
 
     @property
-    def waiting(self) -> bool:
-        """Whether events are pending."""
-        return bool(self._pending)
+    def waiting(self) -> int:
+        """The number of pending events."""
+        return len(self._pending)
 
     def cut(self) -> None:
         """Ignore the time between the last event and the next one."""
@@ -82,14 +85,14 @@ class Events(Generic[Tag]):
         self._connected = True
         return preceded
 
-    def read(self, due: Callable[[Tag], bool] = lambda _: True) -> list[tuple[Tag, float]]:
-        """The completed intervals whose tag is due, in order, as tag and seconds."""
+    def read(self) -> list[tuple[Tag, float]]:
+        """The completed intervals, in order, as tag and seconds."""
         found: list[tuple[Tag, float]] = []
         pending = self._pending
         try:
             if self.failed or self._capturing():
                 return found
-            while pending and due(pending[0][0]) and pending[0][2].query():
+            while pending and pending[0][2].query():
                 tag, preceded, event = pending.popleft()
                 if preceded:
                     found.append((tag, self._last.elapsed_time(event) / 1e3))
@@ -106,54 +109,12 @@ class Events(Generic[Tag]):
         warn(f"CUDA events failed ({describe(error)}): {self._loss}. Training continues.")
 
 
-#: Batches to wait before an event is queried.
-_LAG = 2
-#: Maximum of pending events: about forty batches.
-_MOST_SEGMENTS_WAITING = 256
-_SEGMENTS_LOST = "timings/device is no longer reported"
+#: Maximum of pending events: more than a GPU can queue. From the second number on, those of
+#: completed batches are read after each batch.
+_MOST_WAITING, _MANY_WAITING = 2048, 256
+_LOST = "throughput and utilization now use host time, and timings/device is no longer reported"
 #: The category of the last segment of a batch.
 _END = "other"
-
-
-class DeviceSegmentTimer:
-    """Measures the segments of a batch on the device."""
-
-    def __init__(self, events: Events[tuple[int, Action]] | None = None) -> None:
-        self._events = events or Events(_SEGMENTS_LOST, _MOST_SEGMENTS_WAITING)
-        self._stage = ""
-        self._batch = 0
-        self._costs: dict[Action, Cost] = {}
-        #: The minimum time of each batch, for some categories.
-        self.floors: dict[str, Floor] = {}
-
-    @property
-    def costs(self) -> dict[Action, Cost]:
-        """Cost by action, for the batches that the device has completed."""
-        return dict(self._costs)
-
-    def begin(self, stage: str) -> None:
-        """Begin a stage. The time since the last event is ignored."""
-        self._stage = stage
-        self._events.cut()
-
-    def mark(self, category: str) -> None:
-        """End a segment of this category."""
-        self._events.mark((self._batch, Action(self._stage, category, "device")))
-
-    def end_batch(self) -> None:
-        """End a batch and read the events of earlier ones."""
-        self.mark(_END)
-        self._batch += 1
-        for (_, ended), spent in self._events.read(lambda tag: tag[0] + _LAG < self._batch):
-            seconds, calls = self._costs.get(ended, Cost(0.0, 0))
-            self._costs[ended] = Cost(seconds + spent, calls + 1)
-            if ended.category in self.floors:
-                self.floors[ended.category].add(spent)
-
-
-#: Maximum of pending events: more than a GPU can queue.
-_MOST_BATCHES_WAITING = 2048
-_BATCHES_LOST = "throughput and utilization now use host time"
 
 
 @dataclass(slots=True)
@@ -167,14 +128,23 @@ class DeviceBatchTime:
     whole: bool = True
 
 
-class DeviceBatchTimer:
-    """Device times of batches. Nested validation pauses the enclosing training batch."""
+class DeviceTimer:
+    """Device times of batches, and of their segments by category.
 
-    def __init__(self, events: Events[tuple[DeviceBatchTime, bool]] | None = None) -> None:
-        self._events = events or Events(_BATCHES_LOST, _MOST_BATCHES_WAITING)
+    Nested validation pauses the enclosing training batch.
+    """
+
+    def __init__(self, events: Events[_Tag] | None = None) -> None:
+        self._events = events or Events(_LOST, _MOST_WAITING)
         self._open: list[DeviceBatchTime] = []
         #: Whether device times are used.
         self.wanted = False
+        #: The stage of the next segments.
+        self.stage = ""
+        #: Cost of each segment by action, for the batches that the device has completed.
+        self.costs: dict[Action, Cost] = {}
+        #: The minimum time of each batch, for some categories.
+        self.floors: dict[str, Floor] = {}
 
     @property
     def failed(self) -> bool:
@@ -195,34 +165,48 @@ class DeviceBatchTimer:
     def pause(self) -> None:
         """Exclude the following time from the batch."""
         if self._open and self.wanted:
-            self._mark(self._open[-1], False)
+            self._mark(None)
 
     def resume(self) -> None:
         """Include the following time in the batch again."""
         self._events.cut()
         if self._open and self.wanted:
-            self._events.mark((self._open[-1], False))
+            self._events.mark((self._open[-1], None, False))
+
+    def mark(self, category: str) -> None:
+        """End a segment of this category."""
+        if self._open:
+            self._mark(Action(self.stage, category, "device"))
 
     def end(self) -> DeviceBatchTime | None:
         """End a batch; return its device time, filled in later, or None if not measured."""
-        device_time, self._open[-1] = self._open[-1], DeviceBatchTime()
+        device_time = self._open[-1]
         if not self.wanted or self.failed:
             return None
-        self._mark(device_time, True)
+        self._mark(Action(self.stage, _END, "device"), ends=True)
+        self._open[-1] = DeviceBatchTime()
+        if self._events.waiting > _MANY_WAITING:
+            self.read()
         return device_time
 
     def read(self) -> bool:
         """Read the completed events; return whether none is pending."""
-        for (device_time, ends), seconds in self._events.read():
+        for (device_time, action, ends), seconds in self._events.read():
             device_time.seconds += seconds
             device_time.known |= ends
+            if action is not None:
+                spent, calls = self.costs.get(action, Cost(0.0, 0))
+                self.costs[action] = Cost(spent + seconds, calls + 1)
+                if action.category in self.floors:
+                    self.floors[action.category].add(seconds)
         return not self._events.waiting
 
     def wait(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the device to complete all batches."""
         wait_until(self.read, timeout)
 
-    def _mark(self, device_time: DeviceBatchTime, ends: bool) -> None:
-        if not self._events.mark((device_time, ends)):
+    def _mark(self, action: Action | None, *, ends: bool = False) -> None:
+        device_time = self._open[-1]
+        if not self._events.mark((device_time, action, ends)):
             device_time.whole = False
             device_time.known |= ends

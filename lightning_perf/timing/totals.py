@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    #: Step, number of batches since the previous row, and their total seconds by category.
-    _Row = tuple[int, float, dict[str, float]]
-
 #: Every second of a run belongs to one category, so they add up to the wall time.
 CATEGORIES = (
     "dataloader_next",
@@ -167,54 +164,6 @@ def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) ->
         before = earlier.get(action, nothing)
         found[action] = Cost(seconds - before.seconds, calls - before.calls)
     return found
-
-
-class History:
-    """Seconds by category at the reports of a stage; beyond ``most``, adjacent ones are merged.
-
-    Example:
-        >>> history = History(most=2)
-        >>> for step, seconds in enumerate([1.0, 2.0, 6.0]):
-        ...     history.add(step, 1, {"forward": seconds})
-        >>> history.add(2, 0, {"forward": 1.0})
-        >>> history.rows
-        [(1, {'forward': 1.5}), (2, {'forward': 7.0})]
-    """
-
-    def __init__(self, most: int = 500) -> None:
-        self._most = most
-        self._rows: list[_Row] = []
-
-    @property
-    def rows(self) -> list[tuple[int, Mapping[str, float]]]:
-        """Each step with the seconds per batch since the previous one."""
-        return [
-            (step, {key: value / batches for key, value in seconds.items()})
-            for step, batches, seconds in self._rows
-        ]
-
-    @property
-    def first(self) -> int:
-        """The step of the first batch of the first row."""
-        if not self._rows:
-            return 0
-        step, batches, _ = self._rows[0]
-        # With gradient accumulation there are fewer steps than batches.
-        return max(step - int(batches) + 1, 0)
-
-    def add(self, step: int, batches: float, seconds: Mapping[str, float]) -> None:
-        """Add the total seconds of some batches; time without batches extends the last report."""
-        rows = self._rows
-        rows.append((step, batches, dict(seconds)))
-        if not batches:
-            rows[-2:] = [_merge(rows[-2:])]
-        if len(rows) > self._most:
-            rows[:] = [_merge(rows[i : i + 2]) for i in range(0, len(rows), 2)]
-
-
-def _merge(rows: Sequence[_Row]) -> _Row:
-    seconds = {key: sum(row[2][key] for row in rows) for key in rows[0][2]}
-    return rows[-1][0], sum(row[1] for row in rows), seconds
 
 
 #: Rows below this share of the wall time are merged.

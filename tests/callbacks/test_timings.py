@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, Timings
 from lightning_perf.callbacks import timings as module
 from lightning_perf.timing import clock
-from lightning_perf.timing.totals import CATEGORIES, History
+from lightning_perf.timing.totals import CATEGORIES
 
 DETERMINED = {
     "dataloader_next", "to_device", "train_batch", "step_lr_schedulers", "from_device",
@@ -281,7 +281,7 @@ def test_timings_does_not_change_results(kind: type[Small], tmp_path: Path) -> N
 
 def test_the_number_of_rows_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit adjacent rows are merged, and the totals stay the same."""
-    monkeypatch.setattr(module, "History", lambda: History(most=5))
+    monkeypatch.setattr(module, "_MOST_ROWS", 5)
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from helpers.small import Small
-from lightning_perf.run import context, spans
+from lightning_perf.run import context
 from lightning_perf.timing import cuda_events
-from lightning_perf.timing.cuda_events import DeviceBatchTimer, DeviceSegmentTimer, Events
+from lightning_perf.timing.cuda_events import DeviceTimer, Events
 
 
 class Device:
@@ -30,11 +30,8 @@ class Device:
         self.made += 1
         return Event(self)
 
-    def clock(self) -> DeviceSegmentTimer:
-        return DeviceSegmentTimer(self.events(cuda_events._MOST_SEGMENTS_WAITING))
-
-    def device_timer(self, most: int = 2048) -> DeviceBatchTimer:
-        return DeviceBatchTimer(self.events(most))
+    def device_timer(self, most: int = 2048) -> DeviceTimer:
+        return DeviceTimer(self.events(most))
 
     def events(self, most: int) -> Events[Any]:
         return Events("a loss", most, self.event, lambda: self.capturing)
@@ -42,8 +39,7 @@ class Device:
     def replace_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Use this device and its clock instead of the CPU."""
         monkeypatch.setattr(cuda_events, "CLOCKED", {"cpu"})
-        monkeypatch.setattr(spans, "DeviceSegmentTimer", self.clock)
-        monkeypatch.setattr(context, "DeviceBatchTimer", self.device_timer)
+        monkeypatch.setattr(context, "DeviceTimer", self.device_timer)
 
     def work(self, seconds: float) -> None:
         """Queue work and complete it at once."""

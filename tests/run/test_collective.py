@@ -19,11 +19,11 @@ from helpers.small import Small, ours, trainer
 
 from lightning_perf import ConfigError, Window
 from lightning_perf.run import collective
-from lightning_perf.run.batches import BatchTotals, ProgressSignal
+from lightning_perf.run.batches import BatchTotals
 from lightning_perf.run.collective import LAST, WIDTH, Gatherer
 from lightning_perf.run.context import RunContext
 from lightning_perf.run.hardware import GPU_COLUMNS, MemorySignal, NodeSignal
-from lightning_perf.run.spans import SpanSignal, WaitSignal
+from lightning_perf.run.signals import ProgressSignal, SpanSignal, WaitSignal
 from lightning_perf.run.stages import Progress
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.run.windows import Windows
@@ -183,21 +183,19 @@ def test_more_columns_than_a_message_holds_are_refused() -> None:
 
 @pytest.mark.parametrize("width", [3, WIDTH])
 def test_a_rank_that_has_ended_answers_the_others(tmp_path: Path, width: int) -> None:
-    """It sends its last values of their columns; then all ranks have the last values of both."""
+    """It sends its last values again; then all ranks have the last values of both."""
     ends = (4, 30)
 
     def work(gatherer: Gatherer, rank: int) -> object:
         found: list[Any] = []
-        columns = range(1, width)  # other reports lack the first one
-        for number in range(ends[rank]):
-            values = [100.0 * rank + number + column for column in columns]
-            gatherer.gather((2, number), values, lambda r: found.append(r[:, :2].tolist()), columns)
+        for number in range(ends[rank] + 1):
+            values = [100.0 * rank + number + column for column in range(width)]
+            tag = (3, LAST) if number == ends[rank] else (2, number)
+            gatherer.gather(tag, values, lambda r: found.append(r[:, :2].tolist()))
             gatherer.poll()
-        values = [100.0 * rank + ends[rank] + column for column in range(width)]
-        gatherer.gather((3, LAST), values, lambda r: found.append(r[:, :2].tolist()), range(width))
         gatherer.finish(30)
-        both = [[[n + 1, n + 2], [n + 101, n + 102]] for n in range(ends[0])]
-        alone = [[[5, 6], [n + 101, n + 102]] for n in range(*ends)]
+        both = [[[n, n + 1], [n + 100, n + 101]] for n in range(ends[0])]
+        alone = [[[4, 5], [n + 100, n + 101]] for n in range(*ends)]
         return found == [*both, *(alone if rank else []), [[4, 5], [130, 131]]]
 
     assert both(tmp_path, work) == [True, True]

@@ -16,13 +16,14 @@ from mlflow import MlflowClient
 from torch import Tensor
 
 from lightning_perf import Diagnosis, Flops, PyTorch, SpeedMonitor, Suite, Timings
-from lightning_perf.run.windows import StageHistory
+from lightning_perf.run.history import History, Point, table, table_totals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
 from lightning_perf.tracking.summary import SummaryError, read_summary
 
 PEAK = 1e12
 PLOTS = Action("train", "callbacks", "Plots.on_train_batch_end")
-COLUMNS = ("timings/forward", "batch/samples", "batch/seconds", "batch/count", "memory/rss")
+NAMES = ("timings/forward", "batch/samples", "batch/seconds", "batch/count", "memory/rss")
+COLUMNS = {name: position for position, name in enumerate(NAMES)}
 
 
 def callbacks() -> list[Any]:
@@ -293,13 +294,14 @@ def test_a_summary_of_validation_alone(tmp_path: Path) -> None:
 # Its windows: differences of totals, in bounded memory
 
 
-def history(reports: int, every: int = 1, ranks: int = 1) -> StageHistory:
+def history(reports: int, every: int = 1, ranks: int = 1) -> History:
     """1 s, 4 samples and 0.5 s of a callback per batch and rank."""
-    found = StageHistory()
+    found = History()
     for batch in range(every, reports * every + 1, every):
         if found.due(batch, at_end=False):
             row = [batch * each for each in (1.0, 4.0, 1.0, 1.0, 7.0)]
-            found.add(batch - 1, batch, COLUMNS, [row] * ranks, costs(batch))
+            totals = table_totals(COLUMNS, [row] * ranks)
+            found.add(Point(batch - 1, batch, totals, costs(batch)))
     return found
 
 
@@ -309,7 +311,7 @@ def costs(batch: int) -> Totals:
 
 def test_windows_are_differences_without_the_warm_up() -> None:
     """Seconds are means over ranks and samples are sums; other columns are left out."""
-    found = history(reports=3, every=10, ranks=2).table()
+    found = table(history(reports=3, every=10, ranks=2))
     assert found == {
         "last": [19, 29],
         "batches": [10, 10],
@@ -323,7 +325,7 @@ def test_windows_are_differences_without_the_warm_up() -> None:
 
 def test_memory_is_bounded_without_losing_totals() -> None:
     """100,000 reports become a few dozen windows of equal length that sum to the totals."""
-    found = history(reports=100_000).table()
+    found = table(history(reports=100_000))
     batches = found["batches"]
     assert 40 <= len(batches) <= 100
     assert max(batches) <= 4 * min(batches[:-1])
@@ -334,7 +336,7 @@ def test_memory_is_bounded_without_losing_totals() -> None:
 def test_the_end_of_a_stage_is_kept_if_it_has_new_batches() -> None:
     """A short last window counts; a report without new batches is left out."""
     found = history(reports=100_000)
-    last = found.table()["last"][-1] + 1
+    last = table(found)["last"][-1] + 1
     assert not found.due(last, at_end=True)
     assert not found.due(last + 1, at_end=False)
     assert found.due(last + 1, at_end=True)
@@ -342,9 +344,11 @@ def test_the_end_of_a_stage_is_kept_if_it_has_new_batches() -> None:
 
 def test_reports_with_other_columns_are_left_out() -> None:
     """A callback that subscribes later does not break the table of windows."""
-    found = StageHistory()
-    found.add(4, 5, COLUMNS[1:], [[1.0, 1.0, 1.0, 1.0]], costs(5))
+    found = History()
+    later = {name: COLUMNS[name] for name in NAMES[1:]}
+    found.add(Point(4, 5, table_totals(later, [[1.0] * 5]), costs(5)))
     for batch in (10, 20):
-        found.add(batch - 1, batch, COLUMNS, [[float(batch)] * 5], costs(batch))
-    assert found.table()["batches"] == [10]
-    assert StageHistory().table() == {}
+        totals = table_totals(COLUMNS, [[float(batch)] * 5])
+        found.add(Point(batch - 1, batch, totals, costs(batch)))
+    assert table(found)["batches"] == [10]
+    assert table(History()) == {}

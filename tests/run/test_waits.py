@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_perf.run.spans import (
-    BUFFERS,
-    DEVICE_COLUMNS,
-    GRADIENTS,
-    START,
-    GradientsReady,
-    SpanSignal,
-    WaitSignal,
-)
+from lightning_perf.run.signals import DEVICE_COLUMNS, SpanSignal, WaitSignal
+from lightning_perf.run.spans import BUFFERS, GRADIENTS, START, GradientsReady
 from lightning_perf.timing.totals import Action, Cost, Totals
 
 

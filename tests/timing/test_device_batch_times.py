@@ -14,10 +14,10 @@ from helpers.small import Records, Small, ours, trainer
 from lightning_perf import Flops, PyTorch, SpeedMonitor, Timings
 from lightning_perf.errors import PerfWarning
 from lightning_perf.run import batches
-from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceBatchTimer, Events
+from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer, Events
 
 
-def device_time(device: Device, device_timer: DeviceBatchTimer, seconds: float) -> DeviceBatchTime:
+def device_time(device: Device, device_timer: DeviceTimer, seconds: float) -> DeviceBatchTime:
     """Run a batch with the given seconds of work."""
     device.queued += seconds
     done = device_timer.end()
@@ -31,7 +31,7 @@ def device() -> Device:
 
 
 @pytest.fixture
-def device_timer(device: Device) -> DeviceBatchTimer:
+def device_timer(device: Device) -> DeviceTimer:
     device_timer = device.device_timer()
     device_timer.wanted = True
     device_timer.enter()
@@ -39,7 +39,7 @@ def device_timer(device: Device) -> DeviceBatchTimer:
 
 
 def test_a_batch_is_known_after_the_device_completed_it(
-    device: Device, device_timer: DeviceBatchTimer
+    device: Device, device_timer: DeviceTimer
 ) -> None:
     """Its seconds are unknown until the device completes it, and exact afterwards."""
     first, second = device_time(device, device_timer, 2.0), device_time(device, device_timer, 3.0)
@@ -51,9 +51,7 @@ def test_a_batch_is_known_after_the_device_completed_it(
     assert (second.known, second.seconds, second.whole) == (True, 3.0, True)
 
 
-def test_pauses_and_nested_stages_are_excluded(
-    device: Device, device_timer: DeviceBatchTimer
-) -> None:
+def test_pauses_and_nested_stages_are_excluded(device: Device, device_timer: DeviceTimer) -> None:
     """The seconds of a batch exclude pauses and nested stages."""
     device.queued += 1.0
     device_timer.pause()
@@ -70,7 +68,7 @@ def test_pauses_and_nested_stages_are_excluded(
     assert (inner.seconds, outer.seconds) == (50.0, 7.0)
 
 
-def test_a_captured_batch_is_not_measured(device: Device, device_timer: DeviceBatchTimer) -> None:
+def test_a_captured_batch_is_not_measured(device: Device, device_timer: DeviceTimer) -> None:
     """During CUDA graph capture no event is used; the batches around it are not whole."""
     found = []
     for index in range(5):
@@ -100,7 +98,7 @@ def test_pending_events_are_limited(device: Device) -> None:
     assert {each.seconds for each in found if each.whole} == {1.0}
 
 
-def test_the_end_waits_for_a_bounded_time(device: Device, device_timer: DeviceBatchTimer) -> None:
+def test_the_end_waits_for_a_bounded_time(device: Device, device_timer: DeviceTimer) -> None:
     """The wait ends when the device is done or the timeout is reached."""
     batch = device_time(device, device_timer, 5.0)
     began = time.monotonic()
@@ -114,7 +112,7 @@ def test_the_end_waits_for_a_bounded_time(device: Device, device_timer: DeviceBa
 
 @pytest.mark.parametrize(("captured", "seconds"), [(False, 2.0), (True, 0.0)])
 def test_a_lower_bound_uses_no_host_time(
-    device: Device, device_timer: DeviceBatchTimer, captured: bool, seconds: float
+    device: Device, device_timer: DeviceTimer, captured: bool, seconds: float
 ) -> None:
     """A slowed batch without a device time is left out, because host time would be too short."""
     totals = batches.BatchTotals(device_timer)
@@ -236,9 +234,7 @@ def test_failed_events_fall_back_to_host_time(
         return device.event()
 
     events = Events[Any]("by the host's clock", 100, broken, lambda: False)
-    monkeypatch.setattr(
-        "lightning_perf.run.context.DeviceBatchTimer", lambda: DeviceBatchTimer(events)
-    )
+    monkeypatch.setattr("lightning_perf.run.context.DeviceTimer", lambda: DeviceTimer(events))
     with pytest.warns(PerfWarning, match="CUDA events failed .*planted.*host's clock") as caught:
         found = train(tmp_path, device, SpeedMonitor(window_size=4))
     assert len(ours(caught)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -383,9 +384,9 @@ def test_a_patched_method_equals_its_original() -> None:
     """Equality, hash and attributes are those of the original; copies are not patched."""
     owner, patches = Owner(), PatchSet()
     original = owner.work
-    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
-    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))  # one patch is enough
-    patches.wrap_in_context(owner, "gone", lambda: clock.UntrackedSpan(""))
+    patches.wrap_in_context(owner, "work", nullcontext)
+    patches.wrap_in_context(owner, "work", nullcontext)  # one patch is enough
+    patches.wrap_in_context(owner, "gone", nullcontext)
     assert owner.work == original == owner.work
     assert hash(owner.work) == hash(original)
     assert owner.work.__name__ == "work"
@@ -401,10 +402,10 @@ def test_a_foreign_patch_is_kept() -> None:
     owner, patches = Owner(), PatchSet()
     owner.work = lambda: "patched"  # type: ignore[method-assign]
     before = owner.work
-    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
+    patches.wrap_in_context(owner, "work", nullcontext)
     patches.restore()
     assert owner.work is before
-    patches.wrap_in_context(owner, "work", lambda: clock.UntrackedSpan(""))
+    patches.wrap_in_context(owner, "work", nullcontext)
     on_top = owner.work = lambda: "on top"  # type: ignore[method-assign]
     patches.restore()
     assert owner.work is on_top

@@ -12,7 +12,7 @@ from helpers.small import Records, Small, TwoOptimizers, trainer
 
 from lightning_perf import Timings
 from lightning_perf.timing import cuda_events
-from lightning_perf.timing.cuda_events import DeviceSegmentTimer, Events
+from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer, Events
 from lightning_perf.timing.totals import Action, Cost, Floor
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -24,65 +24,70 @@ SECONDS = {
 }  # fmt: skip
 
 
-def batch(device: Device, clock: DeviceSegmentTimer) -> None:
+def batch(device: Device, clock: DeviceTimer) -> DeviceBatchTime | None:
     """Run the segments of one batch."""
     for category, seconds in SECONDS.items():
         device.queued += seconds
         if category != "other":
             clock.mark(category)
-    clock.end_batch()
+    return clock.end()
+
+
+def timer_of(device: Device) -> DeviceTimer:
+    """A timer in training."""
+    clock = device.device_timer()
+    clock.wanted, clock.stage = True, "train"
+    clock.enter()
+    return clock
 
 
 def cost(category: str, calls: int) -> tuple[Action, Cost]:
     return Action("train", category, "device"), Cost(calls * SECONDS[category], calls)
 
 
-def test_segments_are_read_two_batches_later() -> None:
-    """Each event ends a segment; the first event ends none. Floors are kept on request."""
+def test_segments_are_read_when_the_device_has_completed_them() -> None:
+    """Each event ends a segment, and a batch is their sum. Floors are kept on request."""
     device = Device()
-    clock = device.clock()
+    clock = timer_of(device)
     clock.floors["backward"] = Floor()
-    clock.begin("train")
-    for _ in range(3):
-        batch(device, clock)
-        device.done = device.queued
-    assert clock.costs == dict([cost(name, 1) for name in SECONDS if name != "dataloader_next"])
-    for _ in range(8):
-        batch(device, clock)
-        device.done = device.queued
-    expected = dict([cost(name, 9) for name in SECONDS])
-    expected |= dict([cost("dataloader_next", 8)])
-    assert clock.costs == expected
+    times = [batch(device, clock) for _ in range(9)]
+    device.done = device.queued - sum(SECONDS.values())
+    clock.read()
+    assert clock.costs == dict([cost(name, 8) for name in SECONDS])
+    device.done = device.queued
+    clock.read()
+    assert clock.costs == dict([cost(name, 9) for name in SECONDS])
+    assert times == [DeviceBatchTime(sum(SECONDS.values()), known=True)] * 9
     assert clock.floors["backward"].total() == 9 * SECONDS["backward"]
 
 
 def test_a_slow_device_is_not_waited_for_and_events_are_reused() -> None:
     """Pending events are read later; the number of events is bounded."""
     device = Device()
-    clock = device.clock()
-    clock.begin("train")
+    clock = timer_of(device)
     for _ in range(10):
         batch(device, clock)
     assert clock.costs == {}
     for _ in range(1000):
         device.done = device.queued
         batch(device, clock)
+    assert device.made < cuda_events._MANY_WAITING + 2 * len(SECONDS)
+    clock.read()
     assert clock.costs[Action("train", "forward", "device")].calls >= 1000
-    assert device.made < 100
 
 
 def test_pending_events_are_limited() -> None:
     """Beyond a maximum nothing is recorded; later segments are correct again."""
     device = Device()
-    clock = device.clock()
-    clock.begin("train")
+    clock = timer_of(device)
     for _ in range(500):
         batch(device, clock)
-    assert device.made <= cuda_events._MOST_SEGMENTS_WAITING
+    assert device.made <= cuda_events._MOST_WAITING + 1  # the last one that was read
     device.done = device.queued
     for _ in range(10):
         batch(device, clock)
         device.done = device.queued
+    clock.read()
     seconds, calls = clock.costs[Action("train", "backward", "device")]
     assert seconds == 4.0 * calls
 
@@ -90,16 +95,19 @@ def test_pending_events_are_limited() -> None:
 def test_validation_between_batches_is_excluded() -> None:
     """A change of stage starts a new sequence of events."""
     device = Device()
-    clock = device.clock()
-    for stage in ("train", "validate"):
-        clock.begin(stage)
-        batch(device, clock)
-        device.queued += 100.0
-    clock.begin("train")
+    clock = timer_of(device)
+    batch(device, clock)
+    device.queued += 100.0
+    clock.stage = "validate"
+    clock.enter()
+    batch(device, clock)
+    device.queued += 100.0
+    clock.stage = "train"
+    clock.exit()
     for _ in range(5):
         batch(device, clock)
     device.done = device.queued
-    batch(device, clock)
+    clock.read()
     seconds, calls = clock.costs[Action("train", "dataloader_next", "device")]
     assert seconds == calls * SECONDS["dataloader_next"]
 
@@ -107,15 +115,15 @@ def test_validation_between_batches_is_excluded() -> None:
 def test_events_are_not_used_during_graph_capture() -> None:
     """Events are neither recorded nor queried, and the time around the capture is excluded."""
     device = Device()
-    clock = device.clock()
-    clock.begin("train")
+    clock = timer_of(device)
     for index in range(10):
         device.capturing = index == 4
         batch(device, clock)
         device.capturing = False
         device.done = device.queued
+    clock.read()
     assert not device.touched_while_capturing
-    assert clock.costs[Action("train", "forward", "device")] == Cost(2.0 * 7, 7)
+    assert clock.costs[Action("train", "forward", "device")] == Cost(2.0 * 9, 9)
 
 
 def test_failed_events_warn_once() -> None:
@@ -124,11 +132,12 @@ def test_failed_events_warn_once() -> None:
     def broken() -> Any:
         raise RuntimeError("CUDA error: planted")
 
-    clock = DeviceSegmentTimer(Events("a loss", 256, broken, lambda: False))
+    clock = DeviceTimer(Events("a loss", 256, broken, lambda: False))
+    clock.wanted = True
     with pytest.warns(UserWarning, match=r"CUDA events failed .*planted"):
-        clock.mark("forward")
+        clock.enter()
     clock.mark("backward")
-    clock.end_batch()
+    clock.end()
 
 
 @pytest.mark.parametrize("kind", [Small, TwoOptimizers])

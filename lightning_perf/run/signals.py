@@ -1,0 +1,146 @@
+"""The signals of a run: what windows can measure, by the first part of the columns' names."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lightning_perf.run.hardware import GPU_COLUMNS, MemorySignal, NodeSignal, node_gpus
+from lightning_perf.run.spans import BUFFERS, GRADIENTS, START
+from lightning_perf.timing.totals import CATEGORIES, Action, Cost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lightning_perf.run.batches import BatchTotals
+    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.spans import SpanRecorder
+    from lightning_perf.run.stages import Progress
+    from lightning_perf.run.windows import Signal
+    from lightning_perf.system import Sampler
+
+#: The columns of the device's own time, by category.
+DEVICE_COLUMNS = {
+    "to_device": "device/to_device",
+    "forward": "device/forward",
+    "backward": "device/backward",
+    "optimizer_step": "device/optimizer_step",
+    "other": "device/other",
+    "dataloader_next": "exposed_input",
+}
+#: By column of waiting: the category and name of an action; on the device, the name.
+_WAITS = {
+    "waits/start": ("other", START),
+    "waits/forward": ("forward", BUFFERS),
+    "waits/backward": ("backward", GRADIENTS),
+}
+_DEVICE_WAITS = {"waits/device/start": START, "waits/device/backward": GRADIENTS}
+
+
+def sources(context: RunContext) -> dict[str, Callable[[], Signal]]:
+    """Functions that start the signals; each is called when a callback subscribes to its columns.
+
+    With several ranks all call this together.
+    """
+    node, device = context.ranks.node_rank, context.trainer.strategy.root_device
+    gpus: Callable[[], int] = partial(node_gpus, context.trainer, context.ranks)
+    if context.ranks.world_size > 1:
+        # Nodes may differ, but all ranks must have the same columns. They agree now, because a
+        # callback may fail on one rank before it subscribes.
+        gatherer = context.windows.gatherer
+        slots = gatherer.largest(gpus())
+        gatherer.width += slots * GPU_COLUMNS
+        gpus = partial(int, slots)
+
+    def flops() -> BatchTotals:
+        context.meter.require(None, "peak_flops")
+        return context.batches.start()
+
+    def sampler() -> Sampler | None:
+        found = context.sampler
+        if found is not None and not found.subscribed:
+            found.subscribe("windows", 1.0)
+            context.on_close(partial(found.unsubscribe, "windows"))
+        return found
+
+    return {
+        "batch": context.batches.start,
+        "flops": flops,
+        "progress": lambda: ProgressSignal(context.progress),
+        "timings": lambda: SpanSignal(context.spans.require()),
+        "waits": lambda: WaitSignal(context.spans.require(), node),
+        "system": lambda: NodeSignal(sampler(), gpus()),
+        "memory": lambda: MemorySignal(device, sampler(), node),
+    }
+
+
+class ProgressSignal:
+    """The signal of progress: all batches and seconds of a stage, whether timed or not."""
+
+    columns = (
+        "progress/batches",
+        "progress/seconds",
+        "progress/total_seconds",
+        "progress/validation_seconds",
+    )
+    #: These two include the run that was resumed.
+    gauges = frozenset(columns[2:])
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """Batches and seconds of a stage, and seconds of all validation inside of fit."""
+        counters = self._progress.stages[stage]
+        seconds = counters.total_wct
+        return counters.batch, seconds, seconds, self._progress.validation_seconds
+
+
+class SpanSignal:
+    """Seconds by category as columns.
+
+    Training's columns hold all of the run, validation inside of it as one category.
+    """
+
+    gauges: frozenset[str] = frozenset()
+
+    def __init__(self, recorder: SpanRecorder) -> None:
+        self._recorder = recorder
+        device = (*DEVICE_COLUMNS.values(), "device/batches") if recorder.device else ()
+        self._device = bool(device)
+        self.columns = tuple(f"timings/{name}" for name in (*CATEGORIES, "train_batch", *device))
+        self._main = ""
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """Seconds of each category; the run's first stage includes those within it."""
+        self._main = self._main or stage
+        costs = self._recorder.totals()
+        values = [*costs.by_category(stage, own=stage != self._main).values(), costs.train_batch]
+        if self._device:
+            spent = {a.category: cost for a, cost in costs.device.items() if a.stage == stage}
+            seconds = {name: cost.seconds for name, cost in spent.items()}
+            for within, name in (("other", START), ("backward", GRADIENTS)):
+                seconds[within] = seconds.get(within, 0.0) + seconds.get(name, 0.0)
+            values += [seconds.get(name, 0.0) for name in DEVICE_COLUMNS]
+            values.append(spent["other"].calls if "other" in spent else 0)
+        return values
+
+
+class WaitSignal:
+    """Seconds of waiting for other ranks, as columns, and each rank's node."""
+
+    gauges = frozenset({"waits/node_rank"})
+
+    def __init__(self, recorder: SpanRecorder, node_rank: int) -> None:
+        self._recorder, self._node = recorder, node_rank
+        self._device = tuple(_DEVICE_WAITS.values()) if recorder.device else ()
+        device = tuple(_DEVICE_WAITS) if recorder.device else ()
+        self.columns = ("waits/node_rank", "waits/exchange", *_WAITS, *device)
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """Seconds of a stage, without stages within it."""
+        totals, none = self._recorder.totals(), Cost(0.0, 0)
+        host = [totals.costs.get(Action(stage, *action), none) for action in _WAITS.values()]
+        device = [totals.device.get(Action(stage, name, "device"), none) for name in self._device]
+        exchange = self._recorder.exchange.total() if stage == "train" else 0.0
+        return [self._node, exchange, *(cost.seconds for cost in (*host, *device))]
