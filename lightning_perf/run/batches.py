@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 #: Records kept at most until they are folded.
 _MOST_RECORDS = 1000
-#: Seconds that the end of a run waits for the device to finish its last batches.
-_DEVICE_TIMEOUT = 10.0
 
 _ALL_SLOWED = (
     "lightning_perf: FLOPs were counted in every batch of stage {} after the first, which slows "
@@ -133,11 +131,6 @@ class BatchTotals:
         if found.slowed and not found.totals[1] and stage not in self._explained:
             self._explained.add(stage)
             rank_zero_info(_ALL_SLOWED.format(stage))
-
-    def wait(self) -> None:
-        """Wait a bounded time for the device to finish the last batches."""
-        if self.timer is not None:
-            self.timer.wait(_DEVICE_TIMEOUT)
 
     def totals(self, stage: str) -> Sequence[float]:
         """The totals of a stage since the run began."""

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_perf.background import Worker
+from lightning_perf.background import Worker, wait_until
 from lightning_perf.core.progress import Limits, Moment
 from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
 from lightning_perf.patches import PatchSet
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lightning_perf")
 
+#: Seconds that the end of a stage waits for the device to complete its last batches.
+_DEVICE_TIMEOUT = 10.0
 #: Seconds that the end of a run waits for the last report of other ranks, and for uploads: what is
 #: not sent by then is listed for ``lightning-perf upload``.
 GATHER_TIMEOUT = 10.0
@@ -224,6 +226,13 @@ class RunContext:
         """Wait a bounded time for the last reports of all ranks; not after an exception."""
         if reason != "exception":
             self.windows.gatherer.finish(GATHER_TIMEOUT)
+
+    def wait_for_device(self) -> None:
+        """Wait a bounded time for the device to complete the last batches, and read their times."""
+        recorder = self.spans.recorder
+        timers = self.batches.timer, None if recorder is None else recorder.device
+        reads = [timer.read for timer in timers if timer is not None]
+        wait_until(lambda: all(read() for read in reads), _DEVICE_TIMEOUT)
 
     def abandon(self) -> None:
         """Remove all callbacks: the run has ended without their hooks being called."""

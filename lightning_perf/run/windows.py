@@ -230,7 +230,7 @@ class Windows:
             return
         last = at_end and not context.stages.nested
         if last:
-            context.batches.wait()
+            context.wait_for_device()
         sent = subscriptions if last else due
         report = self._report(context, context.stage, sent, at_end)
         for each in due:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from lightning_perf.background import wait_until
 from lightning_perf.errors import describe, warn
 from lightning_perf.timing.totals import Action, Cost, Floor
 
@@ -106,10 +106,10 @@ class Events(Generic[Tag]):
         warn(f"CUDA events failed ({describe(error)}): {self._loss}. Training continues.")
 
 
+#: Maximum of pending events: more than a GPU can queue.
+_MOST_WAITING = 2048
 #: Batches to wait before an event is queried.
 _LAG = 2
-#: Maximum of pending events: about forty batches.
-_MOST_SEGMENTS_WAITING = 256
 _SEGMENTS_LOST = "timings/device is no longer reported"
 #: The category of the last segment of a batch.
 _END = "other"
@@ -119,10 +119,12 @@ class DeviceSegmentTimer:
     """Measures the segments of a batch on the device."""
 
     def __init__(self, events: Events[tuple[int, Action]] | None = None) -> None:
-        self._events = events or Events(_SEGMENTS_LOST, _MOST_SEGMENTS_WAITING)
+        self._events = events or Events(_SEGMENTS_LOST, _MOST_WAITING)
         self._stage = ""
         self._batch = 0
         self._costs: dict[Action, Cost] = {}
+        # The segments that the device has completed of a batch that it has not.
+        self._begun: list[tuple[Action, float]] = []
         #: The minimum time of each batch, for some categories.
         self.floors: dict[str, Floor] = {}
 
@@ -144,15 +146,25 @@ class DeviceSegmentTimer:
         """End a batch and read the events of earlier ones."""
         self.mark(_END)
         self._batch += 1
-        for (_, ended), spent in self._events.read(lambda tag: tag[0] + _LAG < self._batch):
+        self.read(self._batch - _LAG)
+
+    def read(self, before: float = inf) -> bool:
+        """Read the completed events of batches before one; return whether none is pending."""
+        for (_, ended), spent in self._events.read(lambda tag: tag[0] < before):
+            self._begun.append((ended, spent))
+            if ended.category == _END:
+                self._add_batch()
+        return not self._events.waiting
+
+    def _add_batch(self) -> None:
+        for ended, spent in self._begun:
             seconds, calls = self._costs.get(ended, Cost(0.0, 0))
             self._costs[ended] = Cost(seconds + spent, calls + 1)
             if ended.category in self.floors:
                 self.floors[ended.category].add(spent)
+        self._begun.clear()
 
 
-#: Maximum of pending events: more than a GPU can queue.
-_MOST_BATCHES_WAITING = 2048
 _BATCHES_LOST = "throughput and utilization now use host time"
 
 
@@ -171,7 +183,7 @@ class DeviceBatchTimer:
     """Device times of batches. Nested validation pauses the enclosing training batch."""
 
     def __init__(self, events: Events[tuple[DeviceBatchTime, bool]] | None = None) -> None:
-        self._events = events or Events(_BATCHES_LOST, _MOST_BATCHES_WAITING)
+        self._events = events or Events(_BATCHES_LOST, _MOST_WAITING)
         self._open: list[DeviceBatchTime] = []
         #: Whether device times are used.
         self.wanted = False
@@ -217,10 +229,6 @@ class DeviceBatchTimer:
             device_time.seconds += seconds
             device_time.known |= ends
         return not self._events.waiting
-
-    def wait(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for the device to complete all batches."""
-        wait_until(self.read, timeout)
 
     def _mark(self, device_time: DeviceBatchTime, ends: bool) -> None:
         if not self._events.mark((device_time, ends)):

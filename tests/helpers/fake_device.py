@@ -31,7 +31,7 @@ class Device:
         return Event(self)
 
     def clock(self) -> DeviceSegmentTimer:
-        return DeviceSegmentTimer(self.events(cuda_events._MOST_SEGMENTS_WAITING))
+        return DeviceSegmentTimer(self.events(cuda_events._MOST_WAITING))
 
     def device_timer(self, most: int = 2048) -> DeviceBatchTimer:
         return DeviceBatchTimer(self.events(most))
