@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _PYTHON = "python_function"
 _ON_CPU = {"cpu_op", "user_annotation", _PYTHON}
-_CONTEXTS = ("_runtime", "_context")
+#: The ends of the categories of calls of a device's interface; Triton's kernels use the driver's.
+_CALLS = ("_runtime", "_driver", "_context")
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 #: The number of the CPU among a trace's device types.
 _CPU = 0
@@ -95,7 +96,7 @@ def _by_thread(events: list[Event], launched: Counter[object]) -> Iterable[list[
     threads: dict[object, list[_Call]] = defaultdict(list)
     for event in events:
         category, name = event.get("cat", ""), event["name"]
-        if name in _UNSEEN or not (category in _ON_CPU or category.endswith(_CONTEXTS)):
+        if name in _UNSEEN or not (category in _ON_CPU or category.endswith(_CALLS)):
             continue
         start, identity = nanoseconds(event["ts"]), event.get("args", {}).get("External id")
         # Driver calls have the id of their operator, which already has the kernels.
