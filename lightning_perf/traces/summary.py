@@ -92,7 +92,11 @@ class DeviceTime:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """The summary of a trace from the start of its first step to the end of its last one."""
+    """The summary of a trace from the start of its first step to the end of its last one.
+
+    The host does not wait for a device, which may do the work of these steps later: times are then
+    those of the device.
+    """
 
     events: int
     seconds: float
@@ -128,9 +132,11 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
     begin = int(min(each.start.min() for each in marks))
     end = int(max(each.end.max() for each in marks))
     walk = _walk(host, events.names, begin, end)
+    operators = host.at((kinds[host.name] == Kind.OPERATOR) & (host.link > 0))
+    if steps.any():
+        begin, end = _on_device(operators, device, begin, end)
     device = device.at((device.end > begin) & (device.start < end))
-    launched = _launched(host.at((kinds[host.name] == Kind.OPERATOR) & (host.link > 0)), device,
-                         len(kinds))  # fmt: skip
+    launched = _launched(operators, device, len(kinds))
     table = [
         Operator(name, walk.calls[number], walk.nanoseconds[number] / 1e9, launched[number])
         for number, (kind, name) in enumerate(events.names)
@@ -194,6 +200,20 @@ def _where(running: Sequence[tuple[Kind, str]]) -> tuple[str, str]:
     lines = [name for kind, name in running if kind == Kind.FRAME and _LINE.fullmatch(name)]
     own = [line for line in lines if not _LIBRARY.search(line)]
     return operator, (own or lines or [""])[-1]
+
+
+def _on_device(operators: EventTable, device: EventTable, begin: int, end: int) -> tuple[int, int]:
+    """When the devices do what the host launches between two times, if that is later.
+
+    They begin with it after the end of what was launched before.
+    """
+    within = (operators.start >= begin) & (operators.start < end)
+    own = np.isin(device.link, operators.link[within])
+    if not own.any():
+        return begin, end
+    before = ~own & (device.start < device.start[own].min())
+    begin = max([begin, *device.end[before].tolist()])
+    return begin, max(end, int(device.end[own].max()))
 
 
 def _launched(operators: EventTable, device: EventTable, count: int) -> list[float]:
