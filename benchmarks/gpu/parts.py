@@ -288,9 +288,7 @@ def nvml(bench: Bench) -> Iterator[Row]:
         yield Row("nvidia-smi", "absent", note="nothing to compare with")
         return
     spin = Spinner(bench.device)
-    spin(
-        5.0
-    )  # keeps the device busy during both readings; utilization is a mean over up to a second
+    spin(8.0)  # both readings are under load; nvidia-smi may start slowly
     time.sleep(1.5)
     fields = ",".join(["index", *(name for name, *_ in SMI.values())])
     query = [smi, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
