@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,48 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 #: Other nox sessions run these, with more packages installed.
 collect_ignore = ["ecosystem", "release"]
+
+
+def is_absent(package: str) -> bool:
+    """Whether a package is not installed, or blocked."""
+    try:
+        return find_spec(package) is None
+    except ValueError:  # None in sys.modules
+        return True
+
+
+#: Packages that only some tests need, and that are missing, as on machines lent for their GPU.
+ABSENT = set(
+    filter(is_absent, ("jsonargparse", "memray", "mlflow", "pandas", "shtab", "viztracer", "wandb"))
+)
+
+
+def skip_without_package(
+    report: pytest.CollectReport | pytest.TestReport, error: BaseException | None, path: Path
+) -> None:
+    """Turn a failure into a skip if its cause is that a package is not installed."""
+    while error is not None and report.failed:
+        name = (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and name in ABSENT:
+            report.outcome, report.longrepr = "skipped", (str(path), 0, f"{name} is not installed")
+        error = error.__cause__ or error.__context__
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    """Skip modules that import a missing package."""
+    report = yield
+    excinfo = report.call.excinfo
+    skip_without_package(report, excinfo and excinfo.value, collector.path)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Skip tests that use a missing package."""
+    report = yield
+    skip_without_package(report, call.excinfo and call.excinfo.value, item.path)
+    return report
 
 
 #: Fixtures that start a server or processes.

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from helpers.small import Records, trainer
+from helpers.small import Records, ours, trainer
 
 from lightning_perf import always_on
 
@@ -88,8 +88,7 @@ class Edges(L.Callback):
         self._mark()
 
     def on_train_end(self, *_: Any) -> None:
-        """The last batch is over."""
-        self._mark()
+        """No batch starts any more; the last one is left out, because the run ends after it."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -125,6 +124,8 @@ class Bench:
         self.device, self.folder = device, folder
         self.cuda = device == "cuda"
         self.runs = 0
+        #: Warnings of lightning_perf.
+        self.warnings: list[str] = []
 
     def fit(self, model: L.LightningModule, *callbacks: L.Callback, **options: Any) -> L.Trainer:
         """Train with a logger that keeps metrics in memory."""
@@ -136,9 +137,12 @@ class Bench:
             **options,
         }
         run = trainer(self.folder / f"run{self.runs}", *callbacks, **settings)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            run.fit(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                run.fit(model)
+            finally:
+                self.warnings += ours(caught)
         return run
 
     def always_on(self) -> list[L.Callback]:

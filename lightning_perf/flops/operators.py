@@ -6,7 +6,7 @@ Elementwise operators, reductions, outer products and data movement do not count
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cache
 from itertools import pairwise
@@ -104,9 +104,15 @@ def packed_attention(tensors: Args, ends: Args) -> int:
     if query_ends is None:
         pairs = query.size(0) * query.size(1) * key.size(1)
     else:
-        lengths = zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True)
+        lengths = zip(_ranges(query_ends), _ranges(key_ends), strict=True)
         pairs = sum((b - a) * (d - c) for (a, b), (c, d) in lengths)
     return int(2 * query.size(-2) * pairs * (query.size(-1) + value.size(-1)))
+
+
+def _ranges(ends: Tensor) -> Iterator[tuple[int, int]]:
+    if ends.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("reading values would end the capture of a CUDA graph")
+    return pairwise(ends.tolist())
 
 
 def _sequences(x: Tensor) -> list[int]:

@@ -232,7 +232,8 @@ class PyTorch(Profiler):
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
             with_flops=self.with_flops,
-            **torch_options(self.options),
+            # A window is one cycle; torch 2.11 warns even so that earlier ones are lost.
+            **{"acc_events": True, **torch_options(self.options)},
         )
         # Step numbers are batch numbers, so that traces of several ranks match.
         profiler.step_num = first

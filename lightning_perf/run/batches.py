@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Records kept at most until they are folded.
 _MOST_RECORDS = 1000
-#: Seconds that the end of a run waits for the device to finish its last batches.
+#: Seconds that the end of a run waits for the device to complete its last batches.
 _DEVICE_TIMEOUT = 10.0
 
 _ALL_SLOWED = (
@@ -133,7 +133,7 @@ class BatchTotals:
             rank_zero_info(_ALL_SLOWED.format(stage))
 
     def wait(self) -> None:
-        """Wait a bounded time for the device to finish the last batches."""
+        """Wait a bounded time for the device to complete the last batches."""
         if self.timer is not None:
             self.timer.wait(_DEVICE_TIMEOUT)
 

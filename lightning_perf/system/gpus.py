@@ -53,7 +53,7 @@ def gpu_key(number: float) -> str:
 
 #: How to read each group of figures; if one fails, the others continue.
 _READINGS: dict[str, Callable[[Any, Any], Mapping[str, float]]] = {
-    "memory": lambda nvml, gpu: _memory(nvml.nvmlDeviceGetMemoryInfo(gpu)),
+    "memory": lambda nvml, gpu: _memory(nvml, gpu),
     "use": lambda nvml, gpu: {"gpu_util": nvml.nvmlDeviceGetUtilizationRates(gpu).gpu},
     "power": lambda nvml, gpu: {"gpu_power": nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3},
     "temperature": lambda nvml, gpu: {
@@ -67,7 +67,11 @@ _READINGS: dict[str, Callable[[Any, Any], Mapping[str, float]]] = {
 }
 
 
-def _memory(memory: Any) -> dict[str, float]:
+def _memory(nvml: Any, gpu: Any) -> dict[str, float]:
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)
+    except nvml.NVMLError:  # drivers before 510, and WSL: used includes what the driver reserves
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
     return {"gpu_free_memory": memory.free, "gpu_used_memory": memory.used}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from lightning_perf.errors import describe, warn
 from lightning_perf.timing.totals import Action, Cost, Floor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     #: A batch, the segment of it that has ended, if it is one, and whether the batch has, too.
     _Tag = tuple["DeviceBatchTime", Action | None, bool]
@@ -126,6 +126,8 @@ class DeviceBatchTime:
     known: bool = False
     #: Whether the whole batch was measured.
     whole: bool = True
+    #: The segments so far, until the device has completed the batch.
+    segments: list[tuple[Action, float]] = field(default_factory=list)
 
 
 class DeviceTimer:
@@ -141,7 +143,7 @@ class DeviceTimer:
         self.wanted = False
         #: The stage of the next segments.
         self.stage = ""
-        #: Cost of each segment by action, for the batches that the device has completed.
+        #: Cost of each segment by action, of whole batches that the device has completed.
         self.costs: dict[Action, Cost] = {}
         #: The minimum time of each batch, for some categories.
         self.floors: dict[str, Floor] = {}
@@ -195,11 +197,18 @@ class DeviceTimer:
             device_time.seconds += seconds
             device_time.known |= ends
             if action is not None:
-                spent, calls = self.costs.get(action, Cost(0.0, 0))
-                self.costs[action] = Cost(spent + seconds, calls + 1)
-                if action.category in self.floors:
-                    self.floors[action.category].add(seconds)
+                device_time.segments.append((action, seconds))
+            if ends and device_time.whole:
+                self._add(device_time.segments)
+                device_time.segments = []
         return not self._events.waiting
+
+    def _add(self, segments: Iterable[tuple[Action, float]]) -> None:
+        for action, seconds in segments:
+            spent, calls = self.costs.get(action, Cost(0.0, 0))
+            self.costs[action] = Cost(spent + seconds, calls + 1)
+            if action.category in self.floors:
+                self.floors[action.category].add(seconds)
 
     def wait(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the device to complete all batches."""

@@ -91,7 +91,11 @@ class DeviceTime:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """The summary of a trace from the start of its first step to the end of its last one."""
+    """The summary of a trace from the start of its first step to the end of its last one.
+
+    The host does not wait for a device, which may do the work of these steps later: times are then
+    those of the device.
+    """
 
     events: int
     seconds: float
@@ -126,9 +130,11 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
     marks = [host.at(steps)] if steps.any() else [host, *([device] if len(device.name) else [])]
     begin = int(min(each.start.min() for each in marks))
     end = int(max(each.end.max() for each in marks))
+    inside = (begin <= host.start) & (host.start < end)
+    if steps.any():
+        begin, end = _on_device(host.link[inside], device, begin, end)
     device = device.at((device.end > begin) & (device.start < end))
     events, has_device = replace(events, device=device), len(device.name) > 0
-    inside = (begin <= host.start) & (host.start < end)
     rows = [
         (row.kind, Operator(row.name, row.calls, row.own["cpu"] / 1e9, row.own["device"] / 1e9))
         for row in key_averages(events, inside)
@@ -169,6 +175,19 @@ def _where(running: Sequence[tuple[Kind, str]]) -> tuple[str, str]:
     lines = [name for kind, name in running if kind == Kind.FRAME and _LINE.fullmatch(name)]
     own = [line for line in lines if not _LIBRARY.search(line)]
     return operator, (own or lines or [""])[-1]
+
+
+def _on_device(launched: NDArray[Any], device: EventTable, begin: int, end: int) -> tuple[int, int]:
+    """When the devices do what calls between two times have ``launched``, if that is later.
+
+    They begin with it after the end of what was launched before.
+    """
+    own = np.isin(device.link, launched[launched > 0])
+    if not own.any():
+        return begin, end
+    before = ~own & (device.start < device.start[own].min())
+    begin = max([begin, *device.end[before].tolist()])
+    return begin, max(end, int(device.end[own].max()))
 
 
 def _device_time(events: Events, kinds: NDArray[Any], begin: int, end: int) -> DeviceTime:

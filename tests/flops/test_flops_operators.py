@@ -232,6 +232,21 @@ def test_attention_of_libraries(name):
     assert flops == (2 if "backward" in name else 1) * 4 * HEADS * WIDTH * pairs
 
 
+def test_no_value_is_read_while_a_cuda_graph_is_captured(monkeypatch):
+    """It would end the capture; the operator is reported as uncounted instead."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+        def tolist(self):
+            raise AssertionError("read")
+
+    ends, tensor = torch.tensor([0, 3, 10]).as_subclass(OnDevice), torch.empty(10, HEADS, WIDTH)
+    with pytest.raises(RuntimeError, match="capture"):
+        FORMULAS["aten::_flash_attention_forward"]([tensor, tensor, tensor, ends, ends], None)
+
+
 def test_fused_multi_head_attention():
     """Four projections and attention; queries and keys may differ in length."""
     query, key = meta(BATCH, QUERIES, WIDTH), meta(BATCH, KEYS, WIDTH)

@@ -1,6 +1,6 @@
 """The part of NVML that is used, for machines without an NVIDIA GPU."""
 
-# ruff: noqa: N802  (the names are NVML's)
+# ruff: noqa: N802, N815  (the names are NVML's)
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class FakeNvml:
     """The module pynvml, over some GPUs."""
 
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 1, 2
+    nvmlMemory_v2 = 0x02000028
     NVMLError = NVMLError
     NVMLError_NotSupported = type("NVMLError_NotSupported", (NVMLError,), {})
     NVMLError_FunctionNotFound = type("NVMLError_FunctionNotFound", (NVMLError,), {})
@@ -85,8 +86,12 @@ class FakeNvml:
         except IndexError:
             raise NVMLError from None
 
-    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
+    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu, version: int | None = None) -> Any:
         free, used = gpu.read("memory")
+        if version is None:  # the driver's own part is used, too
+            used += 6e8
+        elif "old" in gpu.values:
+            raise self.NVMLError_FunctionNotFound
         return SimpleNamespace(free=free, used=used)
 
     def nvmlDeviceGetUtilizationRates(self, gpu: FakeGpu) -> Any:

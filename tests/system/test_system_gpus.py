@@ -69,6 +69,16 @@ def test_an_older_driver_has_another_name_for_throttling(monkeypatch: Patch) -> 
         assert gpu(0.0)["gpu_0/gpu_throttled_thermal"] == 100
 
 
+def test_used_memory_is_that_of_nvidia_smi(monkeypatch: Patch) -> None:
+    """What the driver reserves is not in use; drivers before 510 cannot tell it apart."""
+    install(monkeypatch, FakeGpu(UUIDS[0]), FakeGpu(UUIDS[1], old=True))
+    with gpus() as (new, old):
+        assert new(0.0)["gpu_0/gpu_used_memory"] == 5e10
+        found = old(0.0)
+    assert found["gpu_1/gpu_used_memory"] == 5.06e10
+    assert found["gpu_1/gpu_free_memory"] == 3e10
+
+
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [

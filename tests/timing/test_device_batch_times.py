@@ -98,18 +98,6 @@ def test_pending_events_are_limited(device: Device) -> None:
     assert {each.seconds for each in found if each.whole} == {1.0}
 
 
-def test_the_end_waits_for_a_bounded_time(device: Device, device_timer: DeviceTimer) -> None:
-    """The wait ends when the device is done or the timeout is reached."""
-    batch = device_time(device, device_timer, 5.0)
-    began = time.monotonic()
-    device_timer.wait(0.05)
-    assert time.monotonic() - began >= 0.05
-    assert not batch.known
-    device.pace = 1.0
-    device_timer.wait(60.0)
-    assert batch.known
-
-
 @pytest.mark.parametrize(("captured", "seconds"), [(False, 2.0), (True, 0.0)])
 def test_a_lower_bound_uses_no_host_time(
     device: Device, device_timer: DeviceTimer, captured: bool, seconds: float
@@ -186,6 +174,19 @@ def test_the_last_report_covers_the_whole_run(
     assert [step for step, _ in found.of("batch_flops")] == [0, 15]
     assert found.of("actual_batches_per_sec") == [(15, 1.0)]
     assert found.of("mfu_from_formula") == [(15, pytest.approx(1e-3))]
+
+
+def test_the_end_waits_for_a_bounded_time(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the device never completes a batch, the run ends without its rate."""
+    device.replace_cuda(monkeypatch)
+    monkeypatch.setattr(batches, "_DEVICE_TIMEOUT", 0.05)
+    began = time.monotonic()
+    found = train(tmp_path, device, SpeedMonitor(window_size=4), Timings())
+    assert time.monotonic() - began >= 0.05
+    assert found.of("timings/train_batch")
+    assert not found.of("throughput/batches_per_sec")
 
 
 def test_events_are_reused_without_reports(

@@ -72,6 +72,7 @@ GPU = [
     call("aten::linear", 0.0, 50.0, identity=1),
     call("aten::addmm", 10.0, 30.0, identity=2),
     call("cudaLaunchKernel", 15.0, 5.0, "cuda_runtime", identity=2),
+    call("cuLaunchKernelEx", 25.0, 2.0, "cuda_driver", identity=2),
     call("gemm", 100.0, 400.0, "kernel", identity=2, tid=7),
     call("Memcpy HtoD", 600.0, 20.0, "gpu_memcpy", identity=1, tid=7),
     call("ProfilerStep#3", 0.0, 700.0, "gpu_user_annotation", tid=7),
@@ -90,6 +91,7 @@ def test_kernels_count_for_the_operators_that_launched_them(tmp_path: Path) -> N
         "aten::linear": (1, 20_000, 420_000),
         "Memcpy HtoD": (1, 20_000, 20_000),
         "cudaLaunchKernel": (1, 0, 0),
+        "cuLaunchKernelEx": (1, 0, 0),
     }
 
 
@@ -136,9 +138,9 @@ def test_a_table_shows_its_columns_in_milliseconds_and_megabytes(tmp_path: Path)
     assert "self device MB" in lines[0]
     assert "CPU MB" not in lines[0]
     assert lines[2].split() == [
-        "aten::addmm", "1", "50.0%", "0.025", "0.030", "0.400", "0.400", "3.000", "3.000",
+        "aten::addmm", "1", "46.0%", "0.023", "0.030", "0.400", "0.400", "3.000", "3.000",
     ]  # fmt: skip
-    assert lines[-1] == "and 3 more with less time"
+    assert lines[-1] == "and 4 more with less time"
 
 
 def test_a_trace_without_operators_has_an_empty_table() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import call
-from helpers.cuda_trace import GEMM, LINE, cuda_trace, on_host, step
+from helpers.cuda_trace import GEMM, LINE, RELU, cuda_trace, on_device, on_host, step
 from helpers.small import Small, trainer
 
 from lightning_perf import PyTorch
@@ -88,6 +88,25 @@ def test_the_operator_of_a_synchronization_is_named(tmp_path: Path) -> None:
     assert [(each.call, each.operator, each.line) for each in found] == [
         ("aten::item", "", ""), ("cudaStreamSynchronize", "aten::nonzero", ""),
     ]  # fmt: skip
+
+
+def test_a_device_that_lags_behind_is_summarized_later(tmp_path: Path) -> None:
+    """The host launches three steps of 5 ms in 3 ms, and the device has earlier work for 2 ms."""
+    events = [on_device("kernel", RELU, -500, 2000, link=0)]
+    for number in range(3):
+        begin, link = 1000 * number, 10 + number
+        events += [
+            on_host("user_annotation", f"ProfilerStep#{number}", begin, begin + 1000),
+            on_host("cpu_op", "aten::mm", begin + 100, begin + 200, link),
+            on_device("kernel", GEMM, 2000 + 5000 * number, 7000 + 5000 * number, link),
+        ]
+    found = summarize(written(tmp_path, events))
+    assert (found.steps, found.seconds) == (3, pytest.approx(15e-3))
+    assert found.device is not None
+    assert found.device.busy == pytest.approx(15e-3)
+    (product,) = found.operators
+    assert (product.calls, product.device_seconds) == (3, pytest.approx(15e-3))
+    assert [(each.name, each.calls) for each in found.kernels] == [(GEMM, 3)]
 
 
 def test_several_devices_are_averaged(tmp_path: Path) -> None:
