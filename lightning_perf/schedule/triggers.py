@@ -320,16 +320,14 @@ def _in_use(handler: Any) -> Any:
 
 
 def _signal_number(name: object) -> signal.Signals:
-    known = signal.Signals.__members__
-    if isinstance(name, str) and name in known and name not in _REFUSED:
+    every = signal.Signals.__members__  # with other names of the same, such as SIGIOT of SIGABRT
+    known = {each: number for each, number in every.items() if number.name not in _REFUSED}
+    if isinstance(name, str) and name in known:
         return known[name]
     meant = str(name).upper()  # lower case, without SIG, or a number
     problem = "is not the name of a signal on this system"
-    if meant in _REFUSED:
+    if meant in every.keys() - known.keys():
         problem = "is a reserved signal"
-    found = (
-        each
-        for each, number in known.items()
-        if meant in (each, each.removeprefix("SIG"), str(int(number))) and each not in _REFUSED
-    )
+    spellings = ((each, each.removeprefix("SIG"), str(int(known[each]))) for each in known)
+    found = (names[0] for names in spellings if meant in names)
     raise ConfigError("signal", name, problem, f'"{next(found, "SIGUSR2")}"')
