@@ -11,7 +11,7 @@ import math
 import platform
 import re
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -113,18 +113,15 @@ def peak_flops(device_name: str, dtype: str, tf32: bool = False) -> float | None
         156.0
     """
     peaks = lookup(device_name)
-    if peaks is None or dtype not in COLUMNS:
-        return None
-    value: float | None = getattr(peaks, _column(dtype, tf32, peaks.tf32 is not None))
-    return value
+    return None if peaks is None else _of_dtype(asdict(peaks), dtype, tf32)
 
 
-def _column(dtype: str, tf32: bool, supported: bool) -> str:
-    """The column of a dtype; TensorFloat-32 counts as float32 if it is not supported."""
+def _of_dtype(columns: Mapping[str, Any], dtype: str, tf32: bool) -> Any:
+    """The value of a dtype; TensorFloat-32 counts as float32 if it is not supported."""
     column = COLUMNS.get(dtype, "")
     if column == "tf32" or (column == "fp32" and tf32):
-        return "tf32" if supported else "fp32"
-    return column
+        column = "tf32" if columns.get("tf32") else "fp32"
+    return columns.get(column)
 
 
 # Dense FLOPs per clock and multiprocessor by compute capability, from NVIDIA's architecture white
@@ -168,8 +165,7 @@ def estimate_from_properties(
         rates["fp8"] = 2 * half
     if capability >= (10, 0):
         rates["fp4"] = 4 * full
-    column = _column(dtype, tf32, "tf32" in rates)
-    return sm_count * clock_hz * rates.get(column, 0) or None
+    return sm_count * clock_hz * (_of_dtype(rates, dtype, tf32) or 0) or None
 
 
 # Limits for the FLOP/s of one device.
