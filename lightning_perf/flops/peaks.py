@@ -261,7 +261,8 @@ class PeakResolver:
         self.dtype = _DTYPES.get(base, _FP8 if base.startswith("transformer-engine") else "float32")
         # That of most of the work that was counted last.
         self._counted = self.dtype
-        self._given: float | str | None = None
+        #: What the user gave, and by which argument; a CPU is measured.
+        self._given: float | str | None = "measure" if device.type == "cpu" else None
         self._given_as = ""
         self._peaks: dict[str, Peak | None] = {}
         self._warned_above_peak = False
@@ -273,7 +274,7 @@ class PeakResolver:
             ConfigError: If the peak is not valid or another argument gave a different one.
         """
         check_peak(peak, name)
-        if self._given is not None and self._given != peak:
+        if self._given_as and self._given != peak:
             problem = f"contradicts {self._given_as}={self._given!r}, which is for the same device"
             raise ConfigError(name, peak, problem, repr(self._given))
         self._given, self._given_as = peak, name
@@ -285,7 +286,7 @@ class PeakResolver:
         self._peaks[dtype] = peak = resolve_peak(self._device, dtype, self._given)
         if peak is None:
             problem, remedy = "is unknown", ", or use peak_flops='measure'"
-            if self._is_measured:
+            if self._given == "measure":
                 problem, remedy = "could not be measured (unsupported dtype or busy machine)", ""
             warn(
                 f"the peak of {self._device} for {dtype} {problem}. mfu is not reported. Set "
@@ -298,14 +299,10 @@ class PeakResolver:
 
         All ranks of a node measure at the same time and share its cores, as they do in training.
         """
-        if self._is_measured:
+        if self._given == "measure":
             # Autocast leaves some products in float32.
             for dtype in sorted({self.dtype, "float32"} if self._mixed else {self.dtype}):
                 measure_peak(self._device, dtype)
-
-    @property
-    def _is_measured(self) -> bool:
-        return self._given == "measure" or (self._given is None and self._device.type == "cpu")
 
     def cost_of(self, counts: Counts) -> BatchCost:
         """Return the cost of a batch on this device."""
