@@ -72,7 +72,7 @@ class Latch:
             return opening.window
         return None
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Close all windows."""
         self._openings.clear()
 
@@ -148,7 +148,7 @@ class _Milestones(Schedule):
         timed = relative and limits.max_seconds is not None
         self.shared = self._units <= _SHARED_UNITS and not timed
         if self._latch:
-            self._latch.reset()
+            self._latch.clear()
 
     def observe(self, moment: Moment) -> None:
         """Open the latch at a milestone, if the end of the window cannot be predicted."""

@@ -53,7 +53,7 @@ class Trigger(Schedule):
 
     def setup(self, context: Context) -> None:  # noqa: ARG002
         """Discard the state of an earlier run."""
-        self._latch.reset()
+        self._latch.clear()
 
     def observe(self, moment: Moment) -> None:
         """Open a window if the trigger fires."""
@@ -135,17 +135,14 @@ class OnSlowBatch(Trigger):
         pause = checks.times("cooldown", cooldown, "200ba", units=units, positive=False)
         self.factor, self.cooldown = float(factor), str(pause)
         self._cooldown = Latch(pause)
-        self._reset()
+        self._medians: defaultdict[str, _RunningMedian] = defaultdict(_RunningMedian)
+        self._fired: set[str] = set()
 
     def setup(self, context: Context) -> None:
         """Discard the state of an earlier run."""
         super().setup(context)
-        self._cooldown.reset()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._medians: defaultdict[str, _RunningMedian] = defaultdict(_RunningMedian)
-        self._fired: set[str] = set()
+        for state in (self._cooldown, self._medians, self._fired):
+            state.clear()
 
     def fired(self, moment: Moment) -> bool:
         """Compare the last batch with the median of the batches before it."""
