@@ -55,8 +55,6 @@ def ticks(low: float, high: float, about: int = 8) -> list[float]:
         >>> ticks(0, 47)
         [0.0, 10.0, 20.0, 30.0, 40.0]
     """
-    if not high > low:
-        return [low]
     rough = (high - low) / about
     magnitude = 10.0 ** floor(log10(rough))
     step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= rough * (1 - 1e-9))

@@ -92,50 +92,35 @@ def stack(rows: Sequence[Row], first: int = 0) -> Areas:
         >>> [layer.name for layer in stack([(1, {"forward": 0.1, "backward": 0.2})]).layers]
         ['backward', 'forward']
     """
+    rows = rows or [(first, {})]
+    first = min(first, rows[0][0])
     ends = np.array([step for step, _ in rows], dtype=float)
-    first = min([first, *ends[:1].astype(int)])
     steps, begins, counts = np.unique(ends, return_index=True, return_counts=True)
     # Rows of the same step share it.
     widths = (np.diff(steps, prepend=first - 1) / counts).repeat(counts)
-    spent = _fold(_seconds(rows, widths))
-    if not any(each.any() for each in spent.values()):
-        return _areas((), (), first, 1.0, "No batch was timed.")
     kept = np.unique(np.linspace(0, len(steps), MAX_POINTS, endpoint=False, dtype=int))
-    layers = _layers(spent, widths, begins[kept])
-    steps = steps[np.append(kept[1:], len(steps)) - 1]
-    top, cut = _top(steps, np.sum([layer.values for layer in layers], axis=0))
-    merged = len(rows) / len(steps)
+    layers = _layers(rows, widths, begins[kept])
+    lasts = [int(step) for step in steps[np.append(kept[1:], len(steps)) - 1]]
+    firsts = [first, *(step + 1 for step in lasts)]
+    top, cut = _top(lasts, sum((np.array(layer.values) for layer in layers), np.zeros(len(lasts))))
+    merged = len(rows) / len(lasts)
     averaged = f"Each window is the mean of about {merged:.3g} reports." if merged > 1 else ""
     mean = duration(sum(layer.amount for layer in layers))
-    summary = f"{mean} per batch on average, {_steps(first, int(steps[-1]))}"
-    notes = tuple(note for note in (cut, averaged) if note)
-    return _areas([int(step) for step in steps], layers, first, top, summary, notes)
-
-
-def _areas(
-    steps: Sequence[int],
-    layers: Sequence[Layer],
-    first: int,
-    top: float,
-    summary: str,
-    notes: tuple[str, ...] = (),
-) -> Areas:
-    firsts, last = [first, *(step + 1 for step in steps)], steps[-1] if steps else first
+    summary = f"{mean} per batch on average, {_steps(first, lasts[-1])}"
+    axis = ticks(first - 0.5, lasts[-1] + 0.5)
     return Areas(
         edges=[step - 0.5 for step in firsts],  # a window holds all of its steps
-        windows=[_steps(*window) for window in zip(firsts, steps, strict=False)],
+        windows=[_steps(*window) for window in zip(firsts, lasts, strict=False)],
         layers=layers,
         top=top,
         unit=time_unit,
         text=duration,
-        x_ticks=[
-            (tick, f"{tick:,.0f}") for tick in ticks(first - 0.5, last + 0.5) if tick == int(tick)
-        ],
+        x_ticks=[(tick, f"{tick:,.0f}") for tick in axis if tick == int(tick)],
         x_label="step",
         y_label=" per batch",
         legend=("category", "per batch", "share"),
-        summary=summary,
-        notes=notes,
+        summary=summary if layers else "No batch was timed.",
+        notes=tuple(note for note in (cut, averaged) if note),
     )
 
 
@@ -143,51 +128,38 @@ def _steps(first: int, last: int) -> str:
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
-def _seconds(rows: Sequence[Row], widths: Numbers) -> dict[str, Numbers]:
-    """Seconds of all steps of each row, by category."""
+def _layers(rows: Sequence[Row], widths: Numbers, starts: NDArray[np.int_]) -> tuple[Layer, ...]:
+    """Means over windows of rows that begin at ``starts``, the largest category first."""
     names = dict.fromkeys(name for _, values in rows for name in values)
-    return {
+    # Seconds of all steps of each row.
+    spent = {
         name: widths * np.array([values.get(name, 0.0) for _, values in rows]) for name in names
     }
-
-
-def _fold(spent: dict[str, Numbers]) -> dict[str, Numbers]:
-    """Add small categories to "other"."""
-    sums = {name: float(each.sum()) for name, each in spent.items()}
-    least = _SMALLEST_SHARE * sum(sums.values())
-    small = [name for name in spent if sums[name] < least or name == OTHER]
-    kept = {name: each for name, each in spent.items() if name not in small}
-    if not any(sums[name] for name in small):
-        return kept
-    return kept | {OTHER: np.sum([spent[name] for name in small], axis=0)}
-
-
-def _layers(
-    spent: dict[str, Numbers], widths: Numbers, starts: NDArray[np.int_]
-) -> tuple[Layer, ...]:
-    """Means over windows of rows that begin at ``starts``, the largest category first."""
-    sums = {name: float(each.sum()) for name, each in spent.items()}
-    total, steps = sum(sums.values()), float(widths.sum())
+    total = sum(float(each.sum()) for each in spent.values())
+    small = [n for n in names if n == OTHER or spent[n].sum() <= _SMALLEST_SHARE * total]
+    other = sum((spent.pop(name) for name in small), np.zeros(len(rows)))
+    if other.any():
+        spent[OTHER] = other
     sizes = np.add.reduceat(widths, starts)
     return tuple(
         Layer(
             name,
             COLOURS[name],
-            (np.add.reduceat(spent[name], starts) / sizes).tolist(),
-            sums[name] / steps,
-            sums[name] / total,
+            (np.add.reduceat(seconds, starts) / sizes).tolist(),
+            float(seconds.sum() / widths.sum()),
+            float(seconds.sum() / total),
         )
-        for name in sorted(spent, key=lambda name: -sums[name])
+        for name, seconds in sorted(spent.items(), key=lambda item: -item[1].sum())
     )
 
 
-def _top(steps: Numbers, totals: Numbers) -> tuple[float, str]:
+def _top(steps: Sequence[int], totals: Numbers) -> tuple[float, str]:
     """The end of the y axis, and a note about peaks above it."""
     highest, usual = float(totals.max()), float(np.percentile(totals, _PERCENTILE))
     if len(totals) < _FEWEST_ROWS or highest <= _PEAK * usual:
-        return highest * 1.04, ""
+        return highest * 1.04 or 1.0, ""
     top = _PEAK / 2 * usual
-    at, points = f"{int(steps[totals.argmax()]):,}", int((totals > top).sum())
+    at, points = f"{steps[int(totals.argmax())]:,}", int((totals > top).sum())
     cut = f"{points} peaks are" if points > 1 else "One peak is"
     return top, f"{cut} cut off (up to {duration(highest)}, at step {at})."
 

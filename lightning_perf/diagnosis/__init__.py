@@ -47,7 +47,7 @@ RULES: tuple[Rule, ...] = (
     FunctionRule("transfer-bound", costs.transfer_bound, 0.10),
     FunctionRule("epoch-restart", costs.epoch_restart, 0.05),
     FunctionRule("callback-bound", costs.callback_bound, 0.05),
-    FunctionRule("logger-bound", costs.logger_bound),
+    FunctionRule("logger-bound", costs.logger_bound, costs.LOGGERS),
     FunctionRule("checkpoint-bound", costs.checkpoint_bound, costs.CHECKPOINTS),
     FunctionRule("validation-bound", costs.validation_bound, 0.15),
     FunctionRule("warmup", steps.warmup),

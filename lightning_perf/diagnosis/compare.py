@@ -98,7 +98,7 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
     resample draws one of them: the interval includes how much they differ.
 
     Raises:
-        Incomparable: A run is damaged, or they have no time in common.
+        Incomparable: A run is damaged or has no windows, or they have no time in common.
 
     Example:
         >>> def stage(seconds):
@@ -108,26 +108,15 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
         (0.1, 0.15, True)
     """
     runs = [run, *baselines]
-    windowed = [each for each in runs if each.stage.get("windows")]
-    notes = [
-        f"{each.name} has no windows: it had fewer than two reports, or is of an older version"
-        for each in runs
-        if each not in windowed
-    ]
-    if run in windowed and len(windowed) > 1:
-        figures = [_figures(each) for each in windowed]
-        for each, found in zip(windowed, figures, strict=True):
-            windows = min((len(ratio.parts) for ratio in found.values()), default=0)
-            if windows < _FEWEST_WINDOWS:
-                notes.append(
-                    f"{each.name} has {windows} windows after the warm-up, and an interval needs "
-                    f"{_FEWEST_WINDOWS}: train longer, or lower log_every_n_steps"
-                )
-    else:
-        # A whole run includes the warm-up, so it is compared with whole runs.
-        figures = [_figures(each, whole=True) for each in runs]
+    figures = [_figures(each) for each in runs]
     if not all(_STEP in each for each in figures):
         raise Incomparable("the runs have no time per batch in common: add Timings to them")
+    notes = [
+        f"{each.name} has {windows} windows after the warm-up, and an interval needs "
+        f"{_FEWEST_WINDOWS}: train longer, or lower log_every_n_steps"
+        for each, found in zip(runs, figures, strict=True)
+        if (windows := len(found[_STEP].parts)) < _FEWEST_WINDOWS
+    ]
     # Phases and culprits that a run does not list cost nothing, if it has phases.
     timed = all(any(kind == "phase" for kind, _ in each) for each in figures)
     keys = [
@@ -164,11 +153,15 @@ class _Ratio(NamedTuple):
 _Figures = dict[tuple[str, str], _Ratio]
 
 
-def _figures(run: Measured, whole: bool = False) -> _Figures:
-    """The figures of a run's windows, or of the ``whole`` run as one window."""
+def _figures(run: Measured) -> _Figures:
+    """The figures of a run's windows."""
+    if not run.stage.get("windows"):
+        raise Incomparable(
+            f"{run.name} has no windows (a run needs two reports, and the present version): train "
+            "longer, or lower log_every_n_steps"
+        )
     try:
-        windows = _whole_run(run.stage) if whole else run.stage["windows"]
-        return _ratios(windows, run.stage.get("whole_run", {}).get("throughput", {}))
+        return _ratios(run.stage["windows"], run.stage.get("whole_run", {}).get("throughput", {}))
     except DAMAGE as error:
         raise Incomparable(f"the windows of {run.name} are damaged ({describe(error)})") from error
 
@@ -202,19 +195,6 @@ def _ratios(windows: Mapping[str, Any], known: Mapping[str, Any]) -> _Figures:
             found[_SAMPLE] = _Ratio(timed, series["", "samples"])
             found[_SIZE] = _Ratio(series["", "samples"], series["", "timed_batches"])
     return {key: ratio for key, ratio in found.items() if ratio.wholes.sum() > 0}
-
-
-def _whole_run(stage: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole run as one window."""
-    whole = stage.get("whole_run") or {}
-    rates = whole.get("throughput", {})
-    found: dict[str, Any] = {"batches": [whole.get("batches", 0)]}
-    if rates:
-        found["timed_seconds"] = [1.0]
-        found |= {name: [rates[rate]] for rate, name in _RATES.items() if rate in rates}
-    if "timings" in whole:
-        found["timings"] = {name: [seconds] for name, seconds in whole["timings"].items()}
-    return found
 
 
 def _change(key: tuple[str, str], figures: Sequence[_Figures]) -> Change:

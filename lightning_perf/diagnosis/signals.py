@@ -166,12 +166,14 @@ class Signals:
             return None
         return np.array([window.total(name) for window in self.windows])
 
-    def average(self, name: str, weight: str | None = None, latest: bool = False) -> float | None:
+    def average(self, name: str, latest: bool = False) -> float | None:
         """The mean of a sensor over the run, or its ``latest`` window; None if it was not sampled.
 
-        ``weight`` is the column of its seconds, by default ``NAME/seconds``.
+        Its seconds are in ``NAME/seconds``; the sensors of a GPU share theirs.
         """
-        values, seconds = self.column(name), self.column(weight or f"{name}/seconds")
+        values, seconds = self.column(name), self.column(f"{name}/seconds")
+        if seconds is None:
+            seconds = self.column(f"{name.rpartition('/')[0]}/seconds")
         if values is None or seconds is None or not seconds.sum() > 0:
             return None
         windows = np.flatnonzero(seconds > 0)[-1:] if latest else slice(None)
@@ -194,17 +196,16 @@ class Signals:
         busy = self.average("system/cpu_util_simple") or 0.0
         return 1 - min((self.foreign or 0.0) / 100, 1.0) if busy >= _FULL else 1.0
 
-    def gpus(self, name: str) -> list[tuple[str, str]]:
-        """The columns of a GPU sensor, one per GPU of a node, with those of its seconds."""
+    def gpu_averages(self, name: str, latest: bool = False) -> list[float]:
+        """The mean of a sensor of each GPU that was sampled, as `average`."""
         columns = self.windows[0].columns if self.windows else ()
-        found = [each for each in columns if each.endswith(f"/{name}")]
-        return [(each, f"{each.rpartition('/')[0]}/seconds") for each in found]
+        found = [self.average(each, latest) for each in columns if each.endswith(f"/{name}")]
+        return [value for value in found if value is not None and isfinite(value)]
 
     def gpu_average(self, name: str) -> float | None:
         """The mean of a GPU sensor over the time and the GPUs; None if it was not sampled."""
-        found = [self.average(*columns) for columns in self.gpus(name)]
-        known = [value for value in found if value is not None and isfinite(value)]
-        return float(np.mean(known)) if known else None
+        found = self.gpu_averages(name)
+        return float(np.mean(found)) if found else None
 
     @cached_property
     def gpu_idle(self) -> float | None:

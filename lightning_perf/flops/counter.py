@@ -19,8 +19,7 @@ from lightning_perf.flops.operators import (
     AUTOCAST,
     CUDNN,
     Formula,
-    Kind,
-    classify,
+    formula_of,
     has_own_kernel,
     is_autocast,
     is_composite,
@@ -191,20 +190,16 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = operator(*args, **kwargs)
         try:
             self._count(operator, args, out)
-        except Exception:  # such as an unexpected shape, which must not stop training
+        except Exception:  # no formula or an unexpected shape, which must not stop training
             self._untracked_names[qualified_name(operator)] += 1
         return out
 
     def _count(self, operator: Any, args: tuple[Any, ...], out: object) -> None:
-        formula = classify(operator)
+        formula = formula_of(operator)
         # Another fake mode only computes shapes, as DTensor does for global shapes.
-        if formula is Kind.LIGHT or self._paused or _fake_mode() is not self._fake_mode:
+        if formula is None or self._paused or _fake_mode() is not self._fake_mode:
             return
-        work = _work(formula, args, out)
-        if work is None:
-            self._untracked_names[qualified_name(operator)] += 1
-            return
-        dtype, flops = work
+        dtype, flops = _work(formula, args, out)
         self._tracked += 1
         self._hardware[dtype] += flops
         if not is_recomputation():
@@ -286,12 +281,10 @@ def _fake_mode() -> object:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-def _work(formula: Formula | Kind, args: tuple[Any, ...], out: object) -> tuple[str, int] | None:
-    if isinstance(formula, Kind):
-        return None
+def _work(formula: Formula, args: tuple[Any, ...], out: object) -> tuple[str, int]:
     tensors = list(_tensors(args))
     if any(tensor.layout in _SPARSE for tensor in tensors):
-        return None
+        raise NotImplementedError  # it depends on the values
     dtype = tensors[0].dtype
     name = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
     # MIOpen, cuDNN's counterpart on AMD devices, has no TensorFloat-32.

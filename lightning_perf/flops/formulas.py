@@ -174,11 +174,7 @@ def _attention(config: TransformerConfig) -> int:
 #: FLOPs of a batch.
 BatchFormula = Callable[[Any], float]
 
-_KINDS: dict[str, Callable[[TransformerConfig, int], int]] = {
-    "palm": palm,
-    "megatron": megatron,
-    "nanogpt": nanogpt,
-}
+_KINDS = {formula.__name__: formula for formula in (palm, megatron, nanogpt)}
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -245,28 +244,22 @@ _HEAVY = re.compile(
 _LIGHT_NAMESPACE = re.compile(r"prims?|_?c10d\w*|_dtensor|fsdp|symm_mem|profiler|inductor")
 
 
-class Kind(Enum):
-    """The kind of an operator without a formula."""
-
-    #: Its work does not count.
-    LIGHT = "light"
-    #: Its work counts or is unknown.
-    OPAQUE = "opaque"
+def unknown(_args: Args, _out: object) -> int:
+    """The formula of operators whose work counts or is unknown."""
+    raise NotImplementedError
 
 
 @cache
-def classify(operator: Any) -> Formula | Kind:
-    """Return the formula of an operator, or its kind if it has none.
+def formula_of(operator: Any) -> Formula | None:
+    """Return the formula of an operator; None if its work does not count.
 
     The operator is an overload or a higher-order operator, as passed to a dispatch mode.
     """
     name = qualified_name(operator)
-    if formula := FORMULAS.get(name):
-        return formula
     namespace, _, base = name.partition("::")
-    if namespace != "aten":
-        return Kind.LIGHT if _LIGHT_NAMESPACE.fullmatch(namespace) else Kind.OPAQUE
-    return Kind.OPAQUE if _HEAVY.match(base) else Kind.LIGHT
+    is_aten = namespace == "aten"
+    counts = _HEAVY.match(base) if is_aten else not _LIGHT_NAMESPACE.fullmatch(namespace)
+    return FORMULAS.get(name, unknown if counts else None)
 
 
 def qualified_name(operator: Any) -> str:

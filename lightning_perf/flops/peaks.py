@@ -11,7 +11,7 @@ import math
 import platform
 import re
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -113,18 +113,15 @@ def peak_flops(device_name: str, dtype: str, tf32: bool = False) -> float | None
         156.0
     """
     peaks = lookup(device_name)
-    if peaks is None or dtype not in COLUMNS:
-        return None
-    value: float | None = getattr(peaks, _column(dtype, tf32, peaks.tf32 is not None))
-    return value
+    return None if peaks is None else _of_dtype(asdict(peaks), dtype, tf32)
 
 
-def _column(dtype: str, tf32: bool, supported: bool) -> str:
-    """The column of a dtype; TensorFloat-32 counts as float32 if it is not supported."""
+def _of_dtype(columns: Mapping[str, Any], dtype: str, tf32: bool) -> Any:
+    """The value of a dtype; TensorFloat-32 counts as float32 if it is not supported."""
     column = COLUMNS.get(dtype, "")
     if column == "tf32" or (column == "fp32" and tf32):
-        return "tf32" if supported else "fp32"
-    return column
+        column = "tf32" if columns.get("tf32") else "fp32"
+    return columns.get(column)
 
 
 # Dense FLOPs per clock and multiprocessor by compute capability, from NVIDIA's architecture white
@@ -168,8 +165,7 @@ def estimate_from_properties(
         rates["fp8"] = 2 * half
     if capability >= (10, 0):
         rates["fp4"] = 4 * full
-    column = _column(dtype, tf32, "tf32" in rates)
-    return sm_count * clock_hz * rates.get(column, 0) or None
+    return sm_count * clock_hz * (_of_dtype(rates, dtype, tf32) or 0) or None
 
 
 # Limits for the FLOP/s of one device.
@@ -265,7 +261,8 @@ class PeakResolver:
         self.dtype = _DTYPES.get(base, _FP8 if base.startswith("transformer-engine") else "float32")
         # That of most of the work that was counted last.
         self._counted = self.dtype
-        self._given: float | str | None = None
+        #: What the user gave, and by which argument; a CPU is measured.
+        self._given: float | str | None = "measure" if device.type == "cpu" else None
         self._given_as = ""
         self._peaks: dict[str, Peak | None] = {}
         self._warned_above_peak = False
@@ -277,7 +274,7 @@ class PeakResolver:
             ConfigError: If the peak is not valid or another argument gave a different one.
         """
         check_peak(peak, name)
-        if self._given is not None and self._given != peak:
+        if self._given_as and self._given != peak:
             problem = f"contradicts {self._given_as}={self._given!r}, which is for the same device"
             raise ConfigError(name, peak, problem, repr(self._given))
         self._given, self._given_as = peak, name
@@ -289,7 +286,7 @@ class PeakResolver:
         self._peaks[dtype] = peak = resolve_peak(self._device, dtype, self._given)
         if peak is None:
             problem, remedy = "is unknown", ", or use peak_flops='measure'"
-            if self._is_measured:
+            if self._given == "measure":
                 problem, remedy = "could not be measured (unsupported dtype or busy machine)", ""
             warn(
                 f"the peak of {self._device} for {dtype} {problem}. mfu is not reported. Set "
@@ -302,14 +299,10 @@ class PeakResolver:
 
         All ranks of a node measure at the same time and share its cores, as they do in training.
         """
-        if self._is_measured:
+        if self._given == "measure":
             # Autocast leaves some products in float32.
             for dtype in sorted({self.dtype, "float32"} if self._mixed else {self.dtype}):
                 measure_peak(self._device, dtype)
-
-    @property
-    def _is_measured(self) -> bool:
-        return self._given == "measure" or (self._given is None and self._device.type == "cpu")
 
     def cost_of(self, counts: Counts) -> BatchCost:
         """Return the cost of a batch on this device."""

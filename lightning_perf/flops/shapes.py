@@ -11,7 +11,7 @@ from __future__ import annotations
 import copyreg
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -45,6 +45,8 @@ _LEAVES = (
     Decimal, PurePath, UUID, np.generic, torch.dtype, torch.device, torch.layout, weakref.ref,
     Number,
 )  # fmt: skip
+_SEQUENCES = (list, tuple, deque)
+_CONTAINERS = (*_SEQUENCES, Mapping)
 #: Maximum number of objects to inspect per batch.
 _MOST_OBJECTS = 256
 #: The flag of classes that are created at run time.
@@ -92,36 +94,24 @@ def plain_signature(value: Any) -> Signature | None:
 
 def _describe(value: Any, parts: list[Any], seen: set[int]) -> None:
     kind = type(value)
-    if kind is Tensor:
-        _describe_tensor(value, parts)
-    elif kind is tuple or kind is list:
-        parts += (kind, len(value))
-        for item in value:
-            _describe(item, parts, seen)
-    else:
-        _describe_rare(value, kind, parts, seen)
-
-
-def _describe_tensor(tensor: Tensor, parts: list[Any]) -> None:
-    # A nested tensor has no shape; its cost depends on the number of elements.
-    parts += (tensor.dtype, Size([tensor.numel()]) if tensor.is_nested else tensor.shape)
-
-
-def _describe_rare(value: Any, kind: type, parts: list[Any], seen: set[int]) -> None:
     parts.append(kind)
     if isinstance(value, Tensor):
-        _describe_tensor(value, parts)
-    elif isinstance(value, Mapping):
-        parts.extend(value.keys())  # a mapping may define its own ``+`` and iteration
-        for item in value.values():
+        # A nested tensor has no shape; its cost depends on the number of elements.
+        parts += (value.dtype, Size([value.numel()]) if value.is_nested else value.shape)
+    elif isinstance(value, _CONTAINERS):
+        items: Iterable[Any] = value
+        if isinstance(value, _SEQUENCES):
+            parts.append(len(value))
+        else:
+            parts.extend(value.keys())  # a mapping may define its own ``+`` and iteration
+            items = value.values()
+        for item in items:
             _describe(item, parts, seen)
-        if kind is not dict:
-            _describe_extras(value, parts)
-    elif isinstance(value, list | tuple | deque):
-        parts.append(len(value))
-        for item in value:
-            _describe(item, parts, seen)
-        _describe_extras(value, parts)
+        if kind not in (list, tuple, dict):
+            for name, attribute in getattr(value, "__dict__", {}).items():
+                if isinstance(attribute, Tensor):
+                    parts.append(name)
+                    _describe(attribute, parts, seen)
     elif isinstance(value, np.ndarray) or _is_array(value, kind):
         _describe_array(value, parts, seen)
     elif not isinstance(value, _LEAVES) and not isroutine(value):
@@ -149,14 +139,6 @@ def _describe_array(array: Any, parts: list[Any], seen: set[int]) -> None:
     seen.add(id(array))
     for item in np.asarray(array).flat:
         _describe(item, parts, seen)
-
-
-def _describe_extras(container: Any, parts: list[Any]) -> None:
-    """Describe the tensors in the attributes of a container."""
-    for name, attribute in getattr(container, "__dict__", {}).items():
-        if isinstance(attribute, Tensor):
-            parts.append(name)
-            _describe_tensor(attribute, parts)
 
 
 def _describe_object(value: Any, parts: list[Any], seen: set[int]) -> None:
@@ -204,10 +186,12 @@ class FlopModel:
     _origin: Sequence[int]
     #: By size, the first one that always differed from it by the same number.
     _like: Sequence[int]
-    _polynomial: _Polynomial
     #: What the polynomials are for: ``model`` or ``hardware``, and the dtype.
     _buckets: Sequence[tuple[str, str]]
     _tracked_operations: int
+    _basis: Sequence[Monomial]
+    #: A system of equations in echelon form, by the index of the monomial that only it has.
+    _rows: Mapping[int, Row]
 
     def predict(self, signature: Signature) -> Counts | None:
         """Return the FLOPs of a batch, with the operation count of a counted one.
@@ -220,12 +204,16 @@ class FlopModel:
         moved = [size - first for size, first in zip(sizes, self._origin, strict=True)]
         if any(moved[i] != moved[like] for i, like in enumerate(self._like)):
             return None
-        found = self._polynomial.at(_variables(sizes, self._like))
-        if found is None:
+        monomials = _monomials(_variables(sizes, self._like), self._basis)
+        row = _reduced([*monomials, *[0] * len(self._buckets)], self._rows)
+        flops = [-value for value in row[len(monomials) :]]
+        # Otherwise it is no combination of the counted batches.
+        valid = all(value >= 0 and value.denominator == 1 for value in flops)
+        if not valid or any(row[: len(monomials)]):
             return None
         kinds: dict[str, dict[str, int]] = {"model": {}, "hardware": {}}
-        for (kind, dtype), value in zip(self._buckets, found, strict=True):
-            kinds[kind][dtype] = value
+        for (kind, dtype), value in zip(self._buckets, flops, strict=True):
+            kinds[kind][dtype] = int(value)
         return Counts(**kinds, tracked_operations=self._tracked_operations)
 
 
@@ -244,22 +232,24 @@ def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
     sizes = [_sizes(one) for one in chosen]
     moves = [tuple(size - column[0] for size in column) for column in zip(*sizes, strict=True)]
     like = [moves.index(move) for move in moves]
-    kinds = ("model", "hardware")
-    names = {(kind, dtype) for c in chosen.values() for kind in kinds for dtype in getattr(c, kind)}
-    buckets = sorted(names)
-    points = [
-        (_variables(one, like), [getattr(c, kind).get(dtype, 0) for kind, dtype in buckets])
-        for one, c in zip(sizes, chosen.values(), strict=True)
-    ]
-    held_out = points[_EVERY - 1 :: _EVERY]
+    found, kinds = list(chosen.values()), ("model", "hardware")
+    buckets = sorted({(kind, dtype) for c in found for kind in kinds for dtype in getattr(c, kind)})
+
+    def flops(counts: Counts) -> list[int]:
+        return [getattr(counts, kind).get(dtype, 0) for kind, dtype in buckets]
+
+    points = [(_variables(one, like), flops(c)) for one, c in zip(sizes, found, strict=True)]
     rest = [point for i, point in enumerate(points) if (i + 1) % _EVERY]
-    operations = next(iter(chosen.values())).tracked_operations
+    held_out = list(chosen.items())[_EVERY - 1 :: _EVERY]
     for basis in _bases(len(points[0][0])):
-        polynomial = _Polynomial.through(basis, rest) if len(basis) <= len(rest) else None
-        if polynomial is None or len(polynomial.rows) + _SURPLUS > len(rest):
+        rows = _equations(basis, rest) if len(basis) <= len(rest) else None
+        if rows is None or len(rows) + _SURPLUS > len(rest):
             continue
-        if all(polynomial.at(values) == flops for values, flops in held_out):
-            return FlopModel(template, sizes[0], like, polynomial, buckets, operations)
+        operations = found[0].tracked_operations
+        model = FlopModel(template, sizes[0], like, buckets, operations, basis, rows)
+        predictions = ((model.predict(one), counts) for one, counts in held_out)
+        if all(guess is not None and flops(guess) == flops(true) for guess, true in predictions):
+            return model
     return None
 
 
@@ -300,44 +290,25 @@ def _bases(variables: int) -> Iterator[list[Monomial]]:
     yield squares
 
 
-@dataclass(frozen=True, slots=True)
-class _Polynomial:
-    """Several polynomials in the same variables, as a system of equations in echelon form."""
-
-    basis: Sequence[Monomial]
-    #: By the index of the monomial that is 1 in this row only.
-    rows: Mapping[int, Row]
-    #: The number of polynomials.
-    count: int
-
-    @classmethod
-    def through(
-        cls, basis: Sequence[Monomial], points: Sequence[tuple[list[int], list[int]]]
-    ) -> _Polynomial | None:
-        """Return the polynomials through all points, or None."""
-        rows: dict[int, Row] = {}
-        for values, flops in points:
-            row = _reduced([*_monomials(values, basis), *flops], rows)
-            lead = next((i for i, value in enumerate(row) if value), None)
-            if lead is None:
-                continue
-            if lead >= len(basis):
-                return None
-            row = [Fraction(value) / row[lead] for value in row]
-            rows = {i: _reduced(each, {lead: row}) for i, each in rows.items()} | {lead: row}
-        # Whole numbers are ten times as fast as fractions.
-        plain = {
-            i: [int(value) if value.denominator == 1 else value for value in row]
-            for i, row in rows.items()
-        }
-        return cls(basis, plain, len(points[0][1]))
-
-    def at(self, values: Sequence[int]) -> list[int] | None:
-        """Return the values at a point, or None if it is no combination of the known points."""
-        width = len(self.basis)
-        row = _reduced([*_monomials(values, self.basis), *[0] * self.count], self.rows)
-        valid = all(value <= 0 and value.denominator == 1 for value in row[width:])
-        return [-int(value) for value in row[width:]] if valid and not any(row[:width]) else None
+def _equations(
+    basis: Sequence[Monomial], points: Sequence[tuple[list[int], list[int]]]
+) -> Mapping[int, Row] | None:
+    """Return the rows of the polynomials through all points, or None if there are none."""
+    rows: dict[int, Row] = {}
+    for values, flops in points:
+        row = _reduced([*_monomials(values, basis), *flops], rows)
+        lead = next((i for i, value in enumerate(row) if value), None)
+        if lead is None:
+            continue
+        if lead >= len(basis):
+            return None
+        row = [Fraction(value) / row[lead] for value in row]
+        rows = {i: _reduced(each, {lead: row}) for i, each in rows.items()} | {lead: row}
+    # Whole numbers are ten times as fast as fractions.
+    return {
+        i: [int(value) if value.denominator == 1 else value for value in row]
+        for i, row in rows.items()
+    }
 
 
 def _monomials(values: Sequence[int], basis: Sequence[Monomial]) -> list[int]:

@@ -54,6 +54,14 @@ class Schedule(ABC):
                        Not(schedule=Stages(stages=['train']))])
     """
 
+    #: How many batches before a window a profiler starts to warm up, if it warms up at all.
+    lead: int = 1
+    #: Whether all ranks always get the same window for the same batch. Valid after `setup`.
+    #: Metric callbacks of several ranks report when the schedule says so if this is True, and only
+    #: every ``log_every_n_steps`` if it is False. True by mistake makes ranks exchange different
+    #: reports.
+    shared: bool = False
+
     @abstractmethod
     def window(self, moment: Moment) -> Hashable | None:
         """Return the window of the next batch, without side effects.
@@ -71,21 +79,6 @@ class Schedule(ABC):
     def __call__(self, moment: Moment) -> bool:
         """Return whether the next batch belongs to a window."""
         return self.window(moment) is not None
-
-    @property
-    def lead(self) -> int:
-        """How many batches before a window a profiler starts to warm up, if it warms up at all."""
-        return 1
-
-    @property
-    def shared(self) -> bool:
-        """Whether all ranks always get the same window for the same batch. Valid after `setup`.
-
-        Metric callbacks of several ranks report when the schedule says so if this is True, and only
-        every ``log_every_n_steps`` if it is False. True by mistake makes ranks exchange
-        different reports.
-        """
-        return False
 
     @property
     def watches(self) -> bool:
@@ -172,16 +165,7 @@ class Composed(Schedule):
             problem, example = "is not a list of schedules", '["every 100ba", "first 5ba"]'
             raise ConfigError("schedules", schedules, problem, example)
         self.schedules = [as_schedule(schedule, "schedules") for schedule in schedules]
-
-    @property
-    def lead(self) -> int:
-        """The longest lead of the parts."""
-        return max(part.lead for part in self.schedules)
-
-    @property
-    def shared(self) -> bool:
-        """Whether all parts are shared."""
-        return all(part.shared for part in self.schedules)
+        self.lead = max(part.lead for part in self.schedules)
 
     @property
     def watches(self) -> bool:
@@ -192,6 +176,7 @@ class Composed(Schedule):
         """Set up each part."""
         for part in self.schedules:
             part.setup(context)
+        self.shared = all(part.shared for part in self.schedules)
 
     def observe(self, moment: Moment) -> None:
         """Forward the moment to each part."""

@@ -115,9 +115,6 @@ class HasTag(Composed):
         >>> schedule = HasTag("profile=1", schedule="every 20ba for 2ba")
     """
 
-    #: Each rank sees a new tag at a different time.
-    shared = False
-
     def __init__(self, tag: str, schedule: Schedule | str | None = None) -> None:
         key, equals, value = tag.partition("=") if isinstance(tag, str) else ("", "", "")
         if not key:
@@ -132,6 +129,7 @@ class HasTag(Composed):
     def setup(self, context: Context) -> None:
         """Store the tag reader of the run."""
         super().setup(context)
+        self.shared = False  # each rank sees a new tag at a different time
         self._read_tags, self._tagged = context.read_tags, False
 
     def observe(self, moment: Moment) -> None:

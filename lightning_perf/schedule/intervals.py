@@ -72,7 +72,7 @@ class Latch:
             return opening.window
         return None
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Close all windows."""
         self._openings.clear()
 
@@ -126,7 +126,6 @@ class _Milestones(Schedule):
         self._units = {unit, lasting.unit}
         self._position, self._previous = POSITION[unit], PREVIOUS[unit]
         self._stage = stage
-        self._timed = False
         predictable = lasting.unit is unit and unit in _SHARED_UNITS
         self._length = lasting.value if predictable else 0
         self._latch = None if predictable or str(lasting) == "1ba" else Latch(lasting)
@@ -139,11 +138,6 @@ class _Milestones(Schedule):
     def _place(self, number: int) -> float:
         """Return the position of a milestone; infinite if there is none."""
 
-    @property
-    def shared(self) -> bool:
-        """Whether its units are equal on all ranks: not samples, tokens and seconds."""
-        return self._units <= _SHARED_UNITS and not self._timed
-
     def setup(self, context: Context) -> None:
         """Refuse ``dur`` if the length of the training is unknown, and discard earlier windows."""
         limits, relative = context.limits, TimeUnit.DURATION in self._units
@@ -151,9 +145,10 @@ class _Milestones(Schedule):
             problem = "needs max_steps, max_epochs or max_time on the Trainer"
             raise ConfigError("schedule", self, problem, '"100ba"')
         # The fraction of max_time depends on the clock of each rank.
-        self._timed = relative and limits.max_seconds is not None
+        timed = relative and limits.max_seconds is not None
+        self.shared = self._units <= _SHARED_UNITS and not timed
         if self._latch:
-            self._latch.reset()
+            self._latch.clear()
 
     def observe(self, moment: Moment) -> None:
         """Open the latch at a milestone, if the end of the window cannot be predicted."""
@@ -352,11 +347,7 @@ class Cyclic(Schedule):
         self.active = checks.whole("active", active, 1, "4")
         self.repeat = checks.whole("repeat", repeat, 0, "1")
         self.per_epoch = checks.flag("per_epoch", per_epoch)
-
-    @property
-    def lead(self) -> int:
-        """The number of warm-up batches."""
-        return self.warmup
+        self.lead = warmup
 
     def window(self, moment: Moment) -> Hashable | None:
         """Return the number of the cycle, with the epoch if ``per_epoch``."""

@@ -53,7 +53,7 @@ class Trigger(Schedule):
 
     def setup(self, context: Context) -> None:  # noqa: ARG002
         """Discard the state of an earlier run."""
-        self._latch.reset()
+        self._latch.clear()
 
     def observe(self, moment: Moment) -> None:
         """Open a window if the trigger fires."""
@@ -135,17 +135,14 @@ class OnSlowBatch(Trigger):
         pause = checks.times("cooldown", cooldown, "200ba", units=units, positive=False)
         self.factor, self.cooldown = float(factor), str(pause)
         self._cooldown = Latch(pause)
-        self._reset()
+        self._medians: defaultdict[str, _RunningMedian] = defaultdict(_RunningMedian)
+        self._fired: set[str] = set()
 
     def setup(self, context: Context) -> None:
         """Discard the state of an earlier run."""
         super().setup(context)
-        self._cooldown.reset()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._medians: defaultdict[str, _RunningMedian] = defaultdict(_RunningMedian)
-        self._fired: set[str] = set()
+        for state in (self._cooldown, self._medians, self._fired):
+            state.clear()
 
     def fired(self, moment: Moment) -> bool:
         """Compare the last batch with the median of the batches before it."""
@@ -320,16 +317,14 @@ def _in_use(handler: Any) -> Any:
 
 
 def _signal_number(name: object) -> signal.Signals:
-    known = signal.Signals.__members__
-    if isinstance(name, str) and name in known and name not in _REFUSED:
+    every = signal.Signals.__members__  # with other names of the same, such as SIGIOT of SIGABRT
+    known = {each: number for each, number in every.items() if number.name not in _REFUSED}
+    if isinstance(name, str) and name in known:
         return known[name]
     meant = str(name).upper()  # lower case, without SIG, or a number
     problem = "is not the name of a signal on this system"
-    if meant in _REFUSED:
+    if meant in every.keys() - known.keys():
         problem = "is a reserved signal"
-    found = (
-        each
-        for each, number in known.items()
-        if meant in (each, each.removeprefix("SIG"), str(int(number))) and each not in _REFUSED
-    )
+    spellings = ((each, each.removeprefix("SIG"), str(int(known[each]))) for each in known)
+    found = (names[0] for names in spellings if meant in names)
     raise ConfigError("signal", name, problem, f'"{next(found, "SIGUSR2")}"')

@@ -51,9 +51,25 @@ def gpu_key(number: float) -> str:
     return gpu_name(index, instance - 1 if instance else None)
 
 
+def _memory(nvml: Any, gpu: Any) -> dict[str, float]:
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)
+    except nvml.NVMLError:  # drivers before 510, and WSL: used includes what the driver reserves
+        memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+    return {"gpu_free_memory": memory.free, "gpu_used_memory": memory.used}
+
+
+def _throttled(nvml: Any, gpu: Any) -> dict[str, float]:
+    try:
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
+    except nvml.NVMLError_FunctionNotFound:  # its name in drivers before 535
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+    return {name: 100 * bool(reasons & bits) for name, bits in _REASONS.items()}
+
+
 #: How to read each group of figures; if one fails, the others continue.
 _READINGS: dict[str, Callable[[Any, Any], Mapping[str, float]]] = {
-    "memory": lambda nvml, gpu: _memory(nvml, gpu),
+    "memory": _memory,
     "use": lambda nvml, gpu: {"gpu_util": nvml.nvmlDeviceGetUtilizationRates(gpu).gpu},
     "power": lambda nvml, gpu: {"gpu_power": nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3},
     "temperature": lambda nvml, gpu: {
@@ -63,27 +79,8 @@ _READINGS: dict[str, Callable[[Any, Any], Mapping[str, float]]] = {
         "gpu_sm_clock": 1e6 * nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
         "gpu_memory_clock": 1e6 * nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
     },
-    "throttled": lambda nvml, gpu: _throttled(_reasons(nvml, gpu)),
+    "throttled": _throttled,
 }
-
-
-def _memory(nvml: Any, gpu: Any) -> dict[str, float]:
-    try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)
-    except nvml.NVMLError:  # drivers before 510, and WSL: used includes what the driver reserves
-        memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
-    return {"gpu_free_memory": memory.free, "gpu_used_memory": memory.used}
-
-
-def _reasons(nvml: Any, gpu: Any) -> int:
-    try:
-        return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
-    except nvml.NVMLError_FunctionNotFound:  # its name in drivers before 535
-        return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
-
-
-def _throttled(reasons: int) -> dict[str, float]:
-    return {name: 100 * bool(reasons & bits) for name, bits in _REASONS.items()}
 
 
 class Gpu:

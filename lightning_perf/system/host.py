@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,6 @@ class Processes:
     def __init__(self, roots: Set[int]) -> None:
         self._roots = roots
         self._tree: dict[int, psutil.Process] = {}
-        self._rates = Rates()
         self._peak = 0.0
         self._listed, self._until = 0, 0.0
 
@@ -84,18 +84,16 @@ class Processes:
         """Return current memory, and CPU time since the last call in percent of one CPU."""
         if now >= self._until or len(self._roots) > self._listed:
             self._list(now)
-        rss, cpu = 0.0, {}
+        rss = cpu = 0.0
         for pid, process in list(self._tree.items()):
             try:
                 with process.oneshot():
                     rss += process.memory_info().rss
-                    times = process.cpu_times()
+                    cpu += process.cpu_percent()  # since the last call for this process
             except psutil.Error:  # the process has ended
                 del self._tree[pid]
-                continue
-            cpu[pid] = {"process_cpu": 100 * (times.user + times.system)}
         self._peak = max(self._peak, rss, _high_water())
-        return {"process_rss": rss, "process_peak_rss": self._peak, **self._rates(cpu, now)}
+        return {"process_rss": rss, "process_peak_rss": self._peak, "process_cpu": cpu}
 
     def _list(self, now: float) -> None:
         roots, start = list(self._roots), time.perf_counter()
@@ -114,13 +112,11 @@ class Processes:
         self._until = now + (time.perf_counter() - start) / _SHARE
 
 
-def _high_water(status: Path = Path("/proc/self/status")) -> float:
+def _high_water() -> float:
     """Return the peak memory of this process in bytes; 0 if unknown."""
-    try:
-        lines = status.read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0.0)
+    with suppress(OSError), Path("/proc/self/status").open() as lines:
+        return next((1024.0 * int(each.split()[1]) for each in lines if "VmHWM" in each), 0.0)
+    return 0.0
 
 
 Times = dict[int, tuple[float, float, float]]

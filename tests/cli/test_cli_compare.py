@@ -155,7 +155,7 @@ def written(folder: Path, content: str | dict[str, Any]) -> str:
         ("", "there is no"), ("{", "is cut short or no JSON"), ("[]", "is not a summary"),
         ('{"version": 99}', "has version 99"), ({"test": WHOLE}, "is about"),
         ({"train": {**WHOLE, "windows": {"batches": "x"}}}, "the windows of"),
-        ({"train": WHOLE}, "no time per batch in common"), ({}, "no time per batch in common"),
+        ({"train": WHOLE}, "has no windows"), ({}, "has no windows"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_compared_give_a_one_line_error(

@@ -94,16 +94,15 @@ def test_different_batch_sizes_are_compared_by_time_per_sample() -> None:
     assert any("batch sizes differ" in note for note in found.notes)
 
 
-def test_runs_without_windows_have_no_interval() -> None:
-    """For a summary of an earlier version, whole runs are compared, with a note."""
+def test_runs_without_windows_are_refused() -> None:
+    """The message names a run without windows, the run or any baseline, and what to do."""
     old = stage()
     del old["windows"]
-    found = compared(stage(), old)
-    assert found.slowdown.low is None
-    assert found.slower_than(0.05) is None
-    assert "old 0 has no windows" in found.notes[0]
-    # Such a run is left out beside a baseline with windows.
-    assert compared(stage(), old, stage(seed=1)).slower_than(0.05) is False
+    expected = "has no windows .*: train longer, or lower log_every_n_steps"
+    with pytest.raises(Incomparable, match=f"old 1 {expected}"):
+        compared(stage(), stage(seed=1), old)
+    with pytest.raises(Incomparable, match=f"now {expected}"):
+        compared(old, stage())
 
 
 def test_too_few_windows_have_no_interval() -> None:
@@ -140,11 +139,11 @@ def test_damaged_windows_give_a_one_line_error(windows: Any) -> None:
         compared(stage(windows=6) | {"windows": windows}, stage())
 
 
-@pytest.mark.parametrize("whole", ["x", {"timings": 5}, {"throughput": 5}])
+@pytest.mark.parametrize("whole", ["x", {"throughput": 5}])
 def test_a_damaged_whole_run_gives_a_one_line_error(whole: Any) -> None:
-    """Without windows whole runs are compared, and the message names the damaged one."""
+    """The rates of the whole run are read, and the message names the damaged one."""
     with pytest.raises(Incomparable, match="the windows of now are damaged"):
-        compared({"whole_run": whole}, stage())
+        compared(stage() | {"whole_run": whole}, stage())
 
 
 def test_runs_without_a_number_of_batches_are_compared_per_step() -> None:
@@ -158,4 +157,4 @@ def test_runs_without_a_number_of_batches_are_compared_per_step() -> None:
 def test_runs_without_common_figures_are_reported() -> None:
     """A run without measured times cannot be compared."""
     with pytest.raises(Incomparable, match="no time per batch in common"):
-        compared({"whole_run": {"batches": 3}}, stage())
+        compared({"windows": {"batches": [10] * 6}}, stage())

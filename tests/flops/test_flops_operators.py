@@ -7,10 +7,10 @@ from torch import nn
 from lightning_perf.flops import operators as ops
 from lightning_perf.flops.operators import (
     FORMULAS,
-    Kind,
-    classify,
+    formula_of,
     is_composite,
     product,
+    unknown,
 )
 
 
@@ -262,10 +262,10 @@ aten = torch.ops.aten
 def test_every_overload_has_the_formula_of_its_operator():
     """Out and in-place variants have the formula of the functional one."""
     formula = FORMULAS["aten::addmm"]
-    assert classify(aten.addmm.default) is formula
-    assert classify(aten.addmm.out) is formula
-    assert classify(aten.addmm_.default) is formula
-    assert classify(aten.mm.default) is product
+    assert formula_of(aten.addmm.default) is formula
+    assert formula_of(aten.addmm.out) is formula
+    assert formula_of(aten.addmm_.default) is formula
+    assert formula_of(aten.mm.default) is product
 
 
 def test_formulas_belong_to_existing_operators():
@@ -308,11 +308,11 @@ def test_formulas_belong_to_existing_operators():
     ],
 )
 def test_light_operators(name):
-    """Elementwise operators, views, reductions and metadata count as light."""
+    """Elementwise operators, views, reductions and metadata do not count."""
     packet, _, overload = name.partition(".")
     operator = getattr(aten, packet)
     overload = overload or next(o for o in operator.overloads() if o != "out")
-    assert classify(getattr(operator, overload)) is Kind.LIGHT
+    assert formula_of(getattr(operator, overload)) is None
 
 
 @pytest.mark.parametrize(
@@ -331,9 +331,9 @@ def test_light_operators(name):
     ],
 )
 def test_heavy_operators_without_a_formula(name):
-    """Operators that need a formula and have none are opaque."""
+    """Operators that need a formula and have none are unknown."""
     operator = getattr(aten, name)
-    assert classify(getattr(operator, operator.overloads()[0])) is Kind.OPAQUE
+    assert formula_of(getattr(operator, operator.overloads()[0])) is unknown
 
 
 @pytest.mark.parametrize("name", ["conv2d", "einsum", "scaled_dot_product_attention", "multi_dot"])
@@ -344,6 +344,6 @@ def test_composite_operators(name):
 
 
 def test_other_namespaces():
-    """Communication is light; operators of other libraries are opaque."""
-    assert classify(torch.ops.prim.device.default) is Kind.LIGHT
-    assert classify(torch.ops.quantized.add.default) is Kind.OPAQUE
+    """Communication does not count; operators of other libraries are unknown."""
+    assert formula_of(torch.ops.prim.device.default) is None
+    assert formula_of(torch.ops.quantized.add.default) is unknown

@@ -221,7 +221,9 @@ def test_a_composition_forwards_to_its_parts(make):
 )
 def test_a_schedule_is_shared_if_all_ranks_agree(schedule, shared):
     """Only schedules without rank, clock or data are shared; compositions if all parts are."""
+    schedule.setup(Context(limits=Limits(max_steps=9)))
     assert schedule.shared is shared
+    schedule.close()
 
 
 def test_a_fraction_of_a_time_limit_is_not_shared():

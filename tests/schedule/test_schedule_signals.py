@@ -149,7 +149,7 @@ def test_outside_the_main_thread_it_warns_and_is_never_true(before):
 
 
 @pytest.mark.parametrize(
-    "name", ["SIGNOTHING", "usr2", "SIGKILL", "SIGTERM", "SIGINT", "SIG_DFL", 12]
+    "name", ["SIGNOTHING", "usr2", "SIGKILL", "SIGTERM", "SIGINT", "SIGIOT", "SIG_DFL", 12]
 )
 def test_refuses(name):
     """Unknown signals, and those that end a process or training, are refused."""

@@ -137,16 +137,14 @@ def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iter
     start = 0 if impact.whole_run else signals.start
     seconds, wall = impact.seconds[start:], signals.wall[start:]
     batches = max(signals.counts[start:].sum(), 1.0)
-    if wall.sum() <= 0:
-        return
     if impact.on_host and signals.gpu_idle is not None and signals.setup.world_size == 1:
         # Only time in which the GPU is idle can be saved. With several ranks this is unknown,
         # because a GPU that waits for another one counts as busy.
         seconds = seconds * min(1.0, signals.gpu_idle * wall.sum() / max(seconds.sum(), 1e-12))
-    share = float(seconds.sum() / wall.sum())
     each = float(seconds.sum() / batches)
     if not each >= _INFO * LEAST:
         return  # before the bootstrap, which takes most of the time
+    share = float(seconds.sum() / wall.sum())
     waiting = signals.waiting[start:] if impact.contended else None
     certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
     if certain >= threshold and each >= LEAST:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import Impact, Verdict, judge, without_none
+from lightning_perf.diagnosis.rules import Impact, without_none
 from lightning_perf.diagnosis.signals import COMPILE, FETCH, GC
 from lightning_perf.units import duration
 
@@ -159,20 +159,20 @@ def callback_bound(
         )  # fmt: skip
 
 
-def logger_bound(signals: Signals) -> Iterable[Verdict]:
-    """Writing metrics takes long: one verdict per logger."""
+def logger_bound(signals: Signals) -> Iterable[Impact]:
+    """Writing metrics takes long: one impact per logger."""
     every, step = signals.setup.log_every_n_steps, signals.step_seconds
     for impact in callback_bound(signals, ("logging",)):
-        for found in judge("logger-bound", LOGGERS, signals, impact):
-            rarer = every * max(round(found.share / LOGGERS * 4), 2)
-            faster = step * (1 - found.share * (1 - every / rarer))
-            each = duration(float(found.evidence["seconds_per_call"]))
-            advice = (
-                f"{found.culprit} takes {each} per call. Trainer(log_every_n_steps={rarer}) "
-                f"instead of {every} gives {duration(faster)} per step instead of {duration(step)}."
-            )
-            more = {"log_every_n_steps": float(every), "advised_step_seconds": faster}
-            yield replace(found, advice=advice, evidence={**found.evidence, **more})
+        share = signals.share(impact.seconds)
+        rarer = every * max(round(share / LOGGERS * 4), 2)
+        faster = step * (1 - share * (1 - every / rarer))
+        each = duration(float(impact.evidence["seconds_per_call"]))
+        advice = (
+            f"{impact.culprit} takes {each} per call. Trainer(log_every_n_steps={rarer}) instead "
+            f"of {every} gives {duration(faster)} per step instead of {duration(step)}."
+        )
+        more = {"log_every_n_steps": float(every), "advised_step_seconds": faster}
+        yield replace(impact, advice=advice, evidence={**impact.evidence, **more})
 
 
 def checkpoint_bound(signals: Signals) -> Iterable[Impact]:

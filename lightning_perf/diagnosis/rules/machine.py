@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,9 +43,7 @@ def host_memory_growth(signals: Signals) -> Iterable[Verdict]:
 def device_memory_growth(signals: Signals) -> Iterable[Verdict]:
     """The GPU's memory grows without levelling off."""
     if signals.setup.device == "cuda":
-        sensors = signals.gpus("gpu_free_memory")
-        found = [signals.average(*columns, latest=True) for columns in sensors]
-        free = min((each for each in found if each is not None and isfinite(each)), default=None)
+        free = min(signals.gpu_averages("gpu_free_memory", latest=True), default=None)
         samples = _samples(signals, "memory/current_allocated_mem", 1e9)
         yield from _growth("device-memory-growth", signals, *samples, free)
 

@@ -15,7 +15,7 @@ from lightning_perf.diagnosis.signals import Unknown
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -111,11 +111,10 @@ class Work:
         return late
 
     @cached_property
-    def latest(self) -> Mapping[bool, _Late]:
-        """The latest rank (False), and the latest node (True) if all of its ranks are late."""
-        found = {False: _latest(self.measured / self.batches, self.waits / self.batches)}
-        node = _late_node(self)
-        return found if node is None else found | {True: node}
+    def latest(self) -> tuple[_Late, _Late | None]:
+        """The latest rank, and the latest node if all of its ranks are late."""
+        rank = _latest(self.measured / self.batches, self.waits / self.batches)
+        return rank, _late_node(self)
 
     def __add__(self, other: Work) -> Work:
         one, two = self.device, other.device
@@ -161,7 +160,7 @@ def _common(works: Sequence[Work], is_node: bool, chronic: bool) -> Straggler | 
     late = [
         (work, found)
         for work in works
-        if (found := work.latest.get(is_node)) is not None
+        if (found := work.latest[is_node]) is not None
         and found.excess >= _enough(work.wall / work.batches)
     ]
     numbers = Counter(each.number for _, each in late)
