@@ -23,6 +23,35 @@ Rows = Sequence[Sequence[float]] | Table
 PerRank = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
+class Increase:
+    """The increase of a table of many ranks since an earlier one, computed where it is read.
+
+    Reports are wide, and most columns are read of few ranks or by no callback. Gauges have their
+    last value.
+    """
+
+    def __init__(self, now: Table, before: Table, gauges: Sequence[int]) -> None:
+        self._now, self._before, self._gauges = now, before, gauges
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def __getitem__(self, ranks: Any) -> Any:
+        """The rows of some ranks."""
+        now = self._now[ranks]
+        found = now - self._before[ranks]
+        found[..., self._gauges] = now[..., self._gauges]
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self[:]
+
+    def column(self, number: int) -> PerRank:
+        """One value per rank."""
+        now = self._now[:, number]
+        return now if number in self._gauges else now - self._before[:, number]
+
+
 class Spread(NamedTuple):
     """How a column differs between ranks."""
 
@@ -73,7 +102,7 @@ class Window:
     #: The position of each column by its name; rows may have further ones.
     columns: Mapping[str, int]
     #: One row per rank.
-    rows: Rows
+    rows: Rows | Increase
     #: The same since the run began.
     totals: Rows
 
@@ -97,13 +126,16 @@ class Window:
             KeyError: The window has no such column; the message names the nearest.
         """
         index = self._index(name)
+        if isinstance(self.rows, Increase):
+            return self.rows.column(index)
         if isinstance(self.rows, np.ndarray):
             return self.rows[:, index]
         return np.array([row[index] for row in self.rows], dtype=np.float64)
 
     def rows_of(self, ranks: Any) -> Table:
         """All columns of some ranks, one row for each."""
-        found: Table = np.asarray(self.rows)[ranks]
+        rows = self.rows if isinstance(self.rows, Increase) else np.asarray(self.rows)
+        found: Table = rows[ranks]
         return found
 
     def own(self, name: str) -> float:

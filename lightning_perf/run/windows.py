@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from lightning_perf.core.window import Rows, Window
+from lightning_perf.core.window import Increase, Rows, Window
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run.collective import LAST, Gatherer
 from lightning_perf.run.history import History, Point, table_totals
@@ -231,20 +231,18 @@ class Windows:
         return {name: self._columns[name] for name in names}
 
     def _window(
-        self, columns: Mapping[str, int], start: _Report, end: _Report, rows: Rows
+        self, columns: Mapping[str, int], start: _Report, end: _Report, rows: Rows | Increase
     ) -> Window:
         stamps = start.stamp, end.stamp
         return Window(end.stage, end.step, *stamps, end.at_end, self._rank, columns, rows, end.rows)
 
-    def _rise(self, start: _Report, end: _Report) -> Rows:
+    def _rise(self, start: _Report, end: _Report) -> Rows | Increase:
         """The increase of all columns between two reports; gauges have their last value."""
         now, before = end.rows, start.rows
         if not len(before):
             return now
         if isinstance(now, np.ndarray):
-            table: Table = now - cast("Table", before)
-            table[:, self._gauges] = now[:, self._gauges]
-            return table
+            return Increase(now, cast("Table", before), self._gauges)
         row = [late - early for late, early in zip(now[0], before[0], strict=True)]
         for position in self._gauges:
             row[position] = now[0][position]
