@@ -48,6 +48,7 @@ class ScriptedVerdicts:
         return [Verdict("mine", "critical" if signals.batches >= 60 else "warning", 0.5)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_hold")
 @pytest.mark.parametrize(
     ("capture", "first", "count"),

@@ -162,6 +162,7 @@ def test_intervals_are_times_or_seconds(interval: Any, seconds: float) -> None:
     assert (again.interval, again._seconds) == (interval, seconds)
 
 
+@pytest.mark.slow
 def test_mlflow_has_it_in_its_system_tab(tmp_path: Path, mlflow_database: str) -> None:
     """MLflow accepts its keys as system metrics."""
     from mlflow import MlflowClient  # not where gpu tests run

@@ -249,6 +249,7 @@ def test_the_picture_does_not_depend_on_the_users_settings(tmp_path: Path) -> No
     assert (tmp_path / "odd.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
 
 
+@pytest.mark.slow
 def test_any_thread_may_draw(tmp_path: Path) -> None:
     """Pictures drawn in parallel are identical."""
     paths = [tmp_path / f"{number}.png" for number in range(4)]

@@ -24,6 +24,8 @@ from lightning_perf import ConfigError, Fixed, PerfWarning, PyTorch
 from lightning_perf.background import Worker
 from lightning_perf.profilers.pytorch import torch_options
 
+pytestmark = pytest.mark.slow
+
 MEMORY: dict[str, Any] = {
     "memory_filename": "rank{rank}.{batch}.pt.trace.memory.html",
     "with_stack": True,

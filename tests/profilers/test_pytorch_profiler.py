@@ -81,6 +81,7 @@ def test_saved_traces_lists_the_latest_by_rank(tmp_path: Path) -> None:
     assert saved == [(9, ["rank0.9.pt.trace.json.gz"]), (13, ["rank0.13.pt.trace.json.gz"])]
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_later_run_is_refused_before_training(tmp_path: Path) -> None:
     """overwrite=False raises for a trace of a later batch, and overwrite=True replaces it."""
     fit(tmp_path, PyTorch(schedule="first 2ba"))

@@ -167,6 +167,7 @@ def note(uri: str, logger: MLFlowLogger) -> str:
     return str(tags.get("mlflow.note.content", ""))
 
 
+@pytest.mark.slow
 def test_the_description_begins_with_mfu(tmp_path: Path, mlflow_database: str) -> None:
     """MLflow shows the summary; a later stage of the same run updates it."""
     logger = MLFlowLogger("described", tracking_uri=mlflow_database)

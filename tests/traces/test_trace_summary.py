@@ -161,6 +161,7 @@ class Items(Small):
         return loss * (loss.item() + 1)
 
 
+@pytest.mark.slow
 def test_real_stacks_lead_to_the_users_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
