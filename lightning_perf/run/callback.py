@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 
 #: Set-up errors that the user can fix: these stop the run before it starts.
 _FOR_THE_USER = (ConfigError, RecorderBusy, FileExistsError)
-#: Lightning's per-batch hooks that no lifecycle method needs.
-_UNUSED = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
 #: Methods of the module, which holds the Trainer, that Lightning attaches to each callback.
 _ATTACHED = ("log", "log_dict")
 

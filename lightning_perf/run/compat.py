@@ -1,4 +1,4 @@
-"""Attributes of a Trainer and its process, with fallbacks for private ones."""
+"""What is read and replaced of a Trainer and its process, with fallbacks for private parts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+#: The beginning of the names of Lightning's modules.
+PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 #: Restart counters of SLURM and torchrun.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -82,14 +84,14 @@ class StepArguments(MethodPatch):
     inspection only when the module has another function.
 
     Raises:
-        TypeError: The method is not Lightning's, or not as we know it.
+        TypeError: The method is not Lightning's, or has other parameters.
     """
 
     _parameters: tuple[str, ...]
 
     def __init__(self, original: Callable[..., Any]) -> None:
-        lightnings = original.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
-        if not lightnings or tuple(signature(original).parameters) != self._parameters:
+        parameters = tuple(signature(original).parameters)
+        if not original.__module__.startswith(PACKAGES) or parameters != self._parameters:
             raise TypeError(f"unknown method {original!r}")
         super().__init__(original)
         self._trainer: Trainer = original.__self__.trainer  # type: ignore[attr-defined]

@@ -75,7 +75,6 @@ _CATEGORIES = {
 _ALWAYS_ACTIVE = {"optimizer_step", "lr_scheduler_step", "on_predict_batch_end"}
 #: Lightning's base classes, whose hooks are empty.
 _EMPTY = {"Callback", "LightningModule", "LightningDataModule", "ModelHooks", "DataHooks"}
-_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 #: Runs only while a checkpoint is written.
 _SAVE_HOOK = "on_save_checkpoint"
 _MODULES = ("[LightningModule]", "[LightningDataModule]")
@@ -122,7 +121,7 @@ def _overrides(owner: object, hook: str) -> bool:
     base = next((each for each in type(owner).__mro__ if hook in vars(each)), None)
     if base is None or not is_of_class(owner, hook, getattr(owner, hook, None)):
         return True
-    return base.__name__ not in _EMPTY or not base.__module__.startswith(_LIGHTNING)
+    return base.__name__ not in _EMPTY or not base.__module__.startswith(compat.PACKAGES)
 
 
 class SpanRecorder:

@@ -261,7 +261,7 @@ class _Reader:
             columns, row = self._row(event)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return  # other tools' events, such as those of VizTracer
-        if max(map(abs, row), default=_LARGEST + 1) <= _LARGEST:
+        if row and max(map(abs, row)) <= _LARGEST:
             for column, value in zip(columns, row, strict=True):
                 column.append(value)
 
