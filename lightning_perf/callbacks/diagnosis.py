@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from math import inf, nan
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,8 +52,6 @@ _COMPILED = "_compile.compile_inner"
 #: The maximum share of the time for analyses during training, because they compete for the GIL, and
 #: additional seconds for the first ones.
 _MOST_TIME, _FIRST_SECONDS = 0.002, 0.01
-#: Seconds after which a run prepares what its end writes.
-_LONG_RUN = 10.0
 
 
 class Diagnosis(WindowCallback):
@@ -162,6 +160,8 @@ class Diagnosis(WindowCallback):
         recorder = weakref.proxy(context.spans.require())
         self._gc = GcTimer(lambda: recorder.clock.running)
         self._gc.open()
+        if context.trainer.state.fn == "fit" and context.ranks.global_rank == 0:
+            charts.template()  # for the report: here it delays no batch, and the end waits for less
         self._active = True
 
     @override
@@ -205,9 +205,6 @@ class Diagnosis(WindowCallback):
             job = partial(self._analyse, self._signals(context), context, window.step)
             if not context.file_worker.submit(job, "the diagnosis"):
                 self._analysing = False
-            if time.monotonic() - (self._start or inf) > _LONG_RUN:
-                # In a short run the import would take longer than the rest of the end.
-                context.file_worker.submit(charts.template, "the template")
         context.reporting.deliver()
         return None
 

@@ -423,18 +423,14 @@ def test_bad_arguments_are_refused(options: Any) -> None:
         Diagnosis(**options)
 
 
-def test_a_long_run_prepares_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The template is compiled during training, so that the end does not import jinja2."""
-    prepared, template = threading.Event(), module.charts.template
-
-    def prepare() -> Any:
-        prepared.set()
-        return template()
-
-    monkeypatch.setattr(module, "_LONG_RUN", -1.0)
-    monkeypatch.setattr(module.charts, "template", prepare)
-    diagnosis = Diagnosis(schedule="every 20ba", terminal=False)
-    trainer(tmp_path, diagnosis, log_every_n_steps=10, max_epochs=2).fit(
-        WaitsAtBatch50(prepared.is_set)
-    )
-    assert prepared.is_set()
+def test_the_page_is_prepared_before_the_first_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template is compiled at set-up, so that the end does not import jinja2."""
+    prepared: list[int] = []
+    diagnosis = Diagnosis(terminal=False)
+    fitted = trainer(tmp_path, diagnosis, max_steps=2)
+    monkeypatch.setattr(module.charts, "template", lambda: prepared.append(fitted.global_step))
+    monkeypatch.setattr(module, "report_page", lambda *_: "a page")
+    fitted.fit(Small())
+    assert prepared == [0]
