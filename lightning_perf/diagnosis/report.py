@@ -163,6 +163,8 @@ def report_page(
 def _parts(
     signals: Signals, findings: Findings, captured: TraceSummary | str | None
 ) -> Iterator[Part]:
+    if signals.windows:
+        yield _speed(signals)
     for verdict in findings.verdicts:
         yield Heading(headline(verdict))
         yield from filter(None, (verdict.advice, evidence_text(verdict)))
@@ -193,6 +195,15 @@ def _parts(
         yield from (f"Note: {note}." for note in captured.notes)
 
 
+def _speed(signals: Signals) -> str:
+    """How fast the training is, on what."""
+    setup, mfu = signals.setup, signals.mfu
+    utilization = "" if mfu is None else f"MFU {mfu:.1%}, "
+    each = duration(signals.step_seconds)
+    devices = f"{setup.world_size} x {setup.device}, {setup.precision}"
+    return f"{utilization}{each} per batch over {signals.batches:,} batches ({devices})."
+
+
 def _timeline(signals: Signals) -> Areas:
     """Seconds per batch by category over the steps."""
     counts = np.maximum(signals.counts, 1)
@@ -211,7 +222,9 @@ def _actions(signals: Signals) -> Table:
     cells = []
     for row in rows[:_MOST_ACTIONS]:
         seconds, calls = signals.seconds(row), signals.actions[row].calls.sum()
-        cells.append((" / ".join(row), duration(seconds), f"{calls:,.0f}", f"{seconds / wall:.1%}"))
+        where = ", ".join(part for part in row[:2] if part != row.name)
+        times = f"{calls:,.0f}" if calls else ""  # the rest of a span that began in another stage
+        cells.append((f"{row.name} ({where})", duration(seconds), times, f"{seconds / wall:.1%}"))
     return Table(("action", "time", "calls", "share"), cells)
 
 

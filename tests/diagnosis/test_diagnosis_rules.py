@@ -273,6 +273,25 @@ def test_the_page_lists_actions_without_waits_inside_them() -> None:
     assert "run queue" not in found
 
 
+def test_the_page_begins_with_the_speed_and_names_actions_first() -> None:
+    """MFU and the time per batch stand above the verdicts; the stage and category follow a name."""
+    named = {
+        Action("train", "forward", "training_step"): every(0.2),
+        Action("train", "backward", "backward"): every(0.3),
+        Action("validate", "other", "run_training_epoch"): [(0.1, 0)] * WINDOWS,
+    }
+    signals = signals_of({"forward": 0.02, "backward": 0.03}, named=named, mfu=0.381)
+    found = report_page(signals, diagnose(signals))
+    speed = f"MFU 38.1%, 50.0 ms per batch over {STEPS} batches (1 x cpu, 32-true)."
+    assert found.index(f"<p>{speed}</p>") < found.index("<h2>")
+    rows = re.findall("<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", found)
+    assert rows == [
+        ("backward (train)", "3.60 s", "120"),
+        ("training_step (train, forward)", "2.40 s", "120"),
+        ("run_training_epoch (validate, other)", "1.20 s", ""),
+    ]
+
+
 def test_each_rule_has_its_cases() -> None:
     """All codes of the package are planted here or in the tests of GPUs and ranks."""
     elsewhere = {
