@@ -150,6 +150,24 @@ def test_predictions_are_exact_or_refused(seed):
             assert found is None or found.model_flops == cost(batch)
 
 
+def test_many_large_sizes_are_predicted():
+    """The check in floating point keeps a polynomial of four variables and quadrillions of FLOPs."""
+    draw = random.Random(0)
+
+    def sizes():
+        return [torch.empty(draw.randrange(1, 9000), 0) for _ in range(4)]
+
+    def cost(batch):
+        a, b, c, d = (part.shape[0] for part in batch)
+        return a * (10**6 + 10**5 * b + 3 * b * c * d) + 7 * d
+
+    batches = [sizes() for _ in range(90)]
+    model = fit(known(cost, batches[:64]))
+    assert [model.predict(signature(one)).model_flops for one in batches[64:]] == [
+        cost(one) for one in batches[64:]
+    ]
+
+
 def test_collinear_sizes_are_not_separated():
     """If edges were always twice the nodes, other graphs are not predicted."""
     pairs = [(torch.empty(n, 4), torch.empty(2 * n)) for n in range(2, 20)]
