@@ -151,7 +151,7 @@ def test_predictions_are_exact_or_refused(seed):
 
 
 def test_many_large_sizes_are_predicted():
-    """The check in floating point keeps a polynomial of four variables and quadrillions of FLOPs."""
+    """The check in floating point keeps a polynomial of four sizes and quadrillions of FLOPs."""
     draw = random.Random(0)
 
     def sizes():
