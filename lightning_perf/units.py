@@ -41,6 +41,17 @@ def bytes_text(size: float) -> str:
     return f"{size:.0f} B" if unit == "B" else f"{size * scale:.1f} {unit}"
 
 
+def flops_text(flops: float) -> str:
+    """A number of FLOPs with its unit.
+
+    Example:
+        >>> flops_text(2.476e10), flops_text(512)
+        ('24.8 GFLOP', '512 FLOP')
+    """
+    power = min(max(floor(log10(flops)) // 3, 0), 6) if flops else 0
+    return f"{three_digits(flops / 1000**power)} {('', 'K', 'M', 'G', 'T', 'P', 'E')[power]}FLOP"
+
+
 def three_digits(value: float) -> str:
     """A number with three significant digits, never as a power of ten.
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import DAMAGE, describe
-from lightning_perf.units import counted, duration
+from lightning_perf.units import counted, duration, flops_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -153,7 +153,7 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
         source = setup.get("peak_source", "")
         yield "peak", f"{float(setup['peak_flops']) / 1e12:.3g} TFLOP/s per device ({source})"
     if flops := whole.get("flops_per_batch"):
-        yield "FLOPs per batch", f"{flops:.4g}"
+        yield "FLOPs per batch", flops_text(flops)
     costs = [row for row in summary.get("culprits", ()) if row["share"] >= _LEAST_COST]
     lines = [
         f"{row['share']:.1%}  {row['name']} ({counted(row['calls'], 'call')})" for row in costs
