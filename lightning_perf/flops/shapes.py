@@ -293,9 +293,7 @@ def _bases(variables: int) -> Iterator[list[Monomial]]:
     yield squares
 
 
-def _nearly_fits(
-    basis: Sequence[Monomial], points: Sequence[tuple[list[int], list[int]]]
-) -> bool:
+def _nearly_fits(basis: Sequence[Monomial], points: Sequence[tuple[list[int], list[int]]]) -> bool:
     """Whether a polynomial nearly goes through all points; exact numbers take 50 times as long."""
     values = np.array([_monomials(one, basis) for one, _ in points], float)
     values /= np.maximum(values.max(axis=0), 1.0)
