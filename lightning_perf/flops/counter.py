@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
@@ -94,6 +94,17 @@ class Counts:
     def hardware_flops(self) -> int:
         """FLOPs of all dtypes, including recomputation."""
         return sum(self.hardware.values())
+
+
+def mean(found: Sequence[Counts]) -> Counts:
+    """The mean FLOPs of several batches, with the operators of the first one."""
+
+    def flops(batches: Sequence[Mapping[str, int]]) -> dict[str, int]:
+        total = sum(map(Counter, batches), Counter[str]())
+        return {dtype: round(value / len(batches)) for dtype, value in total.items()}
+
+    model, hardware = [each.model for each in found], [each.hardware for each in found]
+    return replace(found[0], model=flops(model), hardware=flops(hardware))
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

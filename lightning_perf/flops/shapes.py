@@ -1,6 +1,8 @@
 """FLOPs by the shapes of batches: counted once per signature, and predicted for new ones.
 
-Batches with equal signatures cost the same FLOPs. For other shapes, the sizes that vary
+Batches with equal signatures cost the same FLOPs, except with manual optimization, where one batch
+may train another network than the next one: there several are counted, and the mean is used. For
+other shapes, the sizes that vary
 independently (samples, lengths, nodes, edges, pixels) are the variables of a polynomial with exact
 coefficients. It is accepted only if it predicts held-out counts exactly. Shapes that vary in a way
 that was not counted are not predicted.
@@ -30,7 +32,7 @@ import numpy as np
 import torch
 from torch import Size, Tensor
 
-from lightning_perf.flops.counter import Counts
+from lightning_perf.flops.counter import Counts, mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -342,6 +344,9 @@ def _reduced(row: Row, rows: Mapping[int, Row]) -> Row:
 _MIN_COUNTED, MOST_COUNTED = 16, 64
 #: Costs that are cached at most.
 _MOST_COSTS = 4096
+#: Counts of each signature whose batches may differ, and if these differ: GANs often train their
+#: generator with every fifth batch, and 30 is a multiple of most such numbers.
+_FIRST_COUNTS, _ALL_COUNTS = 5, 30
 
 
 @dataclass(slots=True)
@@ -350,15 +355,35 @@ class FlopCache:
 
     #: Batches without FLOPs that are still counted before counting is given up.
     tries: int
+    #: Whether batches of one signature may cost different FLOPs.
+    varies: bool = False
     counts: dict[Signature, Counts] = field(default_factory=dict)
     costs: dict[Signature, BatchCost] = field(default_factory=dict)
     predictor: FlopModel | None = None
     #: Size of ``counts`` at the last fit.
     fitted_at: int = 0
+    _repeated: dict[Signature, list[Counts]] = field(default_factory=dict)
+
+    def cost(self, signature: Signature) -> BatchCost | None:
+        """Return the cost of a signature, or None if it is new or must be counted again."""
+        if self.varies and (found := self._repeated.get(signature)):
+            alike = all(each.model == found[0].model for each in found)
+            if len(found) < (_FIRST_COUNTS if alike else _ALL_COUNTS):
+                return None
+        return self.costs.get(signature)
+
+    def count(self, signature: Signature, counts: Counts) -> Counts:
+        """Add the counts of a batch; return the mean of its signature."""
+        if self.varies:
+            found = self._repeated.setdefault(signature, [])
+            found.append(counts)
+            counts = mean(found)
+        self.counts[signature] = counts
+        return counts
 
     def predict(self, signature: Signature) -> Counts | None:
         """Return the predicted FLOPs of a new signature, or None if it must be counted."""
-        if len(self.counts) < _MIN_COUNTED:
+        if len(self.counts) < _MIN_COUNTED or signature in self.counts:
             return None
         # Signatures that the predictor does not cover are counted, and extend the next fit.
         if len(self.counts) >= 2 * self.fitted_at:

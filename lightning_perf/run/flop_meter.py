@@ -149,10 +149,11 @@ class FlopMeter:
         try:
             if self._cache is None:
                 trainable = tuple(each.requires_grad for each in self._module.parameters())
-                cache = FlopCache(_TRIES[self._stage])
+                manual = self._stage == "train" and not self._module.automatic_optimization
+                cache = FlopCache(_TRIES[self._stage], varies=manual and not self._compiled)
                 self._cache = self._caches.setdefault((self._stage, trainable), cache)
             self._signature = signature(batch)
-            self.work = self._cache.costs.get(self._signature)
+            self.work = self._cache.cost(self._signature)
             if self.work is None:
                 self._find_cost(self._cache, batch)
         except Exception as error:
@@ -250,8 +251,7 @@ class FlopMeter:
         if counts.model_flops and not skipped:
             self.untracked |= counts.untracked_names.keys()
             self._missed.discard(self._signature)
-            self.work = self.peaks.cost_of(counts)
-            cache.counts[self._signature] = counts
+            self.work = self.peaks.cost_of(cache.count(self._signature, counts))
             cache.store(self._signature, self.work)
             return
         cache.tries -= 1

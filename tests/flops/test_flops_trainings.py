@@ -82,6 +82,33 @@ def test_manual_optimization_counts_both_optimizers(tmp_path: Path) -> None:
     assert counted(tmp_path, TwoOptimizers())["batch_flops"] == 2 * 4 * FLOPS_PER_SAMPLE
 
 
+class Critic(TwoOptimizers):
+    """Trains its second network with every ``every``-th batch only, from batch ``first`` on."""
+
+    def __init__(self, every: int, first: int) -> None:
+        super().__init__()
+        self.every, self.first, self.batches = every, first, 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.batches += 1
+        for number, optimizer in enumerate(self.optimizers()):
+            if number == 0 or (self.batches - 1) % self.every == self.first:
+                loss = Small.training_step(self, batch, batch_idx)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+
+@pytest.mark.parametrize(("every", "first"), [(5, 0), (5, 4), (2, 1), (1, 0)])
+def test_batches_of_one_shape_may_train_different_networks(
+    tmp_path: Path, every: int, first: int
+) -> None:
+    """A network that only some batches train counts with its share of the batches."""
+    found = counted(tmp_path, Critic(every, first), max_epochs=3)
+    assert found["batch_flops"] == pytest.approx((1 + 1 / every) * 4 * FLOPS_PER_SAMPLE, abs=0.5)
+    assert found["mfu"] > 0
+
+
 class Orthogonal(torch.optim.SGD):
     """Multiplies the gradients of matrices before it uses them, as Muon does."""
 
