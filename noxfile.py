@@ -123,8 +123,8 @@ for _python in PYTHONS:
     nox.session(_run_tests, name=f"tests-{_python}", python=_python, default=False)
 
 
-def _check(session: nox.Session, script: str) -> None:
-    _install(session, "tests", options=QUICKLY)
+def _check(session: nox.Session, script: str, *groups: str) -> None:
+    _install(session, "tests", *groups, options=QUICKLY)
     session.run("python", f"benchmarks/{script}.py", *session.posargs, env=TEST_ENV)
 
 
@@ -138,6 +138,12 @@ def unchanged(session: nox.Session) -> None:
 def chaos(session: nox.Session) -> None:
     """Train with random faults (``-- --runs 200 --seed 0``) and compare with the run without us."""
     _check(session, "chaos")
+
+
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Fuzz all that reads text or files of others (``-- --seconds 60 --only trace``); on Linux."""
+    _check(session, "fuzz", "fuzz")
 
 
 @nox.session(default=False)
