@@ -290,27 +290,35 @@ class Profiler(PerfCallback):
     def _start(self, context: RunContext, window: Hashable, warmup: int = 0) -> None:
         assert self._writer is not None  # otherwise no window would be searched
         self._opened = self._opened or not warmup
+        self._finish_other(context, warmup)
         with context.stages.exclude_from_batch_time():
             try:
-                self._finish_other(context)
                 path = self._writer.spool(context.stage)
                 recording = self.record(path, context, warmup)
                 self._open = OpenRecording(self, recording, path, context.stage, window, warmup)
             except (RecorderBusy, OSError) as error:
-                self._skip(error)
+                # A window that finds no time to warm up opens without.
+                if not (warmup and isinstance(error, RecorderBusy)):
+                    self._skip(error)
 
-    def _finish_other(self, context: RunContext) -> None:
+    def _finish_other(self, context: RunContext, warmup: int) -> None:
         """Close a recording of another profiler that ends with the last batch.
 
-        This is needed because Lightning calls that profiler after this one.
+        This is needed because Lightning calls that profiler after this one. A window also ends the
+        warm-up of another profiler.
         """
         running = OpenRecording.current
-        other = running.owner if running is not None else None
+        if running is None:
+            return
+        other = running.owner
         if isinstance(other, Profiler) and other is not self and other._context is context:
-            if other._open is not None and other._open.stage != context.stage:
-                other._stop(context)
-            elif other._open is not None:
+            if running.stage == context.stage:
                 other._end_batch(context)
+            theirs = other._open
+            if theirs is not None and (
+                theirs.stage != context.stage or (theirs.warmup and not warmup)
+            ):
+                other._stop(context)
 
     def _stop(self, context: RunContext, cut_short: bool = False) -> None:
         """Close the open recording and save it, including the part of an interrupted batch."""
