@@ -63,6 +63,15 @@ def test_a_trace_has_metadata(tmp_path: Path) -> None:
     assert any("aten::addmm" in event.get("name", "") for event in trace["traceEvents"])
 
 
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_metadata_is_that_of_the_first_recorded_batch(tmp_path: Path, warmup: int) -> None:
+    """Ranks whose warm-ups differ agree on the window, which `trace --combine` compares."""
+    profiler = PyTorch(schedule=Cyclic(wait=18 - warmup, warmup=warmup, active=2))
+    (trace,) = fit(tmp_path, profiler, max_epochs=2, accumulate_grad_batches=2).values()
+    assert [trace[count] for count in ("epoch", "batch", "step")] == [1, 18, 9]
+    assert steps(trace) == [18, 19]
+
+
 def test_uncompressed_traces_keep_their_name(tmp_path: Path) -> None:
     """compress=False writes plain JSON without .gz."""
     profiler = PyTorch(schedule="first 2ba", compress=False)
