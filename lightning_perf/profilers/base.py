@@ -397,11 +397,13 @@ class Profiler(PerfCallback):
     # -- checks and messages ----------------------------------------------------------------------
 
     def _check(self, context: RunContext) -> None:
-        """Refuse absent ranks, and two profilers of a kind that would write to the same files."""
+        """Refuse two profilers of a kind that write to the same files; warn of absent ranks."""
         world = context.ranks.world_size
-        if self.ranks is not None and max(self.ranks) >= world:
-            problem = f"names a rank beyond the {world} of this run"
-            raise ConfigError("ranks", self.ranks, problem, "[0]")
+        if max(self.ranks or [0]) >= world and context.ranks.global_rank == 0:
+            warn(
+                f"{type(self).__name__}(ranks={self.ranks}) includes ranks that do not exist: "
+                f"there are {world} processes in the run."
+            )
         for other in context.parts:
             if type(other) is type(self) and other is not self and _place(other) == _place(self):
                 problem = (
