@@ -18,7 +18,7 @@ from lightning_perf.checks import flag, rank_list, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.run.compat import resumes
+from lightning_perf.run.compat import evaluation_ends, resumes
 from lightning_perf.run.destination import new_writer
 from lightning_perf.schedule import FOREVER, Cyclic, HasTag, Schedule, as_schedule
 from lightning_perf.traces.folder import TraceOptions
@@ -261,17 +261,21 @@ class Profiler(PerfCallback):
     def _turn(self, context: RunContext) -> None:
         """Open, continue or close a recording, as the schedule says about the next batch."""
         moment, running, self._asleep_until = context.moment, self._open, 0
-        trained = context.stage == "train" and moment.fraction == 1.0
+        stage, nested = context.stage, context.stages.nested
+        trained = stage == "train" and moment.fraction == 1.0
+        evaluated = stage != "train" and evaluation_ends(context.trainer, stage, nested)
         window = None if trained else self.schedule.window(moment)
         if running is not None:
             if running.includes(window, self.batches_per_trace):
-                if running.tick is not None:
+                if running.tick is not None and not evaluated:
                     running.tick()
                 return
             self._stop(context)
+        if trained or evaluated:
+            return
         if window is not None:
             self._start(context, window)
-        elif not trained:
+        else:
             self._look_ahead(context, moment)
 
     def _look_ahead(self, context: RunContext, moment: Moment) -> None:

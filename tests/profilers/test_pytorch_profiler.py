@@ -54,6 +54,23 @@ def test_windows_become_files(tmp_path: Path, schedule: Any, files: dict[str, li
     assert {name.removesuffix(".pt.trace.json.gz"): steps(t) for name, t in found.items()} == files
 
 
+def test_a_trace_of_evaluation_has_one_step_per_batch(tmp_path: Path) -> None:
+    """What follows the last batch belongs to its step."""
+    profiler = PyTorch(schedule=Stages(["validate", "test", "predict"]))
+    limits = {f"limit_{name}_batches": 3 for name in ("val", "test", "predict")}
+    run = trainer(tmp_path, profiler, logger=Records(), val_check_interval=8, **limits)
+    for stage in (run.fit, run.validate, run.test, run.predict):
+        stage(Small())
+    found = traces(tmp_path / "records-version_0" / "torch_traces")
+    assert {name.removesuffix(".pt.trace.json.gz"): steps(t) for name, t in found.items()} == {
+        "predict/rank0.3": [0, 1, 2],
+        "test/rank0.3": [0, 1, 2],
+        "validate/rank0.3": [0, 1, 2],
+        "validate/rank0.6": [3, 4, 5],
+        "validate/rank0.9": [6, 7, 8],
+    }
+
+
 def test_a_trace_has_metadata(tmp_path: Path) -> None:
     """Rank, world size, stage and batch are in the trace, for tools that align ranks."""
     (trace,) = fit(tmp_path, PyTorch(schedule="first 2ba")).values()
