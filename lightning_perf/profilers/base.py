@@ -120,6 +120,7 @@ class Profiler(PerfCallback):
         self.schedule = as_schedule(schedule, default=Cyclic())
         self.ranks = None if ranks is None else rank_list("ranks", ranks)
         self.output_path_prefix = output_path_prefix
+        folder = str(folder) if isinstance(folder, Path) else folder
         self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
         if not isinstance(output_path_prefix, str | Path | None):
             problem = "is not a string"
