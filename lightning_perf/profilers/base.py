@@ -119,10 +119,10 @@ class Profiler(PerfCallback):
         super().__init__()
         self.schedule = as_schedule(schedule, default=Cyclic())
         self.ranks = None if ranks is None else rank_list("ranks", ranks)
+        folder, output_path_prefix = _text(folder), _text(output_path_prefix)
         self.output_path_prefix = output_path_prefix
-        folder = str(folder) if isinstance(folder, Path) else folder
         self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
-        if not isinstance(output_path_prefix, str | Path | None):
+        if not isinstance(output_path_prefix, str | None):
             problem = "is not a string"
             raise ConfigError("output_path_prefix", output_path_prefix, problem, '"profiles"')
         folder_format(folder)
@@ -429,6 +429,11 @@ class Profiler(PerfCallback):
                 f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened "
                 f"before training ended, after batch {ended.timestamp.batch}."
             )
+
+
+def _text(folder: Any) -> Any:
+    """A path as a string; other values unchanged."""
+    return str(folder) if isinstance(folder, Path) else folder
 
 
 def _waits(schedule: Schedule) -> bool:

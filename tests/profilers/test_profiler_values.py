@@ -254,7 +254,9 @@ def test_yaml(tmp_path: Path, kind: Any, own: dict[str, Any], tool: dict[str, An
 
 
 def test_folders_may_be_paths(tmp_path: Path) -> None:
-    """As in pathlib, an absolute folder does not lie under the prefix."""
-    profiler = PyTorch(schedule="first 1ba", folder=tmp_path / "b", output_path_prefix=tmp_path)
-    trainer(tmp_path / "a", profiler).fit(Small())
-    assert [path.parent for path in left_in(tmp_path)] == [tmp_path / "b"]
+    """`output_path_prefix` and `folder` accept them as strings."""
+    absolute = PyTorch(schedule="first 1ba", folder=tmp_path / "b")
+    below = PyTorch(schedule="at 2ba", folder=Path("c"), output_path_prefix=tmp_path)
+    trainer(tmp_path / "a", absolute, below).fit(Small())
+    assert [path.parent for path in left_in(tmp_path)] == [tmp_path / "b", tmp_path / "c"]
+    assert pickle.loads(pickle.dumps(below)).output_path_prefix == str(tmp_path)
