@@ -186,7 +186,7 @@ def stage_list(field: str, value: list[str] | str) -> list[str]:
 
 def rank_list(field: str, value: list[int] | int) -> list[int]:
     """Return one or more ranks as a list."""
-    ranks = list(value) if isinstance(value, list | tuple) else [value]
+    ranks = list(value) if isinstance(value, list | tuple | range | set) else [value]
     for rank in ranks:
         whole(field, rank, 0, "0")
     if not ranks:

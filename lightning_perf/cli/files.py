@@ -49,7 +49,9 @@ _MOST_SHOWN = 5
     ),
     argument("--output -o", "The file to write.", default="all.json.gz"),
     argument(
-        "--window", "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz."
+        "--window",
+        "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz, and "
+        "validate/12 for that of validation.",
     ),
     TRACKING_URI,
     JSON,

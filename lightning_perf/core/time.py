@@ -218,6 +218,12 @@ class Time:
     def __rsub__(self, other: Time | str | float) -> Time:
         return self._operand(other) - self
 
+    def __neg__(self) -> Time:
+        return Time(-self.value, self.unit)
+
+    def __pos__(self) -> Time:
+        return self
+
     def __mod__(self, other: Time | str | float) -> Time:
         return Time(self.value % self._operand(other).value, self.unit)
 

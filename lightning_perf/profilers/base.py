@@ -18,7 +18,7 @@ from lightning_perf.checks import flag, rank_list, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.run.compat import resumes
+from lightning_perf.run.compat import evaluation_ends, resumes
 from lightning_perf.run.destination import new_writer
 from lightning_perf.schedule import FOREVER, Cyclic, HasTag, Schedule, as_schedule
 from lightning_perf.traces.folder import TraceOptions
@@ -119,9 +119,10 @@ class Profiler(PerfCallback):
         super().__init__()
         self.schedule = as_schedule(schedule, default=Cyclic())
         self.ranks = None if ranks is None else rank_list("ranks", ranks)
+        folder, output_path_prefix = _text(folder), _text(output_path_prefix)
         self.output_path_prefix = output_path_prefix
         self.folder, self.filename, self.remote_file_name = folder, filename, remote_file_name
-        if not isinstance(output_path_prefix, str | Path | None):
+        if not isinstance(output_path_prefix, str | None):
             problem = "is not a string"
             raise ConfigError("output_path_prefix", output_path_prefix, problem, '"profiles"')
         folder_format(folder)
@@ -261,17 +262,21 @@ class Profiler(PerfCallback):
     def _turn(self, context: RunContext) -> None:
         """Open, continue or close a recording, as the schedule says about the next batch."""
         moment, running, self._asleep_until = context.moment, self._open, 0
-        trained = context.stage == "train" and moment.fraction == 1.0
+        stage, nested = context.stage, context.stages.nested
+        trained = stage == "train" and moment.fraction == 1.0
+        evaluated = stage != "train" and evaluation_ends(context.trainer, stage, nested)
         window = None if trained else self.schedule.window(moment)
         if running is not None:
             if running.includes(window, self.batches_per_trace):
-                if running.tick is not None:
+                if running.tick is not None and not evaluated:
                     running.tick()
                 return
             self._stop(context)
+        if trained or evaluated:
+            return
         if window is not None:
             self._start(context, window)
-        elif not trained:
+        else:
             self._look_ahead(context, moment)
 
     def _look_ahead(self, context: RunContext, moment: Moment) -> None:
@@ -290,27 +295,35 @@ class Profiler(PerfCallback):
     def _start(self, context: RunContext, window: Hashable, warmup: int = 0) -> None:
         assert self._writer is not None  # otherwise no window would be searched
         self._opened = self._opened or not warmup
+        self._finish_other(context, warmup)
         with context.stages.exclude_from_batch_time():
             try:
-                self._finish_other(context)
                 path = self._writer.spool(context.stage)
                 recording = self.record(path, context, warmup)
                 self._open = OpenRecording(self, recording, path, context.stage, window, warmup)
             except (RecorderBusy, OSError) as error:
-                self._skip(error)
+                # A window that finds no time to warm up opens without.
+                if not (warmup and isinstance(error, RecorderBusy)):
+                    self._skip(error)
 
-    def _finish_other(self, context: RunContext) -> None:
+    def _finish_other(self, context: RunContext, warmup: int) -> None:
         """Close a recording of another profiler that ends with the last batch.
 
-        This is needed because Lightning calls that profiler after this one.
+        This is needed because Lightning calls that profiler after this one. A window also ends the
+        warm-up of another profiler.
         """
         running = OpenRecording.current
-        other = running.owner if running is not None else None
+        if running is None:
+            return
+        other = running.owner
         if isinstance(other, Profiler) and other is not self and other._context is context:
-            if other._open is not None and other._open.stage != context.stage:
-                other._stop(context)
-            elif other._open is not None:
+            if running.stage == context.stage:
                 other._end_batch(context)
+            theirs = other._open
+            if theirs is not None and (
+                theirs.stage != context.stage or (theirs.warmup and not warmup)
+            ):
+                other._stop(context)
 
     def _stop(self, context: RunContext, cut_short: bool = False) -> None:
         """Close the open recording and save it, including the part of an interrupted batch."""
@@ -389,11 +402,13 @@ class Profiler(PerfCallback):
     # -- checks and messages ----------------------------------------------------------------------
 
     def _check(self, context: RunContext) -> None:
-        """Refuse absent ranks, and two profilers of a kind that would write to the same files."""
+        """Refuse two profilers of a kind that write to the same files; warn of absent ranks."""
         world = context.ranks.world_size
-        if self.ranks is not None and max(self.ranks) >= world:
-            problem = f"names a rank beyond the {world} of this run"
-            raise ConfigError("ranks", self.ranks, problem, "[0]")
+        if max(self.ranks or [0]) >= world and context.ranks.global_rank == 0:
+            warn(
+                f"{type(self).__name__}(ranks={self.ranks}) includes ranks that do not exist: "
+                f"there are {world} processes in the run."
+            )
         for other in context.parts:
             if type(other) is type(self) and other is not self and _place(other) == _place(self):
                 problem = (
@@ -414,6 +429,11 @@ class Profiler(PerfCallback):
                 f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened "
                 f"before training ended, after batch {ended.timestamp.batch}."
             )
+
+
+def _text(folder: Any) -> Any:
+    """A path as a string; other values unchanged."""
+    return str(folder) if isinstance(folder, Path) else folder
 
 
 def _waits(schedule: Schedule) -> bool:

@@ -237,7 +237,7 @@ class PyTorch(Profiler):
         )
         # Step numbers are batch numbers, so that traces of several ranks match.
         profiler.step_num = first
-        for key, value in self._metadata(context).items():
+        for key, value in self._metadata(context, warmup).items():
             profiler.preset_metadata_json(key, json.dumps(value))
         with tools.no_collection():
             profiler.start()
@@ -278,8 +278,8 @@ class PyTorch(Profiler):
             raise LookupError("no batches of training were recorded on this rank")
         return summarize(path)
 
-    def _metadata(self, context: RunContext) -> dict[str, Any]:
-        ranks, stamp = context.ranks, context.timestamp
+    def _metadata(self, context: RunContext, warmup: int) -> dict[str, Any]:
+        ranks, stamp = context.ranks, context.moment.ahead(warmup).timestamp
         named = {"run_name": self._writer.run_name if self._writer else context.run_name}
         placed = {name: getattr(ranks, name) for name in ("local_rank", "node_rank", "world_size")}
         counts = {name: getattr(stamp, name) for name in ("epoch", "batch", "step")}

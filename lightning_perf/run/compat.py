@@ -244,6 +244,12 @@ def validation_loop(trainer: Trainer) -> Any:
     return getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
 
 
+def evaluation_ends(trainer: Trainer, stage: str, nested: bool) -> bool:
+    """Whether the current batch is the last one of a stage other than training."""
+    loop = validation_loop(trainer) if nested else getattr(trainer, f"{stage}_loop", None)
+    return bool(getattr(getattr(loop, "batch_progress", None), "is_last_batch", False))
+
+
 def _evaluation_loops(trainer: Trainer) -> Iterator[Any]:
     yield validation_loop(trainer)
     for name in ("validate_loop", "test_loop", "predict_loop"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_perf import checks
-from lightning_perf.errors import ConfigError
+from lightning_perf.errors import ConfigError, warn
 from lightning_perf.schedule.base import FOREVER, Composed, Context, Schedule, as_schedule
 
 if TYPE_CHECKING:
@@ -32,11 +32,10 @@ class _Ranks(_Constant):
         self.ranks = checks.rank_list("ranks", ranks)
 
     def setup(self, context: Context) -> None:
-        """Check the ranks against the number of ranks."""
+        """Warn of ranks that the run does not have: it may have more when it is started again."""
         size = getattr(context.ranks, self._size)
-        if any(rank >= size for rank in self.ranks):
-            problem = f"is out of range: there are {size} {self._what}"
-            raise ConfigError("ranks", self.ranks, problem, "0")
+        if max(self.ranks) >= size and context.ranks.global_rank == 0:
+            warn(f"{self!r} includes ranks that do not exist: there are {size} {self._what}.")
 
     def window(self, moment: Moment) -> Hashable | None:
         """Return the single window."""
@@ -50,7 +49,7 @@ class GlobalRank(_Ranks):
         ranks: One or more global ranks, from 0.
 
     Raises:
-        ConfigError: If no rank is given, or (in `setup`) if the run does not have that many.
+        ConfigError: If no rank is given.
 
     Example:
         >>> from lightning_perf.schedule import Every
@@ -65,7 +64,7 @@ class LocalRank(_Ranks):
         ranks: One or more local ranks, from 0.
 
     Raises:
-        ConfigError: If no rank is given, or (in `setup`) if the node does not have that many.
+        ConfigError: If no rank is given.
 
     Example:
         >>> from lightning_perf.schedule import Every

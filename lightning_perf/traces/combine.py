@@ -12,6 +12,7 @@ from math import inf
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import DAMAGE, describe
 from lightning_perf.traces.events import TraceError, stream
 from lightning_perf.traces.folder import gzipped_whole, written_whole
@@ -83,21 +84,31 @@ class Collective(NamedTuple):
     waited: Mapping[int, float]
 
 
+def _is_named(window: str, place: Path, rest: str) -> bool:
+    names = (place / rest, place / rest.partition(".")[0])
+    return any(f"/{name.as_posix()}".endswith(f"/{window}") for name in names)
+
+
 def find_window(folder: Path, window: str | None = None) -> list[Trace]:
     """The traces of one window below a folder, by rank.
 
-    If there are several, ``window`` names one: ``"12"`` for ``rank0.12.pt.trace.json.gz``.
+    If there are several, ``window`` names one: ``"12"`` for ``rank0.12.pt.trace.json.gz``, and
+    ``"validate/12"`` for that of validation.
     """
     windows: dict[tuple[Path, str], list[Trace]] = defaultdict(list)
     for path in sorted(folder.rglob("rank*.json*")):
         name = TRACE_NAME.fullmatch(path.name)
-        if name and window in (None, name[2], name[2].partition(".")[0]):
-            windows[path.parent, name[2]].append(Trace(int(name[1]), path))
+        place = path.relative_to(folder).parent
+        if name and (window is None or _is_named(window, place, name[2])):
+            windows[place, name[2]].append(Trace(int(name[1]), path))
+    if window is not None:
+        of_training = {key: found for key, found in windows.items() if key[0].name not in STAGES}
+        windows = of_training or windows
     if not windows:
         which = "" if window is None else f" of the window {window}"
         raise TraceError(f"{folder} has no traces of ranks{which}, such as rank0.12.json.gz")
     if len(windows) > 1:
-        names = [str(place.relative_to(folder) / rest) for place, rest in windows]
+        names = [str(place / rest) for place, rest in windows]
         shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
         raise TraceError(
             f"{folder} has traces of {len(windows)} windows or runs ({shown}). Name the folder of "

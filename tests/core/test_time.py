@@ -131,6 +131,12 @@ def test_has_a_constructor_for_each_unit(unit):
     assert int(constructor(3)) == 3
 
 
+def test_has_signs():
+    """As Composer's times: the difference of two times may be negative."""
+    assert Time(1, "ep") - Time(3, "ep") == -Time(2, "ep")
+    assert +Time(0.5, "dur") == Time(0.5, "dur")
+
+
 def test_right_hand_arithmetic_takes_numbers_and_strings():
     """The left operand may be a number or a string."""
     assert 5 - Time(2, "ba") == "3ba"

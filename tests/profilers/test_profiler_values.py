@@ -15,7 +15,7 @@ import torch
 import yaml
 from helpers.configuration import parse
 from helpers.outcome import outcome
-from helpers.small import Records, Small, ours, trainer
+from helpers.small import Records, Small, left_in, ours, trainer
 
 from lightning_perf import (
     ConfigError,
@@ -251,3 +251,12 @@ def test_yaml(tmp_path: Path, kind: Any, own: dict[str, Any], tool: dict[str, An
     assert profiler.schedule == Every("8ba", lasting="2ba")
     assert {name: getattr(profiler, name) for name in own} == own
     assert {name: value for name, value in profiler.options.items() if value is not None} == tool
+
+
+def test_folders_may_be_paths(tmp_path: Path) -> None:
+    """`output_path_prefix` and `folder` accept them as strings."""
+    absolute = PyTorch(schedule="first 1ba", folder=tmp_path / "b")
+    below = PyTorch(schedule="at 2ba", folder=Path("c"), output_path_prefix=tmp_path)
+    trainer(tmp_path / "a", absolute, below).fit(Small())
+    assert [path.parent for path in left_in(tmp_path)] == [tmp_path / "b", tmp_path / "c"]
+    assert pickle.loads(pickle.dumps(below)).output_path_prefix == str(tmp_path)

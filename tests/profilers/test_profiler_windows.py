@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -254,6 +255,33 @@ def test_adjacent_windows_are_all_recorded(tmp_path: Path, late_first: bool) -> 
         "rank0.3.pt.trace.json.gz",
         "rank0.5.json.gz",
     ]
+
+
+@pytest.mark.parametrize("late_first", [False, True], ids=["in order", "the later one first"])
+def test_a_warm_up_takes_no_batch_from_another_window(tmp_path: Path, late_first: bool) -> None:
+    """A window that has no time to warm up opens without, and nothing is missing."""
+    early, late = VizTracer(schedule="at 3ba"), PyTorch(schedule="at 4ba")
+    profilers = [late, early] if late_first else [early, late]
+    trainer(tmp_path, *profilers, limit_train_batches=6).fit(Small())
+    assert [path.name for path in left_in(tmp_path)] == [
+        "rank0.5.pt.trace.json.gz",
+        "rank0.4.json.gz",
+    ]
+
+
+def test_a_profiler_that_ends_another_ones_window_leaves_its_time_out_once(tmp_path: Path) -> None:
+    """The batch after the end of a window takes no negative time."""
+
+    class SlowToStop(Profiler):
+        def record(self, path: Path, context: Any, warmup: int) -> Any:
+            yield None
+            time.sleep(0.2)
+            path.write_text("stopped")
+
+    early, late = SlowToStop(schedule="first 3ba"), SlowToStop(schedule="at 3ba", folder="b")
+    trainer(tmp_path, late, early, limit_train_batches=6).fit(Small())
+    ((stamp, _),) = late.saved_traces
+    assert stamp.batch_wct > 0
 
 
 def test_validation_may_be_recorded_by_an_earlier_callback(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_perf.core.progress import STAGES, Moment, Ranks, Timestamp
-from lightning_perf.errors import ConfigError
+from lightning_perf.errors import ConfigError, PerfWarning
 from lightning_perf.schedule import Context, Elapsed, Every, GlobalRank, HasTag, LocalRank, Stages
 
 
@@ -30,15 +30,22 @@ def test_stages(chosen):
     assert len({schedule.window(at(stage)) for stage in found}) == len(found)
 
 
-def test_ranks_beyond_the_run_are_refused_at_setup():
-    """`setup` refuses a rank that does not exist in the run."""
+def test_ranks_beyond_the_run_give_a_warning_at_setup():
+    """A job that is started again with fewer processes continues; rank 0 warns."""
     context = Context(ranks=Ranks(world_size=4, local_world_size=2))
     GlobalRank(3).setup(context)
     LocalRank(1).setup(context)
-    with pytest.raises(ConfigError, match="4 processes in the run"):
+    with pytest.warns(PerfWarning, match="4 processes in the run"):
         (~GlobalRank([0, 4])).setup(context)
-    with pytest.raises(ConfigError, match="2 processes on this node"):
+    with pytest.warns(PerfWarning, match="2 processes on this node"):
         LocalRank(2).setup(context)
+    GlobalRank(4).setup(Context(ranks=Ranks(global_rank=1, world_size=4)))
+
+
+@pytest.mark.parametrize("ranks", [[0, 2, 4], (0, 2, 4), range(0, 5, 2), {0, 2, 4}])
+def test_ranks_may_be_any_collection(ranks):
+    """They are kept as a list."""
+    assert GlobalRank(ranks).ranks == [0, 2, 4]
 
 
 @pytest.mark.parametrize("ranks", [[], -1, [0, -1], "0", 1.0, True, None])

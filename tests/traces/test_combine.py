@@ -187,6 +187,22 @@ def test_several_windows_need_a_choice(tmp_path: Path, capsys: pytest.CaptureFix
     assert "no traces" in refusal(capsys, "--combine", str(tmp_path / "in"), "--window", "13")
 
 
+def test_a_window_of_each_stage_can_be_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A number alone names the window of training; others have their stage in front."""
+    training = tmp_path / "run" / "torch_traces"
+    validation = training / "validate"
+    for rank in range(2):
+        torch_trace(training, rank)
+        torch_trace(validation, rank)
+    assert "--window 12" in refusal(capsys, "--combine", str(tmp_path))
+    for window, folder in (("12", training), ("validate/12", validation)):
+        found = combine.find_window(tmp_path, window)
+        assert [trace.path.parent for trace in found] == [folder, folder]
+    assert len(combine.find_window(validation, "12")) == 2
+
+
 @pytest.mark.parametrize("key", ["run_name", "batch", "world_size", "stage"])
 def test_contradictory_traces_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
