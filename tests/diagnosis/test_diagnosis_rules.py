@@ -401,7 +401,7 @@ def test_verdicts_are_ranked_by_cost() -> None:
 
 
 def test_starts_of_epochs_of_unknown_length_are_no_stalls() -> None:
-    """Slow first batches of a dataset without a length have the verdict on starts of epochs only."""
+    """Slow first batches of data without a length have the verdict on starts of epochs only."""
     signals = signals_of(
         {**FINE, "dataloader_next": window(2, 4, 6, 8, seconds=1.0)},
         named={Action("train", "dataloader_next", "first fetch"): rarely(1.0, 0, 2, 4, 6, 8)},
