@@ -7,18 +7,19 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
-
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
+from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext
 from lightning_perf.run.hooks import HOOKS, UNUSED, install_stage_hooks, with_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
     from lightning_perf.run.stages import Progress
+else:
+    Callback = compat.callback_class()
 
 
 #: Set-up errors that the user can fix: these stop the run before it starts.
