@@ -110,7 +110,14 @@ class Diagnosis(WindowCallback):
                 raise ConfigError("rules", rule, problem, "[*lightning_perf.diagnosis.RULES]")
         self.terminal = self.show_summary = flag("terminal", terminal)
         if isinstance(capture, bool):
-            options: dict[str, Any] = {"with_stack": True, "profile_memory": False}
+            # Apart from the traces of a profiler of the user's own.
+            place = f"{folder}/capture"
+            options: dict[str, Any] = {
+                "folder": place,
+                "remote_file_name": f"{place}/rank{{rank}}.{{batch}}.pt.trace.json",
+                "with_stack": True,
+                "profile_memory": False,
+            }
             capture = PyTorch(OnVerdict("critical"), **options) if capture else None
         if not isinstance(capture, PyTorch | None):
             problem = "is neither a bool nor a PyTorch profiler"

@@ -104,6 +104,8 @@ class SpeedMonitor(WindowCallback):
         vars(self).update({name: each for name, each in counters.items() if each is not None})
         self.num_samples = num_samples
         self._reported: set[str] = set()
+        # Seconds of validation in the last report.
+        self._validated = 0.0
         self._remaining: RemainingTime | None = None
 
     @override
@@ -146,9 +148,10 @@ class SpeedMonitor(WindowCallback):
         timed = window.since_start("batch/count") > 0
         full = timed and batches >= self.window_size
         if window.at_end:
-            if not batches or (stage == "train" and stage in self._reported):
-                return None
-            full = True
+            if stage == "train" and stage in self._reported:
+                missing = window.own("progress/validation_seconds") > self._validated
+                return self._times(window) if missing else None
+            full = batches > 0
         found = self._times(window)
         if full:
             self._reported.add(stage)
@@ -162,7 +165,7 @@ class SpeedMonitor(WindowCallback):
         if window.stage != "train":
             nested = self._remaining is not None  # its time is `time/val` of training
             return {} if nested else {"time/total": spent / each}
-        validation = window.own("progress/validation_seconds")
+        self._validated = validation = window.own("progress/validation_seconds")
         found = elapsed(spent, validation, self.time_unit)
         if self._remaining is not None and self._context is not None and not window.at_end:
             self._remaining.limits = self._context.limits  # those of the current epoch

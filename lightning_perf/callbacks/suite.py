@@ -76,9 +76,16 @@ class Suite(PerfCallback):
                 self.data_parallel_size = self.data_parallel_size or part.data_parallel_size
             else:
                 self.callbacks.append(part)
-        keys = [each.kind if each.keeps_progress else each.state_key for each in self.callbacks]
-        if len(set(keys)) < len(keys):
-            raise ConfigError("callbacks", keys, "contains one callback twice", example)
+        if len(self._by_key) < len(self.callbacks):
+            kinds = [each.kind for each in self.callbacks]
+            raise ConfigError("callbacks", kinds, "contains one callback twice", example)
+
+    @property
+    def _by_key(self) -> dict[str, PerfCallback]:
+        """The callbacks by their keys in checkpoints."""
+        return {
+            each.kind if each.keeps_progress else each.state_key: each for each in self.callbacks
+        }
 
     @property
     @override
@@ -118,13 +125,13 @@ class Suite(PerfCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each part by its key."""
-        return {part.state_key: part.state_dict() for part in self.callbacks}
+        return {key: part.state_dict() for key, part in self._by_key.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Pass each part its own state."""
-        for part in self.callbacks:
-            if part.state_key in state_dict:
-                part.load_state_dict(state_dict[part.state_key])
+        for key, part in self._by_key.items():
+            if key in state_dict:
+                part.load_state_dict(state_dict[key])
 
 
 def _overrides(part: PerfCallback, hook: str) -> bool:

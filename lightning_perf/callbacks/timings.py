@@ -192,7 +192,7 @@ class Timings(WindowCallback):
                 if each := self._last.get(key, 0.0) + seconds:
                     self._last[key] = each
             prefix = "" if window.stage == "train" else f"{window.stage}/"
-            self.metrics = {f"{prefix}timings/{key}": value for key, value in self._last.items()}
+            self.metrics |= {f"{prefix}timings/{key}": value for key, value in self._last.items()}
 
     @override
     def close(self, context: RunContext, reason: str) -> None:

@@ -234,7 +234,7 @@ def _shown(found: Comparison) -> Iterator[Change]:
 
 def _row(each: Change, step: float) -> tuple[str, ...]:
     if each.kind == "rate":
-        text: Callable[[float], str] = "{:.3%}".format if each.name == "mfu" else three_digits
+        text: Callable[[float], str] = _share if each.name == "mfu" else three_digits
         name, change, interval = RATES[each.name][0], _percent(each), _percents(each)
     else:
         text = duration
@@ -247,6 +247,10 @@ def _row(each: Change, step: float) -> tuple[str, ...]:
         if each.low is not None and each.high is not None:
             interval = f"{each.low * scale:+.3g} to {each.high * scale:+.3g} {unit}"
     return name, text(each.before), text(each.after), change, interval
+
+
+def _share(value: float) -> str:
+    return f"{three_digits(100 * value)}%"
 
 
 def _percent(each: Change) -> str:

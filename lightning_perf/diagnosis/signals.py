@@ -313,13 +313,16 @@ class Signals:
         """Batches that took far longer than others; and their excess that no rare event explains.
 
         The second value is in seconds per window. Rare events have names: checkpoints, callbacks
-        and loggers that work occasionally, collections and compilations.
+        and loggers that work occasionally, collections, compilations and starts of epochs.
         """
         found, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
         window = np.searchsorted(ends, found.positions + self.dropped, side="right")
         window = window.clip(0, max(len(ends) - 1, 0))
         excess = np.bincount(window, weights=found.excess, minlength=len(ends)).astype(float)
-        return found, np.maximum(excess - self._rare, 0.0)
+        excess -= self._rare
+        if not self.setup.batches_per_epoch:  # otherwise the first batches of epochs are left out
+            excess -= self.restarts.seconds
+        return found, np.maximum(excess, 0.0)
 
     @cached_property
     def _rare(self) -> Numbers:

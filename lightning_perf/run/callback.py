@@ -7,18 +7,19 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
-
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
+from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext
 from lightning_perf.run.hooks import HOOKS, UNUSED, install_stage_hooks, with_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
     from lightning_perf.run.stages import Progress
+else:
+    Callback = compat.callback_class()
 
 
 #: Set-up errors that the user can fix: these stop the run before it starts.
@@ -54,6 +55,8 @@ class PerfCallback(Callback):
         #: during a subclass's hook.
         self._driven: RunContext | None = None
         self._progress: Progress | None = None
+        # Progress that was loaded before the set-up of a run.
+        self._loaded: dict[str, Any] | None = None
         self._disabled = False
         #: Whether another callback hosts this one and receives Lightning's hooks in its place.
         self._hosted = False
@@ -190,6 +193,9 @@ class PerfCallback(Callback):
             each._context, each._progress, each._disabled = context, context.progress, False
             each._hosted = each is not self
             each.call(each.prepare, context, reraise=True)
+            loaded, each._loaded = each._loaded, None
+            if loaded is not None:
+                context.resume(loaded)
 
     def overrides(self, method: str) -> bool:
         """Whether this class overrides ``before_batch`` or ``after_batch``."""
@@ -233,6 +239,8 @@ class PerfCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The run's progress, as plain values."""
+        if self._loaded is not None:
+            return {"progress": self._loaded}
         if not self.keeps_progress or self._progress is None:
             return {}
         if self._context is not None:
@@ -240,9 +248,12 @@ class PerfCallback(Callback):
         return {"progress": self._progress.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the progress of the run that is resumed."""
-        if self._context is not None and "progress" in state_dict:
-            self._context.resume(state_dict["progress"])
+        """Restore the progress of the run that is resumed, or else of the next run."""
+        progress = state_dict.get("progress")
+        if self._context is None:
+            self._loaded = progress
+        elif progress is not None:
+            self._context.resume(progress)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the run."""

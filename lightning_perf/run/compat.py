@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 #: Restart counters of SLURM and torchrun.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+
+
+def callback_class() -> type:
+    """Lightning's Callback, also that of the package pytorch_lightning if it is imported.
+
+    The LightningCLI of each package accepts subclasses of its own class only.
+    """
+    import lightning.pytorch as pl
+
+    other = getattr(sys.modules.get("pytorch_lightning"), "Callback", None)
+    return pl.Callback if other is None else type("Callback", (pl.Callback, other), {})
 
 
 class TrainingLoop:

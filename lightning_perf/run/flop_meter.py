@@ -246,10 +246,10 @@ class FlopMeter:
                     self._steps.restore()
 
     def _store(self, cache: FlopCache, counts: Counts, whole: bool) -> None:
+        self.untracked |= counts.untracked_names.keys()
         # A skipped step has no backward: count the next batch instead.
         skipped = self._stage == "train" and self._module.automatic_optimization and not whole
         if counts.model_flops and not skipped:
-            self.untracked |= counts.untracked_names.keys()
             self._missed.discard(self._signature)
             self.work = self.peaks.cost_of(cache.count(self._signature, counts))
             cache.store(self._signature, self.work)

@@ -118,7 +118,7 @@ class WindowCallback(PerfCallback):
         super().__init__()
         self.schedule = None if schedule is None else as_schedule(schedule)
         self.trigger = ReportTrigger(self.schedule)
-        #: The last reported metrics, by key.
+        #: The last reported value of each metric since the last ``fit`` began.
         self.metrics: dict[str, float] = {}
 
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -132,13 +132,15 @@ class WindowCallback(PerfCallback):
             window: The values of all ranks since this callback's last window of the stage.
 
         Returns:
-            Numbers by key; those that are not finite are left out. None or no numbers leave the
-            attribute ``metrics`` as it is.
+            Numbers by key; those that are not finite are left out. The attribute ``metrics`` has
+            the last value of each.
         """
         raise NotImplementedError("write on_window(self, window)")
 
     @override
     def prepare(self, context: RunContext) -> None:
+        if context.trainer.state.fn == "fit":
+            self.metrics = {}
         self.trigger.setup(context)
         context.windows.subscribe(self, self.columns)
 
@@ -179,7 +181,7 @@ class WindowCallback(PerfCallback):
             raise TypeError(f"on_window returned {found!r}: return numbers by key")
         prefix = f"{window.stage}/" if self.prefixes_stage and window.stage != "train" else ""
         metrics = {prefix + key: _number(key, value) for key, value in found.items()}
-        self.metrics = metrics or self.metrics
+        self.metrics = self.metrics | metrics
         return metrics
 
 

@@ -78,6 +78,15 @@ def test_a_verdict_starts_the_capture(tmp_path: Path, capture: Any, first: int, 
     assert captured(tmp_path)[0]["steps"] == count
 
 
+def test_a_capture_has_its_own_folder(tmp_path: Path) -> None:
+    """It works beside a profiler of the user's own, and in the folder that the report is in."""
+    diagnosis = Diagnosis(folder="{run_name}/why", capture=True, terminal=False)
+    own = PyTorch(schedule="at 5ba for 3ba")
+    trainer(tmp_path, own, diagnosis).fit(Small())
+    assert len(traces(tmp_path)) == 1
+    assert diagnosis.parts[0].folder == "{run_name}/why/capture"
+
+
 def test_the_summary_is_of_training_not_of_validation(tmp_path: Path) -> None:
     """The default schedule records both stages; the summary is of the last trace of training."""
     diagnosis = Diagnosis(capture=PyTorch(), terminal=False)

@@ -78,6 +78,22 @@ def test_a_short_run_reports_once_at_its_end(tmp_path: Path, records: Records) -
     assert len(records.of("throughput/batches_per_sec")) == 1
 
 
+def test_a_run_of_one_batch_reports_its_time(tmp_path: Path, records: Records) -> None:
+    """Elapsed time needs no timed batch."""
+    trainer(tmp_path, SpeedMonitor(), logger=records, max_steps=1, limit_val_batches=0).fit(Small())
+    assert records.keys == {"time/train", "time/val", "time/total"}
+
+
+def test_a_last_validation_is_in_the_elapsed_time(tmp_path: Path, records: Records) -> None:
+    """It comes after the last report of the throughput, which is not repeated."""
+    monitor = SpeedMonitor(window_size=2)
+    options: dict[str, Any] = {"log_every_n_steps": 4, "limit_val_batches": 2}
+    trainer(tmp_path, monitor, logger=records, **options).fit(Small())
+    assert [step for step, _ in records.of("time/val")] == [3, 7, 11, 15, 15]
+    assert [step for step, _ in records.of("throughput/batches_per_sec")] == [3, 7, 11, 15]
+    assert monitor.metrics["time/val"] > 0
+
+
 def test_reports_follow_log_every_n_steps(tmp_path: Path, records: Records) -> None:
     """Reports are logged at the same steps as Lightning's own metrics."""
     trainer(tmp_path, SpeedMonitor(window_size=3), logger=records, log_every_n_steps=5).fit(Small())

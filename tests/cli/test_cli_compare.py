@@ -120,6 +120,8 @@ def test_throughput_and_mfu_are_compared(
     assert code == 0
     names = {line.split(" ")[0] for line in lines}
     assert {"time", "batches/s", "samples/s", "MFU"} <= names
+    (mfu,) = (line.split(" ")[1] for line in lines if line.startswith("MFU"))
+    assert float(mfu.removesuffix("%")) > 0  # also of a model whose MFU is a millionth
     assert "Note: precision differs: 32-true before, bf16-mixed now." in lines
 
 

@@ -220,7 +220,9 @@ NEIGHBOURS: dict[str, list[Signals]] = {
         )
     ],
     "gc-pauses": [
-        signals_of(FINE, named={Action("gc", "forward", "training_step"): every(0.01, 10)})
+        signals_of(FINE, named={Action("gc", "forward", "training_step"): every(0.01, 10)}),
+        # One long collection.
+        signals_of(FINE, named={Action("gc", "forward", "training_step"): rarely(0.9, 7)}),
     ],
     "periodic-stall": [
         signals_of({**FINE, "forward": 0.03}, steps=steps(*range(7, STEPS, 60), extra=0.4)),
@@ -415,6 +417,17 @@ def test_verdicts_are_ranked_by_cost() -> None:
         named={Action("train", "callbacks", "Plots.on_train_batch_end"): every(0.2)},
     )
     assert [each.code for each in diagnose(signals).verdicts] == ["input-bound", "callback-bound"]
+
+
+def test_starts_of_epochs_of_unknown_length_are_no_stalls() -> None:
+    """Slow first batches of data without a length have the verdict on starts of epochs only."""
+    signals = signals_of(
+        {**FINE, "dataloader_next": window(2, 4, 6, 8, seconds=1.0)},
+        named={Action("train", "dataloader_next", "first fetch"): rarely(1.0, 0, 2, 4, 6, 8)},
+        steps=steps(20, 40, 60, 80, extra=1.0),
+    )
+    (verdict,) = diagnose(signals).verdicts
+    assert verdict.code == "epoch-restart"
 
 
 def test_collections_are_not_attributed_to_the_interrupted_callback() -> None:

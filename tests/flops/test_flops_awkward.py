@@ -13,7 +13,7 @@ import torch
 from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from torch import Tensor, nn
 
-from lightning_perf import Flops, SpeedMonitor
+from lightning_perf import Flops, PerfWarning, SpeedMonitor
 from lightning_perf.flops import counter
 
 EXACT = 4 * FLOPS_PER_SAMPLE
@@ -189,3 +189,21 @@ def test_uncounted_operators_are_reported(
     assert flops.metrics["untracked_operations"] > 0
     assert caplog.text.count("operators are unknown and not counted") == 1
     assert "aten::_fft_r2c" in caplog.text
+
+
+def test_operators_of_a_model_without_known_flops_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reason for the missing MFU is in the log, also if no other operator was counted."""
+
+    class Pairs(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Bilinear(8, 8, 1)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.net(batch[0], batch[0]).mean()
+
+    with pytest.warns(PerfWarning, match="no FLOPs were found"):
+        trainer(tmp_path, Flops(peak_flops=1e9), limit_val_batches=0).fit(Pairs())
+    assert "aten::_trilinear" in caplog.text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -360,3 +362,27 @@ def test_an_epoch_that_stops_early_counts_as_an_epoch_for_schedules(tmp_path: Pa
     assert [m.timestamp.epoch for m in log.moments] == [0] * 5 + [1] * 5 + [2] * 5
     assert [m.previous.epoch for m in log.moments][4:7] == [0, 0, 1]
     assert log.moments[5].previous.batch_in_epoch == 5
+
+
+OTHER_PACKAGE = """
+import sys
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.demos.boring_classes import BoringModel
+from pytorch_lightning import Callback
+options = ["fit", "--trainer.max_steps=3", "--trainer.accelerator=cpu"]
+options += ["--trainer.callbacks=lightning_perf.SpeedMonitor", "--trainer.logger=false"]
+options += [f"--trainer.default_root_dir={sys.argv[1]}"]
+cli = LightningCLI(BoringModel, args=options, save_config_callback=None)
+monitor = cli.trainer.callbacks[0]
+assert isinstance(monitor, Callback)
+assert monitor.metrics["throughput/samples_per_sec"] > 0
+"""
+
+
+@pytest.mark.slow
+def test_the_cli_of_the_other_package_accepts_our_callbacks(tmp_path: Path) -> None:
+    """The LightningCLI of pytorch_lightning constructs them, and its Trainer runs them."""
+    pytest.importorskip("pytorch_lightning")
+    command = [sys.executable, "-W", "ignore", "-c", OTHER_PACKAGE, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

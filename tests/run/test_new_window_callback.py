@@ -49,6 +49,20 @@ class Returning(WindowCallback):
         return self.returned
 
 
+def test_metrics_have_the_last_value_of_each_stage(tmp_path: Path) -> None:
+    """Validation within fit and a test replace no value of training; the next fit does."""
+    callback = Returning({"a": 1.0})
+    run = trainer(tmp_path, callback, logger=Records(), limit_train_batches=2, limit_val_batches=1)
+    run.fit(Small())
+    assert callback.metrics == {"a": 1.0, "validate/a": 1.0}
+    run.test(Small(), verbose=False)
+    assert callback.metrics == {"a": 1.0, "validate/a": 1.0, "test/a": 1.0}
+    callback.returned = {"b": 2.0}
+    run.fit_loop.max_epochs = 2
+    run.fit(Small())
+    assert callback.metrics == {"b": 2.0, "validate/b": 2.0}
+
+
 @pytest.mark.parametrize("nothing", [None, {}])
 def test_metrics_stay_if_on_window_returns_nothing(tmp_path: Path, nothing: object) -> None:
     """None and an empty dict leave the `metrics` attribute as it is, and log nothing."""

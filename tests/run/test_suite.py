@@ -80,6 +80,25 @@ def test_a_suite_forwards_the_hooks_that_a_callback_receives_alone(
     assert hosted._context is None
 
 
+@pytest.mark.parametrize("hosted", [False, True])
+def test_state_can_be_loaded_before_a_run(tmp_path: Path, hosted: bool) -> None:
+    """A callback returns the state that it was given, and the next training continues from it."""
+
+    def new() -> tuple[SpeedMonitor, SpeedMonitor | Suite]:
+        monitor = SpeedMonitor(window_size=2, time_unit="seconds")
+        return monitor, Suite([monitor, Timings()]) if hosted else monitor
+
+    monitor, callback = new()
+    trainer(tmp_path, callback).fit(Small())
+    state, first = callback.state_dict(), monitor.metrics["time/train"]
+    monitor, callback = new()
+    callback.load_state_dict(state)
+    assert callback.state_dict() == state
+    trainer(tmp_path, callback).fit(Small())
+    assert monitor.metrics["time/train"] > first
+    assert monitor.state_dict()["progress"]["stages"]["train"]["batch"] == 32
+
+
 def test_unused_hooks_are_not_forwarded(tmp_path: Path) -> None:
     """A Suite of callbacks that override no hook has no hook either, before and after a run."""
     suite, seen = Suite([SpeedMonitor(), Flops(peak_flops=1e9)]), []

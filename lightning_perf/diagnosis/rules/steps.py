@@ -99,6 +99,7 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     yield Impact(
         seconds, events, most.name, most.category, advice=advice,
         evidence={"collections": count, "seconds_per_collection": each, "mostly_in": most.name},
+        certain=1 - 1 / count,  # a single one may not come again
     )  # fmt: skip
 
 
