@@ -294,7 +294,7 @@ def test_rules_are_unknown_if_a_signal_is_missing() -> None:
         "slowdown": "a slowdown needs 100 steps",
         "host-memory-growth": "memory/rss is not measured",
         "cpu-saturated": "the kernel does not say how long a thread waits for a CPU",
-        "compute-bound": "the MFU is not measured: add SpeedMonitor or Flops",
+        "compute-bound": "the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted",
     }
     short = signals_of(FINE, windows=6, columns={"memory/rss": [1e9] * 6})
     why = "memory has 1 sample after the warm-up, and a trend needs 8"  # equal reasons are merged

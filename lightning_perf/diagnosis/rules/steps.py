@@ -217,7 +217,7 @@ def _growth(signals: Signals, seconds: Numbers, window: int) -> float:
 def compute_bound(signals: Signals) -> Iterable[Verdict]:
     """The model's own work takes most of the time, at a low MFU, with free CPUs."""
     if signals.mfu is None:
-        raise Unknown("the MFU is not measured: add SpeedMonitor or Flops")
+        raise Unknown("the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted")
     phases = {name: signals.share(signals.category(name)) for name in COMPUTE}
     share = sum(phases.values()) - signals.share(signals.waiting)
     if share < _COMPUTE or signals.mfu >= _LOW_MFU:
