@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from fractions import Fraction
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.time import Time, TimeUnit
@@ -172,21 +173,26 @@ def times(
     return time
 
 
+def is_list(value: object) -> bool:
+    """Whether a value is a list, tuple, range, set, or a sequence of Hydra; not a string."""
+    return isinstance(value, Sequence | Set) and not isinstance(value, str)
+
+
 def stage_list(field: str, value: list[str] | str) -> list[str]:
     """Return one or more names of stages as a list."""
-    names: list[str] = list(value) if isinstance(value, list | tuple) else [str(value)]
+    names: list[str] = list(value) if is_list(value) else [str(value)]
     if not names or any(name not in STAGES for name in names):
         found = [get_close_matches(str(name).lower(), STAGES, n=1, cutoff=0.5) for name in names]
         near = [each[0] if each else "train" for each in found] or ["train"]
-        example = json.dumps(near if isinstance(value, list | tuple) else near[0])
+        example = json.dumps(near if is_list(value) else near[0])
         problem = f"is not valid, expected one of {', '.join(STAGES)}"
         raise ConfigError(field, value, problem, example)
     return names
 
 
-def rank_list(field: str, value: list[int] | int) -> list[int]:
+def rank_list(field: str, value: Any) -> list[int]:
     """Return one or more ranks as a list."""
-    ranks = list(value) if isinstance(value, list | tuple | range | set) else [value]
+    ranks = list(value) if is_list(value) else [value]
     for rank in ranks:
         whole(field, rank, 0, "0")
     if not ranks:

@@ -1,4 +1,4 @@
-"""The entry point at which Lightning asks for callbacks. It imports nothing unless it is used."""
+"""Entry points at which Lightning asks for callbacks. They import nothing unless they are used."""
 
 from __future__ import annotations
 
@@ -18,3 +18,19 @@ def callbacks() -> list[Any]:
     from lightning_perf.callbacks.suite import from_environment
 
     return [*from_environment(value)]
+
+
+def callbacks_of_pytorch_lightning() -> list[Any]:
+    """The same for the package pytorch_lightning, which pip may install in any version."""
+    found = callbacks()
+    if found:
+        from importlib.metadata import version
+
+        from lightning_perf.errors import warn
+
+        installed = version("pytorch-lightning")
+        # Before 2.6 they raise "Expected a parent" for callbacks of the package lightning.
+        if [int(part) for part in installed.split(".")[:2]] < [2, 6]:
+            warn(f"LIGHTNING_PERF is ignored: pytorch_lightning is {installed}, not 2.6 or later")
+            return []
+    return found

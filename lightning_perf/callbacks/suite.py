@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_perf.checks import flag, whole
+from lightning_perf.checks import flag, is_list, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hooks import ENDS
@@ -63,7 +63,7 @@ class Suite(PerfCallback):
         self.data_parallel_size = data_parallel_size
         self.show_summary = flag("show_summary", show_summary)
         example = "[SpeedMonitor(), Flops()]"
-        if not isinstance(callbacks, list | tuple):
+        if not is_list(callbacks):
             raise ConfigError("callbacks", callbacks, "is not a list", example)
         self.callbacks: list[PerfCallback] = []
         for part in callbacks:

@@ -30,6 +30,8 @@ GC, COMPILE = "gc", "compile"
 WAITING = Action(QUEUE, "", "waiting")
 #: Categories of a batch's own work.
 COMPUTE = ("forward", "backward", "optimizer_step")
+#: Categories of the time of batches. Nested validation is between them.
+IN_BATCHES = tuple(name for name in CATEGORIES if name != "validation")
 #: Stages of costs that are part of others.
 _APART = (GC, COMPILE, QUEUE)
 #: Names of the fetches of batches, and of further costs of an epoch.
@@ -342,7 +344,7 @@ class Signals:
         kept = slice(self.start, None)
         wanted, counts = excess[kept], np.maximum(self.counts[kept], 1.0)
         best: tuple[float, str | None] = inf, None
-        for name in CATEGORIES:
+        for name in IN_BATCHES:
             seconds = self.category(name)[kept]
             # Windows differ in it, or all of its time is the excess.
             usual = np.quantile(seconds / counts, 0.1) if len(seconds) else 0.0

@@ -11,7 +11,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.checks import COUNTED_UNITS, ONE, UNITS, nearest, percent_as_dur, times
+from lightning_perf.checks import (
+    COUNTED_UNITS,
+    ONE,
+    UNITS,
+    is_list,
+    nearest,
+    percent_as_dur,
+    times,
+)
 from lightning_perf.core.progress import Limits, Moment, Ranks
 from lightning_perf.errors import ConfigError, shown
 
@@ -161,7 +169,7 @@ class Composed(Schedule):
     """Base of schedules that contain others: forwards `setup`, `observe` and `close` to them."""
 
     def __init__(self, schedules: list[Schedule | str]) -> None:
-        if not isinstance(schedules, list | tuple) or not schedules:
+        if not is_list(schedules) or not schedules:
             problem, example = "is not a list of schedules", '["every 100ba", "first 5ba"]'
             raise ConfigError("schedules", schedules, problem, example)
         self.schedules = [as_schedule(schedule, "schedules") for schedule in schedules]

@@ -15,8 +15,17 @@ from helpers.small import Records, Small, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
-from lightning_perf import ConfigError, Flops, PyTorch, SpeedMonitor, Suite, Timings, always_on
-from lightning_perf.callbacks.factory import callbacks
+from lightning_perf import (
+    ConfigError,
+    Flops,
+    PerfWarning,
+    PyTorch,
+    SpeedMonitor,
+    Suite,
+    Timings,
+    always_on,
+)
+from lightning_perf.callbacks.factory import callbacks, callbacks_of_pytorch_lightning
 from lightning_perf.callbacks.suite import EnvironmentSuite
 from lightning_perf.core.progress import STAGES
 
@@ -95,6 +104,20 @@ def test_the_value_1_enables_the_always_on_set(
     assert names(suite) == KINDS
     run.fit(Small())
     assert list(tmp_path.rglob("summary.json"))
+
+
+@pytest.mark.parametrize("installed", ["2.5.2", "2.6.0"])
+def test_a_trainer_that_would_refuse_them_gets_none(
+    installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers of pytorch_lightning before 2.6 raise an error for callbacks of lightning."""
+    monkeypatch.setenv("LIGHTNING_PERF", "1")
+    monkeypatch.setattr("importlib.metadata.version", lambda package: installed)
+    if installed == "2.6.0":
+        assert len(callbacks_of_pytorch_lightning()) == 1
+    else:
+        with pytest.warns(PerfWarning, match=r"ignored: pytorch_lightning is 2\.5\.2"):
+            assert callbacks_of_pytorch_lightning() == []
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def test_rules_are_unknown_if_a_signal_is_missing() -> None:
         "slowdown": "a slowdown needs 100 steps",
         "host-memory-growth": "memory/rss is not measured",
         "cpu-saturated": "the kernel does not say how long a thread waits for a CPU",
-        "compute-bound": "the MFU is not measured: add SpeedMonitor or Flops",
+        "compute-bound": "the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted",
     }
     short = signals_of(FINE, windows=6, columns={"memory/rss": [1e9] * 6})
     why = "memory has 1 sample after the warm-up, and a trend needs 8"  # equal reasons are merged
@@ -501,6 +501,21 @@ def test_a_gradual_slowdown_is_counted_from_its_start() -> None:
     (found,) = diagnose(signals).verdicts
     assert (found.code, found.severity) == ("slowdown", "critical")
     assert found.predicted_speedup == pytest.approx(1.5, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("code", "validation", "options"),
+    [
+        ("slowdown", [0.0] * 6 + [0.1] * 6, {"steps": np.repeat([0.05, 0.075], STEPS // 2)}),
+        ("periodic-stall", [0.08, 0.0] * 6, {"steps": steps(*range(7, STEPS, 20), extra=0.8)}),
+        ("warmup", [0.3] + [0.0] * 11, {"steps": steps(), "first_step": 3.0}),
+    ],
+)
+def test_validation_is_not_part_of_a_slow_step(code: str, validation: Any, options: Any) -> None:
+    """It is between batches: no such verdict names it, also if only it changes with the steps."""
+    found = diagnose(signals_of({**FINE, "validation": validation}, **options)).verdicts
+    (phase,) = [each.phase for each in found if each.code == code]
+    assert phase != "validation"
 
 
 def test_work_in_every_second_batch_is_not_a_stall() -> None:

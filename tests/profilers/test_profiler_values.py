@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from collections import UserList
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,17 @@ from helpers.outcome import outcome
 from helpers.small import Records, Small, left_in, ours, trainer
 
 from lightning_perf import (
+    All,
     ConfigError,
     Every,
     Fixed,
+    GlobalRank,
     MemorySnapshot,
     Memray,
     PerfWarning,
     PyTorch,
     SpeedMonitor,
+    Stages,
     Suite,
     VizTracer,
 )
@@ -60,6 +64,14 @@ def test_a_suite_needs_a_list_even_for_one_callback() -> None:
     """The message shows the list."""
     with pytest.raises(ConfigError, match=r"is not a list\. Try callbacks=\[SpeedMonitor"):
         Suite(SpeedMonitor())  # type: ignore[arg-type]
+
+
+def test_every_sequence_is_a_list() -> None:
+    """Hydra constructs callbacks with sequences of its own, which are not lists."""
+    lists: list[Any] = [[0, 1], ["train"], [GlobalRank([0, 1]), Stages(["train"])]]
+    ranks, stages, parts = map(UserList, lists)
+    assert All([GlobalRank(ranks), Stages(stages)]) == All(parts) == All(lists[2])  # type: ignore[arg-type]
+    assert Suite(UserList([SpeedMonitor()])).callbacks  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

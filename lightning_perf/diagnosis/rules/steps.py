@@ -8,8 +8,7 @@ import numpy as np
 
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, graded, without_none
-from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, Signals, Unknown
-from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, IN_BATCHES, Signals, Unknown
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def warmup(signals: Signals) -> Iterable[Verdict]:
         return
     phase = None
     if len(signals.windows) > (signals.start or 1):
-        batches, spent = signals.counts[0], {name: signals.category(name) for name in CATEGORIES}
+        batches, spent = signals.counts[0], {name: signals.category(name) for name in IN_BATCHES}
         over = {name: each[0] - batches * signals.per_batch(each) for name, each in spent.items()}
         phase = max(over, key=over.__getitem__)
     compilations = signals.total([row for row in signals.actions if row.stage == COMPILE])
@@ -191,7 +190,7 @@ def _more_work(signals: Signals, window: int, ratio: float) -> bool:
 
 def _changed(signals: Signals, window: int) -> tuple[str | None, str | None]:
     """The category, and the named action in it, that grew most at a window."""
-    over = {name: _growth(signals, signals.category(name), window) for name in CATEGORIES}
+    over = {name: _growth(signals, signals.category(name), window) for name in IN_BATCHES}
     phase = max(over, key=over.__getitem__)
     if over[phase] <= 0:
         return None, None
@@ -218,7 +217,7 @@ def _growth(signals: Signals, seconds: Numbers, window: int) -> float:
 def compute_bound(signals: Signals) -> Iterable[Verdict]:
     """The model's own work takes most of the time, at a low MFU, with free CPUs."""
     if signals.mfu is None:
-        raise Unknown("the MFU is not measured: add SpeedMonitor or Flops")
+        raise Unknown("the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted")
     phases = {name: signals.share(signals.category(name)) for name in COMPUTE}
     share = sum(phases.values()) - signals.share(signals.waiting)
     if share < _COMPUTE or signals.mfu >= _LOW_MFU:
