@@ -46,8 +46,8 @@ class Flops(WindowCallback):
             the device up.
         formula: FLOPs to report beside the counted ones: a function of the batch that returns this
             rank's; the name of a formula (``"palm"``, ``"megatron"``, ``"nanogpt"``) for a
-            transformer whose sizes are in the module's ``config`` or hyperparameters; or a mapping
-            with ``kind`` and ``config``.
+            transformer whose sizes are in the module's ``config``, ``cfg`` or ``hparams``; or a
+            mapping with ``kind`` and ``config``.
 
     Raises:
         ConfigError: An argument is not valid; the message shows one that is.

@@ -22,11 +22,13 @@ _ALIASES = {
     "head_dim": ("head_dim", "head_size", "kv_channels"),
     "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"),
     "vocab": ("vocab_size", "padded_vocab_size"),
-    "sequence": ("block_size", "n_positions", "max_position_embeddings", "max_seq_len"),
+    "sequence": (
+        "block_size", "n_positions", "max_position_embeddings", "max_seq_len", "encoder_seq_length",
+    ),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "n_expert"),
-    "top_k": ("num_experts_per_tok", "n_expert_per_token", "moe_top_k"),
+    "top_k": ("num_experts_per_tok", "n_expert_per_token", "moe_top_k", "moe_router_topk"),
     "tied": ("tie_word_embeddings",),
-}
+}  # fmt: skip
 _NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
 
 
@@ -190,7 +192,7 @@ def formula_for(spec: object, module: object = None) -> BatchFormula:
             ``nanogpt``; or a mapping with the name as ``kind`` and optionally ``config`` (as for
             `TransformerConfig.from_config`) and ``passes``: 1 for the forward, 3 with the backward,
             4 with recomputation of the forward (activation checkpointing).
-        module: Provides the sizes if ``spec`` does not: in its ``config`` or else its ``hparams``.
+        module: Provides the sizes if ``spec`` does not: in its ``config``, ``cfg`` or ``hparams``.
 
     Example:
         >>> sizes = dict(layers=2, hidden=64, heads=4, vocab=256)
@@ -241,7 +243,7 @@ def _from_mapping(spec: Mapping[str, Any], module: object) -> BatchFormula:
 def _sizes(config: object, module: object) -> tuple[TransformerConfig, bool]:
     """Return the sizes, and whether they include the sequence length."""
     if config is None:
-        found = (getattr(module, name, None) for name in ("config", "hparams"))
+        found = (getattr(module, name, None) for name in ("config", "cfg", "hparams"))
         config = next((one for one in found if one), None)
     if config is None:
         problem = "needs the sizes of the model: the module has no config and no hparams"

@@ -101,6 +101,19 @@ def test_gpt2_and_nanogpt(end):
     assert found.parameters == MODELS["gpt2-124M (V=50257)"]["params_total"]
 
 
+def test_megatron_and_nemo():
+    """NeMo's names, which fkat reads as well."""
+    names = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
+    experts = {"num_experts": 4, "moe_router_topk": 2, "swiglu": True}
+    found = TransformerConfig.from_config(
+        {**names, **experts, "padded_vocab_size": 9, "encoder_seq_length": 5, "num_query_groups": 1}
+    )
+    assert found == TransformerConfig(
+        layers=2, hidden=8, heads=2, ffn=16, experts=4, top_k=2, swiglu=True, vocab=9, sequence=5,
+        kv_heads=1,
+    )  # fmt: skip
+
+
 def test_a_missing_size_is_named():
     """The error for a missing size names it."""
     with pytest.raises(ConfigError, match="vocab"):
@@ -194,6 +207,7 @@ def test_packed_ids_take_the_length_of_the_configuration():
     [
         SimpleNamespace(config=SimpleNamespace(**SIZES), hparams={"layers": 99}),
         SimpleNamespace(hparams=SIZES),
+        SimpleNamespace(cfg=SIZES, hparams={"layers": 99}),
         SimpleNamespace(config={}, hparams=SIZES),
     ],
 )
