@@ -62,8 +62,8 @@ def panel(
         head = Text(headline(verdict))
         head.stylize(style, 0, len(verdict.code))
         blocks.append(head)
-        lines = (evidence_text(verdict), verdict.advice)
-        blocks += [Padding(Text(line), (0, 0, 0, 2)) for line in lines if line]
+        lines = (Text(verdict.advice), Text(evidence_text(verdict), style="dim"))
+        blocks += [Padding(line, (0, 0, 0, 2)) for line in lines if line]
     if abstained:
         reasons = "; ".join(f"{code}: {why}" for code, why in abstained.items())
         blocks.append(Text(f"Not diagnosed: {reasons}.", style="dim"))
@@ -93,23 +93,29 @@ def evidence_text(verdict: Verdict) -> str:
 
     Example:
         >>> from lightning_perf.diagnosis import Verdict
-        >>> evidence = {"first_step_seconds": 1.5, "seconds_per_call": 0.0271}
+        >>> evidence = {"lower_bound_share": 0.2, "first_step_seconds": 1.5, "calls": 4.0}
         >>> evidence_text(Verdict("warmup", "info", evidence=evidence))
-        'first step 1.50 s, 27.1 ms per call'
+        'at least 20.0% of the time, first step: 1.50 s, calls: 4'
     """
     found = []
     for name, value in verdict.evidence.items():
         words, _, unit = name.rpartition("_")
         if isinstance(value, str) or not isfinite(value):
-            found.append(f"{name.replace('_', ' ')} {value}")
+            found.append(f"{_words(name)}: {value}")
+        elif name == "lower_bound_share":
+            found.append(f"at least {value:.1%} of the time")
         elif unit in _UNITS and words:
-            found.append(f"{words.replace('_', ' ')} {_UNITS[unit](value)}")
+            found.append(f"{_words(words)}: {_UNITS[unit](value)}")
         elif name.startswith("seconds_per_"):
             found.append(f"{duration(value)} per {unit}")
         else:
             number = f"{value:,.0f}" if value == int(value) else three_digits(value)
-            found.append(f"{name.replace('_', ' ')} {number}")
+            found.append(f"{_words(name)}: {number}")
     return ", ".join(found)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ").replace("cpu", "CPU").replace("gpu", "GPU")
 
 
 def document(

@@ -192,7 +192,7 @@ def test_a_straggler_is_named_with_its_cost() -> None:
         "critical", "rank 2", 2, "forward",
     )  # fmt: skip
     assert found.share == pytest.approx(5 / 16)
-    assert evidence_text(found) == "waited 500 ms, node 0, slow in most windows"
+    assert evidence_text(found) == "waited: 500 ms, node: 0, slow in: most windows"
     assert found.predicted_speedup == pytest.approx(16 / 11)
 
 
