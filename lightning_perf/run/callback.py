@@ -13,7 +13,7 @@ from lightning_perf.run.context import RunContext
 from lightning_perf.run.hooks import HOOKS, UNUSED, install_stage_hooks, with_ours
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -43,6 +43,8 @@ class PerfCallback(Callback):
     show_summary = False
     #: The units of its metrics, by key or pattern (``"timings/*"``), for the run's params.
     units: Mapping[str, str] = {}
+    #: Codes and severities of the verdicts that it may reach.
+    reaches: Collection[str] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

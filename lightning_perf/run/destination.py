@@ -51,7 +51,7 @@ class Reporting:
         runs, self.run_name, self.identity = destination
         self._runs_as_targets = [run.target for run in runs]
         mlflow = [run for run in runs if isinstance(run, MlflowRun)]
-        self.tags = TagReader(next(iter(mlflow), None), worker)
+        self.tags = TagReader(mlflow[0], worker) if mlflow else None
         self._own = [MlflowMetrics(run, worker) for run in mlflow]
         self._mlflow = self._own if first else []
         self._others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []

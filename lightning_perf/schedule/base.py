@@ -24,7 +24,7 @@ from lightning_perf.core.progress import Limits, Moment, Ranks
 from lightning_perf.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 
 #: A batch index that training never reaches.
@@ -38,10 +38,12 @@ class Context:
     ranks: Ranks = field(default_factory=Ranks)
     #: ``batches_per_epoch`` is not known yet, or is that of an earlier fit; see `Moment.limits`.
     limits: Limits = field(default_factory=Limits)
-    #: Returns the cached tags of the MLflow run, without blocking.
-    read_tags: Callable[[], Mapping[str, str]] = dict
-    #: Codes of verdicts of the diagnosis, appended as they are reached.
+    #: Returns the cached tags of the MLflow run, without blocking; None without a run.
+    read_tags: Callable[[], Mapping[str, str]] | None = dict
+    #: Codes and severities of verdicts of the diagnosis, appended as they are reached.
     reached: Sequence[str] = ()
+    #: Those that may be reached: none without a diagnosis. None if they are not known.
+    reachable: Collection[str] | None = None
     #: Returns monotonic time in seconds.
     clock: Callable[[], float] = time.monotonic
 
