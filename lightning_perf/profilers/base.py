@@ -58,7 +58,7 @@ class Profiler(PerfCallback):
             supports, such as ``s3://bucket/{run_name}/rank{rank}.{batch}.json``; None disables the
             upload.
         overwrite: Whether files of an earlier run may be replaced.
-        compress: Whether the file is gzipped.
+        compress: Whether the file is gzipped; a file whose name ends in ``.gz`` always is.
         num_traces_to_keep: Number of local files to keep once they are uploaded; -1 keeps all.
         batches_per_trace: Maximum number of batches per file.
 
@@ -164,7 +164,9 @@ class Profiler(PerfCallback):
     @property
     def own_file(self) -> tuple[str, str | None, bool]:
         """Local and remote name of a recording, and whether it is gzipped."""
-        return self.filename, self.remote_file_name, self.compress
+        names = self.filename, self.remote_file_name
+        # A file must be what its name says.
+        return *names, self.compress or any(name and name.endswith(".gz") for name in names)
 
     @property
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:

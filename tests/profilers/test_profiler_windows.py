@@ -130,6 +130,23 @@ def recorder(request: pytest.FixtureRequest) -> Recorder:
 
 
 @pytest.mark.parametrize(
+    "names",
+    [{"filename": "{batch}.out.gz"}, {"filename": "{batch}.out", "remote_file_name": "a.gz"}],
+)
+def test_a_name_that_ends_in_gz_is_a_gzipped_file(
+    tmp_path: Path, recorder: Recorder, names: dict[str, str]
+) -> None:
+    """Whatever `compress` says, and whether the local or the remote name ends so."""
+    profiler = recorder.kind(schedule="first 2ba", compress=False, **names)
+    recorder.fit(tmp_path, profiler)
+    packed = tmp_path / "records-version_0" / recorder.folder / "2.out.gz"
+    plain = tmp_path / f"plain{recorder.suffix}"
+    content = packed.read_bytes()
+    plain.write_bytes(content if plain.name.endswith(".gz") else gzip.decompress(content))
+    assert recorder.batches(plain) == 2
+
+
+@pytest.mark.parametrize(
     ("schedule", "options", "files"),
     [
         pytest.param(None, {}, {"rank0.5": 4}, id="default"),
