@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.checks import (
-    COUNTED_UNITS,
     ONE,
     UNITS,
     is_list,
@@ -292,8 +291,8 @@ def as_schedule(
 
     Args:
         value: A schedule; a string such as ``"100ba"``, ``"every 100ba for 3ba"``,
-            ``"every epoch"``, ``"first 5ba"``, ``"at 0.5dur"``, ``"at 50%"``, ``"always"`` or
-            ``"never"``; or None for the default.
+            ``"every epoch"``, ``"first 5ba"``, ``"first 0.1dur"``, ``"at 0.5dur"``, ``"at 50%"``,
+            ``"always"`` or ``"never"``; or None for the default.
         field: Name of the argument, for the message.
         default: The schedule for None; `Always` if not given.
 
@@ -340,7 +339,7 @@ def _parse(text: str) -> Schedule:
     if word == "every":
         time = ONE.get(time, time)
     if first is not None:
-        length = times("lasting", first, "5ba", units=COUNTED_UNITS)
+        length = times("lasting", first, "5ba")
         return At(time=f"0{length.unit}", lasting=length)
     kind = At if word == "at" else Every
     return kind(time, lasting=lasting or "1ba")
