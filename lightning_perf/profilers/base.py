@@ -320,7 +320,7 @@ class Profiler(PerfCallback):
         other = running.owner
         if isinstance(other, Profiler) and other is not self and other._context is context:
             if running.stage == context.stage:
-                other._end_batch(context)
+                other.call(other._end_batch, context)
             theirs = other._open
             if theirs is not None and (
                 theirs.stage != context.stage or (theirs.warmup and not warmup)

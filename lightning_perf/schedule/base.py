@@ -18,12 +18,13 @@ from lightning_perf.checks import (
     nearest,
     percent_as_dur,
     times,
+    whole,
 )
 from lightning_perf.core.progress import Limits, Moment, Ranks
 from lightning_perf.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
 
 #: A batch index that training never reaches.
@@ -198,6 +199,15 @@ class Composed(Schedule):
             part.close()
 
 
+def leaves(schedule: Schedule | None) -> Iterator[Schedule]:
+    """The schedules that a schedule is composed of; itself if it is not composed."""
+    if isinstance(schedule, Composed):
+        for part in schedule.schedules:
+            yield from leaves(part)
+    elif schedule is not None:
+        yield schedule
+
+
 class All(Composed):
     """True where all of the given schedules are; ``a & b`` creates one.
 
@@ -306,6 +316,7 @@ def as_schedule(
         At(time='0ba', lasting='5ba')
     """
     if isinstance(value, Schedule):
+        whole(f"{type(value).__name__}.lead", value.lead, 0, "1")
         return value
     if value is None:
         return _parse("always") if default is None else default
