@@ -18,7 +18,7 @@ from lightning_perf.checks import flag, rank_list, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.run.compat import evaluation_ends, resumes
+from lightning_perf.run.compat import evaluation_ends, resumes, validates_next
 from lightning_perf.run.destination import new_writer
 from lightning_perf.schedule import FOREVER, Cyclic, HasTag, Schedule, as_schedule
 from lightning_perf.traces.folder import TraceOptions
@@ -270,7 +270,10 @@ class Profiler(PerfCallback):
         window = None if trained else self.schedule.window(moment)
         if running is not None:
             if running.includes(window, self.batches_per_trace):
-                if running.tick is not None and not evaluated:
+                # What follows the last batch before another stage belongs to its step.
+                if running.tick is not None and not (
+                    evaluated or (stage == "train" and validates_next(context.trainer))
+                ):
                     running.tick()
                 return
             self._stop(context)

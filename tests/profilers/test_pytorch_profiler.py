@@ -23,6 +23,7 @@ from mlflow import MlflowClient
 
 from lightning_perf import (
     Always,
+    At,
     ConfigError,
     Cyclic,
     Every,
@@ -69,6 +70,26 @@ def test_a_trace_of_evaluation_has_one_step_per_batch(tmp_path: Path) -> None:
         "validate/rank0.6": [3, 4, 5],
         "validate/rank0.9": [6, 7, 8],
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"val_check_interval": 4}, [[2, 3], [4, 5, 6, 7], [8, 9]]),
+        ({"limit_train_batches": 5, "max_epochs": 2}, [[2, 3, 4], [5, 6, 7, 8, 9]]),
+        ({"limit_val_batches": 0}, [[*range(2, 10)]]),
+        ({"check_val_every_n_epoch": 2}, [[*range(2, 10)]]),
+    ],
+    ids=str,
+)
+def test_a_trace_that_validation_ends_has_one_step_per_batch(
+    tmp_path: Path, options: dict[str, Any], expected: list[list[int]]
+) -> None:
+    """No step begins between the last batch and validation."""
+    profiler = PyTorch(schedule=Stages("train") & At("2ba", lasting="8ba"))
+    trainer(tmp_path, profiler, **{"limit_val_batches": 2} | options).fit(Small())
+    found = sorted(steps(trace) for trace in traces(tmp_path).values())
+    assert found == expected
 
 
 def test_a_trace_has_metadata(tmp_path: Path) -> None:
