@@ -190,13 +190,22 @@ class Profiler(PerfCallback):
 
     @property
     def saved_traces(self) -> list[tuple[Timestamp, list[Path | None]]]:
-        """The time of each trace, and its path at the index of the rank that wrote it."""
+        """The time of each trace, and its path at the index of the rank that wrote it.
+
+        At most ``num_traces_to_keep`` of all runs of this profiler, the latest last.
+        """
         return self._writer.saved_traces if self._writer is not None else []
+
+    @property
+    def saved_in_run(self) -> list[Path]:
+        """The paths of this rank's traces of the current or last run."""
+        return self._writer.saved_in_run if self._writer is not None else []
 
     # -- lifecycle --------------------------------------------------------------------------------
 
     @override
     def prepare(self, context: RunContext) -> None:
+        earlier = self._writer
         for name in self._of_a_run:
             self.__dict__.pop(name, None)
         self._check(context)
@@ -207,6 +216,8 @@ class Profiler(PerfCallback):
         for name, (filename, remote) in self.further_files.items():
             self._add_writer(context, name, filename, remote)
         self._writer = self._new_writer(context, *self.own_file)
+        if earlier is not None:
+            self._writer.follow(earlier)
 
     @override
     def on_start(self, context: RunContext) -> None:

@@ -214,9 +214,8 @@ def new_writer(
 
 
 def saved_by(callbacks: Iterable[object]) -> list[Path]:
-    """The traces that these callbacks have written on this rank."""
-    saved = (paths for each in callbacks for _, paths in getattr(each, "saved_traces", ()))
-    return [path for paths in saved for path in paths if path is not None]
+    """The traces that these callbacks have written on this rank in this run."""
+    return [path for each in callbacks for path in getattr(each, "saved_in_run", ())]
 
 
 def text_file(text: Callable[[], str]) -> Callable[[Path], None]:

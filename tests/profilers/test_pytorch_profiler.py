@@ -32,6 +32,7 @@ from lightning_perf import (
     PyTorch,
     Schedule,
     Stages,
+    Timings,
 )
 
 
@@ -126,6 +127,23 @@ def test_saved_traces_lists_the_latest_by_rank(tmp_path: Path) -> None:
     assert sorted(found) == ["rank0.13.pt.trace.json.gz", "rank0.9.pt.trace.json.gz"]
     saved = [(stamp.batch, [p.name for p in paths if p]) for stamp, paths in profiler.saved_traces]
     assert saved == [(9, ["rank0.9.pt.trace.json.gz"]), (13, ["rank0.13.pt.trace.json.gz"])]
+
+
+def test_saved_traces_lists_those_of_earlier_runs(tmp_path: Path) -> None:
+    """A test and a second fit add to it; the summary of a run has its own traces."""
+    profiler = PyTorch(schedule="at 4ba", num_traces_to_keep=3)
+    for folder, stages in (("one", "fit test"), ("two", "test fit")):
+        run = trainer(tmp_path / folder, profiler, Timings(), logger=Records(), max_epochs=1)
+        for stage in stages.split():
+            getattr(run, stage)(Small())
+    saved = [path.relative_to(tmp_path).parts for _, (path,) in profiler.saved_traces if path]
+    assert [(folder, parent) for folder, *_, parent, _ in saved] == [
+        ("one", "test"),
+        ("two", "test"),
+        ("two", "torch_traces"),
+    ]
+    summary = json.loads((tmp_path / "two/records-version_0/summary.json").read_text())
+    assert [Path(each).parent.name for each in summary["traces"]] == ["torch_traces", "test"]
 
 
 @pytest.mark.slow
