@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_perf.background import waiting
@@ -20,7 +21,6 @@ from lightning_perf.tracking.tracker import Root, root_of, store_target, tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from lightning.pytorch import Trainer
 
@@ -60,6 +60,10 @@ class Reporting:
         #: Codes of the verdicts that the diagnosis has reached, in order.
         self.reached: list[str] = []
         self._default_root = str(trainer.default_root_dir)
+        # The user's code may change the current folder during the run.
+        self._start = Path()
+        with suppress(OSError):  # it was deleted
+            self._start = Path.cwd()
         self._trial = bool(getattr(trainer, "fast_dev_run", False))
         self._roots: dict[str | None, Root] = {}
 
@@ -70,7 +74,9 @@ class Reporting:
         """
         if prefix not in self._roots:
             trial = self._trial and prefix is None
-            self._roots[prefix] = trial_root() if trial else root_of(prefix or self._default_root)
+            self._roots[prefix] = (
+                trial_root() if trial else root_of(prefix or self._default_root, self._start)
+            )
         return self._roots[prefix]
 
     def targets(self, remote_file_name: str | None) -> Sequence[Target]:
