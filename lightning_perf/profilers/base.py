@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import posixpath
+import re
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
@@ -20,7 +21,16 @@ from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.compat import evaluation_ends, resumes, validates_next
 from lightning_perf.run.destination import new_writer
-from lightning_perf.schedule import FOREVER, Cyclic, HasTag, Schedule, as_schedule
+from lightning_perf.schedule import (
+    FOREVER,
+    Cyclic,
+    GlobalRank,
+    HasTag,
+    LocalRank,
+    Schedule,
+    as_schedule,
+    leaves,
+)
 from lightning_perf.traces.folder import TraceOptions
 from lightning_perf.traces.names import file_format, folder_format, remote_format
 from lightning_perf.tracking.tracker import check_store
@@ -32,6 +42,8 @@ if TYPE_CHECKING:
 
 #: Files that are made of a recording, which exists without them.
 _OPTIONAL = (".html", ".txt", ".svg")
+#: What makes a name different on each rank, or on each rank of a node.
+_RANK = re.compile(r"\{(local_)?rank[:}]")
 #: Maximum number of warm-up batches.
 _MOST_WARMUP = 100
 
@@ -418,13 +430,9 @@ class Profiler(PerfCallback):
     # -- checks and messages ----------------------------------------------------------------------
 
     def _check(self, context: RunContext) -> None:
-        """Refuse two profilers of a kind that write to the same files; warn of absent ranks."""
-        world = context.ranks.world_size
-        if max(self.ranks or [0]) >= world and context.ranks.global_rank == 0:
-            warn(
-                f"{type(self).__name__}(ranks={self.ranks}) includes ranks that do not exist: "
-                f"there are {world} processes in the run."
-            )
+        """Refuse two profilers of a kind that write to the same files."""
+        if context.ranks.global_rank == 0:
+            self._warn_of_ranks(context.ranks.world_size)
         for other in context.parts:
             if type(other) is type(self) and other is not self and _place(other) == _place(self):
                 problem = (
@@ -432,6 +440,25 @@ class Profiler(PerfCallback):
                     "them another `filename` or `folder`"
                 )
                 raise ConfigError("filename", self.filename, problem, f'"second.{self.filename}"')
+
+    def _warn_of_ranks(self, world: int) -> None:
+        """Warn of ranks that do not exist, and of names that several ranks share."""
+        kind, ranks = type(self).__name__, self.ranks or range(world)
+        if max(ranks) >= world:
+            warn(
+                f"{kind}(ranks={self.ranks}) includes ranks that do not exist: there are {world} "
+                "processes in the run."
+            )
+        by_rank = any(isinstance(each, GlobalRank | LocalRank) for each in leaves(self.schedule))
+        if by_rank or sum(rank < world for rank in ranks) < 2:
+            return
+        local = f"{self.folder}/{self.filename}"
+        for field, name in {"filename": local, "remote_file_name": self.remote_file_name}.items():
+            if name is not None and not _RANK.search(name):
+                warn(
+                    f"{kind}({field}={getattr(self, field)!r}) is the same on several ranks, whose "
+                    "files replace one another: add {rank} to it."
+                )
 
     def _warn_of_no_window(self, context: RunContext) -> None:
         """Warn, on one rank, that training ended before the first window."""
