@@ -129,7 +129,7 @@ class HasTag(Composed):
         """Store the tag reader of the run; warn if there is none."""
         super().setup(context)
         if context.read_tags is None and context.ranks.global_rank == 0:
-            warn(f"{self!r} opens no window: add an MLFlowLogger to the Trainer, for its tags.")
+            warn(f"{self!r} is never true: add an MLFlowLogger to the Trainer, for its tags.")
         self.shared = False  # each rank sees a new tag at a different time
         self._read_tags, self._tagged = context.read_tags, False
 

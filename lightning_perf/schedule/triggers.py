@@ -228,7 +228,7 @@ class OnVerdict(Trigger):
         if reachable is None:
             return
         if not reachable and context.ranks.global_rank == 0:
-            warn(f"{self!r} opens no window: add Diagnosis() to the callbacks of the Trainer.")
+            warn(f"{self!r} is never true: add Diagnosis() to the callbacks of the Trainer.")
         unknown = [code for code in self.codes if code not in reachable]
         if reachable and unknown:
             known = sorted(reachable)

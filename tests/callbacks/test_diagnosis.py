@@ -373,7 +373,7 @@ def test_a_verdict_that_cannot_be_reached_is_refused(
 
 def test_a_verdict_without_a_diagnosis_warns(tmp_path: Path) -> None:
     """Set-up says what to add, once."""
-    with pytest.warns(PerfWarning, match=r"opens no window: add Diagnosis\(\)") as caught:
+    with pytest.warns(PerfWarning, match=r"is never true: add Diagnosis\(\)") as caught:
         trainer(tmp_path, PyTorch(schedule=OnVerdict("slowdown")), logger=False).fit(Small())
     assert len(ours(caught)) == 1
 
