@@ -80,7 +80,9 @@ class TraceWriter:
         """List the traces of the same recorder in an earlier run, too."""
         with earlier._lock:
             saved = [*earlier._earlier, *earlier._saved.values()]
-        self._earlier = saved[max(0, len(saved) - self._most_saved) :]
+        # Without the targets, which belong to that run.
+        latest = saved[max(0, len(saved) - self._most_saved) :]
+        self._earlier = [replace(trace, sends=()) for trace in latest]
 
     def latest(self, stage: str) -> Path | None:
         """The latest of these traces of a stage; None without one."""
