@@ -202,11 +202,11 @@ def test_one_callback_serves_all_stages(tmp_path: Path, recorder: Recorder) -> N
 
 
 def test_one_callback_serves_two_fits(tmp_path: Path, recorder: Recorder) -> None:
-    """A second trainer's fit records like the first one, into its own folder."""
+    """A second trainer's fit records like the first one, into its own folder; both are listed."""
     profiler = recorder.kind(schedule="every 8ba")
-    for folder in (tmp_path / "first", tmp_path / "second"):
+    for number, folder in enumerate((tmp_path / "first", tmp_path / "second"), 1):
         assert recorder.fit(folder, profiler) == {"rank0.9": 1}
-        assert [stamp.batch for stamp, _ in profiler.saved_traces] == [9]
+        assert [stamp.batch for stamp, _ in profiler.saved_traces] == [9] * number
 
 
 def test_a_second_fit_of_a_trainer_keeps_counting(tmp_path: Path, recorder: Recorder) -> None:
