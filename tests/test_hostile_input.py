@@ -229,7 +229,7 @@ def test_any_bytes_are_a_trace_or_an_error(tmp_path: Path, content: bytes, packe
 def test_a_damaged_upload_list_is_read_without_the_damage(
     tmp_path: Path, mutated: list[Callable[[Any], Any]], noise: bytes
 ) -> None:
-    """Entries hold strings; anything else is skipped with a warning, and the command continues."""
+    """Entries hold strings; anything else is left with a warning, and the command continues."""
     good = {"path": str(tmp_path / "gone"), "remote": "a", "run_name": "r", "error": "e"}
     lines = [json.dumps(mutate(good | {"target": {"store": "file:///nowhere"}})).encode()
              for mutate in mutated]  # fmt: skip

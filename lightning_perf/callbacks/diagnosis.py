@@ -21,7 +21,7 @@ from lightning_perf.cgroup import usable_cpus
 from lightning_perf.checks import flag
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
-from lightning_perf.diagnosis import RULES, Findings, Rule, Verdict, diagnose
+from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict, diagnose
 from lightning_perf.diagnosis.report import document, report_page
 from lightning_perf.diagnosis.signals import COMPILE, Loader, Record, Setup
 from lightning_perf.errors import ConfigError, describe, warn
@@ -108,6 +108,8 @@ class Diagnosis(WindowCallback):
             if not callable(rule) or not isinstance(getattr(rule, "code", None), str):
                 problem = "is not a rule: rules are callable and have a code"
                 raise ConfigError("rules", rule, problem, "[*lightning_perf.diagnosis.RULES]")
+        codes = (rule.code for rule in (RULES if self.rules is None else self.rules))
+        self.reaches = {*codes, "healthy", *SEVERITIES}
         self.terminal = self.show_summary = flag("terminal", terminal)
         if isinstance(capture, bool):
             # Apart from the traces of a profiler of the user's own.

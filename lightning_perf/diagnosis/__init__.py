@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.diagnosis.rules import (
     LEAST,
+    SEVERITIES,
     FunctionRule,
     Impact,
     Rule,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CODES",
     "RULES",
+    "SEVERITIES",
     "Findings",
     "FunctionRule",
     "Impact",

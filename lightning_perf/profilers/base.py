@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import posixpath
+import re
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
 from functools import cached_property, partial
@@ -18,9 +19,18 @@ from lightning_perf.checks import flag, rank_list, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.run.compat import evaluation_ends, resumes
+from lightning_perf.run.compat import evaluation_ends, resumes, validates_next
 from lightning_perf.run.destination import new_writer
-from lightning_perf.schedule import FOREVER, Cyclic, HasTag, Schedule, as_schedule
+from lightning_perf.schedule import (
+    FOREVER,
+    Cyclic,
+    GlobalRank,
+    HasTag,
+    LocalRank,
+    Schedule,
+    as_schedule,
+    leaves,
+)
 from lightning_perf.traces.folder import TraceOptions
 from lightning_perf.traces.names import file_format, folder_format, remote_format
 from lightning_perf.tracking.tracker import check_store
@@ -32,6 +42,8 @@ if TYPE_CHECKING:
 
 #: Files that are made of a recording, which exists without them.
 _OPTIONAL = (".html", ".txt", ".svg")
+#: What makes a name different on each rank, or on each rank of a node.
+_RANK = re.compile(r"\{(local_)?rank[:}]")
 #: Maximum number of warm-up batches.
 _MOST_WARMUP = 100
 
@@ -58,7 +70,7 @@ class Profiler(PerfCallback):
             supports, such as ``s3://bucket/{run_name}/rank{rank}.{batch}.json``; None disables the
             upload.
         overwrite: Whether files of an earlier run may be replaced.
-        compress: Whether the file is gzipped.
+        compress: Whether the file is gzipped; a file whose name ends in ``.gz`` always is.
         num_traces_to_keep: Number of local files to keep once they are uploaded; -1 keeps all.
         batches_per_trace: Maximum number of batches per file.
 
@@ -164,7 +176,9 @@ class Profiler(PerfCallback):
     @property
     def own_file(self) -> tuple[str, str | None, bool]:
         """Local and remote name of a recording, and whether it is gzipped."""
-        return self.filename, self.remote_file_name, self.compress
+        names = self.filename, self.remote_file_name
+        # A file must be what its name says.
+        return *names, self.compress or any(name and name.endswith(".gz") for name in names)
 
     @property
     def further_files(self) -> Mapping[str, tuple[str, str | None]]:
@@ -188,13 +202,22 @@ class Profiler(PerfCallback):
 
     @property
     def saved_traces(self) -> list[tuple[Timestamp, list[Path | None]]]:
-        """The time of each trace, and its path at the index of the rank that wrote it."""
+        """The time of each trace, and its path at the index of the rank that wrote it.
+
+        At most ``num_traces_to_keep`` of all runs of this profiler, the latest last.
+        """
         return self._writer.saved_traces if self._writer is not None else []
+
+    @property
+    def saved_in_run(self) -> list[Path]:
+        """The paths of this rank's traces of the current or last run."""
+        return self._writer.saved_in_run if self._writer is not None else []
 
     # -- lifecycle --------------------------------------------------------------------------------
 
     @override
     def prepare(self, context: RunContext) -> None:
+        earlier = self._writer
         for name in self._of_a_run:
             self.__dict__.pop(name, None)
         self._check(context)
@@ -205,6 +228,8 @@ class Profiler(PerfCallback):
         for name, (filename, remote) in self.further_files.items():
             self._add_writer(context, name, filename, remote)
         self._writer = self._new_writer(context, *self.own_file)
+        if earlier is not None:
+            self._writer.follow(earlier)
 
     @override
     def on_start(self, context: RunContext) -> None:
@@ -268,7 +293,10 @@ class Profiler(PerfCallback):
         window = None if trained else self.schedule.window(moment)
         if running is not None:
             if running.includes(window, self.batches_per_trace):
-                if running.tick is not None and not evaluated:
+                # What follows the last batch before another stage belongs to its step.
+                if running.tick is not None and not (
+                    evaluated or (stage == "train" and validates_next(context.trainer))
+                ):
                     running.tick()
                 return
             self._stop(context)
@@ -318,7 +346,7 @@ class Profiler(PerfCallback):
         other = running.owner
         if isinstance(other, Profiler) and other is not self and other._context is context:
             if running.stage == context.stage:
-                other._end_batch(context)
+                other.call(other._end_batch, context)
             theirs = other._open
             if theirs is not None and (
                 theirs.stage != context.stage or (theirs.warmup and not warmup)
@@ -402,13 +430,9 @@ class Profiler(PerfCallback):
     # -- checks and messages ----------------------------------------------------------------------
 
     def _check(self, context: RunContext) -> None:
-        """Refuse two profilers of a kind that write to the same files; warn of absent ranks."""
-        world = context.ranks.world_size
-        if max(self.ranks or [0]) >= world and context.ranks.global_rank == 0:
-            warn(
-                f"{type(self).__name__}(ranks={self.ranks}) includes ranks that do not exist: "
-                f"there are {world} processes in the run."
-            )
+        """Refuse two profilers of a kind that write to the same files."""
+        if context.ranks.global_rank == 0:
+            self._warn_of_ranks(context.ranks.world_size)
         for other in context.parts:
             if type(other) is type(self) and other is not self and _place(other) == _place(self):
                 problem = (
@@ -416,6 +440,25 @@ class Profiler(PerfCallback):
                     "them another `filename` or `folder`"
                 )
                 raise ConfigError("filename", self.filename, problem, f'"second.{self.filename}"')
+
+    def _warn_of_ranks(self, world: int) -> None:
+        """Warn of ranks that do not exist, and of names that several ranks share."""
+        kind, ranks = type(self).__name__, self.ranks or range(world)
+        if max(ranks) >= world:
+            warn(
+                f"{kind}(ranks={self.ranks}) includes ranks that do not exist: there are {world} "
+                "processes in the run."
+            )
+        by_rank = any(isinstance(each, GlobalRank | LocalRank) for each in leaves(self.schedule))
+        if by_rank or sum(rank < world for rank in ranks) < 2:
+            return
+        local = f"{self.folder}/{self.filename}"
+        for field, name in {"filename": local, "remote_file_name": self.remote_file_name}.items():
+            if name is not None and not _RANK.search(name):
+                warn(
+                    f"{kind}({field}={getattr(self, field)!r}) is the same on several ranks, whose "
+                    "files replace one another: add {rank} to it."
+                )
 
     def _warn_of_no_window(self, context: RunContext) -> None:
         """Warn, on one rank, that training ended before the first window."""

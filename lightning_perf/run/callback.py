@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from contextlib import suppress
 from functools import cached_property
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext
 from lightning_perf.run.hooks import HOOKS, UNUSED, install_stage_hooks, with_ours
+from lightning_perf.schedule import Schedule, leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -43,6 +45,8 @@ class PerfCallback(Callback):
     show_summary = False
     #: The units of its metrics, by key or pattern (``"timings/*"``), for the run's params.
     units: Mapping[str, str] = {}
+    #: Codes and severities of the verdicts that it may reach.
+    reaches: Collection[str] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -140,16 +144,27 @@ class PerfCallback(Callback):
 
     def disable(self, method: str, error: Exception) -> None:
         """Switch this callback, and those that it hosts, off for the rest of this run."""
-        theirs = isinstance(error, OSError | ConfigError)
-        theirs = theirs or not type(self).__module__.startswith("lightning_perf.")
-        ours = "" if theirs else " Please report this."
         # Authors of a callback write `on_window`, which `receive` calls.
-        written = "on_window" if method == "receive" else method
+        failed = "on_window" if method == "receive" else method
+        schedules = [each for each in leaves(getattr(self, "schedule", None)) if not _is_ours(each)]
+        advice = ""
+        if raised := _raised_by_schedule(error):
+            failed = raised
+        elif isinstance(error, OSError | ConfigError) or not _is_ours(self):
+            pass
+        elif schedules and isinstance(error, TypeError | ValueError):
+            names = ", ".join(type(each).__name__ for each in schedules)
+            advice = (
+                f" Check what {names} returns: window() a hashable value or None, quiet_until() a "
+                "number."
+            )
+        else:
+            advice = " Please report this."
         # Warnings that the user turned into errors must not stop training either.
         with suppress(Exception):
             warn(
-                f"{type(self).__name__} is off for the rest of this run: {written} failed "
-                f"({type(error).__name__}: {error}). Training continues.{ours}"
+                f"{type(self).__name__} is off for the rest of this run: {failed} failed "
+                f"({type(error).__name__}: {error}). Training continues.{advice}"
             )
         for each in self.with_parts:
             each._disabled = True
@@ -336,6 +351,21 @@ class PerfCallback(Callback):
         context = self._driven
         if context is not None and context.stage == "train" and context.members[0] is self:
             self._run_shared(step, context)
+
+
+def _is_ours(value: object) -> bool:
+    """Whether the class of an object is this package's."""
+    return type(value).__module__.startswith("lightning_perf.")
+
+
+def _raised_by_schedule(error: Exception) -> str | None:
+    """The method of a user's schedule that raised an error, if one did."""
+    found = None
+    for frame, _ in walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Schedule) and not _is_ours(owner):
+            found = f"{type(owner).__name__}.{frame.f_code.co_name}"
+    return found
 
 
 def _readable(value: object) -> object:

@@ -262,6 +262,16 @@ def evaluation_ends(trainer: Trainer, stage: str, nested: bool) -> bool:
     return bool(getattr(getattr(loop, "batch_progress", None), "is_last_batch", False))
 
 
+def validates_next(trainer: Trainer) -> bool:
+    """Whether validation follows the current batch of training."""
+    try:
+        loop: Any = trainer.fit_loop.epoch_loop
+        due = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+        return bool(due and not (loop._skip_next_val or loop.val_loop.skip))
+    except AttributeError:
+        return False
+
+
 def _evaluation_loops(trainer: Trainer) -> Iterator[Any]:
     yield validation_loop(trainer)
     for name in ("validate_loop", "test_loop", "predict_loop"):

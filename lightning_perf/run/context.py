@@ -277,8 +277,14 @@ class RunContext:
     @property
     def schedule_context(self) -> Context:
         """What schedules may read of the run."""
-        reporting = self.reporting
-        return Context(self.ranks, self.limits, reporting.tags.read, reporting.reached)
+        trainer: Any = self.trainer
+        tags, reached = self.reporting.tags, self.reporting.reached
+        # A trial run has no loggers.
+        read_tags = tags.read if tags is not None else dict if trainer.fast_dev_run else None
+        # Of the Trainer, because callbacks join one after the other.
+        ours = (part for each in trainer.callbacks for part in getattr(each, "with_parts", ()))
+        reachable = {code for part in ours for code in part.reaches}
+        return Context(self.ranks, self.limits, read_tags, reached, reachable)
 
     @cached_property
     def sampler(self) -> Sampler | None:

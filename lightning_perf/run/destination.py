@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_perf.background import waiting
@@ -20,7 +21,6 @@ from lightning_perf.tracking.tracker import Root, root_of, store_target, tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from lightning.pytorch import Trainer
 
@@ -51,7 +51,7 @@ class Reporting:
         runs, self.run_name, self.identity = destination
         self._runs_as_targets = [run.target for run in runs]
         mlflow = [run for run in runs if isinstance(run, MlflowRun)]
-        self.tags = TagReader(next(iter(mlflow), None), worker)
+        self.tags = TagReader(mlflow[0], worker) if mlflow else None
         self._own = [MlflowMetrics(run, worker) for run in mlflow]
         self._mlflow = self._own if first else []
         self._others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
@@ -60,6 +60,10 @@ class Reporting:
         #: Codes of the verdicts that the diagnosis has reached, in order.
         self.reached: list[str] = []
         self._default_root = str(trainer.default_root_dir)
+        # The user's code may change the current folder during the run.
+        self._start = Path()
+        with suppress(OSError):  # it was deleted
+            self._start = Path.cwd()
         self._trial = bool(getattr(trainer, "fast_dev_run", False))
         self._roots: dict[str | None, Root] = {}
 
@@ -70,7 +74,9 @@ class Reporting:
         """
         if prefix not in self._roots:
             trial = self._trial and prefix is None
-            self._roots[prefix] = trial_root() if trial else root_of(prefix or self._default_root)
+            self._roots[prefix] = (
+                trial_root() if trial else root_of(prefix or self._default_root, self._start)
+            )
         return self._roots[prefix]
 
     def targets(self, remote_file_name: str | None) -> Sequence[Target]:
@@ -214,9 +220,8 @@ def new_writer(
 
 
 def saved_by(callbacks: Iterable[object]) -> list[Path]:
-    """The traces that these callbacks have written on this rank."""
-    saved = (paths for each in callbacks for _, paths in getattr(each, "saved_traces", ()))
-    return [path for paths in saved for path in paths if path is not None]
+    """The traces that these callbacks have written on this rank in this run."""
+    return [path for each in callbacks for path in getattr(each, "saved_in_run", ())]
 
 
 def text_file(text: Callable[[], str]) -> Callable[[Path], None]:

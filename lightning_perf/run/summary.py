@@ -11,7 +11,6 @@ import weakref
 from contextlib import suppress
 from functools import partial
 from math import inf, isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -37,6 +36,7 @@ from lightning_perf.tracking.summary import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from lightning.pytorch import Trainer
 
@@ -220,7 +220,7 @@ def log_locations(context: RunContext, callbacks: Sequence[PerfCallback]) -> Non
     """Log where the metrics and files are, if there is no logger."""
     named = [f"{type(each).__name__}.metrics" for each in callbacks if getattr(each, "metrics", 0)]
     saved, root = destination.saved_by(callbacks), context.reporting.root(None)
-    here = Path(context.trainer.default_root_dir, context.run_name)
+    here = root.path / context.run_name
     folders = [str(here)] if here.exists() else []
     if root.mirror is not None:
         here, folders = root.path, [f"{root.place}/{context.run_name}"] if saved else []

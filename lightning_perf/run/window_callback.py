@@ -61,7 +61,8 @@ class ReportTrigger:
             schedule.observe(moment)
             now = schedule(moment)
             if not (now or schedule.watches):
-                self.quiet_until = schedule.quiet_until(moment)
+                # A user's schedule that returns no number fails here, not in a report of others.
+                self.quiet_until = max(schedule.quiet_until(moment), 0)
         if self._shared:
             self._wanted = now
             return now

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.checks import (
-    COUNTED_UNITS,
     ONE,
     UNITS,
     is_list,
     nearest,
     percent_as_dur,
     times,
+    whole,
 )
 from lightning_perf.core.progress import Limits, Moment, Ranks
 from lightning_perf.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 
 
 #: A batch index that training never reaches.
@@ -38,10 +38,12 @@ class Context:
     ranks: Ranks = field(default_factory=Ranks)
     #: ``batches_per_epoch`` is not known yet, or is that of an earlier fit; see `Moment.limits`.
     limits: Limits = field(default_factory=Limits)
-    #: Returns the cached tags of the MLflow run, without blocking.
-    read_tags: Callable[[], Mapping[str, str]] = dict
-    #: Codes of verdicts of the diagnosis, appended as they are reached.
+    #: Returns the cached tags of the MLflow run, without blocking; None without a run.
+    read_tags: Callable[[], Mapping[str, str]] | None = dict
+    #: Codes and severities of verdicts of the diagnosis, appended as they are reached.
     reached: Sequence[str] = ()
+    #: Those that may be reached: none without a diagnosis. None if they are not known.
+    reachable: Collection[str] | None = None
     #: Returns monotonic time in seconds.
     clock: Callable[[], float] = time.monotonic
 
@@ -197,6 +199,15 @@ class Composed(Schedule):
             part.close()
 
 
+def leaves(schedule: Schedule | None) -> Iterator[Schedule]:
+    """The schedules that a schedule is composed of; itself if it is not composed."""
+    if isinstance(schedule, Composed):
+        for part in schedule.schedules:
+            yield from leaves(part)
+    elif schedule is not None:
+        yield schedule
+
+
 class All(Composed):
     """True where all of the given schedules are; ``a & b`` creates one.
 
@@ -290,8 +301,8 @@ def as_schedule(
 
     Args:
         value: A schedule; a string such as ``"100ba"``, ``"every 100ba for 3ba"``,
-            ``"every epoch"``, ``"first 5ba"``, ``"at 0.5dur"``, ``"at 50%"``, ``"always"`` or
-            ``"never"``; or None for the default.
+            ``"every epoch"``, ``"first 5ba"``, ``"first 0.1dur"``, ``"at 0.5dur"``, ``"at 50%"``,
+            ``"always"`` or ``"never"``; or None for the default.
         field: Name of the argument, for the message.
         default: The schedule for None; `Always` if not given.
 
@@ -305,6 +316,7 @@ def as_schedule(
         At(time='0ba', lasting='5ba')
     """
     if isinstance(value, Schedule):
+        whole(f"{type(value).__name__}.lead", value.lead, 0, "1")
         return value
     if value is None:
         return _parse("always") if default is None else default
@@ -338,7 +350,7 @@ def _parse(text: str) -> Schedule:
     if word == "every":
         time = ONE.get(time, time)
     if first is not None:
-        length = times("lasting", first, "5ba", units=COUNTED_UNITS)
+        length = times("lasting", first, "5ba")
         return At(time=f"0{length.unit}", lasting=length)
     kind = At if word == "at" else Every
     return kind(time, lasting=lasting or "1ba")

@@ -9,7 +9,7 @@ from lightning_perf.errors import ConfigError, warn
 from lightning_perf.schedule.base import FOREVER, Composed, Context, Schedule, as_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable, Mapping
 
     from lightning_perf.core.progress import Moment
 
@@ -121,20 +121,22 @@ class HasTag(Composed):
         self.tag = tag
         self.schedule = as_schedule(schedule)
         self._key, self._value = key, value if equals else None
-        self._read_tags = Context().read_tags
+        self._read_tags: Callable[[], Mapping[str, str]] | None = None
         self._tagged = False
         super().__init__([self.schedule])
 
     def setup(self, context: Context) -> None:
-        """Store the tag reader of the run."""
+        """Store the tag reader of the run; warn if there is none."""
         super().setup(context)
+        if context.read_tags is None and context.ranks.global_rank == 0:
+            warn(f"{self!r} is never true: add an MLFlowLogger to the Trainer, for its tags.")
         self.shared = False  # each rank sees a new tag at a different time
         self._read_tags, self._tagged = context.read_tags, False
 
     def observe(self, moment: Moment) -> None:
         """Read the cached tags."""
         super().observe(moment)
-        value = self._read_tags().get(self._key)
+        value = self._read_tags().get(self._key) if self._read_tags is not None else None
         self._tagged = value is not None and self._value in (None, value)
 
     def window(self, moment: Moment) -> Hashable | None:

@@ -24,14 +24,21 @@ ROUNDING = 1e-9
 
 
 _COUNTS = {unit: unit.name.lower() for unit in TimeUnit} | {TimeUnit.SECOND: "total_wct"}
-#: Progress at a moment and one batch earlier, by unit.
+
+
+#: Progress at a moment and one batch earlier, by unit. Stages without a fraction are before all of
+#: its milestones.
 POSITION: dict[TimeUnit, Callable[[Moment], float]] = {
     **{unit: attrgetter(f"timestamp.{name}") for unit, name in _COUNTS.items()},
-    TimeUnit.DURATION: lambda moment: (moment.fraction or 0.0) + ROUNDING,
+    TimeUnit.DURATION: lambda moment: (
+        -1.0 if (done := moment.fraction) is None else done + ROUNDING
+    ),
 }
 PREVIOUS: dict[TimeUnit, Callable[[Moment], float]] = {
     **{unit: attrgetter(f"previous.{name}") for unit, name in _COUNTS.items()},
-    TimeUnit.DURATION: lambda moment: (moment.previous_fraction or 0.0) + ROUNDING,
+    TimeUnit.DURATION: lambda moment: (
+        -1.0 if (done := moment.previous_fraction) is None else done + ROUNDING
+    ),
 }
 
 
@@ -246,7 +253,8 @@ class At(_Milestones):
     """True once: from the first batch at or after a time, in each stage by its own count.
 
     Args:
-        time: The time, in any unit; zero is the start of the stage.
+        time: The time, in any unit; zero is the start of the stage. Stages other than train have
+            no fraction.
         lasting: The length of the window, in any unit.
 
     Raises:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
+from difflib import get_close_matches
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -192,7 +194,8 @@ class OnVerdict(Trigger):
         lasting: The length of a window, in any unit except ``dur``.
 
     Raises:
-        ConfigError: If there is no code, or the length is malformed.
+        ConfigError: If there is no code, or the length is malformed; at set-up, if `Diagnosis` has
+            no rule with a code.
 
     Example:
         >>> schedule = OnVerdict(["periodic-stall", "slowdown"], lasting="5ba")
@@ -208,8 +211,9 @@ class OnVerdict(Trigger):
         self._seen = 0
 
     def setup(self, context: Context) -> None:
-        """Follow the verdicts of a run."""
+        """Follow the verdicts of a run; refuse codes that cannot be reached in it."""
         super().setup(context)
+        self._check_reachable(context)
         self._reached, self._seen = context.reached, len(context.reached)
 
     def fired(self, moment: Moment) -> bool:  # noqa: ARG002
@@ -218,6 +222,19 @@ class OnVerdict(Trigger):
             return False
         fresh, self._seen = self._reached[self._seen :], len(self._reached)
         return any(code in self.codes for code in fresh)
+
+    def _check_reachable(self, context: Context) -> None:
+        reachable = context.reachable
+        if reachable is None:
+            return
+        if not reachable and context.ranks.global_rank == 0:
+            warn(f"{self!r} is never true: add Diagnosis() to the callbacks of the Trainer.")
+        unknown = [code for code in self.codes if code not in reachable]
+        if reachable and unknown:
+            known = sorted(reachable)
+            near = [(get_close_matches(code, known, n=1) or known)[0] for code in self.codes]
+            problem = f"has {unknown[0]!r}, but verdicts of this run are {', '.join(known)}"
+            raise ConfigError("codes", self.codes, problem, json.dumps(near))
 
 
 # These end or stop the process, or Lightning uses them to end training.

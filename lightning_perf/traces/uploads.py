@@ -90,6 +90,8 @@ class Trace:
 
 FILE_NAME = "pending_uploads.jsonl"
 _MOVED = f"{FILE_NAME}.moved-"
+#: The most bytes of a damaged line that a warning shows.
+_MOST_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +111,17 @@ class PendingUpload:
 
 def append_pending(root: Path, entry: PendingUpload) -> None:
     """Append an entry to the list in `root`; safe with several processes."""
+    _append(root, json.dumps(asdict(entry)).encode())
+
+
+def _append(root: Path, line: bytes) -> None:
     root.mkdir(parents=True, exist_ok=True)
     path = root / FILE_NAME
     # Not through a link: it may point anywhere.
     how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    line = json.dumps(asdict(entry)).encode() + b"\n"
     for _ in range(3):
         with open(os.open(path, how, 0o666), "ab", buffering=0) as file:  # noqa: PTH123
-            file.write(line)  # a single write, so that lines of several ranks do not mix
+            file.write(line + b"\n")  # a single write, so that lines of several ranks do not mix
             # `taken_pending` may have moved the list and read it before the line was there.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -128,36 +133,45 @@ def taken_pending(root: Path) -> Iterator[dict[Hashable, PendingUpload]]:
     """Take all entries off the list in `root`; those that are left at the end are listed again.
 
     Entries that other processes append meanwhile begin a new list. If this is interrupted, an entry
-    may be listed twice, and none is lost.
+    may be listed twice, and none is lost. Damaged lines stay listed, with a warning.
     """
     with suppress(FileNotFoundError):
         (root / FILE_NAME).rename(root / f"{_MOVED}{os.urandom(4).hex()}")
     lists = sorted(root.glob(f"{_MOVED}*"))  # also of interrupted calls
-    entries = [entry for path in lists for entry in _read(path)]
-    left: dict[Hashable, PendingUpload] = {
-        (entry.path, entry.remote, *sorted(entry.target.items())): entry for entry in entries
-    }
+    left: dict[Hashable, PendingUpload] = {}
+    damaged: dict[bytes, None] = {}
+    for line in (line for path in lists for line in path.read_bytes().splitlines()):
+        if (entry := _read(line)) is not None:
+            left[entry.path, entry.remote, *sorted(entry.target.items())] = entry
+        elif line.strip():
+            damaged[line] = None
+    if damaged:
+        first = next(iter(damaged))[:_MOST_SHOWN].decode(errors="replace")
+        warn(
+            f"{root / FILE_NAME} has damaged lines, which are not uploaded and stay there: correct "
+            f"or delete them. The first begins with {first!r}."
+        )
     try:
         yield left
     finally:
         for entry in left.values():
             append_pending(root, entry)
+        for line in damaged:
+            _append(root, line)
         for path in lists:
             path.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> list[PendingUpload]:
-    entries = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            fields = json.loads(line)
-            target = dict(fields.pop("target", {}))
-            if {*map(type, (*fields.values(), *target, *target.values()))} != {str}:
-                raise TypeError("the values of an entry are strings")
-            entries.append(PendingUpload(**fields, target=target))
-        except (AttributeError, RecursionError, TypeError, ValueError):
-            warn(f"line {number} of {path} is damaged and was skipped.")
-    return entries
+def _read(line: bytes) -> PendingUpload | None:
+    """The entry of a line; None if it is damaged."""
+    try:
+        fields = json.loads(line)
+        target = dict(fields.pop("target", {}))
+        if {*map(type, (*fields.values(), *target, *target.values()))} != {str}:
+            raise TypeError("the values of an entry are strings")
+        return PendingUpload(**fields, target=target)
+    except (AttributeError, RecursionError, TypeError, ValueError):
+        return None
 
 
 #: The maximum files that one warning names; the list has all of them.

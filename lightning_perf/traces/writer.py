@@ -43,6 +43,9 @@ class TraceWriter:
         # By raw file. Single operations of a dictionary are atomic.
         self._queued: dict[Path, Trace] = {}
         self._saved: dict[Path, Trace] = {}
+        self._earlier: Sequence[Trace] = ()
+        keep = options.num_traces_to_keep
+        self._most_saved = keep if keep >= 0 else run.most_remembered
         self._lock = threading.Lock()
         self._readme_placed = self._readme_sent = False
 
@@ -56,15 +59,30 @@ class TraceWriter:
         """The latest `num_traces_to_keep` traces (some thousands for -1), the latest last.
 
         Each is its timestamp and a list of paths by global rank: this rank's path, and None for
-        all others.
+        all others. Those of earlier runs come first.
         """
         here, world_size = self._run.ranks.global_rank, self._run.ranks.world_size
         with self._lock:
-            saved = list(self._saved.values())
+            earlier = [trace for trace in self._earlier if trace.path not in self._saved]
+            saved = [*earlier, *self._saved.values()]
         return [
             (trace.timestamp, [trace.path if rank == here else None for rank in range(world_size)])
-            for trace in saved
+            for trace in saved[max(0, len(saved) - self._most_saved) :]
         ]
+
+    @property
+    def saved_in_run(self) -> list[Path]:
+        """The paths of these traces, without those of earlier runs."""
+        with self._lock:
+            return list(self._saved)
+
+    def follow(self, earlier: TraceWriter) -> None:
+        """List the traces of the same recorder in an earlier run, too."""
+        with earlier._lock:
+            saved = [*earlier._earlier, *earlier._saved.values()]
+        # Without the targets, which belong to that run.
+        latest = saved[max(0, len(saved) - self._most_saved) :]
+        self._earlier = [replace(trace, sends=()) for trace in latest]
 
     def latest(self, stage: str) -> Path | None:
         """The latest of these traces of a stage; None without one."""
@@ -230,11 +248,10 @@ class TraceWriter:
         return trace
 
     def _remember(self, trace: Trace) -> None:
-        keep = self._options.num_traces_to_keep
         with self._lock:
             self._saved.pop(trace.path, None)
             self._saved[trace.path] = trace
-            if len(self._saved) > (keep if keep >= 0 else self._run.most_remembered):
+            if len(self._saved) > self._most_saved:
                 del self._saved[next(iter(self._saved))]
 
     def _place_readme(self, trace: Trace) -> None:

@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections import deque
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -283,9 +283,9 @@ INTERVAL = 5.0
 
 
 class TagReader:
-    """Fetches the tags of a run, if there is one, on the worker thread while they are read."""
+    """Fetches the tags of a run on the worker thread while they are read."""
 
-    def __init__(self, run: MlflowRun | None, worker: Worker) -> None:
+    def __init__(self, run: MlflowRun, worker: Worker) -> None:
         self._run, self._worker = run, worker
         self._tags: Mapping[str, str] = {}
         self._due = 0.0
@@ -293,13 +293,13 @@ class TagReader:
 
     def read(self) -> Mapping[str, str]:
         """The tags of the last request; empty if the server did not respond."""
-        if (run := self._run) is not None and not self._fetching and time.monotonic() >= self._due:
-            self._fetching = self._worker.submit(partial(self._fetch, run), "tags from MLflow")
+        if not self._fetching and time.monotonic() >= self._due:
+            self._fetching = self._worker.submit(self._fetch, "tags from MLflow")
         return self._tags
 
-    def _fetch(self, run: MlflowRun) -> None:
+    def _fetch(self) -> None:
         try:
-            self._tags = run.tags()
+            self._tags = self._run.tags()
         except Exception:
             self._tags = {}
         finally:

@@ -307,9 +307,10 @@ class Root:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def root_of(place: str) -> Root:
+def root_of(place: str, start: Path) -> Root:
     """The root for a folder or URL, as the trainer's ``default_root_dir`` may be.
 
+    Relative folders are below ``start``.
     For a store, files are made in a temporary folder. If the store cannot be used on this machine,
     one warning says where files are written instead.
     """
@@ -317,13 +318,12 @@ def root_of(place: str) -> Root:
     if found := re.match(r"(?:file|local):/*(/.*)", place):
         place = found[1]
     if "://" not in place:
-        return Root(Path(place))
+        return Root(start / place)
     try:
         check_store(place, "default_root_dir")
     except ConfigError as error:
-        path = Path.cwd()
-        warn(f"{without_credentials(place)} {error.problem}: files are written to {path} instead.")
-        return Root(path)
+        warn(f"{without_credentials(place)} {error.problem}: files are written to {start} instead.")
+        return Root(start)
     store, (_, _, folder) = _Store(place), split_url(place)
     adding = Target(partial(store.send, adds=True), store.address)
     replacing = Target(store.send, store.address)

@@ -15,14 +15,23 @@ import lightning as L
 import pytest
 import torch
 from helpers.clocks import FakeClock
-from helpers.small import RANKS, Records, Small, trainer
+from helpers.small import RANKS, Records, Small, ours, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_perf import ConfigError, Diagnosis, OnVerdict, PyTorch, Suite, Verdict
+from lightning_perf import (
+    ConfigError,
+    Diagnosis,
+    Flops,
+    OnVerdict,
+    PerfWarning,
+    PyTorch,
+    Suite,
+    Verdict,
+)
 from lightning_perf.background import wait_until
 from lightning_perf.callbacks import diagnosis as module
 from lightning_perf.diagnosis.signals import Signals
@@ -335,9 +344,38 @@ def test_a_verdict_starts_a_recording(tmp_path: Path) -> None:
     model = WaitsAtBatch50(lambda: "diagnosis/mine" in diagnosis.metrics)
     trainer(tmp_path, diagnosis, profiler, **options).fit(model)
     assert len(profiler.saved_traces) == 1
-    unrelated = PyTorch(schedule=OnVerdict(["other"]), folder="none")
+    unrelated = PyTorch(schedule=OnVerdict(["critical"]), folder="none")
     trainer(tmp_path, diagnosis, unrelated, **options).fit(model)
     assert not unrelated.saved_traces
+
+
+@pytest.mark.parametrize(
+    ("rules", "codes", "problem", "suggestion"),
+    [
+        (
+            None,
+            ["slowdown", "periodic-stal"],
+            "has 'periodic-stal'",
+            '["slowdown", "periodic-stall"]',
+        ),
+        ([CountingRule()], "slowdown", "are critical, healthy, info, mine", '["'),
+    ],
+)
+def test_a_verdict_that_cannot_be_reached_is_refused(
+    tmp_path: Path, rules: Any, codes: Any, problem: str, suggestion: str
+) -> None:
+    """Set-up names the code that no rule has, what there is, and the closest."""
+    callbacks = [Flops(schedule=OnVerdict(codes)), Suite([Diagnosis(rules=rules)])]
+    with pytest.raises(ConfigError, match=problem) as refused:
+        trainer(tmp_path, *callbacks).fit(Small())
+    assert f"Try codes={suggestion}" in str(refused.value)
+
+
+def test_a_verdict_without_a_diagnosis_warns(tmp_path: Path) -> None:
+    """Set-up says what to add, once."""
+    with pytest.warns(PerfWarning, match=r"is never true: add Diagnosis\(\)") as caught:
+        trainer(tmp_path, PyTorch(schedule=OnVerdict("slowdown")), logger=False).fit(Small())
+    assert len(ours(caught)) == 1
 
 
 def test_an_interrupted_run_is_diagnosed_up_to_its_last_window(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from lightning_perf import (
     ConfigError,
     Cyclic,
     Fixed,
-    HasTag,
     Memray,
     OnSignal,
     OnSlowBatch,
@@ -131,6 +130,23 @@ def recorder(request: pytest.FixtureRequest) -> Recorder:
 
 
 @pytest.mark.parametrize(
+    "names",
+    [{"filename": "{batch}.out.gz"}, {"filename": "{batch}.out", "remote_file_name": "a.gz"}],
+)
+def test_a_name_that_ends_in_gz_is_a_gzipped_file(
+    tmp_path: Path, recorder: Recorder, names: dict[str, str]
+) -> None:
+    """Whatever `compress` says, and whether the local or the remote name ends so."""
+    profiler = recorder.kind(schedule="first 2ba", compress=False, **names)
+    recorder.fit(tmp_path, profiler)
+    packed = tmp_path / "records-version_0" / recorder.folder / "2.out.gz"
+    plain = tmp_path / f"plain{recorder.suffix}"
+    content = packed.read_bytes()
+    plain.write_bytes(content if plain.name.endswith(".gz") else gzip.decompress(content))
+    assert recorder.batches(plain) == 2
+
+
+@pytest.mark.parametrize(
     ("schedule", "options", "files"),
     [
         pytest.param(None, {}, {"rank0.5": 4}, id="default"),
@@ -186,11 +202,11 @@ def test_one_callback_serves_all_stages(tmp_path: Path, recorder: Recorder) -> N
 
 
 def test_one_callback_serves_two_fits(tmp_path: Path, recorder: Recorder) -> None:
-    """A second trainer's fit records like the first one, into its own folder."""
+    """A second trainer's fit records like the first one, into its own folder; both are listed."""
     profiler = recorder.kind(schedule="every 8ba")
-    for folder in (tmp_path / "first", tmp_path / "second"):
+    for number, folder in enumerate((tmp_path / "first", tmp_path / "second"), 1):
         assert recorder.fit(folder, profiler) == {"rank0.9": 1}
-        assert [stamp.batch for stamp, _ in profiler.saved_traces] == [9]
+        assert [stamp.batch for stamp, _ in profiler.saved_traces] == [9] * number
 
 
 def test_a_second_fit_of_a_trainer_keeps_counting(tmp_path: Path, recorder: Recorder) -> None:
@@ -331,7 +347,6 @@ def test_a_schedule_without_a_window_warns(tmp_path: Path, schedule: Any) -> Non
         ("never", {}),
         (OnSignal("SIGUSR2"), {}),
         (OnSlowBatch(factor=1000.0), {}),
-        (HasTag("trace", "always"), {}),
         (Stages("test") & Always(), {}),
         ("every 1000ba", {"fast_dev_run": True}),
         ("every 1000ba", {"limit_train_batches": 0}),

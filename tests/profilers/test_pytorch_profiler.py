@@ -23,6 +23,7 @@ from mlflow import MlflowClient
 
 from lightning_perf import (
     Always,
+    At,
     ConfigError,
     Cyclic,
     Every,
@@ -31,6 +32,7 @@ from lightning_perf import (
     PyTorch,
     Schedule,
     Stages,
+    Timings,
 )
 
 
@@ -71,6 +73,26 @@ def test_a_trace_of_evaluation_has_one_step_per_batch(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"val_check_interval": 4}, [[2, 3], [4, 5, 6, 7], [8, 9]]),
+        ({"limit_train_batches": 5, "max_epochs": 2}, [[2, 3, 4], [5, 6, 7, 8, 9]]),
+        ({"limit_val_batches": 0}, [[*range(2, 10)]]),
+        ({"check_val_every_n_epoch": 2}, [[*range(2, 10)]]),
+    ],
+    ids=str,
+)
+def test_a_trace_that_validation_ends_has_one_step_per_batch(
+    tmp_path: Path, options: dict[str, Any], expected: list[list[int]]
+) -> None:
+    """No step begins between the last batch and validation."""
+    profiler = PyTorch(schedule=Stages("train") & At("2ba", lasting="8ba"))
+    trainer(tmp_path, profiler, **{"limit_val_batches": 2} | options).fit(Small())
+    found = sorted(steps(trace) for trace in traces(tmp_path).values())
+    assert found == expected
+
+
 def test_a_trace_has_metadata(tmp_path: Path) -> None:
     """Rank, world size, stage and batch are in the trace, for tools that align ranks."""
     (trace,) = fit(tmp_path, PyTorch(schedule="first 2ba")).values()
@@ -105,6 +127,23 @@ def test_saved_traces_lists_the_latest_by_rank(tmp_path: Path) -> None:
     assert sorted(found) == ["rank0.13.pt.trace.json.gz", "rank0.9.pt.trace.json.gz"]
     saved = [(stamp.batch, [p.name for p in paths if p]) for stamp, paths in profiler.saved_traces]
     assert saved == [(9, ["rank0.9.pt.trace.json.gz"]), (13, ["rank0.13.pt.trace.json.gz"])]
+
+
+def test_saved_traces_lists_those_of_earlier_runs(tmp_path: Path) -> None:
+    """A test and a second fit add to it; the summary of a run has its own traces."""
+    profiler = PyTorch(schedule="at 4ba", num_traces_to_keep=3)
+    for folder, stages in (("one", "fit test"), ("two", "test fit")):
+        run = trainer(tmp_path / folder, profiler, Timings(), logger=Records(), max_epochs=1)
+        for stage in stages.split():
+            getattr(run, stage)(Small())
+    saved = [path.relative_to(tmp_path).parts for _, (path,) in profiler.saved_traces if path]
+    assert [(folder, parent) for folder, *_, parent, _ in saved] == [
+        ("one", "test"),
+        ("two", "test"),
+        ("two", "torch_traces"),
+    ]
+    summary = json.loads((tmp_path / "two/records-version_0/summary.json").read_text())
+    assert [Path(each).parent.name for each in summary["traces"]] == ["torch_traces", "test"]
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, launch, trainer
+from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, launch, ours, trainer
 from helpers.torch_traces import traces
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
-from lightning_perf import Flops, PyTorch, SpeedMonitor
+from lightning_perf import Flops, GlobalRank, PyTorch, SpeedMonitor
 from lightning_perf.run.callback import PerfCallback
 
 pytestmark = pytest.mark.slow
@@ -160,3 +160,33 @@ def test_a_second_run_in_the_same_processes_is_reported(tmp_path: Path) -> None:
     # end of training needs no report of its own, but the end of the test does.
     assert found["throughput/samples_per_sec"] == 6
     assert found["test/throughput/samples_per_sec"] >= 6
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"filename": "{batch}.json"}, ["filename"]),
+        ({"filename": "{batch}", "remote_file_name": "{batch}"}, ["filename", "remote_file_name"]),
+        ({"filename": "{batch}.json", "folder": "{local_rank:02d}"}, []),
+        ({"filename": "{batch}.json", "ranks": [1, 7]}, []),
+        ({"filename": "{batch}.json", "schedule": "first 1ba" & GlobalRank(1)}, []),
+    ],
+    ids=str,
+)
+def test_a_name_that_several_ranks_share_warns(
+    tmp_path: Path, options: dict[str, Any], fields: list[str]
+) -> None:
+    """Set-up says to add the rank, once for each such name."""
+    seen = tmp_path / "warnings"
+
+    class Watched(Small):
+        def on_fit_start(self) -> None:
+            if self.global_rank == 0:
+                seen.write_text("\n".join(ours(caught)))
+
+    profiler = PyTorch(**{"schedule": "first 1ba"} | options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path, profiler, **RANKS).fit(Watched())
+    shared = [line for line in seen.read_text().splitlines() if "add {rank} to it" in line]
+    assert [line.partition("(")[2].partition("=")[0] for line in shared] == fields

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.small import Small, trainer
+from helpers.small import Small, ours, trainer
 from helpers.torch_traces import steps, traces
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 from torch import Tensor
 
-from lightning_perf import HasTag, Moment, PyTorch
+from lightning_perf import HasTag, Moment, PerfWarning, PyTorch
 from lightning_perf.background import Worker
 from lightning_perf.tracking import mlflow
 from lightning_perf.tracking.mlflow import MlflowRun
@@ -101,6 +101,19 @@ def test_an_unreachable_server_means_no_tag(
 
 
 def test_without_mlflow_there_are_no_tags(tmp_path: Path) -> None:
-    """HasTag is never true without an MLflow run."""
-    trainer(tmp_path, PyTorch(schedule=HasTag("profile"))).fit(Small())
+    """HasTag is never true without an MLflow run: one warning at set-up says so."""
+    with pytest.warns(PerfWarning, match="is never true: add an MLFlowLogger") as caught:
+        trainer(tmp_path, PyTorch(schedule=HasTag("profile"))).fit(Small())
+    assert len(ours(caught)) == 1
     assert not traces(tmp_path)
+
+
+def test_an_absent_tag_does_not_warn(tmp_path: Path, mlflow_database: str) -> None:
+    """A run may end without the tag, and so without a window."""
+    logger = MLFlowLogger("tags", tracking_uri=mlflow_database)
+    trainer(tmp_path, PyTorch(schedule=HasTag("profile", "always")), logger=logger).fit(Small())
+
+
+def test_a_trial_run_does_not_warn_of_missing_tags(tmp_path: Path) -> None:
+    """`fast_dev_run` replaces the loggers."""
+    trainer(tmp_path, PyTorch(schedule=HasTag("profile")), fast_dev_run=True).fit(Small())

@@ -3,12 +3,23 @@
 import inspect
 import pickle
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from helpers.small import Small, trainer
+from helpers.small import Small, ours, trainer
 from jsonargparse import ArgumentParser
 
-from lightning_perf import PyTorch, Schedule, Stages
+from lightning_perf import (
+    ConfigError,
+    Flops,
+    PerfWarning,
+    PyTorch,
+    Schedule,
+    Stages,
+    Timings,
+    VizTracer,
+)
 from lightning_perf.core.progress import Moment
 
 
@@ -22,6 +33,74 @@ class EveryOtherEpoch(Schedule):
         """Return the epoch."""
         epoch = moment.timestamp.epoch
         return epoch if epoch % 2 == self.first else None
+
+
+class Raises(EveryOtherEpoch):
+    """Fails after some batches."""
+
+    def window(self, moment: Moment) -> int | None:
+        """Raise."""
+        return {0: None, 1: None}[moment.timestamp.batch]
+
+
+class Array(EveryOtherEpoch):
+    """Its windows cannot be compared."""
+
+    def window(self, moment: Moment) -> Any:
+        """Return an array."""
+        return np.zeros(2)
+
+
+class NeverQuiet(EveryOtherEpoch):
+    """Its next window has no number."""
+
+    def quiet_until(self, moment: Moment) -> Any:
+        """Return None."""
+
+
+@pytest.mark.parametrize("kind", [PyTorch, Flops])
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (Raises(), r": Raises\.window failed \(KeyError: 2\)\. Training continues\.$"),
+        (Raises() | Stages("test"), r": Raises\.window failed \(KeyError: 2\)"),
+        (
+            NeverQuiet(first=1),
+            r"Check what NeverQuiet returns: window\(\) a hashable value or None",
+        ),
+    ],
+    ids=str,
+)
+def test_an_error_of_a_schedule_names_its_class(
+    tmp_path: Path, kind: Any, schedule: Schedule, message: str
+) -> None:
+    """The warning says which method failed, or what it has to return."""
+    healthy = Timings()
+    callbacks = [kind(schedule=schedule), healthy]
+    with pytest.warns(PerfWarning, match=message) as caught:
+        trainer(tmp_path, *callbacks).fit(Small())
+    assert len(ours(caught)) == 1
+    assert healthy.metrics
+
+
+def test_an_error_of_a_schedule_switches_off_its_own_profiler(tmp_path: Path) -> None:
+    """Another profiler that begins where its window may end records."""
+    healthy = VizTracer(schedule="at 2ba for 3ba")
+    broken = PyTorch(schedule=Array())
+    with pytest.warns(PerfWarning, match="PyTorch is off.* Check what Array returns") as caught:
+        trainer(tmp_path, healthy, broken).fit(Small())
+    assert len(ours(caught)) == 1
+    assert len(healthy.saved_traces) == 1
+
+
+def test_a_lead_that_is_no_number_is_refused() -> None:
+    """At construction of what uses the schedule."""
+
+    class Early(EveryOtherEpoch):
+        lead = "2"  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match=r"Early\.lead='2' .* Try Early\.lead=2"):
+        PyTorch(schedule=Early())
 
 
 def test_it_takes_12_lines() -> None:

@@ -99,6 +99,14 @@ def test_no_interval_is_missed(samples, interval, start):
     assert observed(schedule, moments(samples)) == expected
 
 
+@pytest.mark.parametrize(
+    "schedule", [At("0dur"), At("0dur", lasting="0.1dur"), At("0.5dur"), Every("0.1dur")]
+)
+def test_no_window_opens_at_a_fraction_of_a_stage_that_has_none(schedule):
+    """Only training has a fraction."""
+    assert predicted(schedule, 9, Moment("validate", Timestamp(), Timestamp())) == {}
+
+
 @settings(deadline=None)
 @given(st.integers(1, 400), st.integers(1, 100))
 def test_no_fraction_is_missed_or_early(steps, parts):

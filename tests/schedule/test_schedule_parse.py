@@ -42,6 +42,8 @@ from lightning_perf.schedule import (
         ("first 5ba", At("0ba", lasting="5ba")),
         ("first 2048sp", At("0sp", lasting="2048sp")),
         ("first 10m", At("0sec", lasting="600sec")),
+        ("first 0.1dur", At("0dur", lasting="0.1dur")),
+        ("first 10%", At("0dur", lasting="0.1dur")),
         ("at 0.5dur", At("0.5dur")),
         ("at 0.5dur for 3ba", At("0.5dur", lasting="3ba")),
         ("always", Always()),
@@ -64,7 +66,7 @@ def test_takes_schedules_and_defaults():
 
 @pytest.mark.parametrize(
     "value",
-    ["", "every", "sometimes", "every 0ba", "first 0.5dur", "at", "every 5ba for", "at 1.5dur",
+    ["", "every", "sometimes", "every 0ba", "first 0dur", "at", "every 5ba for", "at 1.5dur",
      "first 5ba for 3ba", "5ba 3ba", "every 1.5ba", "never 5ba", True, 1.5],
 )  # fmt: skip
 def test_refuses(value):

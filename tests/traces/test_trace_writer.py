@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import threading
 import time
 import weakref
@@ -573,11 +574,19 @@ def test_entries_that_a_training_adds_during_a_revision_stay(tmp_path):
 
 
 @pytest.mark.parametrize("line", ['{"path": "/a", "rem', '{"path": "/a"}', "[]", "7"])
-def test_a_damaged_line_is_skipped(tmp_path, line):
-    """A damaged line is a warning with its number; other lines are read."""
+def test_a_damaged_line_stays(tmp_path, line):
+    """A damaged line is a warning that shows it, and stays listed; other lines are read."""
     entry = PendingUpload("/0", "0", "run", "why")
+    path = tmp_path / "pending_uploads.jsonl"
     append_pending(tmp_path, entry)
-    with (tmp_path / "pending_uploads.jsonl").open("a") as file:
-        file.write(line)
-    with pytest.warns(PerfWarning, match="line 2"):
+    with path.open("a") as file:
+        file.write(f"\n{line}\n{line}")
+    message = rf"{path} has damaged lines.* begins with {re.escape(repr(line))}"
+    with pytest.warns(PerfWarning, match=message):
         assert read_pending(tmp_path) == [entry]
+    with pytest.warns(PerfWarning, match=message), taken_pending(tmp_path) as left:
+        left.clear()
+    assert path.read_text() == f"{line}\n"
+    path.unlink()
+    append_pending(tmp_path, entry)
+    assert read_pending(tmp_path) == [entry]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from fnmatch import fnmatch
 from functools import partial
@@ -13,10 +14,11 @@ import fsspec
 import pytest
 from helpers.command import exit_code
 from helpers.pending import read_pending
-from helpers.small import Small, left_in, ours, trainer
+from helpers.small import Records, Small, left_in, ours, trainer
 from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
 
-from lightning_perf import PerfWarning, PyTorch, Timings
+from lightning_perf import PerfWarning, PyTorch, Timings, VizTracer
 from lightning_perf.background import Worker
 from lightning_perf.run import destination
 from lightning_perf.traces.uploads import TraceRun
@@ -72,6 +74,32 @@ def stored(under: str) -> list[str]:
 
 
 # fast_dev_run
+
+
+def test_a_relative_folder_is_that_of_the_set_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training may change the current folder: all files are where the run began."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    class Leaving(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            os.chdir(tmp_path / "elsewhere")
+            return super().training_step(batch, batch_idx)
+
+    profilers = [
+        PyTorch(schedule="first 2ba"),
+        VizTracer(schedule="at 4ba", output_path_prefix="other", html=True),
+    ]
+    trainer(Path("runs"), *profilers, Timings(), logger=Records()).fit(Leaving())
+    assert not list((tmp_path / "elsewhere").rglob("*"))
+    assert {path.relative_to(tmp_path).as_posix() for path in left_in(tmp_path)} >= {
+        "runs/records-version_0/torch_traces/rank0.2.pt.trace.json.gz",
+        "runs/records-version_0/timings/table.json",
+        "other/records-version_0/viztracer/rank0.5.html",
+    }
+    assert all(path.exists() for each in profilers for path in each.saved_in_run)
 
 
 def test_a_fast_dev_run_leaves_no_file_and_may_be_repeated(

@@ -21,6 +21,7 @@ _INFO = 1 / 3
 _NOISE = 0.9
 #: A share of this many times the threshold, and of ``CRITICAL``, is critical.
 _CRITICAL_RATIO, CRITICAL = 2.0, 0.2
+SEVERITIES = ("info", "warning", "critical")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Verdict:
 
     #: One of ``CODES``, or the code of a user's own rule.
     code: str
-    #: ``info``, ``warning`` or ``critical``.
+    #: One of ``SEVERITIES``: ``info``, ``warning`` or ``critical``.
     severity: str
     #: Fraction of the wall time that would be saved without the cause.
     share: float = 0.0
