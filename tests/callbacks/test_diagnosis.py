@@ -232,8 +232,8 @@ class CountingRule:
 class WaitsAtBatch50(Model):
     """Waits at batch 50 until a condition is true.
 
-    The first analysis must be that of batch 40: with one of batch 20 that still waits for a CPU, that
-    of batch 40 is left out.
+    The first analysis must be that of batch 40: if one of batch 20 still waited for a CPU, that of
+    batch 40 would be left out.
     """
 
     def __init__(self, done: Callable[[], object]) -> None:
