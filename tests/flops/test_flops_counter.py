@@ -107,7 +107,7 @@ def test_lstm(layers, directions):
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_fused_lstm_computes_the_gradient_of_its_input(fused):
-    """Also if it is not needed; an LSTM that is not fused computes none of input and first state."""
+    """Also if nobody needs it; one that is not fused computes none of input and first state."""
     lstm, x = nn.LSTM(8, 16), torch.randn(5, 3, 8)
     with torch.backends.mkldnn.flags(enabled=fused):
         counted = total(lambda: lstm(x)[0].sum().backward())
