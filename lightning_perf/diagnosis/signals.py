@@ -62,6 +62,8 @@ class Loader:
     batch_size: int | None = None
     pin_memory: bool = False
     persistent_workers: bool = False
+    #: Whether its dataset is an IterableDataset, which divides its items among workers itself.
+    iterable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

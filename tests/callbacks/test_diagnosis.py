@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_perf import ConfigError, Diagnosis, OnVerdict, PyTorch, Suite, Verdict
 from lightning_perf.background import wait_until
@@ -157,6 +157,37 @@ def test_a_cause_planted_in_the_module_is_found(
     (found,) = blamed(diagnose(tmp_path, model(), **options)).values()
     assert found.code == code
     assert culprit in (None, found.culprit)
+
+
+class WebLoader(IterableDataset[Any]):
+    """Like webdataset's: a pipeline of stages, the first of which is a DataLoader."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.pipeline = [DataLoader(dataset, batch_size=None)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.pipeline[0])
+
+
+class Shards(IterableDataset[Any]):
+    """40 slow batches of one sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(40):
+            x, y = Data(NAP)[index]
+            yield x[None], y[None]
+
+
+def test_the_workers_of_a_web_loader_are_advised(tmp_path: Path) -> None:
+    """Its DataLoader is the first stage; an iterable dataset must have data for each worker."""
+
+    class Streams(Model):
+        def train_dataloader(self) -> Any:
+            return WebLoader(Shards())
+
+    (found,) = blamed(diagnose(tmp_path, Streams())).values()
+    assert (found.code, found.evidence["num_workers"]) == ("input-bound", 0)
+    assert "The dataset is iterable: it must divide its items among the workers" in found.advice
 
 
 def test_a_callback_is_named_with_its_hook_and_a_logger_with_its_method(tmp_path: Path) -> None:

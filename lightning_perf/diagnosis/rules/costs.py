@@ -79,9 +79,14 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
     )
     if workers > loader.num_workers and faster < (1 - _WORTHWHILE) * step:
         hides = "hides the loading" if faster <= 1.1 * rest + _HANDOVER else "loads faster"
+        shards = (
+            " The dataset is iterable: it must divide its items among the workers, and one without "
+            "a shard of its own loads nothing."
+        )
         return (
             f"{measured}. num_workers={workers} {hides}: {duration(faster)} per step instead "
             f"of {duration(step)}. {setup.cpus} CPUs are usable."
+            f"{shards if loader.iterable and workers > 1 else ''}"
         ), faster
     why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
     return (
