@@ -100,6 +100,13 @@ class Garbage(Model):
         return super().training_step(batch, batch_idx)
 
 
+class SlowScheduler(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: CLOCK.sleep(NAP) or 1.0)
+        return [optimizer], [{"scheduler": rate, "interval": "step"}]
+
+
 class Plots(L.Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         CLOCK.sleep(NAP)
@@ -146,6 +153,7 @@ def blamed(diagnosis: Diagnosis) -> dict[str, Verdict]:
         (SlowInput, "input-bound", "train_dataloader_next", {}),
         (SlowTransfer, "transfer-bound", None, {}),
         (SlowValidation, "validation-bound", "validate.forward", {"limit_val_batches": 40}),
+        (SlowScheduler, "callback-bound", "lr_scheduler_step", {}),
         (Garbage, "gc-pauses", "training_step", {}),
         (Stalls, "periodic-stall", None, {}),
     ],

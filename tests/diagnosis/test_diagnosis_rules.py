@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of
+from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of, signals_of_ranks
 
 from lightning_perf.diagnosis import CODES, RULES, Verdict, diagnose
 from lightning_perf.diagnosis.report import report_page
 from lightning_perf.diagnosis.signals import WAITING, Loader, Setup, Signals
-from lightning_perf.timing.totals import Action
+from lightning_perf.timing.totals import Action, Cost
 
 STEPS = WINDOWS * BATCHES
 
@@ -141,6 +141,28 @@ def test_a_planted_cause_is_the_only_verdict(code: str) -> None:
             assert actual == (pytest.approx(value, rel=0.1) if isinstance(value, float) else value)
     assert found[0].predicted_speedup == pytest.approx(1 / (1 - found[0].share))
     assert found[0].advice
+
+
+@pytest.mark.parametrize(
+    ("category", "name"),
+    [("reduce_metrics", "AUROC.compute"), ("step_lr_schedulers", "lr_scheduler_step")],
+)
+def test_metrics_and_schedulers_are_named(category: str, name: str) -> None:
+    """What they take beyond the threshold is a cause as that of a callback's hook."""
+    named = {Action("train", category, name): every(0.1)}
+    (found,) = diagnose(signals_of({**FINE, category: 0.01}, named=named)).verdicts
+    assert (found.code, found.culprit, found.phase) == ("callback-bound", name, category)
+    assert found.share == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize(("other", "blamed"), [(0.0, False), (5.0, True)])
+def test_waiting_for_another_rank_s_metric_is_not_blamed(other: float, blamed: bool) -> None:
+    """A metric's time counts as far as all ranks spend it: in it ranks wait for each other."""
+    signals = signals_of_ranks({"reduce_metrics": {0: 5.0, 1: other}}, {}, ranks=2)
+    metric = Action("train", "reduce_metrics", "AUROC.compute")
+    costs = [{metric: Cost(5.0 * number, 10 * number)} for number in range(1, 7)]
+    codes = {each.code for each in diagnose(replace(signals, costs=costs)).verdicts}
+    assert ("callback-bound" in codes) == blamed
 
 
 def plots(seconds: float) -> Signals:
