@@ -14,7 +14,7 @@ from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of, signals_o
 
 from lightning_perf.diagnosis import CODES, RULES, Verdict, diagnose
 from lightning_perf.diagnosis.report import report_page
-from lightning_perf.diagnosis.signals import WAITING, Loader, Setup, Signals
+from lightning_perf.diagnosis.signals import GC, WAITING, Loader, Setup, Signals
 from lightning_perf.timing.totals import Action, Cost
 
 STEPS = WINDOWS * BATCHES
@@ -163,6 +163,20 @@ def test_waiting_for_another_rank_s_metric_is_not_blamed(other: float, blamed: b
     costs = [{metric: Cost(5.0 * number, 10 * number)} for number in range(1, 7)]
     codes = {each.code for each in diagnose(replace(signals, costs=costs)).verdicts}
     assert ("callback-bound" in codes) == blamed
+
+
+def test_what_only_the_warm_up_did_is_not_the_culprit() -> None:
+    """The culprit is what takes the time in the windows that the share is of."""
+    hook = Action("train", "callbacks", "Plots.on_train_batch_end")
+    start = Action("train", "callbacks", "Plots.on_train_start")
+    first = [9.0, *[0.0] * (WINDOWS - 1)]
+    callbacks = [0.01 + each / BATCHES for each in first]
+    named = {hook: every(0.1, BATCHES), start: rarely(9.0, 0)}
+    collections = {each._replace(stage=GC): costs for each, costs in named.items()}
+    for code, actions in (("callback-bound", named), ("gc-pauses", collections)):
+        signals = signals_of({**FINE, "callbacks": callbacks}, named=actions)
+        found = {each.code: each for each in diagnose(signals).verdicts}
+        assert found[code].culprit == hook.name
 
 
 def plots(seconds: float) -> Signals:

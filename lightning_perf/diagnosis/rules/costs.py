@@ -146,12 +146,16 @@ def callback_bound(
         if (dot or row.category == _SCHEDULERS) and owner != "Trainer":
             classes[owner].append(row)
     for owner, rows in classes.items():
-        slowest = max(rows, key=signals.seconds)
+        slowest = signals.slowest(rows)
+        if slowest is None:
+            continue
         seconds = signals.total(rows).seconds
         if slowest.category == _METRICS:  # the rank that is late waits least for the others
             seconds = np.minimum(seconds, signals.shared(_METRICS))
-        calls = max(float(signals.actions[slowest].calls.sum()), 1.0)
-        each = signals.seconds(slowest) / calls
+        measured = (*signals.actions[slowest], signals.counts)
+        cost, calls, batches = (float(signals.steady(each).sum()) for each in measured)
+        calls = max(calls, 1.0)
+        each = cost / calls
         advice = (
             f"{slowest.name} takes {duration(each)} per call. Call its work less often, or "
             "move it off the training thread."
@@ -164,7 +168,7 @@ def callback_bound(
         elif owner in _BARS:
             advice = f"{owner} takes {duration(each)} per update: raise its refresh_rate."
         yield Impact(
-            seconds, calls if calls < 0.5 * signals.batches else None,
+            seconds, calls if calls < 0.5 * batches else None,
             slowest.name, slowest.category, advice=advice,
             evidence={"calls": calls, "seconds_per_call": each},
         )  # fmt: skip

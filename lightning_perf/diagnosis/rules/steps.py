@@ -83,10 +83,10 @@ def recompile(signals: Signals) -> Iterable[Impact]:
 def gc_pauses(signals: Signals) -> Iterable[Impact]:
     """Python's garbage collector pauses training, on any thread."""
     rows = [row for row in signals.actions if row.stage == GC]
-    if not rows:
+    most = signals.slowest(rows)
+    if most is None:
         return
     seconds, calls = signals.total(rows)
-    most = max(rows, key=signals.seconds)
     count = max(float(calls.sum()), 1.0)
     advice = (
         f"Collections take {duration(signals.per_batch(seconds))} per batch, mostly during "
