@@ -654,7 +654,19 @@ def test_a_run_of_short_steps_is_not_called_fast() -> None:
     (long,) = diagnose(signals_of(FINE)).verdicts
     assert (short.code, long.code) == ("healthy", "healthy")
     assert "Steps of 800 µs are mostly overhead" in short.advice
-    assert long.advice == "Nothing slows this run down."
+    assert "Forward, backward and the optimizer take 98% of the time" in long.advice
+
+
+@pytest.mark.parametrize(("phase", "fused"), [("forward", False), ("optimizer_step", True)])
+def test_the_advice_for_the_model_s_own_work_depends_on_its_largest_part(
+    phase: str, fused: bool
+) -> None:
+    """An optimizer that loops over its parameters can be fused; a trace names functions."""
+    (_, verdict) = diagnose(signals_of({**FINE, phase: 0.1}, mfu=0.01)).verdicts
+    assert (verdict.code, verdict.phase) == ("compute-bound", phase)
+    assert f"{phase} most" in verdict.advice
+    assert ("fused=True" in verdict.advice) == fused
+    assert "with_stack=True" in verdict.advice
 
 
 def test_short_runs_and_missing_times_are_reported() -> None:
