@@ -1,4 +1,4 @@
-"""FLOPs by the shapes of batches: counted once per signature, and predicted for new ones.
+"""FLOPs by the shapes of batches: counted for each signature, and predicted for new ones.
 
 Batches with equal signatures cost the same FLOPs, unless the model chooses its layers at random or
 trains another network with each batch: some batches are counted again, and if these differ, the
