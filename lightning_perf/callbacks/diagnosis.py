@@ -14,6 +14,7 @@ from math import nan
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_perf import charts
@@ -339,6 +340,9 @@ def _setup(context: RunContext) -> Setup:
 
 
 def _loader(loader: Any) -> Loader | None:
+    pipeline = getattr(loader, "pipeline", None)
+    if isinstance(pipeline, list) and pipeline:  # webdataset's WebLoader begins with a DataLoader
+        loader = pipeline[0]
     if not hasattr(loader, "num_workers"):
         return None
     owners = loader, getattr(loader, "batch_sampler", None)
@@ -348,6 +352,7 @@ def _loader(loader: Any) -> Loader | None:
         batch_size=next((size for size in sizes if isinstance(size, int)), None),
         pin_memory=bool(getattr(loader, "pin_memory", False)),
         persistent_workers=bool(getattr(loader, "persistent_workers", False)),
+        iterable=isinstance(getattr(loader, "dataset", None), IterableDataset),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -179,7 +178,7 @@ class Timings(WindowCallback):
 
     def _keep(self, window: Window) -> None:
         """Keep the times for the chart; those after the last batch belong to the last report."""
-        history, whole = self._history, replace(window, rows=window.totals)
+        history, whole = self._history, window.whole_run
         totals = {key: whole.mean(f"timings/{key}") for key in CATEGORIES}
         point = Point(window.step, window.last.batch, totals)
         if history.due(point.batch, window.at_end):

@@ -46,14 +46,8 @@ def get_num_samples(batch: Any) -> int:
 
 
 def get_num_tokens(batch: Any) -> int:
-    """Return the tokens, padding included, of ``input_ids`` or a packed sequence; else 0."""
-    input_ids = _input_ids(batch)
-    if input_ids is not None:
-        numel = getattr(input_ids, "numel", None)
-        return int(numel()) if numel else prod(input_ids.shape)
-    if hasattr(batch, "batch_sizes"):
-        return int(batch.data.shape[0])
-    return 0
+    """Return the tokens, padding included, of all ``input_ids`` or a packed sequence; else 0."""
+    return int(batch.data.shape[0]) if hasattr(batch, "batch_sizes") else _num_ids(batch)
 
 
 def checked_count(value: Any, name: str) -> int:
@@ -102,6 +96,17 @@ def _input_ids(batch: Any) -> Any:
     else:
         input_ids = getattr(batch, "input_ids", None)
     return input_ids if getattr(input_ids, "shape", None) else None
+
+
+def _num_ids(value: Any) -> int:
+    """Return the number of token ids at any depth."""
+    if type(value) in _PLAIN:
+        return 0
+    input_ids = _input_ids(value)
+    if input_ids is None:
+        return sum(map(_num_ids, _parts(value)))
+    numel = getattr(input_ids, "numel", None)
+    return int(numel()) if numel else prod(input_ids.shape)
 
 
 def _parts(value: Any) -> Collection[Any]:

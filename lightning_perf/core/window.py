@@ -142,13 +142,18 @@ class Window:
         """This rank's value."""
         return float(self.rows[self.rank if len(self.rows) > 1 else 0][self._index(name)])
 
+    @property
+    def whole_run(self) -> Window:
+        """This window with the values of the stage since the run began."""
+        return replace(self, rows=self.totals)
+
     def since_start(self, name: str) -> float:
         """This rank's total since the run began."""
-        return replace(self, rows=self.totals).own(name)
+        return self.whole_run.own(name)
 
     def ever(self, name: str) -> bool:
         """Whether any rank's total since the run began is other than 0."""
-        return bool(replace(self, rows=self.totals).total(name))
+        return bool(self.whole_run.total(name))
 
     def total(self, name: str) -> float:
         """The sum over ranks."""

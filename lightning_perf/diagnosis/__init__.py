@@ -21,7 +21,7 @@ from lightning_perf.diagnosis.rules import (
     ranks,
     steps,
 )
-from lightning_perf.diagnosis.signals import Signals, Unknown
+from lightning_perf.diagnosis.signals import COMPUTE, Signals, Unknown
 from lightning_perf.errors import describe
 from lightning_perf.units import duration
 
@@ -108,7 +108,13 @@ def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
             abstained[rule.code] = f"the rule failed ({describe(error)})"
     found.sort(key=lambda verdict: (verdict.severity == "info", -verdict.share))
     if not found or found[0].severity == "info":
-        advice = "No cause is worth a warning." if found else "Nothing slows this run down."
+        advice = "No cause is worth a warning."
+        if not found:
+            own = sum(signals.share(signals.category(name)) for name in COMPUTE)
+            advice = (
+                f"No cause was found. Forward, backward and the optimizer take {own:.0%} of the "
+                "time; what runs inside of them is not examined."
+            )
         if signals.step_seconds < LEAST:
             advice = (
                 f"No cause is worth a warning. Steps of {duration(signals.step_seconds)} are "

@@ -62,6 +62,8 @@ class Loader:
     batch_size: int | None = None
     pin_memory: bool = False
     persistent_workers: bool = False
+    #: Whether its dataset is an IterableDataset, which divides its items among workers itself.
+    iterable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +269,9 @@ class Signals:
         return [r for r in self.actions if r.category in categories and r.stage not in apart]
 
     def slowest(self, rows: Sequence[Action]) -> Action | None:
-        """The action that cost most; None if none of them cost anything."""
-        return max(filter(self.seconds, rows), key=self.seconds, default=None)
+        """The action that cost most after the warm-up; None if none of them cost anything."""
+        costs = {row: self.steady(self.actions[row].seconds).sum() for row in rows}
+        return max(filter(costs.get, rows), key=costs.__getitem__, default=None)
 
     @cached_property
     def waiting(self) -> Numbers:

@@ -25,7 +25,9 @@ _ALIASES = {
     "sequence": (
         "block_size", "n_positions", "max_position_embeddings", "max_seq_len", "encoder_seq_length",
     ),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "n_expert"),
+    "experts": (
+        "num_local_experts", "num_experts", "n_routed_experts", "n_expert", "num_moe_experts",
+    ),
     "top_k": ("num_experts_per_tok", "n_expert_per_token", "moe_top_k", "moe_router_topk"),
     "tied": ("tie_word_embeddings",),
 }  # fmt: skip
@@ -91,12 +93,14 @@ class TransformerConfig:
         read: Any = config.get if isinstance(config, Mapping) else partial(getattr, config)
         # These go together since LLaMA; earlier models have none of them.
         modern = read("rms_norm_eps", None) is not None
-        values = {"swiglu": modern, "rms": modern, "bias": not modern, "positions": not modern}
-        values["tied"] = not modern
+        values: dict[str, Any] = {"swiglu": modern, "rms": modern}
+        values |= dict.fromkeys(("bias", "positions", "tied"), not modern)
         for field in (one.name for one in fields(cls)):
             found = (read(name, None) for name in (field, *_ALIASES.get(field, ())))
             if (value := next((one for one in found if one is not None), None)) is not None:
                 values[field] = value
+        if values.get("experts", 0) in (0, 1):  # dense, whatever the experts per token
+            values |= {"experts": 1, "top_k": 1}
         values |= known
         if missing := [field for field in _NEEDED if field not in values]:
             known = {field: values[field] for field in _NEEDED if field in values}

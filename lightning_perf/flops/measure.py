@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from bisect import insort
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_perf.cgroup import usable_cpus
+from lightning_perf.flops.operators import tf32, tf32_is_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,25 +49,28 @@ _SHARED = 0.5
 # FLOP/s per core that every CPU exceeds.
 _MIN_PER_CORE = 1e8
 
-_measured: dict[tuple[torch.device | str, str, int], float | None] = {}
+_measured: dict[tuple[torch.device | str, str, int, bool], float | None] = {}
 _now = time.perf_counter
 
 
 def measure_peak(
     device: torch.device | str, dtype: str, budget_seconds: float = _BUDGET_SECONDS
 ) -> float | None:
-    """Measure the best rate of a square matrix product, once per process and thread count.
+    """Measure the best rate of a square matrix product, once per process and setting.
 
-    Uses no random numbers and does not change autocast, gradients or settings.
+    Products of float32 use TensorFloat-32 if the process allows it, those of ``tf32`` always. Uses
+    no random numbers; autocast, gradients and settings are unchanged afterwards.
 
     Returns:
         FLOP/s, or None if the device does not exist or does not support the dtype, or if the result
         is implausible, as on a busy machine.
     """
-    key = device, dtype, torch.get_num_threads()
+    key = device, dtype, torch.get_num_threads(), tf32_is_on()
     if key not in _measured:
+        name, mode = ("float32", tf32()) if dtype == "tf32" else (dtype, nullcontext())
         try:
-            _measured[key] = _rate(getattr(torch, dtype), torch.device(device), budget_seconds)
+            with mode:
+                _measured[key] = _rate(getattr(torch, name), torch.device(device), budget_seconds)
         except (RuntimeError, TypeError, AssertionError, AttributeError):
             _measured[key] = None
     return _measured[key]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -226,6 +227,21 @@ def tf32_is_on(cudnn: bool = False) -> bool:
         backend = getattr(torch.backends.cudnn, "conv", torch.backends.cudnn)
     precision = getattr(backend, "fp32_precision", None)
     return bool(precision == "tf32" or (precision is None and backend.allow_tf32))
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Let float32 products on CUDA use TensorFloat-32, as those of cuDNN do."""
+    backend: Any = torch.backends.cuda.matmul
+    # torch.backends.cuda.matmul.fp32_precision replaces allow_tf32 from torch 2.9 on.
+    new = hasattr(backend, "fp32_precision")
+    name, on = ("fp32_precision", "tf32") if new else ("allow_tf32", True)
+    before = getattr(backend, name)
+    setattr(backend, name, on)
+    try:
+        yield
+    finally:
+        setattr(backend, name, before)
 
 
 # Names in aten without a formula that do count; in other namespaces most operators do.

@@ -206,7 +206,7 @@ def resolve_peak(
     is that of TensorFloat-32 if it is enabled. None if the peak is unknown.
     """
     if given == "measure" or (given is None and device.type == "cpu"):
-        measured = measure_peak(device, "float32" if dtype_name == "tf32" else dtype_name)
+        measured = measure_peak(device, dtype_name)
         return None if measured is None else Peak(measured, "measured")
     if given is not None:
         return Peak(float(given), "given")

@@ -1,11 +1,11 @@
-"""FLOPs by the shapes of batches: counted once per signature, and predicted for new ones.
+"""FLOPs by the shapes of batches: counted for each signature, and predicted for new ones.
 
-Batches with equal signatures cost the same FLOPs, except with manual optimization, where one batch
-may train another network than the next one: there several are counted, and the mean is used. For
-other shapes, the sizes that vary
-independently (samples, lengths, nodes, edges, pixels) are the variables of a polynomial with exact
-coefficients. It is accepted only if it predicts held-out counts exactly. Shapes that vary in a way
-that was not counted are not predicted.
+Batches with equal signatures cost the same FLOPs, unless the model chooses its layers at random or
+trains another network with each batch: some batches are counted again, and if these differ, the
+mean of more of them is used. For other shapes, the sizes that vary independently (samples, lengths,
+nodes, edges, pixels) are the variables of a polynomial with exact coefficients. It is accepted only
+if it predicts held-out counts exactly. Shapes that vary in a way that was not counted are not
+predicted.
 """
 
 from __future__ import annotations
@@ -344,9 +344,9 @@ def _reduced(row: Row, rows: Mapping[int, Row]) -> Row:
 _MIN_COUNTED, MOST_COUNTED = 16, 64
 #: Costs that are cached at most.
 _MOST_COSTS = 4096
-#: Counts of each signature whose batches may differ, and if these differ: GANs often train their
-#: generator with every fifth batch, and 30 is a multiple of most such numbers.
-_FIRST_COUNTS, _ALL_COUNTS = 5, 30
+#: Batches that are counted again to see whether those of one signature differ, and if they do: GANs
+#: often train their generator with every fifth batch, and 30 is a multiple of most such numbers.
+_RECOUNTS, _MORE_RECOUNTS = 4, 29
 
 
 @dataclass(slots=True)
@@ -355,30 +355,35 @@ class FlopCache:
 
     #: Batches without FLOPs that are still counted before counting is given up.
     tries: int
-    #: Whether batches of one signature may cost different FLOPs.
-    varies: bool = False
+    #: Batches of counted signatures after which some are counted again; None if none ever is.
+    recount_after: int | None = None
     counts: dict[Signature, Counts] = field(default_factory=dict)
     costs: dict[Signature, BatchCost] = field(default_factory=dict)
     predictor: FlopModel | None = None
     #: Size of ``counts`` at the last fit.
     fitted_at: int = 0
-    _repeated: dict[Signature, list[Counts]] = field(default_factory=dict)
+    _recounts: int = 0
+    _differ: bool = False
+    _found: dict[Signature, list[Counts]] = field(default_factory=dict)
 
     def cost(self, signature: Signature) -> BatchCost | None:
         """Return the cost of a signature, or None if it is new or must be counted again."""
-        if self.varies and (found := self._repeated.get(signature)):
-            alike = all(each.model == found[0].model for each in found)
-            if len(found) < (_FIRST_COUNTS if alike else _ALL_COUNTS):
+        if self.recount_after is not None and signature in self._found:
+            if not self.recount_after:
                 return None
+            self.recount_after -= 1
         return self.costs.get(signature)
 
     def count(self, signature: Signature, counts: Counts) -> Counts:
         """Add the counts of a batch; return the mean of its signature."""
-        if self.varies:
-            found = self._repeated.setdefault(signature, [])
-            found.append(counts)
-            counts = mean(found)
-        self.counts[signature] = counts
+        found = self._found.setdefault(signature, [])
+        found.append(counts)
+        if len(found) > 1:
+            self._recounts += 1
+            self._differ = self._differ or counts.model != found[0].model
+            if self._recounts == (_MORE_RECOUNTS if self._differ else _RECOUNTS):
+                self.recount_after = None
+        counts = self.counts[signature] = mean(found)
         return counts
 
     def predict(self, signature: Signature) -> Counts | None:

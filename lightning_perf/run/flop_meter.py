@@ -37,6 +37,9 @@ _CONTEXTS = {
 }
 #: The first training batches may be skipped; other stages may have no products at all.
 _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
+#: Batches of known shapes before some are counted again. With manual optimization one batch often
+#: trains another network than the next one; with automatic optimization short runs are spared.
+_RECOUNT = {False: 0, True: 16}
 #: Batches of known shapes in a row, after which a batch is only looked up at its end, because to
 #: announce each step takes a third of the time of all that we do per batch.
 _SETTLED = 64
@@ -47,11 +50,12 @@ class FlopMeter:
     """Determines the FLOPs of each batch.
 
     The module's ``flops_per_batch`` takes precedence in training. Otherwise each new signature of
-    input shapes is counted once, on the real batch while it runs; a compiled module is counted on a
-    fake copy, so that it stays compiled. Counting is repeated when layers are frozen or unfrozen
-    between epochs. After enough signatures, the FLOPs of new ones are predicted. After ``_SETTLED``
-    batches of known signatures, the meter is settled: a new signature is counted when it comes
-    again.
+    input shapes is counted on the real batch while it runs; a compiled module is counted on a fake
+    copy, so that it stays compiled. Some batches of known signatures are counted again, because
+    those of a model with random structure differ. Counting is repeated when layers are frozen or
+    unfrozen between epochs. After enough signatures, the FLOPs of new ones are predicted. After
+    ``_SETTLED`` batches of known signatures, the meter is settled: a new signature is counted when
+    it comes again.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -149,8 +153,9 @@ class FlopMeter:
         try:
             if self._cache is None:
                 trainable = tuple(each.requires_grad for each in self._module.parameters())
-                manual = self._stage == "train" and not self._module.automatic_optimization
-                cache = FlopCache(_TRIES[self._stage], varies=manual and not self._compiled)
+                recounts = self._stage == "train" and not self._compiled  # a shadow stays the same
+                automatic = self._module.automatic_optimization
+                cache = FlopCache(_TRIES[self._stage], _RECOUNT[automatic] if recounts else None)
                 self._cache = self._caches.setdefault((self._stage, trainable), cache)
             self._signature = signature(batch)
             self.work = self._cache.cost(self._signature)
@@ -173,7 +178,7 @@ class FlopMeter:
             self.counted = True  # excluded from rates, as if it had been counted
             self._missed.add(self._signature)
             self._announce()
-        elif len(cache.counts) >= MOST_COUNTED:
+        elif len(cache.counts) >= MOST_COUNTED and self._signature not in cache.counts:
             self._warn_unpredictable(
                 f"the FLOPs of batches with new shapes could not be predicted from {MOST_COUNTED} "
                 "counted ones: such batches are excluded from mfu."
@@ -253,10 +258,10 @@ class FlopMeter:
             self._missed.discard(self._signature)
             self.work = self.peaks.cost_of(cache.count(self._signature, counts))
             cache.store(self._signature, self.work)
-            return
-        cache.tries -= 1
-        if not cache.tries and self._stage == "train":
-            warn(f"no FLOPs were found in the first batches: mfu is not reported. {_DEFINE}")
+        elif self._signature not in cache.counts:
+            cache.tries -= 1
+            if not cache.tries and self._stage == "train":
+                warn(f"no FLOPs were found in the first batches: mfu is not reported. {_DEFINE}")
 
     @property
     def unchanged(self) -> bool:

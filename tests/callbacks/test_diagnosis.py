@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_perf import (
     ConfigError,
@@ -109,6 +109,13 @@ class Garbage(Model):
         return super().training_step(batch, batch_idx)
 
 
+class SlowScheduler(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: CLOCK.sleep(NAP) or 1.0)
+        return [optimizer], [{"scheduler": rate, "interval": "step"}]
+
+
 class Plots(L.Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         CLOCK.sleep(NAP)
@@ -155,6 +162,7 @@ def blamed(diagnosis: Diagnosis) -> dict[str, Verdict]:
         (SlowInput, "input-bound", "train_dataloader_next", {}),
         (SlowTransfer, "transfer-bound", None, {}),
         (SlowValidation, "validation-bound", "validate.forward", {"limit_val_batches": 40}),
+        (SlowScheduler, "callback-bound", "lr_scheduler_step", {}),
         (Garbage, "gc-pauses", "training_step", {}),
         (Stalls, "periodic-stall", None, {}),
     ],
@@ -166,6 +174,37 @@ def test_a_cause_planted_in_the_module_is_found(
     (found,) = blamed(diagnose(tmp_path, model(), **options)).values()
     assert found.code == code
     assert culprit in (None, found.culprit)
+
+
+class WebLoader(IterableDataset[Any]):
+    """Like webdataset's: a pipeline of stages, the first of which is a DataLoader."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.pipeline = [DataLoader(dataset, batch_size=None)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.pipeline[0])
+
+
+class Shards(IterableDataset[Any]):
+    """40 slow batches of one sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(40):
+            x, y = Data(NAP)[index]
+            yield x[None], y[None]
+
+
+def test_the_workers_of_a_web_loader_are_advised(tmp_path: Path) -> None:
+    """Its DataLoader is the first stage; an iterable dataset must have data for each worker."""
+
+    class Streams(Model):
+        def train_dataloader(self) -> Any:
+            return WebLoader(Shards())
+
+    (found,) = blamed(diagnose(tmp_path, Streams())).values()
+    assert (found.code, found.evidence["num_workers"]) == ("input-bound", 0)
+    assert "The dataset is iterable: it must divide its items among the workers" in found.advice
 
 
 def test_a_callback_is_named_with_its_hook_and_a_logger_with_its_method(tmp_path: Path) -> None:
@@ -239,7 +278,11 @@ class CountingRule:
 
 
 class WaitsAtBatch50(Model):
-    """Waits at batch 50 until a condition is true."""
+    """Waits at batch 50 until a condition is true.
+
+    The first analysis must be that of batch 40: if one of batch 20 still waited for a CPU, that of
+    batch 40 would be left out.
+    """
 
     def __init__(self, done: Callable[[], object]) -> None:
         super().__init__()
@@ -254,12 +297,12 @@ class WaitsAtBatch50(Model):
 
 @pytest.mark.usefixtures("no_hold")
 def test_verdicts_are_updated_during_training(tmp_path: Path) -> None:
-    """A rule of the user's own is applied every 20 batches from batch 30 on, and at the end."""
+    """A rule of the user's own is applied every 40 batches and at the end."""
     mine = CountingRule()
-    diagnosis = Diagnosis(rules=[mine], schedule="every 20ba", terminal=False)
+    diagnosis = Diagnosis(rules=[mine], schedule="every 40ba", terminal=False)
     run = trainer(tmp_path, Suite([diagnosis]), log_every_n_steps=10, max_epochs=2)
     run.fit(WaitsAtBatch50(lambda: diagnosis.verdicts))
-    # On a busy machine the analysis of batch 60 may run after the final one.
+    # On a busy machine the analysis of batch 80 may run after the final one.
     assert (mine.seen[0], max(mine.seen)) == (40, 80)
     assert [each.code for each in diagnosis.verdicts] == ["mine"]
 
@@ -326,7 +369,7 @@ def test_the_final_verdicts_are_not_replaced(tmp_path: Path) -> None:
             super()._leave_files(*args)
 
     rule, records = Late(), Records()
-    diagnosis = Held(rules=[rule], schedule="every 20ba", terminal=False)
+    diagnosis = Held(rules=[rule], schedule="every 40ba", terminal=False)
     options = {"log_every_n_steps": 10, "max_epochs": 2, "logger": records}
     trainer(tmp_path, diagnosis, **options).fit(WaitsAtBatch50(rule.applied.is_set))
     (verdict,) = diagnosis.verdicts
@@ -337,7 +380,7 @@ def test_the_final_verdicts_are_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_hold")
 def test_a_verdict_starts_a_recording(tmp_path: Path) -> None:
     """A profiler records once after the verdict, and not again when the verdict is repeated."""
-    diagnosis = Diagnosis(rules=[CountingRule()], schedule="every 20ba", terminal=False)
+    diagnosis = Diagnosis(rules=[CountingRule()], schedule="every 40ba", terminal=False)
     profiler = PyTorch(schedule=OnVerdict("mine", lasting="3ba"))
     options = {"log_every_n_steps": 10, "max_epochs": 2}
     # Metrics are set after schedules have received the verdict.

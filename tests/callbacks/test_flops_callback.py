@@ -395,7 +395,7 @@ def test_the_peak_of_a_cpu_is_measured_before_timers_start(
 
     class Timer(Callback):
         def on_train_start(self, *_: Any) -> None:
-            seen.append({dtype for _, dtype, _ in measured})
+            seen.append({dtype for _, dtype, *_ in measured})
 
     precision = {} if len(dtypes) == 1 else {"precision": "bf16-mixed"}
     run = trainer(tmp_path, Timer(), SpeedMonitor(), Flops(), **precision)

@@ -117,6 +117,20 @@ def test_input_ids_decide(batch):
     assert get_num_tokens(batch) == 4 * 512
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"inputs": {"input_ids": IDS, "attention_mask": IDS}, "labels": LABEL},
+        [Encoding(input_ids=IDS), None, ["a", "b"]],
+        (LABEL, {"texts": [Text(IDS[:, :500], []), Text(IDS[:, :12], [])]}),
+    ],
+)
+def test_counts_the_tokens_of_nested_texts(batch):
+    """input_ids count at any depth; a batch with several texts has the tokens of all."""
+    assert get_num_samples(batch) == 4
+    assert get_num_tokens(batch) == 4 * 512
+
+
 def test_counts_the_tokens_of_a_packed_sequence():
     """A packed sequence has no padding, so its tokens are its rows."""
     assert get_num_tokens(PACKED) == 5 + 3 + 2 + 1

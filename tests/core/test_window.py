@@ -41,6 +41,7 @@ def test_a_rank_reads_its_own_values() -> None:
     """``own`` and ``since_start`` are this rank's values, of the window and of the run."""
     window = window_of({"x": [1.0, 2.0]}, rank=1, totals=[[10.0], [20.0]])
     assert (window.own("x"), window.since_start("x")) == (2.0, 20.0)
+    assert window.whole_run.total("x") == 30.0
     assert window.batches == 5
 
 

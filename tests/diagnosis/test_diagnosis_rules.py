@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of
+from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of, signals_of_ranks
 
 from lightning_perf.diagnosis import CODES, RULES, Verdict, diagnose
 from lightning_perf.diagnosis.report import report_page
-from lightning_perf.diagnosis.signals import WAITING, Loader, Setup, Signals
-from lightning_perf.timing.totals import Action
+from lightning_perf.diagnosis.signals import GC, WAITING, Loader, Setup, Signals
+from lightning_perf.timing.totals import Action, Cost
 
 STEPS = WINDOWS * BATCHES
 
@@ -141,6 +141,42 @@ def test_a_planted_cause_is_the_only_verdict(code: str) -> None:
             assert actual == (pytest.approx(value, rel=0.1) if isinstance(value, float) else value)
     assert found[0].predicted_speedup == pytest.approx(1 / (1 - found[0].share))
     assert found[0].advice
+
+
+@pytest.mark.parametrize(
+    ("category", "name"),
+    [("reduce_metrics", "AUROC.compute"), ("step_lr_schedulers", "lr_scheduler_step")],
+)
+def test_metrics_and_schedulers_are_named(category: str, name: str) -> None:
+    """What they take beyond the threshold is a cause as that of a callback's hook."""
+    named = {Action("train", category, name): every(0.1)}
+    (found,) = diagnose(signals_of({**FINE, category: 0.01}, named=named)).verdicts
+    assert (found.code, found.culprit, found.phase) == ("callback-bound", name, category)
+    assert found.share == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize(("other", "blamed"), [(0.0, False), (5.0, True)])
+def test_waiting_for_another_rank_s_metric_is_not_blamed(other: float, blamed: bool) -> None:
+    """A metric's time counts as far as all ranks spend it: in it ranks wait for each other."""
+    signals = signals_of_ranks({"reduce_metrics": {0: 5.0, 1: other}}, {}, ranks=2)
+    metric = Action("train", "reduce_metrics", "AUROC.compute")
+    costs = [{metric: Cost(5.0 * number, 10 * number)} for number in range(1, 7)]
+    codes = {each.code for each in diagnose(replace(signals, costs=costs)).verdicts}
+    assert ("callback-bound" in codes) == blamed
+
+
+def test_what_only_the_warm_up_did_is_not_the_culprit() -> None:
+    """The culprit is what takes the time in the windows that the share is of."""
+    hook = Action("train", "callbacks", "Plots.on_train_batch_end")
+    start = Action("train", "callbacks", "Plots.on_train_start")
+    first = [9.0, *[0.0] * (WINDOWS - 1)]
+    callbacks = [0.01 + each / BATCHES for each in first]
+    named = {hook: every(0.1, BATCHES), start: rarely(9.0, 0)}
+    collections = {each._replace(stage=GC): costs for each, costs in named.items()}
+    for code, actions in (("callback-bound", named), ("gc-pauses", collections)):
+        signals = signals_of({**FINE, "callbacks": callbacks}, named=actions)
+        found = {each.code: each for each in diagnose(signals).verdicts}
+        assert found[code].culprit == hook.name
 
 
 def plots(seconds: float) -> Signals:
@@ -618,7 +654,19 @@ def test_a_run_of_short_steps_is_not_called_fast() -> None:
     (long,) = diagnose(signals_of(FINE)).verdicts
     assert (short.code, long.code) == ("healthy", "healthy")
     assert "Steps of 800 µs are mostly overhead" in short.advice
-    assert long.advice == "Nothing slows this run down."
+    assert "Forward, backward and the optimizer take 98% of the time" in long.advice
+
+
+@pytest.mark.parametrize(("phase", "fused"), [("forward", False), ("optimizer_step", True)])
+def test_the_advice_for_the_model_s_own_work_depends_on_its_largest_part(
+    phase: str, fused: bool
+) -> None:
+    """An optimizer that loops over its parameters can be fused; a trace names functions."""
+    (_, verdict) = diagnose(signals_of({**FINE, phase: 0.1}, mfu=0.01)).verdicts
+    assert (verdict.code, verdict.phase) == ("compute-bound", phase)
+    assert f"{phase} most" in verdict.advice
+    assert ("fused=True" in verdict.advice) == fused
+    assert "with_stack=True" in verdict.advice
 
 
 def test_short_runs_and_missing_times_are_reported() -> None:

@@ -168,7 +168,11 @@ class Broken(UserDict[str, Tensor]):
 def test_a_batch_that_raises_when_inspected_loses_only_flops(tmp_path: Path) -> None:
     """FLOPs are no longer counted, with one warning; throughput is still logged."""
     batches = [Broken(x=rows(4)[0]) for _ in range(6)]
-    speed = SpeedMonitor(2, get_num_samples_in_batch=lambda batch: len(batch["x"]))
+    counts: dict[str, Any] = {
+        "get_num_samples_in_batch": lambda batch: len(batch["x"]),
+        "get_num_tokens_in_batch": lambda batch: 0,
+    }
+    speed = SpeedMonitor(2, **counts)
     run = trainer(tmp_path, Flops(peak_flops=1e12), speed, logger=Records())
     with pytest.warns(PerfWarning, match="FLOPs are no longer counted .*planted") as caught:
         run.fit(Fed(batches, lambda batch: batch["x"]))
@@ -234,6 +238,7 @@ def test_a_new_shape_after_many_known_ones_is_counted(
 ) -> None:
     """It is counted when it occurs again, in the second epoch; rates are still logged."""
     monkeypatch.setattr(flop_meter, "_SETTLED", 4)
+    monkeypatch.setattr(flop_meter, "_RECOUNT", {True: None})  # after the meter has settled
     batches = [pack([("x", x)]) if pack is dict else pack([x, x]) for x in rows(*[4] * 10, 2)]
     announced: list[bool] = []
 

@@ -104,6 +104,17 @@ def test_lstm(layers, directions):
     assert total(lambda: lstm(x)[0].sum().backward()) == 3 * 2 * steps * matrices
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_fused_lstm_computes_the_gradient_of_its_input(fused):
+    """Also if nobody needs it; one that is not fused computes none of input and first state."""
+    lstm, x = nn.LSTM(8, 16), torch.randn(5, 3, 8)
+    with torch.backends.mkldnn.flags(enabled=fused):
+        counted = total(lambda: lstm(x)[0].sum().backward())
+    of_input, of_state = 5 * 3 * 8 * 4 * 16, 3 * 16 * 4 * 16
+    assert counted == 3 * 2 * 5 * 3 * 4 * 16 * (8 + 16) - (not fused) * 2 * (of_input + of_state)
+
+
 def test_gru():
     """Three gates per step; the requested gradient of the first state is included."""
     gru, x = nn.GRU(8, 16), torch.randn(5, 3, 8, requires_grad=True)

@@ -114,6 +114,19 @@ def test_megatron_and_nemo():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"n_expert": 0, "n_expert_per_token": 0},  # LitGPT
+        {"num_moe_experts": None, "moe_router_topk": 2},  # Megatron
+    ],
+    ids=str,
+)
+def test_a_model_without_experts_is_dense(experts):
+    """Its configuration may have 0 experts or None, and experts per token all the same."""
+    assert TransformerConfig.from_config({**SIZES, **experts}, sequence=32) == TINY
+
+
 def test_a_missing_size_is_named():
     """The error for a missing size names it."""
     with pytest.raises(ConfigError, match="vocab"):

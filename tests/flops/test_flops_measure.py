@@ -7,8 +7,10 @@ import torch
 
 from lightning_perf.flops import measure
 from lightning_perf.flops.measure import measure_peak, plausible_rate
+from lightning_perf.flops.operators import tf32_is_on
+from lightning_perf.flops.peaks import resolve_peak
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,21 @@ def test_it_has_no_side_effects():
         assert torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_products_use_the_precision_of_the_training(monkeypatch):
+    """Those of cuDNN use TensorFloat-32, others the setting, which may change before a fit."""
+    monkeypatch.setattr(measure, "_rate", lambda *_: 156e12 if tf32_is_on() else 19.5e12)
+    assert resolve_peak(CUDA, "float32", "measure").value == 19.5e12
+    assert resolve_peak(CUDA, "tf32", "measure").value == 156e12
+    assert not tf32_is_on()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert resolve_peak(CUDA, "float32", "measure").value == 156e12
+        assert resolve_peak(CUDA, "tf32", "measure").value == 156e12
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize(

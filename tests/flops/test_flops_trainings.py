@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_perf import Flops
+from lightning_perf.flops.counter import FlopCounter
 from lightning_perf.run.callback import PerfCallback
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)  # of one sample, without a gradient
@@ -107,6 +108,47 @@ def test_batches_of_one_shape_may_train_different_networks(
     found = counted(tmp_path, Critic(every, first), max_epochs=3)
     assert found["batch_flops"] == pytest.approx((1 + 1 / every) * 4 * FLOPS_PER_SAMPLE, abs=0.5)
     assert found["mfu"] > 0
+
+
+class LayerDrop(Small):
+    """Has a further layer in every second batch, and skips every fourth batch if ``skips``."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.skips, self.more = skips, torch.nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if self.skips and batch_idx % 4 == 2:
+            return None
+        x = self.more(batch[0]) if batch_idx % 2 else batch[0]
+        return torch.nn.functional.mse_loss(self.net(x), batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("skips", [False, True])
+def test_layers_that_only_some_batches_use_count_with_their_share(
+    tmp_path: Path, skips: bool
+) -> None:
+    """So with automatic optimization, whatever batches are skipped; thirty batches are counted."""
+    found = counted(tmp_path, LayerDrop(skips), max_epochs=5)
+    # Without ``more`` no gradient flows to the input of ``net``.
+    more = 4 * 2 * (2 * WIDTH * WIDTH + WIDTH * HIDDEN)
+    share = (found["batch_flops"] - 4 * FLOPS_PER_SAMPLE) / more
+    assert share == pytest.approx(2 / 3 if skips else 1 / 2, abs=1e-3)  # whole FLOPs
+
+
+def test_few_batches_of_one_cost_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one, and four more after sixteen others, which a short run leaves out."""
+    started: list[int] = []
+    monkeypatch.setattr(
+        "lightning_perf.run.flop_meter.FlopCounter",
+        lambda: started.append(run.global_step) or FlopCounter(),
+    )
+    run = trainer(tmp_path, Flops(peak_flops=1e9), max_epochs=3)
+    run.fit(Small())
+    assert started == [0, 17, 18, 19, 20]
 
 
 class Orthogonal(torch.optim.SGD):

@@ -29,6 +29,8 @@ _HANDOVER = 0.5e-3
 _WORTHWHILE = 0.02
 #: Shares of the wall time above which these give a warning.
 LOGGERS, CHECKPOINTS = 0.05, 0.05
+#: Categories of the computation of metrics, and of the steps of learning rate schedulers.
+_METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
 #: Lightning's own progress bars, which have a refresh rate.
 _BARS = ("TQDMProgressBar", "RichProgressBar")
 
@@ -79,9 +81,14 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
     )
     if workers > loader.num_workers and faster < (1 - _WORTHWHILE) * step:
         hides = "hides the loading" if faster <= 1.1 * rest + _HANDOVER else "loads faster"
+        shards = (
+            " The dataset is iterable: it must divide its items among the workers, and one without "
+            "a shard of its own loads nothing."
+        )
         return (
             f"{measured}. num_workers={workers} {hides}: {duration(faster)} per step instead "
             f"of {duration(step)}. {setup.cpus} CPUs are usable."
+            f"{shards if loader.iterable and workers > 1 else ''}"
         ), faster
     why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
     return (
@@ -129,18 +136,26 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
 
 
 def callback_bound(
-    signals: Signals, categories: tuple[str, ...] = ("callbacks", "other")
+    signals: Signals, categories: tuple[str, ...] = ("callbacks", "other", _METRICS, _SCHEDULERS)
 ) -> Iterable[Impact]:
-    """Hooks of a callback, or of the module, take long: one impact per class."""
+    """Hooks of a callback or of the module, or a metric, take long: one impact per class."""
     classes: defaultdict[str, list[Action]] = defaultdict(list)
     for row in signals.rows(*categories):
         owner, dot, _ = row.name.partition(".")
-        if dot and owner != "Trainer":  # what Lightning itself does, such as broadcasts
+        # Without what Lightning itself does, such as broadcasts.
+        if (dot or row.category == _SCHEDULERS) and owner != "Trainer":
             classes[owner].append(row)
     for owner, rows in classes.items():
-        slowest = max(rows, key=signals.seconds)
-        calls = max(float(signals.actions[slowest].calls.sum()), 1.0)
-        each = signals.seconds(slowest) / calls
+        slowest = signals.slowest(rows)
+        if slowest is None:
+            continue
+        seconds = signals.total(rows).seconds
+        if slowest.category == _METRICS:  # the rank that is late waits least for the others
+            seconds = np.minimum(seconds, signals.shared(_METRICS))
+        measured = (*signals.actions[slowest], signals.counts)
+        cost, calls, batches = (float(signals.steady(each).sum()) for each in measured)
+        calls = max(calls, 1.0)
+        each = cost / calls
         advice = (
             f"{slowest.name} takes {duration(each)} per call. Call its work less often, or "
             "move it off the training thread."
@@ -153,7 +168,7 @@ def callback_bound(
         elif owner in _BARS:
             advice = f"{owner} takes {duration(each)} per update: raise its refresh_rate."
         yield Impact(
-            signals.total(rows).seconds, calls if calls < 0.5 * signals.batches else None,
+            seconds, calls if calls < 0.5 * batches else None,
             slowest.name, slowest.category, advice=advice,
             evidence={"calls": calls, "seconds_per_call": each},
         )  # fmt: skip

@@ -83,10 +83,10 @@ def recompile(signals: Signals) -> Iterable[Impact]:
 def gc_pauses(signals: Signals) -> Iterable[Impact]:
     """Python's garbage collector pauses training, on any thread."""
     rows = [row for row in signals.actions if row.stage == GC]
-    if not rows:
+    most = signals.slowest(rows)
+    if most is None:
         return
     seconds, calls = signals.total(rows)
-    most = max(rows, key=signals.seconds)
     count = max(float(calls.sum()), 1.0)
     advice = (
         f"Collections take {duration(signals.per_batch(seconds))} per batch, mostly during "
@@ -222,18 +222,19 @@ def compute_bound(signals: Signals) -> Iterable[Verdict]:
     share = sum(phases.values()) - signals.share(signals.waiting)
     if share < _COMPUTE or signals.mfu >= _LOW_MFU:
         return
-    setup = signals.setup
-    tips = []
+    setup, phase = signals.setup, max(phases, key=phases.__getitem__)
+    tips = ["fused=True in the optimizer"] if phase == "optimizer_step" else []
     if setup.device == "cuda" and setup.precision.startswith("32"):
         tips.append('precision="bf16-mixed"')
     if not setup.compiled:
         tips.append("torch.compile")
     tips.append("a larger batch size")
     advice = (
-        f"The model's own work takes {share:.0%} of the time, at {signals.mfu:.1%} of the "
-        f"hardware's peak. Try {', '.join(tips)}."
+        f"The model's own work takes {share:.0%} of the time, {phase} most, at {signals.mfu:.1%} "
+        f"of the hardware's peak. Try {', '.join(tips)}. "
+        'PyTorch(schedule="at 0.5dur for 3ba", with_stack=True) records which functions take it.'
     )
     yield Verdict(
-        "compute-bound", "info", phase=max(phases, key=phases.__getitem__), advice=advice,
+        "compute-bound", "info", phase=phase, advice=advice,
         evidence={"compute_share": share, "mfu_share": signals.mfu},
     )  # fmt: skip
