@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +25,6 @@ from lightning_perf.timing.totals import (
     CATEGORIES,
     TABLED,
     Share,
-    as_markdown,
     folded,
 )
 
@@ -65,10 +63,10 @@ class Timings(WindowCallback):
     device's own time from CUDA events, and ``timings/exposed_input`` is how long the device waited
     for the next batch. The device is never synchronized for that.
 
-    At the end of a run, ``table`` lists callbacks, loggers and checkpoints by cost. It is written
-    to ``{run_name}/timings`` as ``table.md`` and ``table.json``, with a chart of the time per step
-    as ``timings.html`` (with several ranks also how late each rank was, as ``ranks.html``), and
-    uploaded to MLflow, there with ``timings.png``.
+    At the end of a run, ``table`` lists callbacks, loggers and checkpoints by cost. It is in
+    ``summary.json``, and with a chart of the time per step in ``{run_name}/timings/timings.html``
+    (with several ranks ``ranks.html`` shows how late each rank was). Both are uploaded to MLflow,
+    there with ``timings.png``.
 
     Args:
         schedule: When to report; by default every ``Trainer(log_every_n_steps)``.
@@ -204,17 +202,13 @@ class Timings(WindowCallback):
         batches = context.progress.timestamp(self._stage).batch - start.batch
         if batches and context.ranks.global_rank == 0:
             context.finish_reports(reason)
-            self._leave_files(context, batches)
+            self._leave_files(context)
 
-    def _leave_files(self, context: RunContext, batches: int) -> None:
-        rows, table = self.rows, folded(self.table)
-        first = self._history.points[0].step + 1
-        content = [row._asdict() for row in self.table]
-        files: dict[str, Callable[[Path], None]] = {
-            "table.md": destination.text_file(lambda: as_markdown(table, batches)),
-            "table.json": destination.text_file(lambda: json.dumps(content, indent=1)),
-        }
+    def _leave_files(self, context: RunContext) -> None:
+        rows, first = self.rows, self._history.points[0].step + 1
+        files: dict[str, Callable[[Path], None]] = {}
         if rows:
+            table = folded(self.table)
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
             # For the web page of a tracker, because matplotlib takes 0.15 s.
             if context.reporting.targets(None):

@@ -52,7 +52,7 @@ _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 #: Suffixes of traces, after ``.gz`` is removed, and of pages.
 _TRACES, _PAGES = (".json", ".cvf", ".bin", ".pickle"), (".html",)
 #: Own files that are not traces.
-_OTHERS = {FILE_NAME, "table.json", "diagnosis.json"}
+_OTHERS = {FILE_NAME, "diagnosis.json"}
 #: Minimum seconds after which functions other than fit show their summary.
 _LONG = 10.0
 #: Files listed at most, the latest by name.

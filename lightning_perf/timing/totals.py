@@ -184,14 +184,3 @@ def folded(table: Sequence[Share]) -> list[Share]:
     _, seconds, calls, shares = zip(*small, strict=True)
     others = Share(f"{len(small)} others", sum(seconds), sum(calls), sum(shares))
     return [*(row for row in table if row.share >= _NEGLIGIBLE), others]
-
-
-def as_markdown(table: Sequence[Share], batches: int) -> str:
-    """Format a table as Markdown, with milliseconds per batch."""
-    lines = ["| what | seconds | ms per batch | calls | share |", "|---|---:|---:|---:|---:|"]
-    for row in table:
-        each = 1e3 * row.seconds / max(batches, 1)
-        lines.append(
-            f"| {row.name} | {row.seconds:.3f} | {each:.3f} | {row.calls} | {row.share:.1%} |"
-        )
-    return "\n".join(lines) + "\n"

@@ -299,24 +299,21 @@ def test_the_number_of_rows_is_limited(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(row["forward"] == 1.0 for _, row in timings.rows)
 
 
-def test_the_table_is_saved_as_a_page_and_as_data(tmp_path: Path, mlflow_database: str) -> None:
-    """Both files are in the run's folder and among its artifacts, with the same values."""
+def test_the_table_is_saved_on_the_page_and_in_the_summary(
+    tmp_path: Path, mlflow_database: str
+) -> None:
+    """The page is in the run's folder and among its artifacts."""
     logger = MLFlowLogger("timings", run_name="table", tracking_uri=mlflow_database)
     timings = Timings()
     trainer(tmp_path, timings, logger=logger).fit(Logging())
-    folder = tmp_path / "table" / "timings"
-    rows = json.loads((folder / "table.json").read_text())
+    folder = tmp_path / "table"
+    rows = json.loads((folder / "summary.json").read_text())["culprits"]
     assert [row["name"] for row in rows] == [row.name for row in timings.table]
     assert {"name", "seconds", "calls", "share"} == set(rows[0])
-    page = (folder / "table.md").read_text()
-    assert page.startswith("| what | seconds | ms per batch | calls | share |\n|---|")
-    assert "| MLFlowLogger.log_metrics |" in page
+    assert "MLFlowLogger.log_metrics" in (folder / "timings" / "timings.html").read_text()
     client = MlflowClient(mlflow_database)
     found = [a.path for a in client.list_artifacts(logger.run_id, "table/timings")]
-    assert found == [
-        f"table/timings/{name}"
-        for name in ("table.json", "table.md", "timings.html", "timings.png")
-    ]
+    assert found == ["table/timings/timings.html", "table/timings/timings.png"]
 
 
 def test_a_run_that_fails_saves_its_table(tmp_path: Path) -> None:
@@ -325,7 +322,8 @@ def test_a_run_that_fails_saves_its_table(tmp_path: Path) -> None:
     with pytest.raises(Planted):
         trainer(tmp_path, timings).fit(Failing())
     assert "Timings.on_train_batch_end" in [row.name for row in timings.table]
-    assert list(tmp_path.glob("*/timings/table.md"))
+    (summary,) = tmp_path.glob("*/summary.json")
+    assert len(json.loads(summary.read_text())["culprits"]) == len(timings.table)
 
 
 def test_a_run_without_a_batch_leaves_nothing(tmp_path: Path) -> None:
@@ -343,7 +341,7 @@ def test_a_run_without_a_batch_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_page_groups_small_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row sums everything below 0.1 %; the table and the data have all rows."""
+    """One row sums everything below 0.1 %."""
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 
@@ -353,32 +351,18 @@ def test_the_page_groups_small_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     timings = Timings()
     trainer(tmp_path, timings, Costly(), limit_train_batches=4).fit(Small())
-    (page,) = tmp_path.glob("*/timings/table.md")
-    costly, others = page.read_text().splitlines()[2:]
-    assert costly == "| Costly.on_train_batch_start | 4.000 | 1000.000 | 4 | 100.0% |"
-    assert others.startswith(f"| {len(timings.table) - 1} others | 0.000 |")
-    assert len(json.loads((page.parent / "table.json").read_text())) == len(timings.table)
-    assert f"{len(timings.table) - 1} others" in (page.parent / "timings.html").read_text()
+    (page,) = tmp_path.glob("*/timings/timings.html")
+    assert "Costly.on_train_batch_start" in page.read_text()
+    assert f"{len(timings.table) - 1} others" in page.read_text()
 
 
-def test_means_per_batch_use_the_batches_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second fit divides by its own batches, and its chart starts there."""
-    now = [0.0]
-    monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
-
-    class Costly(L.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            now[0] += 1.0
-
-    run = trainer(tmp_path, Timings(), Costly(), max_epochs=1, log_every_n_steps=8)
+def test_the_chart_of_a_second_fit_starts_at_its_first_step(tmp_path: Path) -> None:
+    """The first fit has a chart of its own."""
+    run = trainer(tmp_path, Timings(), max_epochs=1, log_every_n_steps=8)
     run.fit(Small())
     run.fit_loop.max_epochs = 2
     run.fit(Small())
-    pages = sorted(tmp_path.glob("*/timings/table*.md"))
     charts = sorted(tmp_path.glob("*/timings/timings*.html"))
-    assert [page.read_text().count("| 1000.000 |") for page in pages] == [1, 1]
     assert ["steps 0 to 15" in charts[0].read_text(), "steps 16 to 31" in charts[1].read_text()]
 
 

@@ -191,7 +191,7 @@ def test_the_report_lists_traces_and_pages(
         "torch_traces": [*(f"rank0.{n}.pt.trace.json.gz" for n in range(8, 13)), "README.md"],
         "viztracer": ["rank0.1.json", "rank0.2.json.gz", "rank0.1.html", "README.md"],
         "torch_memory_traces": [f"rank0.{n}.pt.trace.memory.html" for n in range(6)],
-        "timings": ["table.json", "table.md", "timings.html", "timings.png"],
+        "timings": ["timings.html", "timings.png"],
     }
     for folder, names in files.items():
         for name in names:
@@ -209,7 +209,7 @@ def test_the_report_lists_traces_and_pages(
     ]
     assert printed[pages + 5].endswith("/owl/timings/timings.html")
     assert printed[pages + 6] == "  and 3 more"
-    assert not any(".md" in line or "table" in line for line in printed)
+    assert not any(".md" in line for line in printed)
 
 
 def test_the_report_shows_the_time_by_category(

@@ -61,7 +61,7 @@ def test_the_end_of_a_run_calls_fsync_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "fsync", noted)
     trainer(tmp_path, Timings(), Diagnosis(terminal=False)).fit(Small())
     files = {path.name: path.stat().st_ino for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"table.json", "timings.html", "diagnosis.json", "report.html"} < files.keys()
+    assert {"timings.html", "diagnosis.json", "report.html"} < files.keys()
     assert synced == {files["summary.json"]}
 
 
