@@ -48,20 +48,13 @@ def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
             problem = f"is not a list of activities: {', '.join(_ACTIVITIES)}"
             raise ConfigError("activities", named, problem, "['cpu', 'cuda']") from None
     if isinstance(config := converted.get("experimental_config"), Mapping):
-        if unknown := {key: value for key, value in config.items() if not _is_known({key: value})}:
-            problem = f"contains {unknown}, which torch {torch.__version__} does not have"
-            raise ConfigError("experimental_config", config, problem, "{'verbose': True}")
-        converted["experimental_config"] = ExperimentalConfig(**config)
+        try:
+            converted["experimental_config"] = ExperimentalConfig(**config)
+        except TypeError:
+            problem = f"has an option or a value that torch {torch.__version__} does not know"
+            example = "{'verbose': True}"
+            raise ConfigError("experimental_config", config, problem, example) from None
     return converted
-
-
-def _is_known(config: Mapping[str, Any]) -> bool:
-    """Whether this version of torch has an experimental option."""
-    try:
-        ExperimentalConfig(**config)
-    except TypeError:
-        return False
-    return True
 
 
 def _activity(named: Any) -> Any:
