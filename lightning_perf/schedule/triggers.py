@@ -338,10 +338,5 @@ def _signal_number(name: object) -> signal.Signals:
     known = {each: number for each, number in every.items() if number.name not in _REFUSED}
     if isinstance(name, str) and name in known:
         return known[name]
-    meant = str(name).upper()  # lower case, without SIG, or a number
-    problem = "is not the name of a signal on this system"
-    if meant in every.keys() - known.keys():
-        problem = "is a reserved signal"
-    spellings = ((each, each.removeprefix("SIG"), str(int(known[each]))) for each in known)
-    found = (names[0] for names in spellings if meant in names)
-    raise ConfigError("signal", name, problem, f'"{next(found, "SIGUSR2")}"')
+    problem = "is not the name of a signal, or one that ends training"
+    raise ConfigError("signal", name, problem, '"SIGUSR2"')

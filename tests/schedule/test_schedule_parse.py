@@ -194,8 +194,6 @@ def test_every_argument_is_checked(make, field, value):
         (Stages, ["train", "validation"], '["train", "validate"]'),
         (Stages, "predcit", '"predict"'),
         (GlobalRank, "1", "1"),
-        (OnSignal, "USR1", '"SIGUSR1"'),
-        (OnSignal, "sighup", '"SIGHUP"'),
         (OnSignal, "SIGINT", '"SIGUSR2"'),
         (Elapsed, "500ms", '"1sec"'),
         (Elapsed, "1 hour", '"1h"'),
