@@ -124,11 +124,13 @@ class Suite(PerfCallback):
             context.share_batches(self.data_parallel_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each part by its key."""
-        return {key: part.state_dict() for key, part in self._by_key.items()}
+        """The run's progress, and the state of each part by its key."""
+        parts = {key: part.state_dict() for key, part in self._by_key.items()}
+        return super().state_dict() | parts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Pass each part its own state."""
+        """Restore the progress, and pass each part its own state."""
+        super().load_state_dict(state_dict)
         for key, part in self._by_key.items():
             if key in state_dict:
                 part.load_state_dict(state_dict[key])

@@ -140,6 +140,25 @@ def test_checkpoints_are_keyed_by_the_kind_of_callback(tmp_path: Path) -> None:
     assert again._progress.stages["train"].batch == 32
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["a suite", "single callbacks"])
+def test_a_resume_finds_the_progress_of_other_callbacks(tmp_path: Path, before: bool) -> None:
+    """Elapsed time continues where a Suite replaces single callbacks, and the other way round."""
+
+    def new(in_suite: bool) -> tuple[SpeedMonitor, list[L.Callback]]:
+        monitor = SpeedMonitor(2, time_unit="seconds")
+        return monitor, [Suite([monitor])] if in_suite else [Timings(), monitor]
+
+    monitor, callbacks = new(before)
+    run = trainer(tmp_path, *callbacks)
+    run.fit(Small())
+    first = monitor.metrics["time/train"]
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    monitor, callbacks = new(not before)
+    with pytest.warns(UserWarning, match="add the following callbacks"):
+        trainer(tmp_path, *callbacks, max_epochs=2).fit(Small(), ckpt_path=tmp_path / "one.ckpt")
+    assert monitor.metrics["time/train"] > first
+
+
 def test_a_suite_within_a_suite_keeps_its_arguments_and_state() -> None:
     """The inner callbacks become the outer Suite's, with the keys that a resume looks up."""
     monitor, flops = SpeedMonitor(2), Flops()
