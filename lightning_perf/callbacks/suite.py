@@ -162,6 +162,7 @@ def always_on(show_summary: bool = True) -> Suite:
     from lightning_perf.callbacks.system_metrics import SystemMetrics
     from lightning_perf.callbacks.timings import Timings
 
+    flag("show_summary", show_summary)
     parts: list[PerfCallback] = [
         SpeedMonitor(),
         Flops(schedule="every 50ba"),
