@@ -175,10 +175,15 @@ def check_reachable(tracking_uri: str) -> None:
     """Raise `OSError` in seconds if a server does not accept connections.
 
     MLflow's own retries take four minutes. Addresses behind a proxy are not checked.
+
+    Raises:
+        ValueError: The address names no host, or no valid port.
     """
     parts = urlsplit(tracking_uri)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https"):
         return
+    if not parts.hostname:
+        raise ValueError(f"{tracking_uri} names no host")
     proxied = urllib.request.getproxies().get(parts.scheme)
     if proxied and not urllib.request.proxy_bypass(parts.hostname):
         return
