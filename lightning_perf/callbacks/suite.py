@@ -58,13 +58,13 @@ class Suite(PerfCallback):
         data_parallel_size: int | None = None,
     ) -> None:
         super().__init__()
+        example = "[SpeedMonitor(), Flops()]"
+        if not is_list(callbacks):  # first: a second callback would be `show_summary`
+            raise ConfigError("callbacks", callbacks, "is not a list", example)
         if data_parallel_size is not None:
             data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, "4")
         self.data_parallel_size = data_parallel_size
         self.show_summary = flag("show_summary", show_summary)
-        example = "[SpeedMonitor(), Flops()]"
-        if not is_list(callbacks):
-            raise ConfigError("callbacks", callbacks, "is not a list", example)
         self.callbacks: list[PerfCallback] = []
         for part in callbacks:
             if not isinstance(part, PerfCallback):

@@ -124,6 +124,12 @@ def test_two_of_a_kind_are_refused_at_set_up(tmp_path: Path, kind: type[Any], ho
     trainer(tmp_path, callbacks[0], limit_train_batches=1).fit(Small())
 
 
+def test_callbacks_without_a_list_are_refused() -> None:
+    """The error shows the list, and does not name the argument that the second one became."""
+    with pytest.raises(ConfigError, match=r"callbacks=.* is not a list\. Try callbacks=\[Speed"):
+        Suite(SpeedMonitor(), Flops())  # type: ignore[arg-type]
+
+
 def test_checkpoints_are_keyed_by_the_kind_of_callback(tmp_path: Path) -> None:
     """A resume finds the state whichever object takes part."""
     monitor = SpeedMonitor(2)
