@@ -175,7 +175,7 @@ def times(
 
 def is_list(value: object) -> bool:
     """Whether a value is a list, tuple, range, set, or a sequence of Hydra; not a string."""
-    return isinstance(value, Sequence | Set) and not isinstance(value, str)
+    return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes)
 
 
 def stage_list(field: str, value: list[str] | str) -> list[str]:

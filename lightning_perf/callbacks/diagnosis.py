@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_perf import charts
 from lightning_perf.cgroup import usable_cpus
-from lightning_perf.checks import flag
+from lightning_perf.checks import flag, is_list
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict, diagnose
@@ -104,11 +104,14 @@ class Diagnosis(WindowCallback):
         folder_format(folder)
         self.folder = folder
         self.schedule = None if schedule is None else as_schedule(schedule)
+        example = "[*lightning_perf.diagnosis.RULES]"
+        if rules is not None and not is_list(rules):
+            raise ConfigError("rules", rules, "is not a list", example)
         self.rules = None if rules is None else list(rules)
         for rule in self.rules or ():
             if not callable(rule) or not isinstance(getattr(rule, "code", None), str):
                 problem = "is not a rule: rules are callable and have a code"
-                raise ConfigError("rules", rule, problem, "[*lightning_perf.diagnosis.RULES]")
+                raise ConfigError("rules", rule, problem, example)
         codes = (rule.code for rule in (RULES if self.rules is None else self.rules))
         self.reaches = {*codes, "healthy", *SEVERITIES}
         self.terminal = self.show_summary = flag("terminal", terminal)

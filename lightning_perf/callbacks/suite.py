@@ -58,13 +58,13 @@ class Suite(PerfCallback):
         data_parallel_size: int | None = None,
     ) -> None:
         super().__init__()
+        example = "[SpeedMonitor(), Flops()]"
+        if not is_list(callbacks):  # first: a second callback would be `show_summary`
+            raise ConfigError("callbacks", callbacks, "is not a list", example)
         if data_parallel_size is not None:
             data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, "4")
         self.data_parallel_size = data_parallel_size
         self.show_summary = flag("show_summary", show_summary)
-        example = "[SpeedMonitor(), Flops()]"
-        if not is_list(callbacks):
-            raise ConfigError("callbacks", callbacks, "is not a list", example)
         self.callbacks: list[PerfCallback] = []
         for part in callbacks:
             if not isinstance(part, PerfCallback):
@@ -124,11 +124,13 @@ class Suite(PerfCallback):
             context.share_batches(self.data_parallel_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each part by its key."""
-        return {key: part.state_dict() for key, part in self._by_key.items()}
+        """The run's progress, and the state of each part by its key."""
+        parts = {key: part.state_dict() for key, part in self._by_key.items()}
+        return super().state_dict() | parts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Pass each part its own state."""
+        """Restore the progress, and pass each part its own state."""
+        super().load_state_dict(state_dict)
         for key, part in self._by_key.items():
             if key in state_dict:
                 part.load_state_dict(state_dict[key])
@@ -160,6 +162,7 @@ def always_on(show_summary: bool = True) -> Suite:
     from lightning_perf.callbacks.system_metrics import SystemMetrics
     from lightning_perf.callbacks.timings import Timings
 
+    flag("show_summary", show_summary)
     parts: list[PerfCallback] = [
         SpeedMonitor(),
         Flops(schedule="every 50ba"),

@@ -24,7 +24,7 @@ from lightning_perf.cli import (
 )
 from lightning_perf.errors import describe
 from lightning_perf.traces.names import remote_format
-from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, taken_pending
+from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, Target, taken_pending
 from lightning_perf.tracking.tracker import STORE, check_store, store_target, tracker_at
 from lightning_perf.units import counted, duration
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lightning_perf.traces.combine import Collective, Trace
-    from lightning_perf.traces.uploads import Target
 
 #: Collectives that are shown.
 _MOST_SHOWN = 5
@@ -314,4 +313,4 @@ def _target(items: frozenset[tuple[str, str]]) -> Target | str:
     tracker = tracker_at(address)
     if tracker is None:
         return "its entry names no run that an installed tracker knows"
-    return tracker.problem() or tracker.target
+    return tracker.problem() or Target(tracker.upload_later, tracker.address)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +16,7 @@ from lightning_perf.errors import ConfigError, without_credentials
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from packaging.specifiers import SpecifierSet
     from rich.table import Table
 
     from lightning_perf.flops import DevicePeaks
@@ -67,14 +68,34 @@ def doctor(json: bool) -> int:
 
 
 def _packages() -> Iterator[Finding]:
+    from packaging.version import Version
+
     yield Finding("packages", "python", platform.python_version())
+    supported = _supported()
     for name, feature in _PACKAGES.items():
+        purpose = f", for {feature}" if feature else ""
         try:
-            yield Finding("packages", name, version(name))
+            value, wanted = version(name), supported.get(name, "")
+            # Builds of vendors are called 2.6.0a0+nv: what counts is 2.6.0.
+            if not wanted or Version(value).base_version in wanted:
+                yield Finding("packages", name, value)
+                continue
+            value = f'{value} is not supported{purpose}: pip install "{name}{wanted}"'
         except PackageNotFoundError:
-            purpose = f", for {feature}" if feature else ""
             value = f"not installed{purpose}: {install_command(name)}"
-            yield Finding("packages", name, value, "missing" if feature else "error")
+        yield Finding("packages", name, value, "missing" if feature else "error")
+
+
+def _supported() -> dict[str, SpecifierSet]:
+    """The supported versions by package; those of pytorch-lightning are Lightning's."""
+    from packaging.requirements import Requirement
+
+    try:
+        required = [Requirement(each) for each in requires("lightning_perf") or ()]
+    except PackageNotFoundError:  # a source tree that is not installed
+        return {}
+    versions = {each.name: each.specifier for each in required}
+    return versions | {"pytorch-lightning": versions["lightning"]}
 
 
 def _hardware() -> Iterator[Finding]:

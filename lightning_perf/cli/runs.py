@@ -178,8 +178,11 @@ def _other_setup(summaries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             yield f"{name}: {summary['status']}"
     setups = [summary.get("setup", {}) for summary in summaries.values()]
     setups = [setup | (setup.get("versions") or {}) for setup in setups]
+    for setup in setups:  # a measured peak varies, and MFU with it
+        if "peak_flops" in setup:
+            setup["peak_flops"] = f"{float(setup['peak_flops']) / 1e12:.2g} TFLOP/s"
     for key in setups[0]:
-        if key not in ("versions", "peak_flops"):
+        if key != "versions":
             now, *before = [str(setup.get(key, "unknown")) for setup in setups]
             if others := sorted(set(before) - {now}):
                 yield f"{key} differs: {', '.join(others)} before, {now} now"

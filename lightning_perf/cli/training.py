@@ -110,7 +110,7 @@ def own_process(pid: int) -> int:
         own = psutil.Process(pid).uids().real == os.getuid()
     except psutil.AccessDenied:
         own = False
-    except (psutil.Error, OverflowError):
+    except (psutil.Error, OverflowError, ValueError):
         raise LookupError(f"there is no process {pid} on this machine") from None
     if not own:
         raise LookupError(f"process {pid} belongs to another user")

@@ -96,9 +96,11 @@ class Time:
         """Parse a string such as ``10ep``, ``4_000tok``, ``0.7dur``, ``30sec`` or ``1h20m40s``.
 
         Raises:
-            ConfigError: If the string is malformed.
+            ConfigError: If the value is not a string, or malformed.
             TypeError: If the value is a fraction and the unit is not ``dur``.
         """
+        if not isinstance(timestring, str):
+            raise ConfigError("time", timestring, *_NOT_A_TIME)
         if len(timestring) > _LONGEST_TEXT:
             raise ConfigError("time", timestring[:20] + "...", *_NOT_A_TIME)
         if match := _COUNT.fullmatch(timestring):
@@ -139,7 +141,7 @@ class Time:
         """Convert a timedelta, or a string such as ``90m`` or ``1h20s``, to whole seconds."""
         if isinstance(value, timedelta):
             return cls(int(value.total_seconds()), TimeUnit.SECOND)
-        match = _CLOCK.fullmatch(value)
+        match = _CLOCK.fullmatch(value) if isinstance(value, str) else None
         if match is None:
             raise ConfigError("time", value, *_NOT_A_TIME)
         hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -264,6 +266,8 @@ def _checked(value: SupportsIndex | float, unit: TimeUnit) -> int | float:
     if isinstance(value, bool):
         raise TypeError(f"{value} is not a number of {unit}.")
     if unit is TimeUnit.DURATION:
+        if not isinstance(value, _NUMBER):
+            raise TypeError(f"{value!r} is not a number of {unit}.")
         if not isfinite(value):
             raise ConfigError("time", value, "is not a finite fraction", '"0.5dur"')
         return float(value)
@@ -275,7 +279,10 @@ def _checked(value: SupportsIndex | float, unit: TimeUnit) -> int | float:
 
 def _exact(number: float) -> Fraction:
     # The decimal value: 0.29 is 29/100, so that 0.29dur of 100ep is 29ep, not 28.
-    return Fraction(str(number))
+    try:
+        return Fraction(str(number))
+    except ValueError:
+        raise TypeError(f"{number!r} is not a finite number.") from None
 
 
 def _rounded_down(exact: Fraction, unit: TimeUnit) -> int | float:

@@ -219,7 +219,7 @@ def _from_mapping(spec: Mapping[str, Any], module: object) -> BatchFormula:
         problem = f"has unknown keys: {', '.join(map(str, unknown))}"
         raise ConfigError("formula", dict(spec), problem, "{'kind': 'palm', 'config': {...}}")
     kind, passes = spec.get("kind"), spec.get("passes", 3)
-    if kind not in _KINDS:
+    if kind not in list(_KINDS):  # in a list also what has no hash
         problem = f"is not valid, expected one of {', '.join(_KINDS)}"
         raise ConfigError("formula", kind, problem, "'palm'")
     if passes not in (1, 3, 4):

@@ -270,6 +270,16 @@ class PerfCallback(Callback):
         elif progress is not None:
             self._context.resume(progress)
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Continue from the progress that any of our callbacks has saved, alone or in a Suite."""
+        states = checkpoint["callbacks"].items()
+        saved = [state for key, state in states if str(key).startswith("lightning_perf.")]
+        progress = next((state["progress"] for state in saved if "progress" in state), None)
+        if self._context is not None and progress is not None:
+            self._context.resume(progress)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the run."""
         self.leave("teardown")

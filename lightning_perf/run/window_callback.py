@@ -178,7 +178,7 @@ class WindowCallback(PerfCallback):
         found = self.on_window(window)
         if found is None:
             return {}
-        if not isinstance(found, Mapping):
+        if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
             raise TypeError(f"on_window returned {found!r}: return numbers by key")
         prefix = f"{window.stage}/" if self.prefixes_stage and window.stage != "train" else ""
         metrics = {prefix + key: _number(key, value) for key, value in found.items()}

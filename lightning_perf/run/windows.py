@@ -130,9 +130,10 @@ class Windows:
         Raises:
             ConfigError: No signal has a column, or with several ranks all signals have too many.
         """
-        if isinstance(columns, str) and columns:
-            problem = "is one string, expected a tuple or list of names"
-            raise ConfigError("columns", columns, problem, repr((columns,)))
+        if not isinstance(columns, tuple | list):
+            example = (columns if isinstance(columns, str) else "timings/forward",)
+            problem = "is not a tuple or list of names"
+            raise ConfigError("columns", columns, problem, repr(example))
         names, signals = dict[str, int](), dict[Signal, None]()
         for pattern in columns:
             signal = self._signal(pattern)

@@ -203,7 +203,7 @@ class OnVerdict(Trigger):
 
     def __init__(self, codes: list[str] | str, lasting: Time | str = "5ba") -> None:
         super().__init__(lasting)
-        self.codes = [codes] if isinstance(codes, str) else list(codes)
+        self.codes: list[Any] = list(codes) if checks.is_list(codes) else [codes]
         if not self.codes or not all(isinstance(code, str) and code for code in self.codes):
             problem = "is not valid, expected one code of a verdict or more"
             raise ConfigError("codes", codes, problem, '["input-bound", "periodic-stall"]')

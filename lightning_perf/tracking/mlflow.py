@@ -6,11 +6,14 @@ import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 import time
 import urllib.request
 from collections import deque
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -20,7 +23,13 @@ from urllib.parse import urlsplit
 from typing_extensions import override
 
 from lightning_perf.errors import WarningDigest, describe, warn, without_credentials
-from lightning_perf.tracking.summary import is_ours
+from lightning_perf.tracking.summary import (
+    FILE_NAME,
+    SummaryError,
+    description,
+    is_ours,
+    read_summary,
+)
 from lightning_perf.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -29,10 +38,13 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
     from lightning_perf.background import Worker
+    from lightning_perf.tracking.summary import Summary
 
 _CONNECT_SECONDS = 3.0
 #: The tag that MLflow shows as the description of a run.
 _DESCRIPTION = "mlflow.note.content"
+#: MLflow's status by that of a summary, if the run has ended.
+_ENDS = {"finished": "FINISHED", "stopped by an exception": "FAILED"}
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,22 @@ class MlflowRun(Tracker):
                 shutil.copyfile(path, renamed)
             client.log_artifact(self.run_id, str(renamed), folder or None)
 
+    @override
+    def upload_later(self, path: Path, remote: str) -> None:
+        """Upload a file; the summary of a run that ended while the server was away ends the run."""
+        self.upload(path, remote)
+        if path.name == FILE_NAME:
+            with suppress(SummaryError):  # another file of this name
+                self._end(read_summary(path))
+
+    def _end(self, summary: Summary) -> None:
+        status = _ENDS.get(summary["status"])
+        if status and self._client.get_run(self.run_id).info.status == "RUNNING":
+            self.describe(description(summary))
+            ended = int(datetime.fromisoformat(summary["ended"]).timestamp() * 1000)
+            with redirect_stdout(sys.stderr):  # MLflow prints the run's address
+                self._client.set_terminated(self.run_id, status, ended)
+
     @cached_property
     def _client(self) -> MlflowClient:
         from mlflow import MlflowClient
@@ -147,10 +175,15 @@ def check_reachable(tracking_uri: str) -> None:
     """Raise `OSError` in seconds if a server does not accept connections.
 
     MLflow's own retries take four minutes. Addresses behind a proxy are not checked.
+
+    Raises:
+        ValueError: The address names no host, or no valid port.
     """
     parts = urlsplit(tracking_uri)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https"):
         return
+    if not parts.hostname:
+        raise ValueError(f"{tracking_uri} names no host")
     proxied = urllib.request.getproxies().get(parts.scheme)
     if proxied and not urllib.request.proxy_bypass(parts.hostname):
         return

@@ -103,6 +103,7 @@ def _problem(content: object) -> str:
     try:
         description(content)
         panel(content)
+        progress(content)
     except DAMAGE as error:
         return f"is damaged ({describe(error)})"
     return ""

@@ -95,6 +95,10 @@ class Tracker(ABC):
             NotHere: The file cannot be uploaded by this process: it is listed for later.
         """
 
+    def upload_later(self, path: Path, remote: str) -> None:
+        """As `upload`, for ``lightning-perf upload``, when the training may have ended."""
+        self.upload(path, remote)
+
     def problem(self) -> str | None:
         """Why no file can be uploaded now, found within seconds; None if nothing is known."""
         return None

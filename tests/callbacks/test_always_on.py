@@ -106,6 +106,12 @@ def test_the_value_1_enables_the_always_on_set(
     assert list(tmp_path.rglob("summary.json"))
 
 
+def test_a_wrong_argument_is_named() -> None:
+    """The error has the name of the argument of `always_on`, not that of a callback in it."""
+    with pytest.raises(ConfigError, match="show_summary='yes' is neither True nor False"):
+        always_on(show_summary="yes")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("installed", ["2.5.2", "2.6.0"])
 def test_a_trainer_that_would_refuse_them_gets_none(
     installed: str, monkeypatch: pytest.MonkeyPatch

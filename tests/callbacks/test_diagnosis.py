@@ -497,7 +497,9 @@ def test_collections_are_no_longer_timed_after_the_run(tmp_path: Path) -> None:
     assert gc.callbacks == before
 
 
-@pytest.mark.parametrize("options", [{"folder": "{nothing}"}, {"rules": [1]}, {"terminal": 1}])
+@pytest.mark.parametrize(
+    "options", [{"folder": "{nothing}"}, {"rules": [1]}, {"rules": 1}, {"terminal": 1}]
+)
 def test_bad_arguments_are_refused(options: Any) -> None:
     """Each error names the argument."""
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -91,6 +91,7 @@ def test_the_signalled_processes_as_json(capsys: pytest.CaptureFixture[str]) -> 
     ("args", "printed"),
     [
         (["999999999"], "there is no process 999999999"),
+        (["-5"], "there is no process -5"),
         (["1", "--signal", "SIGNAL"], "SIGNAL is not a signal"),
     ],
 )

@@ -112,8 +112,8 @@ def test_throughput_and_mfu_are_compared(
             time.sleep(0.002)
             return super().training_step(batch, batch_idx)
 
-    for name, precision in (("a", "32-true"), ("b", "bf16-mixed")):
-        callbacks = [SpeedMonitor(window_size=4), Flops(peak_flops=1e12)]
+    for name, precision, peak in (("a", "32-true", 1e12), ("b", "bf16-mixed", 1.5e12)):
+        callbacks = [SpeedMonitor(window_size=4), Flops(peak_flops=peak)]
         options = {"log_every_n_steps": 8, "precision": precision}
         trainer(tmp_path / name, *callbacks, **options).fit(Sleeps(batch_size=1))
     code, lines, _ = compare(capsys, str(tmp_path / "b"), str(tmp_path / "a"))
@@ -123,6 +123,7 @@ def test_throughput_and_mfu_are_compared(
     (mfu,) = (line.split(" ")[1] for line in lines if line.startswith("MFU"))
     assert float(mfu.removesuffix("%")) > 0  # also of a model whose MFU is a millionth
     assert "Note: precision differs: 32-true before, bf16-mixed now." in lines
+    assert "Note: peak_flops differs: 1 TFLOP/s before, 1.5 TFLOP/s now." in lines
 
 
 def test_short_runs_have_no_verdict(leave: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.command import call
 from helpers.servers import free_port
 
@@ -125,6 +127,39 @@ def test_the_doctor_names_problems(
     assert found["LIGHTNING_PERF"][1] == "error"
     assert "does not respond" in found["MLflow"][0]
     assert "secret" not in found["MLflow"][0]
+
+
+def test_the_doctor_names_unsupported_versions(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what an old optional package is for; the installed ones and a vendor's are fine."""
+    from lightning_perf.cli import machine
+
+    installed = {"pytorch-lightning": "2.5.2", "torch": "2.6.0a0+nv25", "lightning": "2.6.2"}
+    newest = dict.fromkeys(machine._PACKAGES, "99.0") | installed
+    monkeypatch.setattr(machine, "version", newest.__getitem__)
+    code, found = findings(capsys)
+    assert code == 1
+    value, state = found["pytorch-lightning"]
+    assert state == "missing"
+    assert value.startswith("2.5.2 is not supported, for Trainers of the package pytorch_lightning")
+    assert value.endswith('pip install "pytorch-lightning!=2.6.2,!=2.6.3,>=2.6"')
+    assert found["lightning"][1] == "error"
+    assert found["torch"] == ("2.6.0a0+nv25", "ok")
+    assert found["mlflow"] == ("99.0", "ok")
+
+
+def test_the_doctor_runs_from_a_source_tree(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without metadata of lightning_perf, packages are listed with their versions."""
+    from lightning_perf.cli import machine
+
+    def requires(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine, "requires", requires)
+    assert findings(capsys)[1]["torch"] == (torch.__version__, "ok")
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,14 @@ def test_the_report_shows_no_password(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     "uri",
-    ["", "sqlite:///none.db", "http://127.0.0.1:{port}", "nowhere://x", "http://127.0.0.1:x"],
+    [
+        "",
+        "sqlite:///none.db",
+        "http://127.0.0.1:{port}",
+        "nowhere://x",
+        "http://127.0.0.1:x",
+        "http://",
+    ],
 )
 def test_an_unreadable_address_gives_a_one_line_error(
     uri: str, in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -84,6 +84,30 @@ def test_refuses_text(text):
         Time.from_timestring(text)
 
 
+@pytest.mark.parametrize("parse", [Time.from_timestring, Time.from_timedelta])
+@pytest.mark.parametrize("value", [None, 5, float("nan"), True, b"10ba", [], {}, object()])
+def test_refuses_what_is_not_a_string(parse, value):
+    """Values of another type raise an error that names them and shows valid strings."""
+    with pytest.raises(ConfigError) as caught:
+        parse(value)
+    assert str(caught.value).startswith(f"time={value!r} is not a valid time. Try time=")
+
+
+@pytest.mark.parametrize("value", [None, "1", b"1", [], True])
+def test_refuses_what_is_not_a_fraction(value):
+    """The error names the value, and is no error of a function that we call."""
+    with pytest.raises(TypeError, match="is not a number of dur"):
+        Time(value, "dur")
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), True])
+def test_refuses_factors_that_are_not_finite_numbers(factor):
+    """The error names the factor, of a product and of a quotient."""
+    for combine in (lambda: Time(1, "ba") * factor, lambda: Time(1, "ba") / factor):
+        with pytest.raises(TypeError, match=f"{factor} is not a finite number"):
+            combine()
+
+
 @pytest.mark.parametrize("value", [True, 1.5, "1", None])
 def test_refuses_what_is_not_a_whole_number(value):
     """Units other than dur require whole numbers."""

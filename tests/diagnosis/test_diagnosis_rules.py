@@ -14,6 +14,7 @@ from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of, signals_o
 
 from lightning_perf.diagnosis import CODES, RULES, Verdict, diagnose
 from lightning_perf.diagnosis.report import report_page
+from lightning_perf.diagnosis.rules.costs import checkpoint_bound
 from lightning_perf.diagnosis.signals import GC, WAITING, Loader, Setup, Signals
 from lightning_perf.timing.totals import Action, Cost
 
@@ -348,7 +349,7 @@ def test_rules_are_unknown_if_a_signal_is_missing() -> None:
     assert [each.code for each in found.verdicts] == ["input-bound"]
     assert found.abstained == {
         "warmup": "the first step or the others were not timed",
-        "slowdown": "a slowdown needs 100 steps",
+        "slowdown": "0 steps measured, and a slowdown needs 100",
         "host-memory-growth": "memory/rss is not measured",
         "cpu-saturated": "the kernel does not say how long a thread waits for a CPU",
         "compute-bound": "the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted",
@@ -518,6 +519,19 @@ def test_checkpoints_explain_their_stalls() -> None:
         steps=steps(*[10 * n + 4 for n in saves], extra=0.4),
     )  # fmt: skip
     assert [each.code for each in diagnose(signals).verdicts] == ["checkpoint-bound"]
+
+
+@pytest.mark.parametrize("seconds", [0.04, 0.1, 0.5])
+def test_advised_checkpoints_are_rarer(seconds: float) -> None:
+    """The advice is never an interval that is as long as the present one, also for a small cost."""
+    writing = Action("train", "checkpoint", "checkpoint writing (Saver.on_train_epoch_end)")
+    signals = signals_of(
+        {**FINE, "checkpoint": window(3, 7, 11, seconds=seconds)},
+        named={writing: rarely(seconds, 3, 7, 11)},
+    )
+    (impact,) = checkpoint_bound(signals)
+    now, advised = re.findall(r"very (\d+) batches", impact.advice)
+    assert int(advised) >= 2 * int(now)
 
 
 def test_a_warmup_is_found_on_a_busy_machine() -> None:

@@ -12,22 +12,19 @@ from helpers.small import Records, Small, trainer
 from lightning_perf import ConfigError, PerfWarning, Window, WindowCallback
 
 
-class Single(WindowCallback):
-    """A string where a tuple is expected."""
-
-    columns = "timings/forward"
-
-
 class Silent(WindowCallback):
     """Without on_window."""
 
     columns = ("timings/forward",)
 
 
-def test_a_string_for_columns_is_refused(tmp_path: Path) -> None:
-    """The message shows the tuple."""
+@pytest.mark.parametrize("columns", ["timings/forward", None, 5, b"timings", {"timings/forward"}])
+def test_what_is_no_list_of_columns_is_refused(tmp_path: Path, columns: Any) -> None:
+    """The message shows a tuple; a set has another order on each rank."""
+    callback = Silent()
+    callback.columns = columns
     with pytest.raises(ConfigError, match=r"Try columns=\('timings/forward',\)"):
-        trainer(tmp_path, Single(), logger=Records()).fit(Small())
+        trainer(tmp_path, callback, logger=Records()).fit(Small())
 
 
 def test_a_missing_on_window_is_reported(tmp_path: Path) -> None:
@@ -81,6 +78,7 @@ def test_metrics_stay_if_on_window_returns_nothing(tmp_path: Path, nothing: obje
     [
         ({"a/b": np.zeros(2)}, r"the metric 'a/b' is array\(\[0., 0.\]\), which is not a number"),
         (3.0, "on_window returned 3.0: return numbers by key"),
+        ({1: 2.0}, "on_window returned {1: 2.0}: return numbers by key"),
     ],
 )
 def test_invalid_metrics_are_reported(tmp_path: Path, returned: object, message: str) -> None:

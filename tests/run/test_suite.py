@@ -124,6 +124,12 @@ def test_two_of_a_kind_are_refused_at_set_up(tmp_path: Path, kind: type[Any], ho
     trainer(tmp_path, callbacks[0], limit_train_batches=1).fit(Small())
 
 
+def test_callbacks_without_a_list_are_refused() -> None:
+    """The error shows the list, and does not name the argument that the second one became."""
+    with pytest.raises(ConfigError, match=r"callbacks=.* is not a list\. Try callbacks=\[Speed"):
+        Suite(SpeedMonitor(), Flops())  # type: ignore[arg-type]
+
+
 def test_checkpoints_are_keyed_by_the_kind_of_callback(tmp_path: Path) -> None:
     """A resume finds the state whichever object takes part."""
     monitor = SpeedMonitor(2)
@@ -138,6 +144,25 @@ def test_checkpoints_are_keyed_by_the_kind_of_callback(tmp_path: Path) -> None:
     assert not [w for w in caught if "add the following callbacks" in str(w.message)]
     assert again._progress is not None
     assert again._progress.stages["train"].batch == 32
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["a suite", "single callbacks"])
+def test_a_resume_finds_the_progress_of_other_callbacks(tmp_path: Path, before: bool) -> None:
+    """Elapsed time continues where a Suite replaces single callbacks, and the other way round."""
+
+    def new(in_suite: bool) -> tuple[SpeedMonitor, list[L.Callback]]:
+        monitor = SpeedMonitor(2, time_unit="seconds")
+        return monitor, [Suite([monitor])] if in_suite else [Timings(), monitor]
+
+    monitor, callbacks = new(before)
+    run = trainer(tmp_path, *callbacks)
+    run.fit(Small())
+    first = monitor.metrics["time/train"]
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    monitor, callbacks = new(not before)
+    with pytest.warns(UserWarning, match="add the following callbacks"):
+        trainer(tmp_path, *callbacks, max_epochs=2).fit(Small(), ckpt_path=tmp_path / "one.ckpt")
+    assert monitor.metrics["time/train"] > first
 
 
 def test_a_suite_within_a_suite_keeps_its_arguments_and_state() -> None:

@@ -237,6 +237,12 @@ DAMAGED = {
         '{"first": 0, "last": 1, "batches": 2, "timings": {"forward": Infinity}}}}}',
         "is damaged",
     ),
+    "no rate in the last window": (
+        '{"version": 1, "run": "x", "status": "running", "stages": {"train": {"whole_run": '
+        '{"first": 0, "last": 1, "batches": 2}, "last_window": {"first": 0, "last": 1, "batches": '
+        '2, "throughput": {"mfu": null}}}}}',
+        "is damaged",
+    ),
 }
 
 

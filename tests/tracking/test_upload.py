@@ -16,7 +16,7 @@ from helpers.small import Small, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
-from lightning_perf import PyTorch
+from lightning_perf import PyTorch, always_on
 from lightning_perf.errors import PerfWarning
 from lightning_perf.traces.uploads import PendingUpload, Target, append_pending
 from lightning_perf.tracking.mlflow import MlflowRun
@@ -192,3 +192,42 @@ def test_an_upload_that_ends_late_is_repeated_without_harm(
     assert exit_code("upload", str(tmp_path)) == 0
     assert artifacts(mlflow_database, run_id, "late") == ["late/5.json"]
     assert read_pending(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "before", "after"),
+    [
+        ("finished", "RUNNING", "FINISHED"),
+        ("stopped by an exception", "RUNNING", "FAILED"),
+        ("running", "RUNNING", "RUNNING"),
+        ("finished", "KILLED", "KILLED"),
+    ],
+)
+def test_a_late_summary_ends_a_running_run(
+    tmp_path: Path, mlflow_database: str, status: str, before: str, after: str
+) -> None:
+    """The run gets the status and the description that it could not get while it trained."""
+    client = MlflowClient(mlflow_database)
+    run_id = client.create_run("0").info.run_id
+    client.update_run(run_id, before)
+    trainer(tmp_path, always_on(show_summary=False), limit_train_batches=2).fit(Small())
+    (summary,) = tmp_path.rglob("summary.json")
+    changed = {"status": status, "ended": "2026-11-23T12:00:00+0100"}
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | changed))
+    address = {"tracking_uri": mlflow_database, "run_id": run_id}
+    append_pending(tmp_path, PendingUpload(str(summary), "summary.json", "run", "", address))
+    assert exit_code("upload", str(tmp_path)) == 0
+    run = client.get_run(run_id)
+    assert run.info.status == after
+    assert (run.info.end_time == 1795431600000) == (after != before)
+    assert ("mlflow.note.content" in run.data.tags) == (after != before)
+
+
+def test_a_file_with_the_name_of_the_summary_is_uploaded(
+    tmp_path: Path, mlflow_database: str, run_id: str
+) -> None:
+    """If it is no summary, it does not change the run."""
+    append_pending(tmp_path, listed(tmp_path, "other/summary.json", mlflow_database, run_id))
+    assert exit_code("upload", str(tmp_path)) == 0
+    assert artifacts(mlflow_database, run_id, "other") == ["other/summary.json"]
+    assert MlflowClient(mlflow_database).get_run(run_id).info.status == "RUNNING"

@@ -202,7 +202,7 @@ def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
     each = float(seconds.sum() / saves)
     interval = signals.batches / saves
     step, share = signals.step_seconds, signals.share(seconds)
-    rarer = max(round(interval * share / CHECKPOINTS * 2), 2)
+    rarer = max(round(interval * max(share / CHECKPOINTS * 2, 2)), 2)
     faster = step * (1 - share * (1 - interval / rarer))
     slowest = max(rows, key=signals.seconds).name
     advice = (

@@ -9,7 +9,7 @@ import numpy as np
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, graded, without_none
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, IN_BATCHES, Signals, Unknown
-from lightning_perf.units import duration
+from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -136,7 +136,8 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
     steps = signals.within_epochs
     measured = np.flatnonzero(np.isfinite(steps))
     if len(measured) < 2 * _SUSTAINED:
-        raise Unknown(f"a slowdown needs {2 * _SUSTAINED} steps")
+        found = counted(len(measured), "step")
+        raise Unknown(f"{found} measured, and a slowdown needs {2 * _SUSTAINED}")
     change = stats.change_point(steps[measured], _SLOWER, _SUSTAINED)
     if change is None:
         return
@@ -231,7 +232,7 @@ def compute_bound(signals: Signals) -> Iterable[Verdict]:
     tips.append("a larger batch size")
     advice = (
         f"The model's own work takes {share:.0%} of the time, {phase} most, at {signals.mfu:.1%} "
-        f"of the hardware's peak. Try {', '.join(tips)}. "
+        f"of the hardware's peak. Try {' or '.join(tips)}. "
         'PyTorch(schedule="at 0.5dur for 3ba", with_stack=True) records which functions take it.'
     )
     yield Verdict(
