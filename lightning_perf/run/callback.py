@@ -144,24 +144,9 @@ class PerfCallback(Callback):
 
     def disable(self, method: str, error: Exception) -> None:
         """Switch this callback, and those that it hosts, off for the rest of this run."""
-        # Authors of a callback write `on_window`, which `receive` calls.
-        failed = "on_window" if method == "receive" else method
-        schedules = [each for each in leaves(getattr(self, "schedule", None)) if not _is_ours(each)]
-        advice = ""
-        if raised := _raised_by_schedule(error):
-            failed = raised
-        elif isinstance(error, OSError | ConfigError) or not _is_ours(self):
-            pass
-        elif schedules and isinstance(error, TypeError | ValueError):
-            names = ", ".join(type(each).__name__ for each in schedules)
-            advice = (
-                f" Check what {names} returns: window() a hashable value or None, quiet_until() a "
-                "number."
-            )
-        else:
-            advice = " Please report this."
         # Warnings that the user turned into errors must not stop training either.
         with suppress(Exception):
+            failed, advice = _explained(self, method, error)
             warn(
                 f"{type(self).__name__} is off for the rest of this run: {failed} failed "
                 f"({type(error).__name__}: {error}). Training continues.{advice}"
@@ -366,6 +351,22 @@ class PerfCallback(Callback):
 def _is_ours(value: object) -> bool:
     """Whether the class of an object is this package's."""
     return type(value).__module__.startswith("lightning_perf.")
+
+
+def _explained(callback: PerfCallback, method: str, error: Exception) -> tuple[str, str]:
+    """The method that failed, and what to do about it."""
+    if raised := _raised_by_schedule(error):
+        return raised, ""
+    # Authors of a callback write `on_window`, which `receive` calls.
+    failed = "on_window" if method == "receive" else method
+    if isinstance(error, OSError | ConfigError) or not _is_ours(callback):
+        return failed, ""
+    own = [x for x in leaves(getattr(callback, "schedule", None)) if not _is_ours(x)]
+    if own and isinstance(error, TypeError | ValueError):
+        names = ", ".join(type(each).__name__ for each in own)
+        wanted = "window() a hashable value or None, quiet_until() a number"
+        return failed, f" Check what {names} returns: {wanted}."
+    return failed, " Please report this."
 
 
 def _raised_by_schedule(error: Exception) -> str | None:
