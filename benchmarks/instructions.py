@@ -1,5 +1,7 @@
 """Counts the instructions that the always-on set adds to a batch; fails if they grew by over 3 %.
 
+Growth within the spread of repeated runs (2,500 instructions, 0.1 % of a step) does not fail.
+
     python benchmarks/instructions.py [--update]
 
 Callgrind counts them (``apt install valgrind``; the marks need gcc), so the machine's load does not
@@ -26,13 +28,17 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
+from statistics import median
 
 EXPECTED = Path(__file__).with_suffix(".json")
 TOLERANCE = 1.03
-#: Number of runs, of which the minimum counts: addresses vary, and with them dicts and caches.
-TIMES = 3
-#: Steps before the counted ones, which fill caches and count shapes; counted steps.
-WARM, STEPS = 80, 40
+#: Growth by less is within the spread of the instructions of Lightning, 0.1 % of them.
+SPREAD = 2_500
+#: Number of runs, of which the median counts: addresses vary, and with them dicts and caches.
+TIMES = 5
+#: Steps before the counted ones, which fill caches and count shapes until the meter is settled;
+#: counted steps, without a multiple of the 50 batches after which `Flops` reports.
+WARM, STEPS = 100, 40
 NOTHING, IDLE = "nothing", "an idle profiler"
 KINDS = (NOTHING, IDLE, "always on", "always on, declared FLOPs")
 MARKS = """
@@ -124,8 +130,8 @@ def main() -> int:
     for _ in range(TIMES):
         with tempfile.TemporaryDirectory() as folder:
             runs.append(counted(Path(folder)))
-    found = {kind: min(run[kind] for run in runs) for kind in KINDS}
-    added = {kind: round(found[kind] - found[IDLE]) for kind in KINDS[2:]}
+    found = {kind: median(run[kind] for run in runs) for kind in KINDS}
+    added = {kind: round(median(run[kind] - run[IDLE] for run in runs)) for kind in KINDS[2:]}
     expected = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
     here = f"python {platform.python_version()}"
     here += "".join(f", {package} {version(package)}" for package in ("torch", "lightning"))
@@ -138,8 +144,9 @@ def main() -> int:
     if given.update:
         EXPECTED.write_text(json.dumps(expected | {here: added}, indent=1) + "\n")
         return 0
-    grown = [kind for kind in known if added[kind] > TOLERANCE * known[kind]]
-    print(f"grown by more than 3 %: {', '.join(grown) or 'none'}")
+    most = {kind: max(TOLERANCE * count, count + SPREAD) for kind, count in known.items()}
+    grown = [kind for kind in known if added[kind] > most[kind]]
+    print(f"grown by more than 3 % and the spread: {', '.join(grown) or 'none'}")
     return len(grown)
 
 
