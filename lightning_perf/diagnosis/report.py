@@ -37,6 +37,8 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "watts": lambda value: f"{value:.0f} W",
     "mhz": lambda value: f"{value:.0f} MHz",
 }
+#: Lower bounds below this share are not shown.
+_SHOWN = 1e-3
 #: Maximum named actions in the list.
 _MOST_ACTIONS = 20
 #: Sensors of the machine, and how the page shows them.
@@ -103,7 +105,7 @@ def evidence_text(verdict: Verdict) -> str:
         if isinstance(value, str) or not isfinite(value):
             found.append(f"{_words(name)}: {value}")
         elif name == "lower_bound_share":
-            found.append(f"at least {value:.1%} of the time")
+            found += [f"at least {value:.1%} of the time"] if value >= _SHOWN else []
         elif unit in _UNITS and words:
             found.append(f"{_words(words)}: {_UNITS[unit](value)}")
         elif name.startswith("seconds_per_"):
@@ -205,9 +207,9 @@ def _speed(signals: Signals) -> str:
     """How fast the training is, on what."""
     setup, mfu = signals.setup, signals.mfu
     utilization = "" if mfu is None else f"MFU {mfu:.1%}, "
-    each = duration(signals.step_seconds)
+    each, batches = duration(signals.step_seconds), f"{signals.batches:,} batches"
     devices = f"{setup.world_size} x {setup.device}, {setup.precision}"
-    return f"{utilization}{each} per batch over {signals.batches:,} batches ({devices})."
+    return f"{utilization}{each} per batch after the warm-up, {batches} ({devices})."
 
 
 def _timeline(signals: Signals) -> Areas:

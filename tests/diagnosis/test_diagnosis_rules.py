@@ -13,7 +13,7 @@ import pytest
 from helpers.signals import BATCHES, FINE, WINDOWS, every, signals_of, signals_of_ranks
 
 from lightning_perf.diagnosis import CODES, RULES, Verdict, diagnose
-from lightning_perf.diagnosis.report import report_page
+from lightning_perf.diagnosis.report import evidence_text, report_page
 from lightning_perf.diagnosis.rules.costs import checkpoint_bound
 from lightning_perf.diagnosis.signals import GC, WAITING, Loader, Setup, Signals
 from lightning_perf.timing.totals import Action, Cost
@@ -312,6 +312,12 @@ def test_the_page_lists_actions_without_waits_inside_them() -> None:
     assert "run queue" not in found
 
 
+def test_a_lower_bound_of_nothing_is_not_shown() -> None:
+    """Collections that may take no time at all have no "at least 0.0%"."""
+    evidence = {"lower_bound_share": 0.0004, "collections": 14.0}
+    assert evidence_text(Verdict("gc-pauses", "info", evidence=evidence)) == "collections: 14"
+
+
 def test_the_page_begins_with_the_speed_and_names_actions_first() -> None:
     """MFU and the time per batch stand above the verdicts; the stage and category follow a name."""
     named = {
@@ -321,7 +327,7 @@ def test_the_page_begins_with_the_speed_and_names_actions_first() -> None:
     }
     signals = signals_of({"forward": 0.02, "backward": 0.03}, named=named, mfu=0.381)
     found = report_page(signals, diagnose(signals))
-    speed = f"MFU 38.1%, 50.0 ms per batch over {STEPS} batches (1 x cpu, 32-true)."
+    speed = f"MFU 38.1%, 50.0 ms per batch after the warm-up, {STEPS} batches (1 x cpu, 32-true)."
     assert found.index(f"<p>{speed}</p>") < found.index("<h2>")
     rows = re.findall("<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", found)
     assert rows == [
