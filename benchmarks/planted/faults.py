@@ -190,6 +190,16 @@ def slow_epoch_end(run: Run) -> None:
     run.callbacks.append(plots("on_train_epoch_end", lambda step: run.sleep(16 * run.extra)))
 
 
+@fault("callback-bound", culprit="lr_scheduler_step")
+def slow_scheduler(run: Run) -> None:
+    def configure() -> Any:
+        optimizer = Workload.configure_optimizers(run.module)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: run.sleep(run.extra) or 1.0)
+        return [optimizer], [{"scheduler": rate, "interval": "step"}]
+
+    run.module.configure_optimizers = configure
+
+
 @fault("logger-bound", culprit="SlowLogger.log_metrics")
 def slow_logger(run: Run) -> None:
     run.options |= {"logger": SlowLogger(lambda: run.sleep(5 * run.extra), "log_metrics")}
