@@ -29,7 +29,7 @@ from lightning_perf.schedule import (
     LocalRank,
     Schedule,
     as_schedule,
-    leaves,
+    walk,
 )
 from lightning_perf.traces.folder import TraceOptions
 from lightning_perf.traces.names import file_format, folder_format, remote_format
@@ -449,7 +449,7 @@ class Profiler(PerfCallback):
                 f"{kind}(ranks={self.ranks}) includes ranks that do not exist: there are {world} "
                 "processes in the run."
             )
-        by_rank = any(isinstance(each, GlobalRank | LocalRank) for each in leaves(self.schedule))
+        by_rank = any(isinstance(each, GlobalRank | LocalRank) for each in walk(self.schedule))
         if by_rank or sum(rank < world for rank in ranks) < 2:
             return
         local = f"{self.folder}/{self.filename}"
@@ -467,7 +467,8 @@ class Profiler(PerfCallback):
         if ended is None or not ended.timestamp.batch or not is_first or is_trial:
             return
         # This is normal with a schedule that waits for an event, or for another stage.
-        if not _waits(self.schedule) and self.schedule.quiet_until(ended) != FOREVER:
+        waits = any(each.watches or isinstance(each, HasTag) for each in walk(self.schedule))
+        if not waits and self.schedule.quiet_until(ended) != FOREVER:
             warn(
                 f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened "
                 f"before training ended, after batch {ended.timestamp.batch}."
@@ -477,12 +478,6 @@ class Profiler(PerfCallback):
 def _text(folder: Any) -> Any:
     """A path as a string; other values unchanged."""
     return str(folder) if isinstance(folder, Path) else folder
-
-
-def _waits(schedule: Schedule) -> bool:
-    """Whether the windows of a schedule depend on events."""
-    parts = getattr(schedule, "schedules", ())
-    return schedule.watches or isinstance(schedule, HasTag) or any(map(_waits, parts))
 
 
 def shared(arguments: Mapping[str, Any]) -> dict[str, Any]:

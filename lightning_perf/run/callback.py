@@ -12,7 +12,7 @@ from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_crede
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext
 from lightning_perf.run.hooks import HOOKS, UNUSED, install_stage_hooks, with_ours
-from lightning_perf.schedule import Schedule, leaves
+from lightning_perf.schedule import Schedule, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -361,7 +361,8 @@ def _explained(callback: PerfCallback, method: str, error: Exception) -> tuple[s
     failed = "on_window" if method == "receive" else method
     if isinstance(error, OSError | ConfigError) or not _is_ours(callback):
         return failed, ""
-    own = [x for x in leaves(getattr(callback, "schedule", None)) if not _is_ours(x)]
+    schedule = getattr(callback, "schedule", None)
+    own = [] if schedule is None else [x for x in walk(schedule) if not _is_ours(x)]
     if own and isinstance(error, TypeError | ValueError):
         names = ", ".join(type(each).__name__ for each in own)
         wanted = "window() a hashable value or None, quiet_until() a number"

@@ -268,7 +268,7 @@ def validates_next(trainer: Trainer) -> bool:
         loop: Any = trainer.fit_loop.epoch_loop
         due = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
         return bool(due and not (loop._skip_next_val or loop.val_loop.skip))
-    except (AssertionError, AttributeError, TypeError):  # another Lightning
+    except (AssertionError, AttributeError, TypeError):  # Lightning has other private names
         return False
 
 

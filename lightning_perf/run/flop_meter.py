@@ -38,7 +38,7 @@ _CONTEXTS = {
 #: The first training batches may be skipped; other stages may have no products at all.
 _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
 #: Batches of known shapes before some are counted again. With manual optimization one batch often
-#: trains another network than the next one; with automatic optimization short runs are spared.
+#: trains another network than the next one; with automatic optimization short runs have one count.
 _RECOUNT = {False: 0, True: 16}
 #: Batches of known shapes in a row, after which a batch is only looked up at its end, because to
 #: announce each step takes a third of the time of all that we do per batch.

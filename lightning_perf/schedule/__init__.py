@@ -8,7 +8,7 @@ from lightning_perf.schedule.base import (
     Not,
     Schedule,
     as_schedule,
-    leaves,
+    walk,
 )
 from lightning_perf.schedule.conditions import GlobalRank, HasTag, LocalRank, Stages
 from lightning_perf.schedule.intervals import Always, At, Cyclic, Every, Fixed, Never
@@ -37,5 +37,5 @@ __all__ = [
     "Stages",
     "Trigger",
     "as_schedule",
-    "leaves",
+    "walk",
 ]

@@ -11,15 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.checks import (
-    ONE,
-    UNITS,
-    is_list,
-    nearest,
-    percent_as_dur,
-    times,
-    whole,
-)
+from lightning_perf.checks import ONE, UNITS, is_list, nearest, percent_as_dur, times, whole
 from lightning_perf.core.progress import Limits, Moment, Ranks
 from lightning_perf.errors import ConfigError, shown
 
@@ -199,13 +191,12 @@ class Composed(Schedule):
             part.close()
 
 
-def leaves(schedule: Schedule | None) -> Iterator[Schedule]:
-    """The schedules that a schedule is composed of; itself if it is not composed."""
+def walk(schedule: Schedule) -> Iterator[Schedule]:
+    """A schedule, and at any depth those that it is composed of."""
+    yield schedule
     if isinstance(schedule, Composed):
         for part in schedule.schedules:
-            yield from leaves(part)
-    elif schedule is not None:
-        yield schedule
+            yield from walk(part)
 
 
 class All(Composed):

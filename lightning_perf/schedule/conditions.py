@@ -121,7 +121,7 @@ class HasTag(Composed):
         self.tag = tag
         self.schedule = as_schedule(schedule)
         self._key, self._value = key, value if equals else None
-        self._read_tags: Callable[[], Mapping[str, str]] | None = None
+        self._read_tags: Callable[[], Mapping[str, str]] = dict
         self._tagged = False
         super().__init__([self.schedule])
 
@@ -131,12 +131,12 @@ class HasTag(Composed):
         if context.read_tags is None and context.ranks.global_rank == 0:
             warn(f"{self!r} is never true: add an MLFlowLogger to the Trainer, for its tags.")
         self.shared = False  # each rank sees a new tag at a different time
-        self._read_tags, self._tagged = context.read_tags, False
+        self._read_tags, self._tagged = context.read_tags or dict, False
 
     def observe(self, moment: Moment) -> None:
         """Read the cached tags."""
         super().observe(moment)
-        value = self._read_tags().get(self._key) if self._read_tags is not None else None
+        value = self._read_tags().get(self._key)
         self._tagged = value is not None and self._value in (None, value)
 
     def window(self, moment: Moment) -> Hashable | None:

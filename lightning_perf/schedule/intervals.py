@@ -23,22 +23,20 @@ if TYPE_CHECKING:
 ROUNDING = 1e-9
 
 
+def _done(fraction: float | None) -> float:
+    """The position of a fraction; a stage without one is before all milestones in ``dur``."""
+    return -1.0 if fraction is None else fraction + ROUNDING
+
+
 _COUNTS = {unit: unit.name.lower() for unit in TimeUnit} | {TimeUnit.SECOND: "total_wct"}
-
-
-#: Progress at a moment and one batch earlier, by unit. Stages without a fraction are before all of
-#: its milestones.
+#: Progress at a moment and one batch earlier, by unit.
 POSITION: dict[TimeUnit, Callable[[Moment], float]] = {
     **{unit: attrgetter(f"timestamp.{name}") for unit, name in _COUNTS.items()},
-    TimeUnit.DURATION: lambda moment: (
-        -1.0 if (done := moment.fraction) is None else done + ROUNDING
-    ),
+    TimeUnit.DURATION: lambda moment: _done(moment.fraction),
 }
 PREVIOUS: dict[TimeUnit, Callable[[Moment], float]] = {
     **{unit: attrgetter(f"previous.{name}") for unit, name in _COUNTS.items()},
-    TimeUnit.DURATION: lambda moment: (
-        -1.0 if (done := moment.previous_fraction) is None else done + ROUNDING
-    ),
+    TimeUnit.DURATION: lambda moment: _done(moment.previous_fraction),
 }
 
 

@@ -224,14 +224,14 @@ class OnVerdict(Trigger):
         return any(code in self.codes for code in fresh)
 
     def _check_reachable(self, context: Context) -> None:
-        reachable = context.reachable
-        if reachable is None:
+        if context.reachable is None:
             return
-        if not reachable and context.ranks.global_rank == 0:
-            warn(f"{self!r} is never true: add Diagnosis() to the callbacks of the Trainer.")
-        unknown = [code for code in self.codes if code not in reachable]
-        if reachable and unknown:
-            known = sorted(reachable)
+        known = sorted(context.reachable)
+        unknown = [code for code in self.codes if code not in known]
+        if not known:
+            if context.ranks.global_rank == 0:
+                warn(f"{self!r} is never true: add Diagnosis() to the callbacks of the Trainer.")
+        elif unknown:
             near = [(get_close_matches(code, known, n=1) or known)[0] for code in self.codes]
             problem = f"has {unknown[0]!r}, but verdicts of this run are {', '.join(known)}"
             raise ConfigError("codes", self.codes, problem, json.dumps(near))

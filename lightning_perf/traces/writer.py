@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -67,7 +68,7 @@ class TraceWriter:
             saved = [*earlier, *self._saved.values()]
         return [
             (trace.timestamp, [trace.path if rank == here else None for rank in range(world_size)])
-            for trace in saved[max(0, len(saved) - self._most_saved) :]
+            for trace in deque(saved, self._most_saved)
         ]
 
     @property
@@ -79,9 +80,8 @@ class TraceWriter:
     def follow(self, earlier: TraceWriter) -> None:
         """List the traces of the same recorder in an earlier run, too."""
         with earlier._lock:
-            saved = [*earlier._earlier, *earlier._saved.values()]
+            latest = deque([*earlier._earlier, *earlier._saved.values()], self._most_saved)
         # Without the targets, which belong to that run.
-        latest = saved[max(0, len(saved) - self._most_saved) :]
         self._earlier = [replace(trace, sends=()) for trace in latest]
 
     def latest(self, stage: str) -> Path | None:
