@@ -1,7 +1,5 @@
 """Counts the instructions that the always-on set adds to a batch; fails if they grew by over 3 %.
 
-Growth within the spread of repeated runs (2,500 instructions, 0.1 % of a step) does not fail.
-
     python benchmarks/instructions.py [--update]
 
 Callgrind counts them (``apt install valgrind``; the marks need gcc), so the machine's load does not
@@ -32,8 +30,6 @@ from statistics import median
 
 EXPECTED = Path(__file__).with_suffix(".json")
 TOLERANCE = 1.03
-#: Growth by less is within the spread of the instructions of Lightning, 0.1 % of them.
-SPREAD = 2_500
 #: Number of runs, of which the median counts: addresses vary, and with them dicts and caches.
 TIMES = 5
 #: Steps before the counted ones, which fill caches and count shapes until the meter is settled;
@@ -144,9 +140,8 @@ def main() -> int:
     if given.update:
         EXPECTED.write_text(json.dumps(expected | {here: added}, indent=1) + "\n")
         return 0
-    most = {kind: max(TOLERANCE * count, count + SPREAD) for kind, count in known.items()}
-    grown = [kind for kind in known if added[kind] > most[kind]]
-    print(f"grown by more than 3 % and the spread: {', '.join(grown) or 'none'}")
+    grown = [kind for kind in known if added[kind] > TOLERANCE * known[kind]]
+    print(f"grown by more than 3 %: {', '.join(grown) or 'none'}")
     return len(grown)
 
 
