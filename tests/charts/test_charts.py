@@ -197,7 +197,7 @@ def test_a_high_peak_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_drawing_libraries_are_imported_on_demand(tmp_path: Path) -> None:
-    """Importing the package does not import jinja2, and a page needs neither torch nor matplotlib."""
+    """Importing the package does not import jinja2; a page needs neither torch nor matplotlib."""
     code = """
 import sys
 from lightning_perf.charts.stacked import stacked_html
