@@ -244,9 +244,21 @@ class Profiler(PerfCallback):
         self._turn(context)
 
     @override
+    def on_epoch(self, context: RunContext) -> None:
+        if self._writer is None:
+            return
+        moment, running, most = context.moment, self._open, self.batches_per_trace
+        if context.counters.cut_short:  # the schedule has not seen the end of the last epoch
+            self.schedule.observe(moment)
+        continues = running is not None and running.includes(self.schedule.window(moment), most)
+        if not (continues or self._reopen):
+            self._turn(context)
+
+    @override
     def before_batch(self, context: RunContext, batch: Any) -> None:
         if self._reopen:
             self._reopen = False
+            self.schedule.observe(context.moment)
             self._turn(context)
 
     @override

@@ -103,6 +103,9 @@ class PerfCallback(Callback):
     def on_start(self, context: RunContext) -> None:
         """A stage starts: ``context.stage``."""
 
+    def on_epoch(self, context: RunContext) -> None:
+        """An epoch of training starts, the first one too."""
+
     def before_batch(self, context: RunContext, batch: Any) -> None:
         """A batch is on the device."""
 
@@ -337,6 +340,9 @@ class PerfCallback(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the length of the epoch."""
         self._at_epoch(RunContext.begin_epoch)
+        context = self._driven
+        for part in self.parts if context is not None and context.stage == "train" else ():
+            part.call(part.on_epoch, context)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Advance the epoch."""

@@ -237,6 +237,7 @@ class RunContext:
     def begin_epoch(self) -> None:
         """An epoch of training starts. Its data may differ, because loaders may be reloaded."""
         self.stages.limit(self._read_limits())
+        self.windows.quiet_until = 0
 
     def _read_limits(self) -> Limits:
         self.limits = compat.limits_of(self.trainer, self._data_owners, self.batches.sharing)

@@ -63,6 +63,8 @@ class Schedule(ABC):
     #: every ``log_every_n_steps`` if it is False. True by mistake makes ranks exchange different
     #: reports.
     shared: bool = False
+    #: Whether events open its windows, or those of a part: see `Trigger`.
+    fires: bool = False
 
     @abstractmethod
     def window(self, moment: Moment) -> Hashable | None:
@@ -106,7 +108,11 @@ class Schedule(ABC):
         """
 
     def observe(self, moment: Moment) -> None:
-        """Update internal state. Called after every batch, before `window`."""
+        """Update internal state, before `window` is called.
+
+        Called after every batch, where a stage begins or continues, and where an epoch begins after
+        one that ended early.
+        """
 
     def close(self) -> None:
         """Release what `setup` acquired. Idempotent."""
@@ -168,6 +174,7 @@ class Composed(Schedule):
             raise ConfigError("schedules", schedules, problem, example)
         self.schedules = [as_schedule(schedule, "schedules") for schedule in schedules]
         self.lead = max(part.lead for part in self.schedules)
+        self.fires = any(part.fires for part in self.schedules)
 
     @property
     def watches(self) -> bool:
@@ -223,6 +230,14 @@ class All(Composed):
                 return None
             windows.append(window)
         return tuple(windows)
+
+    def observe(self, moment: Moment) -> None:
+        """Forward the moment to each part; events wait until the other parts select the batch."""
+        conditions = [part for part in self.schedules if not (part.fires or part.watches)]
+        selected = not self.fires or all(part(moment) for part in conditions)
+        for part in self.schedules:
+            if selected or not part.fires:
+                part.observe(moment)
 
     def quiet_until(self, moment: Moment) -> int:
         """Return the latest of the batches that the parts without a window wait for."""
