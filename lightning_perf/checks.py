@@ -65,6 +65,25 @@ def percent_as_dur(word: str) -> str:
     return f"{float(Fraction(match[1]) / 100)}dur" if match else word
 
 
+def worded(text: str) -> str:
+    """Convert an amount in words to a time string; return other texts unchanged.
+
+    Example:
+        >>> worded("100 batches"), worded("1 Epoch"), worded("1.5 hours"), worded("100ba")
+        ('100ba', '1ep', '5400sec', '100ba')
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]+)", text, re.ASCII | re.IGNORECASE)
+    number, word = match.groups() if match else ("", "")
+    names = (word.lower().removesuffix(end) for end in ("", "s", "es"))
+    unit = next((_UNIT[name] for name in names if name in _UNIT), None)
+    if unit is None or word in _SECONDS:
+        return text
+    seconds = _SECONDS.get(unit, 0) * Fraction(number)
+    if seconds.denominator > 1:
+        return text
+    return f"{seconds}sec" if seconds else f"{number}{unit}"
+
+
 def nearest(text: str) -> str:
     """Return the schedule or time that was probably meant. It may still be invalid.
 
@@ -150,10 +169,12 @@ def times(
 ) -> Time:
     """Parse a time and check its unit and sign; negative times are always refused.
 
+    Units may be words: ``"2 epochs"``.
+
     The example is a valid time, without quotes.
     """
     try:
-        time = Time.from_input(value)
+        time = Time.from_input(worded(value) if isinstance(value, str) else value)
     except (RuntimeError, TypeError, ValueError):
         problem = f"is not a valid time (units: {UNITS}; only dur can be a fraction)"
         with suppress(TypeError, ValueError):

@@ -293,7 +293,8 @@ class Not(Composed):
         return 0 if self.schedule.window(moment) is None else None
 
 
-_TEXT = re.compile(r"(?:(every|at)\s+)?(\S+)(?:\s+for\s+(\S+))?|first\s+(\S+)")
+_TIME = r"(\S+(?:\s+(?!for\b)[A-Za-z]+)?)"  # 100ba, or 100 batches
+_TEXT = re.compile(rf"first\s+{_TIME}|(?:(every|at)\s+)?{_TIME}(?:\s+for\s+{_TIME})?")
 _FORMS = "TIME, every TIME for TIME, at TIME for TIME, first TIME, always, never"
 _EXAMPLE = '"every 100ba for 3ba"'
 _OPERATOR = re.compile(r"[&|~]|\b(?:and|or|not)\b")
@@ -306,7 +307,7 @@ def as_schedule(
     """Convert an argument to a schedule.
 
     Args:
-        value: A schedule; a string such as ``"100ba"``, ``"every 100ba for 3ba"``,
+        value: A schedule; a string such as ``"100ba"``, ``"every 100 batches for 3 batches"``,
             ``"every epoch"``, ``"first 5ba"``, ``"first 0.1dur"``, ``"at 0.5dur"``, ``"at 50%"``,
             ``"always"`` or ``"never"``; or None for the default.
         field: Name of the argument, for the message.
@@ -352,11 +353,11 @@ def _parse(text: str) -> Schedule:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ConfigError("text", text, f"expected one of {_FORMS} (units: {UNITS})", _EXAMPLE)
-    word, time, lasting, first = (part and percent_as_dur(part) for part in match.groups())
+    first, word, time, lasting = (part and percent_as_dur(part) for part in match.groups())
     if word == "every":
         time = ONE.get(time, time)
     if first is not None:
-        length = times("lasting", first, "5ba")
+        length = times("lasting", ONE.get(first, first), "5ba")
         return At(time=f"0{length.unit}", lasting=length)
     kind = At if word == "at" else Every
     return kind(time, lasting=lasting or "1ba")

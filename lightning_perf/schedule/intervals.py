@@ -188,7 +188,7 @@ class _Milestones(Schedule):
             return None
         if position - self._place(number) < self._length or self._passed(number, moment):
             return number
-        latch = (self._latches or {}).get(moment.stage)
+        latch = None if self._latches is None else self._latches.get(moment.stage)
         return latch.window(moment) if latch else None
 
     @property
