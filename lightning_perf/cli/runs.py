@@ -111,7 +111,7 @@ def _natural(path: str) -> list[tuple[int, str]]:
     argument(
         "baselines",
         "The runs to compare it with, given in the same way. Several show the usual spread.",
-        nargs="+",
+        nargs="*",
     ),
     argument(
         "--threshold",
@@ -133,6 +133,8 @@ def compare(
     from lightning_perf.tracking.summary import main_stage
 
     limit = None if threshold is None else _fraction(threshold)
+    if not baselines:
+        raise Failure(f"there is no run to compare with. Try lightning-perf compare {run} BASELINE")
     summaries = {name: find_run(name, tracking_uri).summary for name in [run, *baselines]}
     stages = {name: main_stage(summary) for name, summary in summaries.items()}
     about, _ = stages[run]

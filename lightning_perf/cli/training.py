@@ -35,16 +35,19 @@ if TYPE_CHECKING:
 
 @command(
     argument(
-        "--config", "A YAML file with the callbacks to use instead, such as configs/always_on.yaml."
+        "--config",
+        "A YAML file with the callbacks to use instead, such as configs/always_on.yaml.",
+        metavar="FILE",
     )
 )
 def run(config: str | None, command: Sequence[str] = ()) -> int:
     """Run a training with the always-on callbacks in each Trainer of Lightning.
 
-    Write the training's command after two dashes: lightning-perf run -- python train.py.
+    Write the training's command last: lightning-perf run python train.py. Two dashes may stand
+    before it.
     """
     if not command:
-        raise Failure("there is no command. Try lightning-perf run -- python train.py")
+        raise Failure("there is no command. Try lightning-perf run python train.py")
     if config is not None and not Path(config).is_file():
         raise Failure(f"there is no file {config}")
     if which(command[0]) is None:

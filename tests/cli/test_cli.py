@@ -281,7 +281,6 @@ def test_errors_of_others_are_unchanged(fork_server: ForkServer, tmp_path: Path)
         ("rich.console", ["report"], "rich"),
         ("mlflow", ["report"], '"lightning_perf[mlflow]"'),
         ("lightning_perf.traces.uploads", ["upload"], None),
-        ("jsonargparse", ["capture", "1"], '"jsonargparse[signatures]"'),
     ],
 )
 def test_a_missing_package_gives_a_one_line_error(
