@@ -134,12 +134,12 @@ def _setup() -> Iterator[Finding]:
 
 
 def _variable(value: str) -> tuple[str, str]:
-    from lightning_perf.callbacks.factory import callbacks
+    from lightning_perf.callbacks.factory import selected
 
     if not value:
         return "not set", "ok"
     try:
-        found = callbacks()
+        found = selected()
     except ConfigError as error:
         return str(error), "error"
     names = [type(part).__name__ for each in found for part in each.parts]

@@ -13,6 +13,7 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, NamedTuple
 
+from lightning_perf.callbacks.factory import written_callbacks
 from lightning_perf.cli import (
     JSON,
     TRACKING_URI,
@@ -23,6 +24,7 @@ from lightning_perf.cli import (
     new_console,
     print_json,
 )
+from lightning_perf.errors import ConfigError
 from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
 if TYPE_CHECKING:
@@ -50,6 +52,11 @@ def run(config: str | None, command: Sequence[str] = ()) -> int:
         raise Failure("there is no command. Try lightning-perf run python train.py")
     if config is not None and not Path(config).is_file():
         raise Failure(f"there is no file {config}")
+    if config is not None:
+        try:
+            written_callbacks(config)
+        except ConfigError as error:
+            raise Failure(f"{config} {error.problem}") from None
     if which(command[0]) is None:
         raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
     os.environ["LIGHTNING_PERF"] = "1" if config is None else str(Path(config).resolve())

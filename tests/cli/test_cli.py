@@ -87,6 +87,15 @@ def run_cli(*args: str) -> None:
     LightningCLI(Small, run=False, save_config_callback=None)
 
 
+def test_always_on_is_a_class_path(tmp_path: Path) -> None:
+    """LightningCLI calls the function, without and with arguments."""
+    for options in ({}, {"init_args": {"show_summary": False}}):
+        node = {"class_path": "lightning_perf.always_on", **options}
+        (suite,) = ours(parse(tmp_path, callbacks=[node]))
+        assert [type(part) for part in suite.callbacks][:2] == [SpeedMonitor, Flops]
+        assert suite.show_summary is not bool(options)
+
+
 WRITTEN = """
 trainer:
   logger: false
