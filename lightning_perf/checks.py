@@ -8,7 +8,9 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from fractions import Fraction
+from functools import wraps
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.core.progress import STAGES
@@ -192,6 +194,32 @@ def times(
     if time.value > _LONGEST:
         raise ConfigError(field, value, "is too large", example)
     return time
+
+
+def name_arguments(cls: type) -> None:
+    """Let the constructor of a class answer an unknown argument with the nearest of its own.
+
+    Called once for each class, by the base of schedules and that of callbacks.
+    """
+    init = vars(cls).get("__init__")
+    if init is None:
+        return
+    parameters = signature(init).parameters
+    if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    names = [*parameters][1:]
+
+    @wraps(init)
+    def named(self: object, *args: Any, **arguments: Any) -> None:
+        for name in arguments:
+            if name not in names:
+                near = get_close_matches(name, names, n=1, cutoff=0.4)
+                hint = f"Did you mean {near[0]}?" if near else f"It has {', '.join(names)}."
+                problem = f"{cls.__name__}() has no argument {name!r}. "
+                raise TypeError(problem + (hint if names else "It takes none."))
+        init(self, *args, **arguments)
+
+    cls.__init__ = named  # type: ignore[misc]
 
 
 def is_list(value: object) -> bool:

@@ -68,6 +68,8 @@ class Suite(PerfCallback):
         for part in callbacks:
             if not isinstance(part, PerfCallback):
                 problem = "may contain only callbacks of lightning_perf; pass others to the Trainer"
+                if isinstance(part, type) and issubclass(part, PerfCallback):
+                    problem = f"is a class: write {part.__name__}()"
                 raise ConfigError("callbacks", part, problem, example)
             if isinstance(part, Suite):
                 self.callbacks += part.callbacks
@@ -76,8 +78,10 @@ class Suite(PerfCallback):
             else:
                 self.callbacks.append(part)
         if len(self._by_key) < len(self.callbacks):
-            kinds = [each.kind for each in self.callbacks]
-            raise ConfigError("callbacks", kinds, "contains one callback twice", example)
+            kinds = [type(each).__name__ for each in self.callbacks]
+            twice = next(kind for kind in kinds if kinds.count(kind) > 1)
+            problem = f"contains one callback twice: remove a {twice}()"
+            raise ConfigError("callbacks", kinds, problem, None)
 
     @property
     def _by_key(self) -> dict[str, PerfCallback]:

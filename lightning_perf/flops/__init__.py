@@ -1,7 +1,7 @@
 """How much work a model does, and how much a device can do. Uses torch, but not Lightning."""
 
 from lightning_perf.flops.counter import FlopCounter
-from lightning_perf.flops.formulas import TransformerConfig, formula_for, palm
+from lightning_perf.flops.formulas import TransformerConfig, check_formula, formula_for, palm
 from lightning_perf.flops.measure import measure_peak
 from lightning_perf.flops.operators import tf32_is_on
 from lightning_perf.flops.peaks import (
@@ -19,6 +19,7 @@ __all__ = [
     "DevicePeaks",
     "FlopCounter",
     "TransformerConfig",
+    "check_formula",
     "check_peak",
     "count_on_shadow",
     "cuda_devices",

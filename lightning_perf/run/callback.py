@@ -8,6 +8,7 @@ from functools import cached_property
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
+from lightning_perf.checks import name_arguments
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext
@@ -50,6 +51,7 @@ class PerfCallback(Callback):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        name_arguments(cls)
         for name in HOOKS & vars(cls).keys():
             setattr(cls, name, with_ours(getattr(PerfCallback, name), vars(cls)[name]))
 

@@ -130,8 +130,8 @@ class RunContext:
             if each.state_key in keys and each.keeps_progress:
                 kind = type(each).__name__
                 named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-                problem = f"has two of {kind}: one is attached already, alone or in a Suite"
-                raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
+                problem = f"has two of {kind}: remove one (a Suite has its own)"
+                raise ConfigError("callbacks", named, problem, None)
         context.members.append(member)
         context._joined += member.with_parts
         return context

@@ -11,7 +11,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.checks import ONE, UNITS, is_list, nearest, percent_as_dur, times, whole
+from lightning_perf.checks import (
+    ONE,
+    UNITS,
+    is_list,
+    name_arguments,
+    nearest,
+    percent_as_dur,
+    times,
+    whole,
+)
 from lightning_perf.core.progress import Limits, Moment, Ranks
 from lightning_perf.errors import ConfigError, shown
 
@@ -65,6 +74,10 @@ class Schedule(ABC):
     shared: bool = False
     #: Whether events open its windows, or those of a part: see `Trigger`.
     fires: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        name_arguments(cls)
 
     @abstractmethod
     def window(self, moment: Moment) -> Hashable | None:
@@ -330,6 +343,13 @@ def as_schedule(
     if not isinstance(value, str):
         problem = f"is not a valid schedule, expected a string or a Schedule (units: {UNITS})"
         raise ConfigError(field, value, problem, _example(str(value)))
+    named = _named(value.strip())
+    if named is not None:
+        home = named.__module__
+        path = "lightning_perf" if home.startswith("lightning_perf.") else home
+        problem = f"names a class; in YAML write class_path: {path}.{named.__name__}"
+        call = f"{named.__name__}({'...' if _needed(named) else ''})"
+        raise ConfigError(field, value, problem, call)
     if _OPERATOR.search(value):
         problem = "is not a valid schedule: operators combine Schedule objects, not text"
         raise ConfigError(field, value, problem, _COMBINED)
@@ -341,6 +361,21 @@ def as_schedule(
             reason = f"{shown(error.value)} {reason}"
         problem = f"is not a valid schedule: {reason}"
         raise ConfigError(field, value, problem, _example(value)) from None
+
+
+def _needed(cls: type) -> list[str]:
+    """The arguments without a default."""
+    parameters = inspect.signature(cls).parameters
+    return [name for name, each in parameters.items() if each.default is each.empty]
+
+
+def _named(text: str) -> type[Schedule] | None:
+    """The class of schedules that a text names, with or without arguments."""
+    name = re.fullmatch(r"(?:\w+\.)*(\w+)(?:\(.*\))?", text, re.DOTALL)
+    classes = [Schedule]
+    for each in classes:  # grows
+        classes += each.__subclasses__()
+    return next((each for each in classes if name and each.__name__ == name[1]), None)
 
 
 def _parse(text: str) -> Schedule:

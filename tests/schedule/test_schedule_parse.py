@@ -128,6 +128,22 @@ def test_suggests_what_was_probably_meant(written, meant):
     assert str(caught.value).endswith(f'. Try schedule="{meant}".')
 
 
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("OnSignal", "OnSignal()"),
+        ("Every('10ba')", "Every(...)"),
+        ("lightning_perf.Elapsed", "Elapsed()"),
+    ],
+)
+def test_the_name_of_a_class_is_no_schedule(text, call):
+    """The message says how to write it in Python and in YAML."""
+    with pytest.raises(ConfigError) as caught:
+        as_schedule(text)
+    assert caught.value.example == call
+    assert f"class_path: lightning_perf.{call.partition('(')[0]}." in str(caught.value)
+
+
 def test_a_long_value_is_cut_in_the_message():
     """A very long string is refused like any other and shortened in the message."""
     with pytest.raises(ConfigError) as caught:
