@@ -189,7 +189,7 @@ def _run(args: Sequence[str]) -> int:
         why = str(error).rstrip(".")
         if isinstance(error, OSError) and error.filename:
             why = f"{error.filename}: {error.strerror}"
-        print(f"lightning-perf {name}: {why}.", file=sys.stderr)
+        print(f"lightning-perf {name}: {why}{'' if why.endswith('?') else '.'}", file=sys.stderr)
         code = error.code if isinstance(error, Failure) else 2
     return code
 

@@ -58,7 +58,8 @@ def report(run: str | None, tracking_uri: str | None, json: bool) -> int:
         raise
     except LookupError as error:
         why = str(error).rstrip(".")
-        raise Failure(f"{why}. Try --tracking-uri ADDRESS") from None
+        advice = "" if why.endswith("?") else ". Try --tracking-uri ADDRESS"
+        raise Failure(why + advice) from None
     if json:
         print(text_of({**found.summary, "files": found.files}))
     else:
@@ -68,6 +69,9 @@ def report(run: str | None, tracking_uri: str | None, json: bool) -> int:
 
 def _show_run(run: Run, console: Console) -> None:
     console.print(run.title, style="bold")
+    if run.note:
+        how = "its folder, such as ./NAME" if run.tracking_uri is None else "its id"
+        console.print(f"{run.note}. Name another one by {how}.")
     console.print(panel(run.summary), soft_wrap=False)
     files = sorted(run.files, key=_natural)  # by batch
     traces = [path for path in files if path.endswith(_TRACE_FILES)]
@@ -135,7 +139,8 @@ def compare(
     limit = None if threshold is None else _fraction(threshold)
     if not baselines:
         raise Failure(f"there is no run to compare with. Try lightning-perf compare {run} BASELINE")
-    summaries = {name: find_run(name, tracking_uri).summary for name in [run, *baselines]}
+    runs = {name: find_run(name, tracking_uri) for name in [run, *baselines]}
+    summaries = {name: each.summary for name, each in runs.items()}
     stages = {name: main_stage(summary) for name, summary in summaries.items()}
     about, _ = stages[run]
     for name, (stage, _) in stages.items():
@@ -146,7 +151,8 @@ def compare(
         found = compare(measured[0], measured[1:])
     except Incomparable as error:
         raise Failure(error) from error
-    notes = [*found.notes, *_other_setup(summaries)]
+    shared = [f"{name}: {each.note} ({each.title})" for name, each in runs.items() if each.note]
+    notes = [*found.notes, *shared, *_other_setup(summaries)]
     slower = None if limit is None else found.slower_than(limit)
     if json:
         print_json({

@@ -198,12 +198,10 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
     path = Path(run or ".")
     if run is not None and run.isdecimal() and not path.exists():
         return process_source(own_process(int(run)))
-    if path.exists():
+    if run is None or path.is_file():
         return folder_source(runs.folder_of(path))
-    assert run is not None  # the current folder exists
-    local = runs.latest_folder(Path(), run) if tracking_uri is None else None
-    if local is not None:
-        return folder_source(local)
+    if local := runs.local_folders(run, tracking_uri):
+        return folder_source(local[-1])
     # Each read takes many requests.
     return Source(lambda: Seen(runs.find_run(run, tracking_uri).summary, _now()), interval=10.0)
 
