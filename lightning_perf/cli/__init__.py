@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from argparse import ArgumentParser
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.checks import install_command
+from lightning_perf.errors import PerfWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ _INSTALLS = {
 }
 
 
+_formatwarning = warnings.formatwarning
 #: The name of an argument, or the names of an option, and further options of argparse.
 Argument = tuple[str, dict[str, Any]]
 
@@ -113,6 +116,7 @@ def main(args: list[str] | None = None) -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
         elif hasattr(stream, "reconfigure"):  # names may have characters that it cannot encode
             stream.reconfigure(errors="backslashreplace")
+    warnings.formatwarning = _one_line
     try:
         try:
             code = _run(sys.argv[1:] if args is None else args)
@@ -130,6 +134,13 @@ def main(args: list[str] | None = None) -> None:
         _discard_output()
         code = 0
     sys.exit(code)
+
+
+def _one_line(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+    """A warning of ours without its place in our code, others as Python has them."""
+    if issubclass(category, PerfWarning):
+        return f"{message}\n"
+    return _formatwarning(message, category, *place, **line)
 
 
 def _remedy(error: ImportError, package: str) -> str:

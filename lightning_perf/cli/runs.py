@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from math import inf
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.cli import (
@@ -88,7 +90,10 @@ def _show_run(run: Run, console: Console) -> None:
     if run.tracking_uri is not None:
         uri = without_credentials(run.tracking_uri)
         how = "start MLflow and open the address that it prints"
-        command = f"mlflow ui --backend-store-uri {uri}"
+        # In the environment of nox -s demo, for one, it is not on the PATH.
+        beside = Path(sys.executable).with_name("mlflow")
+        program = "mlflow" if which("mlflow") or not beside.exists() else str(beside)
+        command = f"{program} ui --backend-store-uri {uri}"
         if uri.startswith(("http://", "https://")):
             how, command = "open MLflow", f"python -m webbrowser {uri}"
         console.print(f"To see the run and its charts, {how}:")

@@ -287,8 +287,17 @@ def _print(source: Source, json: bool) -> Seen | None:
             last = seen
             now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
             line = f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
-            print(json_format.dumps(seen.summary) if json else line, flush=True)
+            print(json_format.dumps(_current(seen.summary)) if json else line, flush=True)
     return seen
+
+
+def _current(summary: Summary) -> Summary:
+    """A summary without the history of its windows, which grows."""
+    stages = summary.get("stages", {})
+    now = {
+        stage: {k: v for k, v in each.items() if k != "windows"} for stage, each in stages.items()
+    }
+    return {**summary, "stages": now}
 
 
 def _show(source: Source, console: Console) -> Seen | None:

@@ -70,6 +70,9 @@ def test_invalid_arguments_give_exit_code_2(
         (["report", "--jsn"], "there is no option --jsn. Did you mean --json?"),
         (["report", "x", "y"], "there is no option y. Try lightning-perf report --help"),
         (["capture", "abc"], "pid abc is not a number"),
+        (["measure", "--dtype", "bfloat61"], "not a dtype of torch. Try --dtype bfloat16."),
+        (["measure", "--device", "gpu"], "gpu is not a device of torch. Try --device cuda."),
+        (["trace", "."], ". is a folder. Try --combine ., or one of its files."),
         (["capture"], "the following arguments are required: pid"),
     ],
 )
@@ -90,9 +93,33 @@ def test_tables_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     measured = json.loads(call(capsys, "measure", "--json")[1])
     assert measured["measured"] > 1e9
     assert measured["dtype"] == "float32"
+    short = json.loads(call(capsys, "measure", "--dtype", "bf16", "--json")[1])
+    assert short["dtype"] == "bfloat16"
     assert json.loads(call(capsys, "upload", str(tmp_path), "--json")[1]) == {
         "uploaded": 0, "left": [],
     }  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs torch without a GPU")
+def test_a_device_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The message says whether torch or the machine lacks it."""
+    code, _, err = call(capsys, "measure", "--device", "cuda")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "cuda cannot be measured: torch " in err
+
+
+def test_uploads_say_what_they_did_not_find(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a list there is nothing to upload; a damaged one gives one plain line."""
+    code, out, _ = call(capsys, "upload")
+    assert (code, out) == (0, "nothing to upload: there is no pending_uploads.jsonl below .\n")
+    (in_tmp / "pending_uploads.jsonl").write_text("not JSON\n")
+    command = [sys.executable, "-m", "lightning_perf", "upload"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "0 uploaded, 0 left\n"
+    assert done.stderr.startswith("lightning_perf: pending_uploads.jsonl has damaged lines")
+    assert done.stderr.count("\n") == 1
 
 
 def findings(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -297,3 +298,20 @@ def test_a_run_that_is_not_found_gives_the_next_step(
     code, _, err = call(capsys, "report", what)
     assert (code, err.count("\n")) == (2, 1)
     assert why in err
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+def test_mlflow_is_named_by_its_path_if_it_is_not_on_the_path(
+    on_path: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As in the environment of a session of nox, which is not activated."""
+    program = tmp_path / "bin" / "mlflow"
+    program.parent.mkdir()
+    program.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", str(program.parent) if on_path else "")
+    summary = {"version": 1, "run": "owl", "status": "finished", "stages": {}}
+    _show_run(Run("owl", summary, (), "sqlite:///mlflow.db"), new_console(soft_wrap=True))
+    command = "mlflow" if on_path else str(program)
+    assert f"  {command} ui --backend-store-uri sqlite:///mlflow.db\n" in capsys.readouterr().out
