@@ -60,6 +60,12 @@ class Latch:
         # Batches and progress of each stage.
         self._latest: dict[str, tuple[int, float]] = {}
 
+    @property
+    def pending(self) -> bool:
+        """Whether a window was opened, but no batch of it has ended."""
+        batches = sum(each for each, _ in self._latest.values())
+        return self._window is not None and batches <= self._first_batch
+
     def open(self, window: Hashable, moment: Moment, delay: int = 0) -> None:
         """Open a window, ``delay`` batches after the moment."""
         self._window, self._origin = window, None

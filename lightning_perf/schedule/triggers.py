@@ -306,6 +306,11 @@ class OnSignal(Trigger):
         else:
             warn(f"OnSignal({self.signal!r}) is off: training does not run on the main thread.")
 
+    @property
+    def pending(self) -> bool:
+        """Whether a signal was received whose window has not begun; False without a run."""
+        return self._handler is not None and (self._handler.received or self._latch.pending)
+
     def close(self) -> None:
         """Restore the earlier handler."""
         if self._handler:
@@ -327,12 +332,12 @@ class _Handler:
     def __init__(self, number: signal.Signals) -> None:
         self.released = False
         self._number = number
-        self._received = False
+        self.received = False
         self._previous = _in_use(signal.getsignal(number))
         signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
+        self.received = True
         previous = _in_use(self._previous)
         if callable(previous):
             previous(number, frame)
@@ -342,7 +347,7 @@ class _Handler:
 
     def take(self) -> bool:
         """Return whether the signal was received since the last call."""
-        received, self._received = self._received, False
+        received, self.received = self.received, False
         return received
 
     def release(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
-from helpers.small import Records, Small, trainer
+from helpers.small import Records, Small, ours, trainer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
@@ -270,3 +271,16 @@ def test_a_signal_records_the_next_batches_of_any_stage(
     fit(module, notes, validation=validation)
     later = [each for each in module.ran[at + 1 :] if stage in ("", each.stage)]
     assert notes.recorded == later[1 : 1 + lasting]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="needs POSIX signals")
+@pytest.mark.parametrize(("at", "late"), [(2, False), (LENGTH - 2, True), (LENGTH - 1, True)])
+def test_a_signal_that_comes_too_late_gives_a_warning(at: int, late: bool) -> None:
+    """Whoever sent it waits for a file: nothing could be recorded after it."""
+    module = Training([LENGTH], True, signal_at=at)
+    notes = Notes(OnSignal(lasting="1ba"), module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module, notes, validation=0)
+    assert any("nothing for a signal" in each for each in ours(caught)) == late
+    assert bool(notes.recorded) != late
