@@ -262,19 +262,15 @@ def measure(dtype: str, device: str, json: bool) -> int:
 
 def _check_measurable(device: str, dtype: str) -> None:
     """Refuse a device or a dtype that does not exist."""
-    import torch
+    from lightning_perf.flops import cuda_devices, is_device, is_dtype
 
-    from lightning_perf.flops import cuda_devices
-
-    if dtype != "tf32" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+    if not is_dtype(dtype):
         known = [*_DTYPES, *_DTYPES.values(), "tf32"]
         near = get_close_matches(dtype, known, n=1) or ["bfloat16"]
         raise Failure(f"{dtype} is not a dtype of torch. Try --dtype {near[0]}")
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise Failure(f"{device} is not a device of torch. Try --device cuda") from None
+    if not is_device(device):
+        raise Failure(f"{device} is not a device of torch. Try --device cuda")
     build, gpus = cuda_devices()
-    if kind == "cuda" and not gpus:
+    if device.startswith("cuda") and not gpus:
         why = "torch is built for CPUs" if build is None else "torch sees no GPU"
         raise Failure(f"{device} cannot be measured: {why}. Try --device cpu", 1)

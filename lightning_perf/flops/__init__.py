@@ -2,7 +2,7 @@
 
 from lightning_perf.flops.counter import FlopCounter
 from lightning_perf.flops.formulas import TransformerConfig, check_formula, formula_for, palm
-from lightning_perf.flops.measure import measure_peak
+from lightning_perf.flops.measure import is_device, is_dtype, measure_peak
 from lightning_perf.flops.operators import tf32_is_on
 from lightning_perf.flops.peaks import (
     DevicePeaks,
@@ -26,6 +26,8 @@ __all__ = [
     "device_name",
     "formula_for",
     "is_compiled",
+    "is_device",
+    "is_dtype",
     "lookup",
     "measure_peak",
     "palm",
