@@ -8,7 +8,9 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from fractions import Fraction
+from functools import wraps
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.core.progress import STAGES
@@ -63,6 +65,25 @@ def percent_as_dur(word: str) -> str:
     """Convert a percentage to a fraction of the training; return other words unchanged."""
     match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", word, re.ASCII)
     return f"{float(Fraction(match[1]) / 100)}dur" if match else word
+
+
+def worded(text: str) -> str:
+    """Convert an amount in words to a time string; return other texts unchanged.
+
+    Example:
+        >>> worded("100 batches"), worded("1 Epoch"), worded("1.5 hours"), worded("100ba")
+        ('100ba', '1ep', '5400sec', '100ba')
+    """
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]+)", text, re.ASCII | re.IGNORECASE)
+    number, word = match.groups() if match else ("", "")
+    names = (word.lower().removesuffix(end) for end in ("", "s", "es"))
+    unit = next((_UNIT[name] for name in names if name in _UNIT), None)
+    if unit is None or word in _SECONDS:
+        return text
+    seconds = _SECONDS.get(unit, 0) * Fraction(number)
+    if seconds.denominator > 1:
+        return text
+    return f"{seconds}sec" if seconds else f"{number}{unit}"
 
 
 def nearest(text: str) -> str:
@@ -150,10 +171,12 @@ def times(
 ) -> Time:
     """Parse a time and check its unit and sign; negative times are always refused.
 
+    Units may be words: ``"2 epochs"``.
+
     The example is a valid time, without quotes.
     """
     try:
-        time = Time.from_input(value)
+        time = Time.from_input(worded(value) if isinstance(value, str) else value)
     except (RuntimeError, TypeError, ValueError):
         problem = f"is not a valid time (units: {UNITS}; only dur can be a fraction)"
         with suppress(TypeError, ValueError):
@@ -171,6 +194,32 @@ def times(
     if time.value > _LONGEST:
         raise ConfigError(field, value, "is too large", example)
     return time
+
+
+def name_arguments(cls: type) -> None:
+    """Let the constructor of a class answer an unknown argument with the nearest of its own.
+
+    Called once for each class, by the base of schedules and that of callbacks.
+    """
+    init = vars(cls).get("__init__")
+    if init is None:
+        return
+    parameters = signature(init).parameters
+    if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    names = [*parameters][1:]
+
+    @wraps(init)
+    def named(self: object, *args: Any, **arguments: Any) -> None:
+        for name in arguments:
+            if name not in names:
+                near = get_close_matches(name, names, n=1, cutoff=0.4)
+                hint = f"Did you mean {near[0]}?" if near else f"It has {', '.join(names)}."
+                problem = f"{cls.__name__}() has no argument {name!r}. "
+                raise TypeError(problem + (hint if names else "It takes none."))
+        init(self, *args, **arguments)
+
+    cls.__init__ = named  # type: ignore[misc]
 
 
 def is_list(value: object) -> bool:

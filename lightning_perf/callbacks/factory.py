@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_VARIABLE = "LIGHTNING_PERF"
 
 
 def callbacks() -> list[Any]:
     """The callbacks that the environment variable LIGHTNING_PERF selects; none without it.
 
-    Raises:
-        ConfigError: It names a file that cannot be used.
+    What cannot be used gives one warning, not an error: a variable of the shell must not end a
+    training that does not know of it.
     """
-    value = os.environ.get("LIGHTNING_PERF", "").strip()
+    return _guarded(selected)
+
+
+def callbacks_of_pytorch_lightning() -> list[Any]:
+    """The same for the package pytorch_lightning, which pip may install in any version."""
+    return _guarded(_selected_for_pytorch_lightning)
+
+
+def _guarded(select: Callable[[], list[Any]]) -> list[Any]:
+    try:
+        return select()
+    except Exception as error:
+        from lightning_perf.errors import ConfigError, describe
+
+        why = str(error) if isinstance(error, ConfigError) else f"{_VARIABLE}: {describe(error)}."
+        _warn_once(f"{why} The training continues without lightning_perf.")
+        return []
+
+
+def selected() -> list[Any]:
+    """The same.
+
+    Raises:
+        ConfigError: The variable names a file that cannot be used.
+    """
+    value = os.environ.get(_VARIABLE, "").strip()
     if value.lower() in ("", "0", "false", "no", "off"):
         return []
     from lightning_perf.callbacks.suite import from_environment
@@ -20,17 +52,50 @@ def callbacks() -> list[Any]:
     return [*from_environment(value)]
 
 
-def callbacks_of_pytorch_lightning() -> list[Any]:
-    """The same for the package pytorch_lightning, which pip may install in any version."""
-    found = callbacks()
+def written_callbacks(file: str) -> list[Any]:
+    """The callbacks in a YAML file: a list, alone or under ``callbacks`` as in LightningCLI.
+
+    Raises:
+        ConfigError: There is no such file, it is not YAML, or it has no list.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    from lightning_perf.errors import ConfigError
+
+    if not Path(file).is_file():
+        problem = f"is neither 1 nor a YAML file (looked in {os.getcwd()})"  # noqa: PTH109
+        raise ConfigError(_VARIABLE, file, problem, "1")
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(_VARIABLE, file, f"cannot be used: {why}", None) from error
+    for key in ("trainer", "callbacks"):
+        if isinstance(content, dict) and key in content:
+            content = content[key]
+    if not content or not isinstance(content, list):
+        problem = "is a file without a list of callbacks"
+        raise ConfigError(_VARIABLE, file, problem, "configs/always_on.yaml")
+    return content
+
+
+@cache
+def _warn_once(message: str) -> None:
+    from lightning_perf.errors import warn
+
+    warn(message)
+
+
+def _selected_for_pytorch_lightning() -> list[Any]:
+    found = selected()
     if found:
         from importlib.metadata import version
-
-        from lightning_perf.errors import warn
 
         installed = version("pytorch-lightning")
         # Before 2.6 they raise "Expected a parent" for callbacks of the package lightning.
         if [int(part) for part in installed.split(".")[:2]] < [2, 6]:
-            warn(f"LIGHTNING_PERF is ignored: pytorch_lightning is {installed}, not 2.6 or later")
+            _warn_once(
+                f"LIGHTNING_PERF is ignored: pytorch_lightning is {installed}, not 2.6 or later"
+            )
             return []
     return found

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_perf.core.window import Window, utilization
-from lightning_perf.errors import ConfigError
-from lightning_perf.flops import check_peak, formula_for
+from lightning_perf.flops import check_formula, check_peak, formula_for
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Every, Schedule, as_schedule
 
@@ -77,9 +76,8 @@ class Flops(WindowCallback):
     ) -> None:
         super().__init__(as_schedule(schedule, default=Every("5ba")))
         check_peak(peak_flops)
-        if not (formula is None or callable(formula) or isinstance(formula, str | dict)):
-            problem = "is neither a function of the batch nor the name of a formula"
-            raise ConfigError("formula", formula, problem, "'palm'")
+        if formula is not None:
+            check_formula(formula)
         self.peak_flops = peak_flops
         self.formula = formula
         self._formula: FormulaSignal | None = None

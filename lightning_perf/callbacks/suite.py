@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_perf.callbacks.factory import written_callbacks
 from lightning_perf.checks import flag, is_list, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
@@ -69,6 +68,8 @@ class Suite(PerfCallback):
         for part in callbacks:
             if not isinstance(part, PerfCallback):
                 problem = "may contain only callbacks of lightning_perf; pass others to the Trainer"
+                if isinstance(part, type) and issubclass(part, PerfCallback):
+                    problem = f"is a class: write {part.__name__}()"
                 raise ConfigError("callbacks", part, problem, example)
             if isinstance(part, Suite):
                 self.callbacks += part.callbacks
@@ -77,8 +78,10 @@ class Suite(PerfCallback):
             else:
                 self.callbacks.append(part)
         if len(self._by_key) < len(self.callbacks):
-            kinds = [each.kind for each in self.callbacks]
-            raise ConfigError("callbacks", kinds, "contains one callback twice", example)
+            kinds = [type(each).__name__ for each in self.callbacks]
+            twice = next(kind for kind in kinds if kinds.count(kind) > 1)
+            problem = f"contains one callback twice: remove a {twice}()"
+            raise ConfigError("callbacks", kinds, problem, None)
 
     @property
     def _by_key(self) -> dict[str, PerfCallback]:
@@ -219,27 +222,15 @@ def from_environment(value: str) -> list[EnvironmentSuite]:
 
 
 def _read(value: str) -> list[PerfCallback]:
-    import yaml  # type: ignore[import-untyped]
     from jsonargparse import ArgumentError, ArgumentParser
 
-    if not Path(value).is_file():
-        problem = f"is neither 1 nor a YAML file (looked in {os.getcwd()})"  # noqa: PTH109
-        raise ConfigError(_VARIABLE, value, problem, "1")
-    try:
-        content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise _unusable(value, error) from error
-    # Those under `callbacks` of a Trainer, or the whole file.
-    for key in ("trainer", "callbacks"):
-        if isinstance(content, dict) and key in content:
-            content = content[key]
-    if not content or not isinstance(content, list):
-        problem = "is a file without a list of callbacks"
-        raise ConfigError(_VARIABLE, value, problem, "configs/always_on.yaml")
+    content = written_callbacks(value)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--callbacks", type=list[PerfCallback])
     try:
-        found = parser.instantiate(parser.parse_object({"callbacks": content}))
+        parsed = parser.parse_object({"callbacks": content})
+        # The name until jsonargparse 4.48, and since.
+        found = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
     except (ArgumentError, ValueError, TypeError) as error:
         raise _unusable(value, error) from error
     callbacks: list[PerfCallback] = found.callbacks
@@ -247,5 +238,5 @@ def _read(value: str) -> list[PerfCallback]:
 
 
 def _unusable(value: str, error: Exception) -> ConfigError:
-    why = " ".join(str(error).split())
+    why = " ".join(str(error).split()).rstrip(".")
     return ConfigError(_VARIABLE, value, f"cannot be used: {why}", None)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import warnings
+from argparse import ArgumentParser
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.checks import install_command
+from lightning_perf.errors import PerfWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +37,7 @@ _INSTALLS = {
 }
 
 
+_formatwarning = warnings.formatwarning
 #: The name of an argument, or the names of an option, and further options of argparse.
 Argument = tuple[str, dict[str, Any]]
 
@@ -52,7 +58,10 @@ def command(*arguments: Argument) -> Callable[[Callable[..., int]], Command]:
 
 def argument(name: str, what: str, **options: Any) -> Argument:
     """An argument of a command, with further options of ``argparse``."""
-    return name, {"type": str, "help": what, **options}
+    what = what.replace("%", "%%")
+    if options.get("default") is not None:
+        what += " (default: %(default)s)"
+    return name, {"help": what, **options}
 
 
 def flag(name: str, what: str) -> Argument:
@@ -63,7 +72,9 @@ def flag(name: str, what: str) -> Argument:
 #: Options of several commands.
 JSON = flag("--json", "Print JSON.")
 TRACKING_URI = argument(
-    "--tracking-uri", "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db."
+    "--tracking-uri",
+    "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
+    metavar="ADDRESS",
 )
 
 
@@ -93,12 +104,19 @@ def print_json(content: object) -> None:
 def main(args: list[str] | None = None) -> None:
     """Run the command, and exit.
 
-    The exit code is 0 for success, 1 if the command could not do what was asked, 2 for wrong
-    arguments, missing packages and runs that cannot be read, and 130 for Ctrl-C.
+    The exit code is 0 for success, also if the reader of the output ends first; 1 if the command
+    could not do what was asked; 2 for wrong arguments, missing packages and runs that cannot be
+    read; and 130 for Ctrl-C.
 
     Args:
         args: The arguments after ``lightning-perf``; by default from the command line.
     """
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        if stream is None:  # closed, as with `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
+        elif hasattr(stream, "reconfigure"):  # names may have characters that it cannot encode
+            stream.reconfigure(errors="backslashreplace")
+    warnings.formatwarning = _one_line
     try:
         try:
             code = _run(sys.argv[1:] if args is None else args)
@@ -112,10 +130,17 @@ def main(args: list[str] | None = None) -> None:
         code = 2
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # the reader, such as head, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+    except BrokenPipeError:
+        _discard_output()
+        code = 0
     sys.exit(code)
+
+
+def _one_line(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+    """A warning of ours without its place in our code, others as Python has them."""
+    if issubclass(category, PerfWarning):
+        return f"{message}\n"
+    return _formatwarning(message, category, *place, **line)
 
 
 def _remedy(error: ImportError, package: str) -> str:
@@ -131,53 +156,105 @@ def _commands() -> dict[str, Command]:
 
 
 def _run(args: Sequence[str]) -> int:
-    from jsonargparse import ArgumentParser, set_parsing_settings
-
     from lightning_perf import __version__
 
-    if find_spec("shtab"):
-        set_parsing_settings(add_print_completion_argument=True)
-    parser = ArgumentParser(
+    parser = _Parser(
         prog="lightning-perf",
-        description="Training speed, as a share of what the hardware can do.",
-        version=__version__,
+        description="Measures how fast PyTorch Lightning trains, as a share of what the hardware "
+        "can do, and shows why it is not faster.",
         epilog="Exit codes: 0 success; 1 the command could not do it; 2 wrong arguments, a missing "
         "package, or a run that cannot be read; 130 Ctrl-C.",
     )
-    subcommands = parser.add_subcommands()
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    if find_spec("shtab"):
+        import shtab
+
+        shtab.add_argument_to(parser, "--print-completion")
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="subcommand")
     commands = _commands()
     for name, command in commands.items():
-        description = " ".join((command.run.__doc__ or "").split())
-        usage = "lightning-perf run [--config CONFIG] -- COMMAND" if name == "run" else None
-        arguments = ArgumentParser(description=description, usage=usage)
-        for names, options in command.arguments:
-            arguments.add_argument(*names.split(), **options)
-        summary = description.partition(". ")[0].rstrip(".")
-        subcommands.add_subcommand(name, arguments, help=summary)
+        _add(subcommands, name, command)
+    if not args:
+        parser.print_help(sys.stderr)
+        return 2
+    args = _separated(args)
     # What follows two dashes is the command of `run`, whose options are not ours.
     end = args.index("--") if "--" in args else len(args)
-    chosen = parser.parse_args([_dashed(each) for each in args[:end]])
-    name = chosen.subcommand
-    settings = chosen[name].as_dict()
+    chosen, unknown = parser.parse_known_args([_dashed(each) for each in args[:end]])
+    settings = vars(chosen)
+    name = settings.pop("subcommand")
+    settings.pop("print_completion", None)
+    if unknown:
+        subcommands.choices[name].error(f"there is no option {unknown[0]}")
     if end < len(args):
         if name != "run":
             parser.error(f"{name} takes no command after --")
         settings["command"] = args[end + 1 :]
     try:
         code: int = commands[name].run(**settings)
-    except BrokenPipeError:
-        raise
+    # The reader, such as head, has ended; rich exits then. A comparison must not pass so.
+    except (BrokenPipeError, SystemExit):
+        _discard_output()
+        code = int(name == "compare")
     except (Failure, LookupError, OSError) as error:
         why = str(error).rstrip(".")
         if isinstance(error, OSError) and error.filename:
             why = f"{error.filename}: {error.strerror}"
-        print(f"lightning-perf {name}: {why}.", file=sys.stderr)
+        print(f"lightning-perf {name}: {why}{'' if why.endswith('?') else '.'}", file=sys.stderr)
         code = error.code if isinstance(error, Failure) else 2
     return code
+
+
+class _Parser(ArgumentParser):
+    """A parser whose errors are one line, with the nearest name."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.match(r"argument COMMAND: invalid choice: '([^']*)'", message)
+        option = re.match(r"there is no option (-\S+)", message)
+        message = re.sub(
+            r"argument (.*): invalid int value: '(.*)'", r"\1 \2 is not a number", message
+        )
+        advice = f"Try {self.prog} --help"
+        if choice:
+            message = f"there is no command {choice[1]}"
+        known = _COMMANDS if choice else self._option_string_actions
+        wrong = choice or option
+        if wrong and (near := get_close_matches(wrong[1], known, n=1)):
+            advice = f"Did you mean {near[0]}?"
+        self.exit(2, f"{self.prog}: {message}. {advice}\n")
+
+
+def _add(subcommands: Any, name: str, command: Command) -> None:
+    """Add a subcommand to the parser."""
+    description = " ".join((command.run.__doc__ or "").split())
+    summary = description.partition(". ")[0].rstrip(".")
+    parser = subcommands.add_parser(name, help=summary, description=description)
+    if name == "run":
+        parser.usage = "%(prog)s [--config FILE] [--] COMMAND"
+    for names, options in command.arguments:
+        parser.add_argument(*names.split(), **options)
+
+
+def _separated(args: Sequence[str]) -> list[str]:
+    """The arguments, with two dashes before the command of `run`."""
+    args = list(args)
+    if args[0] != "run":
+        return args
+    at = 1
+    while at < len(args) and args[at].startswith("-") and args[at] != "--":
+        at += 1 + (args[at] == "--config")
+    return args if args[at : at + 1] == ["--"] else [*args[:at], "--", *args[at:]]
 
 
 def _dashed(argument: str) -> str:
     """An option with dashes, however it is written."""
     name, equals, value = argument.partition("=")
-    ours = name.startswith("--") and not name.startswith("--print_")  # jsonargparse's own
-    return f"{name.replace('_', '-')}{equals}{value}" if ours else argument
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else argument
+
+
+def _discard_output() -> None:
+    """Write nothing more, also when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

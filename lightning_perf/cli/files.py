@@ -66,6 +66,8 @@ def trace(
     """Summarize a trace of the PyTorch profiler, or merge those of all ranks into one for Perfetto."""  # noqa: E501
     from lightning_perf.traces.events import TraceError
 
+    if file is not None and Path(file).is_dir():
+        raise Failure(f"{file} is a folder. Try --combine {file}, or one of its files")
     try:
         if file is not None and combine is None:
             _summarize(Path(file), json)
@@ -229,7 +231,8 @@ def upload(
     target_at = cache(_target)  # each is checked once
     send = partial(_send, tracking_uri=tracking_uri, outside=outside, target_at=target_at)
     forgotten = _MISSING if forget_missing else ""
-    sent = [each for place in _places(folder) for each in _send_all(place, send, forgotten)]
+    places = [*_places(folder)]
+    sent = [each for place in places for each in _send_all(place, send, forgotten)]
     for path, error in sent:
         if error:
             gone = "the file is missing and was removed from the list"
@@ -240,7 +243,8 @@ def upload(
         listed = [{"path": path, "error": error} for path, error in left]
         print_json({"uploaded": done, "left": listed})
     else:
-        print(f"{done} uploaded, {len(left)} left")
+        nothing = f"nothing to upload: there is no {FILE_NAME} below {folder}"
+        print(f"{done} uploaded, {len(left)} left" if places else nothing)
     return 1 if left else 0
 
 

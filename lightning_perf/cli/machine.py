@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -133,12 +134,12 @@ def _setup() -> Iterator[Finding]:
 
 
 def _variable(value: str) -> tuple[str, str]:
-    from lightning_perf.callbacks.factory import callbacks
+    from lightning_perf.callbacks.factory import selected
 
     if not value:
         return "not set", "ok"
     try:
-        found = callbacks()
+        found = selected()
     except ConfigError as error:
         return str(error), "error"
     names = [type(part).__name__ for each in found for part in each.parts]
@@ -223,15 +224,21 @@ def _teraflops(value: float | None) -> str:
     return f"{value / 1e12:.0f}" if value >= 1e14 else f"{value / 1e12:.3g}"
 
 
+#: The headings of the table of peaks, by torch's names.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
 @command(
-    argument("--dtype", "Operand dtype, as a torch name (e.g. bfloat16).", default="float32"),
-    argument("--device", "The device, as a torch name (e.g. cpu, cuda, cuda:1).", default="cpu"),
+    argument("--dtype", "Operand dtype, such as bfloat16 or bf16.", default="float32"),
+    argument("--device", "The device, as a torch name: cpu, cuda, cuda:1.", default="cpu"),
     flag("--json", "Print JSON, in FLOP/s."),
 )
 def measure(dtype: str, device: str, json: bool) -> int:
     """Measure the peak of a device of this machine with a matrix product."""
     from lightning_perf.flops import device_name, lookup, measure_peak, peak_flops, tf32_is_on
 
+    dtype = _DTYPES.get(dtype, dtype)
+    _check_measurable(device, dtype)
     peak = measure_peak(device, dtype, _BUDGET_SECONDS)
     if peak is None:
         why = f"{device} cannot multiply {dtype} matrices, or this machine is too busy"
@@ -250,3 +257,19 @@ def measure(dtype: str, device: str, json: bool) -> int:
     console = new_console(soft_wrap=True)
     console.print(f"{name}, {dtype}: {peak / 1e12:.4g} TFLOP/s (measured)\n{text}")
     return 0
+
+
+def _check_measurable(device: str, dtype: str) -> None:
+    """Refuse a device or a dtype that does not exist."""
+    from lightning_perf.flops import cuda_devices, is_device, is_dtype
+
+    if not is_dtype(dtype):
+        known = [*_DTYPES, *_DTYPES.values(), "tf32"]
+        near = get_close_matches(dtype, known, n=1) or ["bfloat16"]
+        raise Failure(f"{dtype} is not a dtype of torch. Try --dtype {near[0]}")
+    if not is_device(device):
+        raise Failure(f"{device} is not a device of torch. Try --device cuda")
+    build, gpus = cuda_devices()
+    if device.startswith("cuda") and not gpus:
+        why = "torch is built for CPUs" if build is None else "torch sees no GPU"
+        raise Failure(f"{device} cannot be measured: {why}. Try --device cpu", 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from math import inf
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.cli import (
@@ -58,7 +60,8 @@ def report(run: str | None, tracking_uri: str | None, json: bool) -> int:
         raise
     except LookupError as error:
         why = str(error).rstrip(".")
-        raise Failure(f"{why}. Try --tracking-uri ADDRESS") from None
+        advice = "" if why.endswith("?") else ". Try --tracking-uri ADDRESS"
+        raise Failure(why + advice) from None
     if json:
         print(text_of({**found.summary, "files": found.files}))
     else:
@@ -68,6 +71,9 @@ def report(run: str | None, tracking_uri: str | None, json: bool) -> int:
 
 def _show_run(run: Run, console: Console) -> None:
     console.print(run.title, style="bold")
+    if run.note:
+        how = "its folder, such as ./NAME" if run.tracking_uri is None else "its id"
+        console.print(f"{run.note}. Name another one by {how}.")
     console.print(panel(run.summary), soft_wrap=False)
     files = sorted(run.files, key=_natural)  # by batch
     traces = [path for path in files if path.endswith(_TRACE_FILES)]
@@ -84,7 +90,10 @@ def _show_run(run: Run, console: Console) -> None:
     if run.tracking_uri is not None:
         uri = without_credentials(run.tracking_uri)
         how = "start MLflow and open the address that it prints"
-        command = f"mlflow ui --backend-store-uri {uri}"
+        # In the environment of nox -s demo, for one, it is not on the PATH.
+        beside = Path(sys.executable).with_name("mlflow")
+        program = "mlflow" if which("mlflow") or not beside.exists() else str(beside)
+        command = f"{program} ui --backend-store-uri {uri}"
         if uri.startswith(("http://", "https://")):
             how, command = "open MLflow", f"python -m webbrowser {uri}"
         console.print(f"To see the run and its charts, {how}:")
@@ -111,7 +120,7 @@ def _natural(path: str) -> list[tuple[int, str]]:
     argument(
         "baselines",
         "The runs to compare it with, given in the same way. Several show the usual spread.",
-        nargs="+",
+        nargs="*",
     ),
     argument(
         "--threshold",
@@ -133,7 +142,10 @@ def compare(
     from lightning_perf.tracking.summary import main_stage
 
     limit = None if threshold is None else _fraction(threshold)
-    summaries = {name: find_run(name, tracking_uri).summary for name in [run, *baselines]}
+    if not baselines:
+        raise Failure(f"there is no run to compare with. Try lightning-perf compare {run} BASELINE")
+    runs = {name: find_run(name, tracking_uri) for name in [run, *baselines]}
+    summaries = {name: each.summary for name, each in runs.items()}
     stages = {name: main_stage(summary) for name, summary in summaries.items()}
     about, _ = stages[run]
     for name, (stage, _) in stages.items():
@@ -144,7 +156,8 @@ def compare(
         found = compare(measured[0], measured[1:])
     except Incomparable as error:
         raise Failure(error) from error
-    notes = [*found.notes, *_other_setup(summaries)]
+    shared = [f"{name}: {each.note} ({each.title})" for name, each in runs.items() if each.note]
+    notes = [*found.notes, *shared, *_other_setup(summaries)]
     slower = None if limit is None else found.slower_than(limit)
     if json:
         print_json({

@@ -13,6 +13,7 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, NamedTuple
 
+from lightning_perf.callbacks.factory import written_callbacks
 from lightning_perf.cli import (
     JSON,
     TRACKING_URI,
@@ -23,6 +24,7 @@ from lightning_perf.cli import (
     new_console,
     print_json,
 )
+from lightning_perf.errors import ConfigError
 from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
 if TYPE_CHECKING:
@@ -35,18 +37,26 @@ if TYPE_CHECKING:
 
 @command(
     argument(
-        "--config", "A YAML file with the callbacks to use instead, such as configs/always_on.yaml."
+        "--config",
+        "A YAML file with the callbacks to use instead, such as configs/always_on.yaml.",
+        metavar="FILE",
     )
 )
 def run(config: str | None, command: Sequence[str] = ()) -> int:
     """Run a training with the always-on callbacks in each Trainer of Lightning.
 
-    Write the training's command after two dashes: lightning-perf run -- python train.py.
+    Write the training's command last: lightning-perf run python train.py. Two dashes may stand
+    before it.
     """
     if not command:
-        raise Failure("there is no command. Try lightning-perf run -- python train.py")
+        raise Failure("there is no command. Try lightning-perf run python train.py")
     if config is not None and not Path(config).is_file():
         raise Failure(f"there is no file {config}")
+    if config is not None:
+        try:
+            written_callbacks(config)
+        except ConfigError as error:
+            raise Failure(f"{config} {error.problem}") from None
     if which(command[0]) is None:
         raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
     os.environ["LIGHTNING_PERF"] = "1" if config is None else str(Path(config).resolve())
@@ -188,12 +198,10 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
     path = Path(run or ".")
     if run is not None and run.isdecimal() and not path.exists():
         return process_source(own_process(int(run)))
-    if path.exists():
+    if run is None or path.is_file():
         return folder_source(runs.folder_of(path))
-    assert run is not None  # the current folder exists
-    local = runs.latest_folder(Path(), run) if tracking_uri is None else None
-    if local is not None:
-        return folder_source(local)
+    if local := runs.local_folders(run, tracking_uri):
+        return folder_source(local[-1])
     # Each read takes many requests.
     return Source(lambda: Seen(runs.find_run(run, tracking_uri).summary, _now()), interval=10.0)
 
@@ -279,8 +287,17 @@ def _print(source: Source, json: bool) -> Seen | None:
             last = seen
             now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
             line = f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
-            print(json_format.dumps(seen.summary) if json else line, flush=True)
+            print(json_format.dumps(_current(seen.summary)) if json else line, flush=True)
     return seen
+
+
+def _current(summary: Summary) -> Summary:
+    """A summary without the history of its windows, which grows."""
+    stages = summary.get("stages", {})
+    now = {
+        stage: {k: v for k, v in each.items() if k != "windows"} for stage, each in stages.items()
+    }
+    return {**summary, "stages": now}
 
 
 def _show(source: Source, console: Console) -> Seen | None:

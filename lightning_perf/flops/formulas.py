@@ -204,6 +204,15 @@ def formula_for(spec: object, module: object = None) -> BatchFormula:
         >>> formula(torch.zeros(8, 32, dtype=torch.long))
         188743680
     """
+    checked = check_formula(spec)
+    return checked if callable(checked) else _from_mapping(checked, module)
+
+
+def check_formula(spec: object) -> BatchFormula | Mapping[str, Any]:
+    """Return a function unchanged, and a name as a mapping; refuse what `formula_for` cannot use.
+
+    The sizes are not checked, which may be those of a module.
+    """
     if callable(spec):
         return spec
     if isinstance(spec, str):
@@ -211,10 +220,6 @@ def formula_for(spec: object, module: object = None) -> BatchFormula:
     if not isinstance(spec, Mapping):
         problem = "is not valid, expected a name, a mapping or a function"
         raise ConfigError("formula", spec, problem, "'palm'")
-    return _from_mapping(spec, module)
-
-
-def _from_mapping(spec: Mapping[str, Any], module: object) -> BatchFormula:
     if unknown := sorted(spec.keys() - {"kind", "config", "passes"}):
         problem = f"has unknown keys: {', '.join(map(str, unknown))}"
         raise ConfigError("formula", dict(spec), problem, "{'kind': 'palm', 'config': {...}}")
@@ -224,6 +229,11 @@ def _from_mapping(spec: Mapping[str, Any], module: object) -> BatchFormula:
         raise ConfigError("formula", kind, problem, "'palm'")
     if passes not in (1, 3, 4):
         raise ConfigError("passes", passes, "is not valid, expected 1, 3 or 4", "3")
+    return spec
+
+
+def _from_mapping(spec: Mapping[str, Any], module: object) -> BatchFormula:
+    kind, passes = spec["kind"], spec.get("passes", 3)
     sizes, known_length = _sizes(spec.get("config"), module)
     found = False
 

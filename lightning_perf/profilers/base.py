@@ -27,6 +27,7 @@ from lightning_perf.schedule import (
     GlobalRank,
     HasTag,
     LocalRank,
+    OnSignal,
     Schedule,
     as_schedule,
     walk,
@@ -244,9 +245,21 @@ class Profiler(PerfCallback):
         self._turn(context)
 
     @override
+    def on_epoch(self, context: RunContext) -> None:
+        if self._writer is None:
+            return
+        moment, running, most = context.moment, self._open, self.batches_per_trace
+        if context.counters.cut_short:  # the schedule has not seen the end of the last epoch
+            self.schedule.observe(moment)
+        continues = running is not None and running.includes(self.schedule.window(moment), most)
+        if not (continues or self._reopen):
+            self._turn(context)
+
+    @override
     def before_batch(self, context: RunContext, batch: Any) -> None:
         if self._reopen:
             self._reopen = False
+            self.schedule.observe(context.moment)
             self._turn(context)
 
     @override
@@ -269,6 +282,8 @@ class Profiler(PerfCallback):
             self._stop(context, cut_short=reason == "exception")
             if reason == "teardown" and self._writer is not None and not self._opened:
                 self._warn_of_no_window(context)
+            if reason == "teardown" and self._writer is not None:
+                self._warn_of_late_signal()
         finally:  # a schedule may have replaced a signal handler
             self.schedule.close()
 
@@ -472,6 +487,14 @@ class Profiler(PerfCallback):
             warn(
                 f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened "
                 f"before training ended, after batch {ended.timestamp.batch}."
+            )
+
+    def _warn_of_late_signal(self) -> None:
+        """Warn if whoever sent a signal waits for a file in vain."""
+        if any(isinstance(each, OnSignal) and each.pending for each in walk(self.schedule)):
+            warn(
+                f"{type(self).__name__} recorded nothing for a signal, which came after the last "
+                "batch that could be recorded."
             )
 
 

@@ -94,8 +94,9 @@ class OpenRecording:
 
     def includes(self, window: Hashable | None, most: int) -> bool:
         """Whether the next batch, which is in this window, belongs to this recording."""
-        warming_up = self.warmup > 0 and window is None
-        return warming_up or (self.window == window and self.batches < most)
+        if self.warmup:  # a window that comes earlier than predicted is recorded without
+            return window is None
+        return self.window == window and self.batches < most
 
     def stop(self) -> Recorded:
         """Stop the recorder."""

@@ -8,6 +8,7 @@ from functools import cached_property
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
+from lightning_perf.checks import name_arguments
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext
@@ -50,6 +51,7 @@ class PerfCallback(Callback):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        name_arguments(cls)
         for name in HOOKS & vars(cls).keys():
             setattr(cls, name, with_ours(getattr(PerfCallback, name), vars(cls)[name]))
 
@@ -102,6 +104,9 @@ class PerfCallback(Callback):
 
     def on_start(self, context: RunContext) -> None:
         """A stage starts: ``context.stage``."""
+
+    def on_epoch(self, context: RunContext) -> None:
+        """An epoch of training starts, the first one too."""
 
     def before_batch(self, context: RunContext, batch: Any) -> None:
         """A batch is on the device."""
@@ -337,6 +342,9 @@ class PerfCallback(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the length of the epoch."""
         self._at_epoch(RunContext.begin_epoch)
+        context = self._driven
+        for part in self.parts if context is not None and context.stage == "train" else ():
+            part.call(part.on_epoch, context)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Advance the epoch."""

@@ -130,8 +130,8 @@ class RunContext:
             if each.state_key in keys and each.keeps_progress:
                 kind = type(each).__name__
                 named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-                problem = f"has two of {kind}: one is attached already, alone or in a Suite"
-                raise ConfigError("callbacks", named, problem, f"[{kind}(...)]")
+                problem = f"has two of {kind}: remove one (a Suite has its own)"
+                raise ConfigError("callbacks", named, problem, None)
         context.members.append(member)
         context._joined += member.with_parts
         return context
@@ -237,6 +237,7 @@ class RunContext:
     def begin_epoch(self) -> None:
         """An epoch of training starts. Its data may differ, because loaders may be reloaded."""
         self.stages.limit(self._read_limits())
+        self.windows.quiet_until = 0
 
     def _read_limits(self) -> Limits:
         self.limits = compat.limits_of(self.trainer, self._data_owners, self.batches.sharing)

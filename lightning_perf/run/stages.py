@@ -24,8 +24,8 @@ class Counters:
 
     __slots__ = (
         "_asked_epoch", "_earlier_began", "_epoch_began", "_last_epoch", "batch", "batches",
-        "epoch", "epoch_ends", "last_samples", "last_seconds", "last_steps", "last_tokens", "mark",
-        "sample", "step", "token", "total_wct",
+        "cut_short", "epoch", "epoch_ends", "last_samples", "last_seconds", "last_steps",
+        "last_tokens", "mark", "sample", "step", "token", "total_wct",
     )  # fmt: skip
 
     def __init__(self, stamp: Timestamp | None = None) -> None:
@@ -40,7 +40,7 @@ class Counters:
         )
         #: Where the epoch before began.
         self._earlier_began = self._epoch_began
-        # The epochs of the current moment and the one before, as seen by schedules.
+        # The epochs of the current moment and the one before.
         self._asked_epoch = self._last_epoch = stamp.epoch
         self.last_samples: int | None = 0
         self.last_tokens: int | None = 0
@@ -52,10 +52,13 @@ class Counters:
         self.mark = 0.0
         #: Whether the last batch was the last of its epoch.
         self.epoch_ends = False
+        #: Whether the last epoch ended early: not with the batch that seemed to be its last.
+        self.cut_short = False
 
     def enter(self, now: float) -> None:
         """The stage begins."""
-        self.batches, self.mark, self.epoch_ends = 0, now, False
+        self.batches, self.mark = 0, now
+        self.epoch_ends = self.cut_short = False
         self._asked_epoch = self.epoch
 
     def add(
@@ -74,15 +77,15 @@ class Counters:
         self.total_wct += seconds
         self.last_samples, self.last_tokens, self.last_seconds = samples, tokens, seconds
         self.last_steps, self.step = step - self.step, step
-        # Not the epoch of this batch: schedules are not called at an early end of an epoch.
         self._last_epoch, self._asked_epoch = self._asked_epoch, self.epoch + epoch_ends
         self.epoch_ends = epoch_ends
         return seconds
 
     def end_epoch(self) -> None:
         """Count an epoch and reset the counts within it."""
+        self.cut_short = not self.epoch_ends
         self.epoch += 1
-        self.epoch_ends = False
+        self._asked_epoch, self.epoch_ends = self.epoch, False
         self._earlier_began = self._epoch_began
         self._epoch_began = self.batch, self.sample, self.token, self.total_wct
 

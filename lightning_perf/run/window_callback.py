@@ -30,12 +30,14 @@ class ReportTrigger:
         self._schedule = schedule
         self._shared = True
         self._wanted = False
+        #: Whether the schedule selected the first batch after an epoch that ended early.
+        self._late = False
         #: Batches before this one need no check, except where Lightning logs.
         self.quiet_until: float = 0
 
     def setup(self, context: RunContext) -> None:
         """Prepare for a run; ConfigError if the schedule cannot work in it."""
-        self._wanted, self.quiet_until = False, 0
+        self._wanted, self._late, self.quiet_until = False, False, 0
         if self._schedule is None:
             self.quiet_until = inf
             return
@@ -49,6 +51,16 @@ class ReportTrigger:
             self.quiet_until = 0
             self._schedule.observe(context.moment)
 
+    def begin_epoch(self, context: RunContext) -> None:
+        """An epoch starts: it or the last one may have another length than was predicted."""
+        if self._schedule is not None:
+            self.quiet_until = 0
+            if context.counters.cut_short:
+                moment = context.moment
+                self._schedule.observe(moment)
+                # A report now would be a second one after the same batch: it comes with the next.
+                self._late = self._schedule(moment)
+
     def due(self, context: RunContext) -> bool:
         """Whether the ranks meet now, the same on all of them; called at most once per batch."""
         schedule = self._schedule
@@ -59,7 +71,8 @@ class ReportTrigger:
         if context.counters.batch >= self.quiet_until:
             moment = context.moment
             schedule.observe(moment)
-            now = schedule(moment)
+            now = schedule(moment) or self._late
+            self._late = False
             if not (now or schedule.watches):
                 # A user's schedule that returns no number fails here, not in a report of others.
                 self.quiet_until = max(schedule.quiet_until(moment), 0)
@@ -149,6 +162,10 @@ class WindowCallback(PerfCallback):
     def on_start(self, context: RunContext) -> None:
         if not context.stages.nested:
             self.trigger.start(context)
+
+    @override
+    def on_epoch(self, context: RunContext) -> None:
+        self.trigger.begin_epoch(context)
 
     @override
     def close(self, context: RunContext, reason: str) -> None:

@@ -11,7 +11,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.checks import ONE, UNITS, is_list, nearest, percent_as_dur, times, whole
+from lightning_perf.checks import (
+    ONE,
+    UNITS,
+    is_list,
+    name_arguments,
+    nearest,
+    percent_as_dur,
+    times,
+    whole,
+)
 from lightning_perf.core.progress import Limits, Moment, Ranks
 from lightning_perf.errors import ConfigError, shown
 
@@ -63,6 +72,12 @@ class Schedule(ABC):
     #: every ``log_every_n_steps`` if it is False. True by mistake makes ranks exchange different
     #: reports.
     shared: bool = False
+    #: Whether events open its windows, or those of a part: see `Trigger`.
+    fires: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        name_arguments(cls)
 
     @abstractmethod
     def window(self, moment: Moment) -> Hashable | None:
@@ -106,7 +121,11 @@ class Schedule(ABC):
         """
 
     def observe(self, moment: Moment) -> None:
-        """Update internal state. Called after every batch, before `window`."""
+        """Update internal state, before `window` is called.
+
+        Called after every batch, where a stage begins or continues, and where an epoch begins after
+        one that ended early.
+        """
 
     def close(self) -> None:
         """Release what `setup` acquired. Idempotent."""
@@ -168,6 +187,7 @@ class Composed(Schedule):
             raise ConfigError("schedules", schedules, problem, example)
         self.schedules = [as_schedule(schedule, "schedules") for schedule in schedules]
         self.lead = max(part.lead for part in self.schedules)
+        self.fires = any(part.fires for part in self.schedules)
 
     @property
     def watches(self) -> bool:
@@ -224,6 +244,14 @@ class All(Composed):
             windows.append(window)
         return tuple(windows)
 
+    def observe(self, moment: Moment) -> None:
+        """Forward the moment to each part; events wait until the other parts select the batch."""
+        conditions = [part for part in self.schedules if not (part.fires or part.watches)]
+        selected = not self.fires or all(part(moment) for part in conditions)
+        for part in self.schedules:
+            if selected or not part.fires:
+                part.observe(moment)
+
     def quiet_until(self, moment: Moment) -> int:
         """Return the latest of the batches that the parts without a window wait for."""
         return max(part.quiet_until(moment) for part in self.schedules if not part(moment))
@@ -278,7 +306,8 @@ class Not(Composed):
         return 0 if self.schedule.window(moment) is None else None
 
 
-_TEXT = re.compile(r"(?:(every|at)\s+)?(\S+)(?:\s+for\s+(\S+))?|first\s+(\S+)")
+_TIME = r"(\S+(?:\s+(?!for\b)[A-Za-z]+)?)"  # 100ba, or 100 batches
+_TEXT = re.compile(rf"first\s+{_TIME}|(?:(every|at)\s+)?{_TIME}(?:\s+for\s+{_TIME})?")
 _FORMS = "TIME, every TIME for TIME, at TIME for TIME, first TIME, always, never"
 _EXAMPLE = '"every 100ba for 3ba"'
 _OPERATOR = re.compile(r"[&|~]|\b(?:and|or|not)\b")
@@ -291,7 +320,7 @@ def as_schedule(
     """Convert an argument to a schedule.
 
     Args:
-        value: A schedule; a string such as ``"100ba"``, ``"every 100ba for 3ba"``,
+        value: A schedule; a string such as ``"100ba"``, ``"every 100 batches for 3 batches"``,
             ``"every epoch"``, ``"first 5ba"``, ``"first 0.1dur"``, ``"at 0.5dur"``, ``"at 50%"``,
             ``"always"`` or ``"never"``; or None for the default.
         field: Name of the argument, for the message.
@@ -314,6 +343,13 @@ def as_schedule(
     if not isinstance(value, str):
         problem = f"is not a valid schedule, expected a string or a Schedule (units: {UNITS})"
         raise ConfigError(field, value, problem, _example(str(value)))
+    named = _named(value.strip())
+    if named is not None:
+        home = named.__module__
+        path = "lightning_perf" if home.startswith("lightning_perf.") else home
+        problem = f"names a class; in YAML write class_path: {path}.{named.__name__}"
+        call = f"{named.__name__}({'...' if _needed(named) else ''})"
+        raise ConfigError(field, value, problem, call)
     if _OPERATOR.search(value):
         problem = "is not a valid schedule: operators combine Schedule objects, not text"
         raise ConfigError(field, value, problem, _COMBINED)
@@ -327,6 +363,21 @@ def as_schedule(
         raise ConfigError(field, value, problem, _example(value)) from None
 
 
+def _needed(cls: type) -> list[str]:
+    """The arguments without a default."""
+    parameters = inspect.signature(cls).parameters
+    return [name for name, each in parameters.items() if each.default is each.empty]
+
+
+def _named(text: str) -> type[Schedule] | None:
+    """The class of schedules that a text names, with or without arguments."""
+    name = re.fullmatch(r"(?:\w+\.)*(\w+)(?:\(.*\))?", text, re.DOTALL)
+    classes = [Schedule]
+    for each in classes:  # grows
+        classes += each.__subclasses__()
+    return next((each for each in classes if name and each.__name__ == name[1]), None)
+
+
 def _parse(text: str) -> Schedule:
     # The only import against the order of this package's modules: combining schedules parses
     # strings, and parsing constructs schedules.
@@ -337,11 +388,11 @@ def _parse(text: str) -> Schedule:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ConfigError("text", text, f"expected one of {_FORMS} (units: {UNITS})", _EXAMPLE)
-    word, time, lasting, first = (part and percent_as_dur(part) for part in match.groups())
+    first, word, time, lasting = (part and percent_as_dur(part) for part in match.groups())
     if word == "every":
         time = ONE.get(time, time)
     if first is not None:
-        length = times("lasting", first, "5ba")
+        length = times("lasting", ONE.get(first, first), "5ba")
         return At(time=f"0{length.unit}", lasting=length)
     kind = At if word == "at" else Every
     return kind(time, lasting=lasting or "1ba")

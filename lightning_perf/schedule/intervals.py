@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections import defaultdict
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -40,46 +40,65 @@ PREVIOUS: dict[TimeUnit, Callable[[Moment], float]] = {
 }
 
 
-@dataclass(slots=True)
-class _Opening:
-    window: Hashable
-    first_batch: int
-    #: Progress when the window began, in the unit of its length; None before that.
-    origin: float | None = None
-
-
 class Latch:
-    """Keeps a window open for a given length, per stage."""
+    """Keeps a window open for a given length, counted over all stages that it observes.
 
-    def __init__(self, lasting: Time) -> None:
-        self._position = POSITION[lasting.unit]
+    The position in a stage is that of the stage, plus what other stages added meanwhile.
+    """
+
+    def __init__(self, lasting: Time, position: Callable[[Moment], float] | None = None) -> None:
+        self._position = position or POSITION[lasting.unit]
         self._length = lasting.value
-        self._openings: dict[str, _Opening] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Close the window, and forget all stages."""
+        self._window: Hashable | None = None
+        self._first_batch = 0
+        # Progress when the window began, in the unit of its length; None before that.
+        self._origin: float | None = None
+        # Batches and progress of each stage.
+        self._latest: dict[str, tuple[int, float]] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether a window was opened, but no batch of it has ended."""
+        batches = sum(each for each, _ in self._latest.values())
+        return self._window is not None and batches <= self._first_batch
 
     def open(self, window: Hashable, moment: Moment, delay: int = 0) -> None:
-        """Open a window in the stage of the moment, ``delay`` batches after it."""
-        self._openings[moment.stage] = _Opening(window, moment.timestamp.batch + delay)
+        """Open a window, ``delay`` batches after the moment."""
+        self._window, self._origin = window, None
+        self._first_batch = self._now(moment)[0] + delay
         self.observe(moment)
 
     def observe(self, moment: Moment) -> None:
         """Store the progress at which a window begins. Called after every batch."""
-        opening = self._openings.get(moment.stage)
-        if opening and opening.origin is None and moment.timestamp.batch >= opening.first_batch:
-            opening.origin = self._position(moment)
+        self._latest[moment.stage] = moment.timestamp.batch, self._position(moment)
+        if self._origin is None:
+            batches, position = self._now(moment)
+            if batches >= self._first_batch:
+                self._origin = position
 
     def window(self, moment: Moment) -> Hashable | None:
         """Return the window that is open at a moment, or None."""
-        opening = self._openings.get(moment.stage)
-        if opening is None or moment.timestamp.batch < opening.first_batch:
+        if self._window is None:
+            return None
+        batches, position = self._now(moment)
+        if batches < self._first_batch:
             return None
         # There is no origin yet if the moment is in the future.
-        if opening.origin is None or self._position(moment) - opening.origin < self._length:
-            return opening.window
+        if self._origin is None or position - self._origin < self._length:
+            return self._window
         return None
 
-    def clear(self) -> None:
-        """Close all windows."""
-        self._openings.clear()
+    def _now(self, moment: Moment) -> tuple[int, float]:
+        """Batches and progress of all stages at a moment."""
+        batches, position = moment.timestamp.batch, self._position(moment)
+        for stage, (others, place) in self._latest.items():
+            if stage != moment.stage:
+                batches, position = batches + others, position + place
+        return batches, position
 
 
 # Equal on all ranks, and predicted by `Moment.ahead`.
@@ -124,7 +143,8 @@ class _Milestones(Schedule):
     """Base of schedules whose windows open when progress passes a milestone.
 
     A window of one batch, or with a length in the unit of the milestones, depends on the moment
-    alone and can be predicted. The end of any other window is tracked by `observe` in a `Latch`.
+    alone and can be predicted. The end of any other window is tracked by `observe`, in a
+    `Latch` per stage.
     """
 
     def __init__(self, unit: TimeUnit, lasting: Time, stage: str | None = None) -> None:
@@ -133,7 +153,8 @@ class _Milestones(Schedule):
         self._stage = stage
         predictable = lasting.unit is unit and unit in _SHARED_UNITS
         self._length = lasting.value if predictable else 0
-        self._latch = None if predictable or str(lasting) == "1ba" else Latch(lasting)
+        unlatched = predictable or str(lasting) == "1ba"
+        self._latches = None if unlatched else defaultdict[str, Latch](lambda: Latch(lasting))
 
     @abstractmethod
     def _number(self, position: float) -> int:
@@ -152,18 +173,18 @@ class _Milestones(Schedule):
         # The fraction of max_time depends on the clock of each rank.
         timed = relative and limits.max_seconds is not None
         self.shared = self._units <= _SHARED_UNITS and not timed
-        if self._latch:
-            self._latch.clear()
+        if self._latches is not None:
+            self._latches.clear()
 
     def observe(self, moment: Moment) -> None:
         """Open the latch at a milestone, if the end of the window cannot be predicted."""
-        if self._latch is None:
+        if self._latches is None:
             return
         number = self._number(self._position(moment))
         if self._passed(number, moment):
-            self._latch.open(number, moment)
+            self._latches[moment.stage].open(number, moment)
         else:
-            self._latch.observe(moment)
+            self._latches[moment.stage].observe(moment)
 
     def window(self, moment: Moment) -> Hashable | None:
         """Return the number of the milestone that opened the window."""
@@ -173,12 +194,13 @@ class _Milestones(Schedule):
             return None
         if position - self._place(number) < self._length or self._passed(number, moment):
             return number
-        return self._latch.window(moment) if self._latch else None
+        latch = None if self._latches is None else self._latches.get(moment.stage)
+        return latch.window(moment) if latch else None
 
     @property
     def watches(self) -> bool:
         """Whether the end of its windows cannot be predicted."""
-        return self._latch is not None
+        return self._latches is not None
 
     def quiet_until(self, moment: Moment) -> int:
         """Return the batch of the next milestone if it can be predicted."""

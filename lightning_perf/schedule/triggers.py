@@ -33,25 +33,32 @@ _MIN_HISTORY = 20
 class Trigger(Schedule):
     """Base of schedules that open a window after an event.
 
-    The window opens one batch later, so that a profiler has one batch for its warm-up. The trigger
-    cannot fire again while its window is open.
+    The window opens one batch later, so that a profiler has one batch for its warm-up, and counts
+    the batches of all stages. The trigger cannot fire again while its window is open. In ``a & b``
+    it fires only where the other schedule selects the batch, unless that one depends on events.
 
     Args:
-        lasting: The length of a window, in any unit except ``dur``.
+        lasting: The length of a window, in any unit except ``dur``. Epochs are those of training.
     """
 
+    fires = True
     #: Batches from the event to the window.
     _delay = 1
 
     def __init__(self, lasting: Time | str) -> None:
         length = checks.times("lasting", lasting, "5ba", units=checks.COUNTED_UNITS)
         self.lasting = str(length)
-        self._latch = Latch(length)
+        epochs = _training_epochs if length.unit is TimeUnit.EPOCH else None
+        self._latch = Latch(length, epochs)
         self._windows = 0
 
     @abstractmethod
     def fired(self, moment: Moment) -> bool:
-        """Return whether to open a window. Called after every batch while none is open."""
+        """Return whether to open a window.
+
+        Called while none is open: after every batch, where a stage begins or continues, and after
+        an epoch that ended early.
+        """
 
     def setup(self, context: Context) -> None:  # noqa: ARG002
         """Discard the state of an earlier run."""
@@ -67,6 +74,11 @@ class Trigger(Schedule):
     def window(self, moment: Moment) -> Hashable | None:
         """Return the number of the window."""
         return self._latch.window(moment)
+
+
+def _training_epochs(moment: Moment) -> float:
+    # Validation inside of fit counts as an epoch of its own.
+    return moment.timestamp.epoch if moment.stage == "train" else 0.0
 
 
 class Elapsed(Trigger):
@@ -138,28 +150,36 @@ class OnSlowBatch(Trigger):
         self.factor, self.cooldown = float(factor), str(pause)
         self._cooldown = Latch(pause)
         self._medians: defaultdict[str, _RunningMedian] = defaultdict(_RunningMedian)
-        self._fired: set[str] = set()
+        self._seen: dict[str, int] = {}
+        self._fired = False
 
     def setup(self, context: Context) -> None:
         """Discard the state of an earlier run."""
         super().setup(context)
-        for state in (self._cooldown, self._medians, self._fired):
+        for state in (self._cooldown, self._medians, self._seen):
             state.clear()
+        self._fired = False
+
+    def observe(self, moment: Moment) -> None:
+        """Open a window after a slow batch."""
+        self._cooldown.observe(moment)
+        super().observe(moment)
+        self._seen[moment.stage] = moment.timestamp.batch
 
     def fired(self, moment: Moment) -> bool:
         """Compare the last batch with the median of the batches before it."""
         # The first call after a window: the last batch was still inside it.
-        if moment.stage in self._fired:
-            self._fired.remove(moment.stage)
+        if self._fired:
+            self._fired = False
             self._cooldown.open(True, moment)
+            return False
+        if self._seen.get(moment.stage) == moment.timestamp.batch:  # no batch since then
             return False
         history, seconds = self._medians[moment.stage], moment.batch_seconds
         slow = len(history) >= _MIN_HISTORY and seconds > self.factor * history.median
         history.add(seconds)
-        if not slow or self._cooldown.window(moment):
-            return False
-        self._fired.add(moment.stage)
-        return True
+        self._fired = slow and not self._cooldown.window(moment)
+        return self._fired
 
 
 class _RunningMedian:
@@ -187,7 +207,8 @@ class OnVerdict(Trigger):
     """True after the diagnosis reaches one of some verdicts, such as ``"periodic-stall"``.
 
     It needs `Diagnosis` on the same Trainer. Verdicts are reached on rank 0, so it is never true on
-    other ranks. Each code or severity opens one window per run.
+    other ranks. Each code or severity opens one window per run: of training, or of the stage that
+    runs alone, since verdicts are about it.
 
     Args:
         codes: Codes of verdicts, of one's own rules too, or severities, such as ``"critical"``.
@@ -208,13 +229,24 @@ class OnVerdict(Trigger):
             problem = "is not valid, expected one code of a verdict or more"
             raise ConfigError("codes", codes, problem, '["input-bound", "periodic-stall"]')
         self._reached: Sequence[str] = ()
-        self._seen = 0
+        self._seen, self._stage = 0, ""
 
     def setup(self, context: Context) -> None:
         """Follow the verdicts of a run; refuse codes that cannot be reached in it."""
         super().setup(context)
         self._check_reachable(context)
         self._reached, self._seen = context.reached, len(context.reached)
+        self._stage = ""
+
+    def observe(self, moment: Moment) -> None:
+        """Open a window after a verdict, in the stage that began first."""
+        self._stage = self._stage or moment.stage
+        if moment.stage == self._stage:
+            super().observe(moment)
+
+    def window(self, moment: Moment) -> Hashable | None:
+        """Return the number of the window, in the same stage."""
+        return super().window(moment) if moment.stage == self._stage else None
 
     def fired(self, moment: Moment) -> bool:  # noqa: ARG002
         """Return whether one of the codes was reached since the last call."""
@@ -274,6 +306,11 @@ class OnSignal(Trigger):
         else:
             warn(f"OnSignal({self.signal!r}) is off: training does not run on the main thread.")
 
+    @property
+    def pending(self) -> bool:
+        """Whether a signal was received whose window has not begun; False without a run."""
+        return self._handler is not None and (self._handler.received or self._latch.pending)
+
     def close(self) -> None:
         """Restore the earlier handler."""
         if self._handler:
@@ -295,12 +332,12 @@ class _Handler:
     def __init__(self, number: signal.Signals) -> None:
         self.released = False
         self._number = number
-        self._received = False
+        self.received = False
         self._previous = _in_use(signal.getsignal(number))
         signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
+        self.received = True
         previous = _in_use(self._previous)
         if callable(previous):
             previous(number, frame)
@@ -310,7 +347,7 @@ class _Handler:
 
     def take(self) -> bool:
         """Return whether the signal was received since the last call."""
-        received, self._received = self._received, False
+        received, self.received = self.received, False
         return received
 
     def release(self) -> None:

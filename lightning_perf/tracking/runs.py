@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from lightning_perf.tracking.summary import (
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from mlflow import MlflowClient
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Levels of folders below the current one that are searched for runs.
 _DEPTH = 4
+#: The most runs of a name that are counted.
+_MOST_COUNTED = 100
 #: Params among a run's that describe its set-up.
 _SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
 
@@ -39,13 +42,15 @@ _SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
 class Run:
     """One run, as it is found in MLflow or in a folder."""
 
-    #: Its name and, for MLflow, its id.
+    #: Its name, and its id in MLflow or its folder.
     title: str
     summary: Summary
     #: The paths or addresses of all its files.
     files: tuple[str, ...]
     #: The address of MLflow; None for a folder.
     tracking_uri: str | None = None
+    #: That others have its name.
+    note: str = ""
 
 
 def find_run(what: str | None, tracking_uri: str | None) -> Run:
@@ -55,45 +60,88 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
     MLflow. Raises `LookupError` with one line if there is no such run or it cannot be read, and
     `ImportError` if MLflow is not installed.
     """
-    if what is not None and Path(what).exists():
+    if what is not None and Path(what).is_file():
         return read_folder(Path(what))
-    local = tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI")
-    folder = latest_folder(Path(), what) if local else None
+    folders = local_folders(what, tracking_uri)
+    if what is not None and folders:
+        return replace(read_folder(folders[-1]), note=_note(len(folders)))
+    folder = folders[-1] if folders else None
     try:
         with _connected(tracking_uri or default_tracking_uri()) as client:
-            run = _find(client, what)
-            if folder is None or not _is_older(run, folder):
-                return _read(client, run)
+            runs = _find(client, what)
+            if folder is None or not _is_older(runs[0], folder):
+                note = _note(len(runs)) if what is not None else ""
+                return replace(_read(client, runs[0]), note=note)
     except (LookupError, ImportError) as error:
         if folder is None:
-            if not local or isinstance(error, ImportError):
+            if tracking_uri is not None or _address() or isinstance(error, ImportError):
                 raise
             place = "" if what is None else f"in a folder {what} "
             missing = f"there is no {FILE_NAME} {place}below the current folder"
-            raise LookupError(f"{missing}, and {error}") from error
+            names = [] if what is None else [each.name for each in folders_of(Path())]
+            raise LookupError(f"{missing}, and {error}{did_you_mean(what, names)}") from error
     return read_folder(folder)
+
+
+def _note(count: int) -> str:
+    return f"{count} runs have this name: this is the latest one" if count > 1 else ""
+
+
+def did_you_mean(what: str | None, names: Collection[str]) -> str:
+    """A hint at the nearest name, if one is near."""
+    near = get_close_matches(what or "", names, n=1)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 # -- folders ----------------------------------------------------------------------------------
 
 
-def latest_folder(root: Path, name: str | None = None) -> Path | None:
-    """The folder below another one with the latest summary; of this name, if one is given.
+def local_folders(what: str | None, tracking_uri: str | None) -> list[Path]:
+    """The folders of the runs that a path or a name means, the latest last.
+
+    A name with an address means runs in MLflow.
+    """
+    path = Path(what or ".")
+    if what is not None and (os.sep in what or set(what) == {"."}):
+        if path.exists():
+            return [folder_of(path)]
+        if what.startswith((".", os.sep)):
+            raise SummaryError(f"{what} does not exist")
+    if tracking_uri is not None:
+        return []
+    found = [] if what is None and _address() else folders_of(Path(), what)
+    if not found and what is not None and path.is_dir():
+        with suppress(LookupError):  # it may be the name of a run, too
+            found = [folder_of(path)]
+    return found
+
+
+def folders_of(root: Path, name: str | None = None) -> list[Path]:
+    """The folders of runs below another one, the latest last; those of this name, if one is given.
 
     Packages predict with another Trainer after a training: a finished run without a training counts
     only if there is no other one.
     """
-    found: list[tuple[bool, float, Path]] = []
+    found: list[tuple[int, float, Path]] = []
     for place, below, files in os.walk(root):
         folder = Path(place)
         deep = len(folder.relative_to(root).parts) >= _DEPTH
         # MLflow's own folders contain copies.
         below[:] = [] if deep else [each for each in below if each[0] != "." and each != "mlruns"]
-        if FILE_NAME in files and name in (None, folder.name):
-            with suppress(OSError):
-                path = folder / FILE_NAME
-                found.append((_trains(path), path.stat().st_mtime, folder))
-    return max(found)[2] if found else None
+        if FILE_NAME in files:
+            path = folder / FILE_NAME
+            with suppress(OSError, SummaryError):  # another tool's file may have the same name
+                summary = read_summary(path)
+                if name in (None, folder.name, summary["run"]):
+                    found.append((_trains(summary), path.stat().st_mtime, folder))
+    trains = any(each[0] for each in found)
+    return [folder for trained, _, folder in sorted(found) if trained == trains]
+
+
+def latest_folder(root: Path, name: str | None = None) -> Path | None:
+    """The last of `folders_of`."""
+    found = folders_of(root, name)
+    return found[-1] if found else None
 
 
 def folder_of(path: Path) -> Path:
@@ -101,25 +149,25 @@ def folder_of(path: Path) -> Path:
     folder = path.parent if path.is_file() else path
     found = folder if (folder / FILE_NAME).exists() else latest_folder(folder)
     if found is None and not path.is_file():
-        raise LookupError(f"there is no {FILE_NAME} below {folder}")
+        above = [each for each in folder.absolute().parents if (each / FILE_NAME).is_file()]
+        advice = f". Try {above[0]}" if above else ""
+        raise SummaryError(f"there is no {FILE_NAME} below {folder}{advice}")
     return found or folder
 
 
-def _trains(path: Path) -> bool:
+def _trains(summary: Summary) -> bool:
     """Whether a run trained, or still runs."""
-    try:
-        summary = read_summary(path)
-    except SummaryError:
-        return False
     return summary["status"] == RUNNING or "train" in summary.get("stages", {})
 
 
 def read_folder(path: Path) -> Run:
     """Read a run from its folder, from the latest one below a folder, or from its summary."""
+    if path.is_file() and path.read_bytes()[:15] == b"SQLite format 3":
+        raise SummaryError(f"{path} is a database. Try --tracking-uri sqlite:///{path}")
     folder = folder_of(path)
     summary = read_summary(path if path.is_file() else folder / FILE_NAME)
     files = tuple(sorted(str(each.resolve()) for each in folder.rglob("*") if each.is_file()))
-    return Run(str(summary["run"]), summary, files)
+    return Run(f"{summary['run']} ({folder})", summary, files)
 
 
 # -- MLflow -----------------------------------------------------------------------------------
@@ -127,13 +175,17 @@ def read_folder(path: Path) -> Run:
 
 def default_tracking_uri() -> str:
     """``MLFLOW_TRACKING_URI``, or MLflow's default database in the current folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+    return _address() or "sqlite:///mlflow.db"
+
+
+def _address() -> str:
+    return os.environ.get("MLFLOW_TRACKING_URI", "")
 
 
 def download(what: str, tracking_uri: str | None, folder: Path, names: re.Pattern[str]) -> None:
     """Download the files of a run with such names into a folder, below their paths in MLflow."""
     with _connected(tracking_uri or default_tracking_uri()) as client:
-        run_id = _find(client, what).info.run_id
+        run_id = _find(client, what)[0].info.run_id
         for path in _paths(client, run_id):
             if names.fullmatch(path.rpartition("/")[2]):
                 client.download_artifacts(run_id, path, str(folder))
@@ -163,14 +215,14 @@ def _is_older(run: Any, folder: Path) -> bool:
     return later and folder.name != run.info.run_name
 
 
-def _find(client: MlflowClient, what: str | None) -> Any:
-    """The latest run, or the one with this id or name."""
+def _find(client: MlflowClient, what: str | None) -> Sequence[Any]:
+    """The runs with this id or name, or all, the latest first; at most as many as are counted."""
     from mlflow.exceptions import MlflowException
 
     named = ""
     if what is not None:
         with suppress(MlflowException):
-            return client.get_run(what)
+            return [client.get_run(what)]
         quote = '"' if "'" in what else "'"
         named = f"attributes.run_name = {quote}{what}{quote}"
     pages = [client.search_experiments()]
@@ -178,11 +230,15 @@ def _find(client: MlflowClient, what: str | None) -> Any:
         pages.append(client.search_experiments(page_token=pages[-1].token))
     experiments = [experiment.experiment_id for page in pages for experiment in page]
     newest = ["attributes.start_time DESC"]
-    found = client.search_runs(experiments, named, order_by=newest, max_results=1)
+    most = _MOST_COUNTED if named else 1
+    found: Sequence[Any] = client.search_runs(experiments, named, order_by=newest, max_results=most)
+    if not found and what is not None:
+        others = client.search_runs(experiments, order_by=newest, max_results=_MOST_COUNTED)
+        near = did_you_mean(what, {each.info.run_name for each in others})
+        raise LookupError(f"there is no run with the id or name {what}{near}")
     if not found:
-        run = f"run with the id or name {what}" if named else "run yet"
-        raise LookupError(f"there is no {run}")
-    return found[0]
+        raise LookupError("there is no run yet")
+    return found
 
 
 def _read(client: MlflowClient, run: Any) -> Run:

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 from helpers.small import Records, Small, trainer
+from helpers.small import ours as ours_among
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
@@ -25,7 +26,11 @@ from lightning_perf import (
     Timings,
     always_on,
 )
-from lightning_perf.callbacks.factory import callbacks, callbacks_of_pytorch_lightning
+from lightning_perf.callbacks.factory import (
+    _warn_once,
+    callbacks,
+    callbacks_of_pytorch_lightning,
+)
 from lightning_perf.callbacks.suite import EnvironmentSuite
 from lightning_perf.core.progress import STAGES
 
@@ -165,6 +170,18 @@ trainer:
 """
 
 
+def test_a_file_may_name_always_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_tmp: Path
+) -> None:
+    """Its function is a class_path like any other, beside other callbacks and with arguments."""
+    text = "- class_path: lightning_perf.always_on\n  init_args: {show_summary: false}\n"
+    (in_tmp / "perf.yaml").write_text(text + "- class_path: lightning_perf.PyTorch\n")
+    monkeypatch.setenv("LIGHTNING_PERF", "perf.yaml")
+    (suite,) = ours(trainer(tmp_path))
+    assert names(suite) == [*names(always_on()), "PyTorch"]
+    assert not suite.show_summary
+
+
 @pytest.mark.parametrize("form", ["trainer", "callbacks", "list"])
 def test_a_file_configures_the_callbacks(
     form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_tmp: Path
@@ -190,28 +207,42 @@ WRONG = {
     "a text": ("hello", "without a list of callbacks"),
     "no list": ("callbacks: 3", "without a list of callbacks"),
     "unknown class": ("- class_path: lightning_perf.Flopz", "no attribute 'Flopz'"),
-    "unknown argument": (FLOPS % "shedule: 1ba", "'shedule' is not accepted"),
-    "wrong argument": (FLOPS % "schedule: 10it", 'Try schedule="10ba"'),
+    "unknown argument": (FLOPS % "shedule: 1ba", "'shedule' is not "),
+    "wrong argument": (FLOPS % "schedule: 10btch", 'Try schedule="10ba"'),
     "not ours": ("- class_path: lightning.pytorch.callbacks.Timer", "Timer"),
     "twice": (2 * (FLOPS % ""), "twice"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_an_invalid_file_is_an_error_that_names_the_variable(
+def test_an_invalid_file_is_a_warning_that_names_the_variable(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_tmp: Path
 ) -> None:
-    """The error is one line, when the Trainer is constructed."""
+    """It is one line, once, when the first Trainer is constructed; training has no callbacks."""
     content, why = WRONG[kind]
     if content is not None:
         (in_tmp / "perf.yaml").write_text(content)
     monkeypatch.setenv("LIGHTNING_PERF", "perf.yaml")
-    with pytest.raises(ConfigError) as caught:
-        trainer(tmp_path)
-    message = str(caught.value)
-    assert message.startswith("LIGHTNING_PERF='perf.yaml' ")
+    _warn_once.cache_clear()
+    with pytest.warns(PerfWarning) as caught:
+        runs = [trainer(tmp_path), trainer(tmp_path)]
+    (message,) = ours_among(caught)
+    assert message.startswith("lightning_perf: LIGHTNING_PERF='perf.yaml' ")
+    assert message.endswith("The training continues without lightning_perf.")
     assert why in message
     assert "\n" not in message
+    assert [ours(run) for run in runs] == [[], []]
+
+
+def test_an_import_that_fails_does_not_end_a_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where a package is missing or too old: one warning names it."""
+    monkeypatch.setenv("LIGHTNING_PERF", "1")
+    monkeypatch.setitem(sys.modules, "lightning_perf.callbacks.suite", None)
+    _warn_once.cache_clear()
+    with pytest.warns(PerfWarning, match="lightning_perf.callbacks.suite.*continues without"):
+        assert ours(trainer(tmp_path)) == []
 
 
 SCRIPT = """

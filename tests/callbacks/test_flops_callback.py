@@ -444,6 +444,8 @@ def test_a_utilization_above_one_is_flagged(tmp_path: Path) -> None:
         ({"schedule": 5}, "schedule"),
         ({"schedule": "every now and then"}, "schedule"),
         ({"formula": 6e9}, "formula"),
+        ({"formula": "gpt"}, "formula"),
+        ({"formula": {"kind": "palm", "pases": 3}}, "formula"),
     ],
 )
 def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from helpers.small import Small, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
+import lightning_perf.tracking.runs
 from lightning_perf import PyTorch, Timings
 from lightning_perf.cli import new_console
 from lightning_perf.cli.runs import _show_run
@@ -214,3 +217,101 @@ def test_a_run_behind_a_server_is_read_from_there(
     code, lines, _ = report(capsys, run, "--tracking_uri", mlflow_server)
     assert code == 0
     assert lines[-1] == "forward │ 100.0% 500 ms per batch"
+
+
+@pytest.fixture
+def default_database(mlflow_database: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """In the place of ./mlflow.db, which MLflow finds in the folder of an earlier test."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(
+        lightning_perf.tracking.runs, "default_tracking_uri", lambda: mlflow_database
+    )
+    return mlflow_database
+
+
+def written(folder: Path, run: str = "owl", **more: Any) -> Path:
+    """A folder with a summary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = {"version": 1, "run": run, "status": "finished", "stages": {"train": {}}, **more}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_a_file_of_another_tool_is_not_a_run(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], default_database: str
+) -> None:
+    """A newer summary.json of something else hides neither a folder nor a run in MLflow."""
+    client = MlflowClient(default_database)
+    run = client.create_run(client.create_experiment("another tool"), run_name="mine").info.run_id
+    client.set_terminated(run)
+    (in_tmp / "results").mkdir()
+    (in_tmp / "results" / "summary.json").write_text('{"accuracy": 0.9}')
+    assert run in call(capsys, "report")[1]
+    (in_tmp / "mine").mkdir()
+    for args in (["mine"], ["mine", "--tracking-uri", default_database]):
+        assert run in call(capsys, "report", *args)[1]
+    os.utime(written(in_tmp / "elk", "elk") / "summary.json", (2e9, 2e9))
+    assert call(capsys, "report")[1].startswith("elk (elk)")
+
+
+def test_a_name_of_several_runs_gives_the_latest_and_says_so(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], default_database: str
+) -> None:
+    """In folders and in MLflow. A path means one folder, and an address MLflow."""
+    client = MlflowClient(default_database)
+    experiment = client.create_experiment("several")
+    runs = [client.create_run(experiment, run_name="bat", start_time=n) for n in (1, 2, 3)]
+    for number, name in enumerate(("bat", "bat-1f")):
+        path = written(in_tmp / name, "bat") / "summary.json"
+        os.utime(path, (1e9 + number, 1e9 + number))
+    for what, title, note in (
+        ("bat", "bat (bat-1f)", "2 runs have this name: this is the latest one."),
+        ("./bat", "bat (bat)", ""),
+        ("bat-1f", "bat (bat-1f)", ""),
+    ):
+        out = call(capsys, "report", what)[1]
+        assert out.startswith(title)
+        assert (note or "runs have") in out if note else "runs have" not in out
+    out = call(capsys, "report", "bat", "--tracking-uri", default_database)[1]
+    assert out.startswith(f"bat ({runs[-1].info.run_id})")
+    assert "3 runs have this name" in out
+    code, _, err = call(capsys, "report", "bat", "--tracking-uri", "sqlite:///none.db")
+    assert (code, "none.db" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("/no/such", "/no/such does not exist."),
+        ("./no", "./no does not exist."),
+        ("mlflow.db", "mlflow.db is a database. Try --tracking-uri sqlite:///mlflow.db."),
+        ("gnu/torch_traces", "there is no summary.json below gnu/torch_traces. Try "),
+        ("gnuu", "Did you mean gnu?"),
+    ],
+)
+def test_a_run_that_is_not_found_gives_the_next_step(
+    what: str, why: str, in_tmp: Path, capsys: pytest.CaptureFixture[str], default_database: str
+) -> None:
+    """The message names what to write instead."""
+    (in_tmp / "mlflow.db").write_bytes(b"SQLite format 3\0")
+    (written(in_tmp / "gnu") / "torch_traces").mkdir()
+    code, _, err = call(capsys, "report", what)
+    assert (code, err.count("\n")) == (2, 1)
+    assert why in err
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+def test_mlflow_is_named_by_its_path_if_it_is_not_on_the_path(
+    on_path: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As in the environment of a session of nox, which is not activated."""
+    program = tmp_path / "bin" / "mlflow"
+    program.parent.mkdir()
+    program.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", str(program.parent) if on_path else "")
+    summary = {"version": 1, "run": "owl", "status": "finished", "stages": {}}
+    _show_run(Run("owl", summary, (), "sqlite:///mlflow.db"), new_console(soft_wrap=True))
+    command = "mlflow" if on_path else str(program)
+    assert f"  {command} ui --backend-store-uri sqlite:///mlflow.db\n" in capsys.readouterr().out

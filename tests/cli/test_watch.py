@@ -44,7 +44,8 @@ def a_summary(**changes: Any) -> dict[str, Any]:
         "predicted_speedup": 1.25,
     }
     found = {
-        "version": 1, "run": "owl", "status": "running", "stages": {"train": {"whole_run": window}},
+        "version": 1, "run": "owl", "status": "running",
+        "stages": {"train": {"whole_run": window, "windows": {"last": [9]}}},
         "process": {"host": platform.node(), "pid": os.getpid()}, "verdicts": [verdict],
     }  # fmt: skip
     return found | changes
@@ -169,7 +170,13 @@ def test_updates_are_printed_as_text_or_json(
         lines = out.splitlines(keepends=True)
         assert code == 0
         if json_lines:
-            assert [json.loads(line)["status"] for line in lines] == ["running", "finished"]
+            updates = [json.loads(line) for line in lines]
+            assert [each["status"] for each in updates] == ["running", "finished"]
+            # The history, which grows with each update, is in the file alone.
+            assert not any(
+                "windows" in stage for each in updates for stage in each["stages"].values()
+            )
+            assert updates[-1]["stages"]["train"]["whole_run"]
         else:
             assert [line[9:] for line in lines] == [LINE.format("running"), LINE.format("finished")]
 

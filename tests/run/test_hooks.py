@@ -351,7 +351,7 @@ def test_a_schedule_that_raises_switches_off_one_callback(tmp_path: Path) -> Non
 
 
 def test_an_epoch_that_stops_early_counts_as_an_epoch_for_schedules(tmp_path: Path) -> None:
-    """Its end is known only afterwards: the window comes one batch later and is not missed."""
+    """Its end is known only afterwards: the report comes one batch later and is not missed."""
 
     class Short(Small):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -362,8 +362,8 @@ def test_an_epoch_that_stops_early_counts_as_an_epoch_for_schedules(tmp_path: Pa
     trainer(tmp_path, timings, log, logger=records, max_epochs=3).fit(Short())
     assert [step for step, _ in records.of("timings/forward")] == [5, 10, 14]
     assert [m.timestamp.epoch for m in log.moments] == [0] * 5 + [1] * 5 + [2] * 5
-    assert [m.previous.epoch for m in log.moments][4:7] == [0, 0, 1]
-    assert log.moments[5].previous.batch_in_epoch == 5
+    assert [m.previous.epoch for m in log.moments][4:7] == [0, 1, 1]
+    assert log.moments[5].previous.batch_in_epoch == 0
 
 
 OTHER_PACKAGE = """

@@ -119,7 +119,7 @@ def test_two_of_a_kind_are_refused_at_set_up(tmp_path: Path, kind: type[Any], ho
     callbacks = [Suite([kind()]) if number < hosted else kind() for number in range(2)]
     run = trainer(tmp_path, *callbacks)
     what = f"two of {'Suite' if hosted == 2 else kind.__name__}"
-    with pytest.raises(ConfigError, match=f"{what}: one is attached already"):
+    with pytest.raises(ConfigError, match=f"{what}: remove one"):
         run.fit(Small())
     trainer(tmp_path, callbacks[0], limit_train_batches=1).fit(Small())
 
@@ -171,8 +171,10 @@ def test_a_suite_within_a_suite_keeps_its_arguments_and_state() -> None:
     suite = Suite([Suite([monitor], show_summary=True, data_parallel_size=1), flops])
     assert suite.callbacks == suite.parts == [monitor, flops]
     assert (suite.show_summary, suite.data_parallel_size) == (True, 1)
-    with pytest.raises(ConfigError, match="contains one callback twice"):
+    with pytest.raises(ConfigError, match="callback twice: remove a SpeedMonitor"):
         Suite([Suite([SpeedMonitor()]), SpeedMonitor()])
+    with pytest.raises(ConfigError, match=r"is a class: write SpeedMonitor\(\)"):
+        Suite([SpeedMonitor, Flops])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("options", [{}, {"logger": True}, {"fast_dev_run": True}])

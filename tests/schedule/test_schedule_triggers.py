@@ -6,7 +6,15 @@ import pytest
 
 from lightning_perf.core.progress import Moment, Timestamp
 from lightning_perf.errors import ConfigError
-from lightning_perf.schedule import Context, OnSlowBatch, Trigger
+from lightning_perf.schedule import (
+    Context,
+    Elapsed,
+    Never,
+    OnSlowBatch,
+    OnVerdict,
+    Stages,
+    Trigger,
+)
 
 START = Moment("train", Timestamp(), Timestamp())
 
@@ -56,12 +64,76 @@ def test_a_window_ends_by_any_count():
     assert found == [None, None, 1, 1, 1, None, None]
 
 
-def test_stages_have_windows_of_their_own():
-    """A window opened in training excludes validation and continues after it."""
-    schedule = OnBatches([3])
+def test_a_window_is_of_the_next_batches_of_any_stage():
+    """One that opens at the end of training continues in validation, and the other way round."""
+    schedule = OnBatches([3], lasting="4ba")
     assert windows(schedule, [1.0] * 4) == {}
+    assert windows(schedule, [1.0] * 3, stage="validate") == {1: 1, 2: 1}
+    assert windows(schedule, [1.0] * 5, first=3) == {3: 1, 4: 1, 5: 1}
+    schedule = OnBatches([9], lasting="2ba")
+    assert windows(schedule, [1.0] * 4) == {}
+    assert windows(schedule, [1.0] * 3, stage="validate", first=7) == {}
+    assert windows(schedule, [1.0] * 5, first=3) == {4: 1, 5: 1}
+
+
+def test_epochs_of_a_window_are_those_of_training():
+    """Validation inside of an epoch does not end a window of one epoch."""
+    schedule = OnBatches([2], lasting="1ep")
+    assert windows(schedule, [1.0] * 4) == {3: 1}
+    for epoch in range(3):
+        now = Timestamp(epoch=epoch, batch=epoch)
+        moment = Moment("validate", now, now)
+        schedule.observe(moment)
+        assert schedule.window(moment) == 1
+    later = Moment("train", Timestamp(epoch=1, batch=5), Timestamp(epoch=0, batch=4))
+    schedule.observe(later)
+    assert schedule.window(later) is None
+
+
+@pytest.mark.parametrize(
+    "make", [lambda event: event & Stages("train"), lambda event: (event | Never()) & "first 99ba"]
+)
+def test_an_event_waits_for_the_other_schedule(make):
+    """Where the other part excludes validation, an event in it opens the window after it."""
+    schedule = make(OnBatches([7, 99], lasting="2ba")) & Stages("train")
+    assert windows(schedule, [1.0] * 4) == {}
+    assert windows(schedule, [1.0] * 3, stage="validate", first=99) == {}
+    assert list(windows(schedule, [1.0] * 6, first=4)) == [8, 9]
+
+
+def test_elapsed_keeps_its_time_for_the_stage_that_is_selected():
+    """Time that passes in validation gives a window to the next batch of training."""
+    now = [0.0]
+    schedule = Elapsed("1s") & Stages("train")
+    schedule.setup(Context(clock=lambda: now[0]))
+    found = []
+    for epoch in range(3):
+        found += windows(schedule, [0.1] * 2, first=2 * epoch)
+        now[0] += 1.0
+        assert windows(schedule, [0.1] * 2, stage="validate", first=2 * epoch) == {}
+    assert found == [0, 2, 4]
+
+
+def test_a_verdict_records_training():
+    """A verdict that is reached during validation inside of fit records batches of training."""
+    reached = []
+    schedule = OnVerdict("critical", lasting="2ba")
+    schedule.setup(Context(reached=reached))
+    assert windows(schedule, [1.0] * 3) == {}
+    reached.append("critical")
     assert windows(schedule, [1.0] * 3, stage="validate") == {}
-    assert windows(schedule, [1.0] * 3, first=4) == {4: 1, 5: 1}
+    assert list(windows(schedule, [1.0], first=3)) == []
+    assert windows(schedule, [1.0] * 3, stage="validate", first=3) == {}
+    assert list(windows(schedule, [1.0] * 4, first=4)) == [4, 5]
+
+
+def test_a_batch_is_compared_once():
+    """Where a stage begins or an epoch has ended early, the last batch is not compared again."""
+    schedule = OnSlowBatch(lasting="3ba", cooldown="0ba")
+    seconds = [1.0] * 20 + [9.0]
+    windows(schedule, seconds)
+    assert windows(schedule, [9.0], first=20) == {}
+    assert list(windows(schedule, [1.0] * 6, first=21)) == [21, 22, 23]
 
 
 def test_a_trigger_discards_an_earlier_run():
