@@ -155,8 +155,8 @@ class EvaluationArguments(StepArguments):
 
 def step_arguments(trainer: Trainer) -> Iterator[tuple[object, str, type[StepArguments]]]:
     """Yield the methods of loops that make the arguments of steps, and what replaces them."""
-    yield getattr(trainer.fit_loop, "epoch_loop", None), "_build_kwargs", TrainingArguments
-    for loop in _evaluation_loops(trainer):
+    yield training_epoch_loop(trainer), "_build_kwargs", TrainingArguments
+    for loop, _, _ in evaluation_loops(trainer):
         yield loop, "_build_step_args_from_hook_kwargs", EvaluationArguments
 
 
@@ -205,12 +205,11 @@ def profiler_name(trainer: Trainer) -> str:
 def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     """Yield the methods that Lightning's spans do not cover: owner, method, category, name."""
     fit = getattr(trainer, "fit_loop", None)
-    epoch = getattr(fit, "epoch_loop", None)
     if trainer.world_size > 1:
-        yield epoch, "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm"
+        yield training_epoch_loop(trainer), "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm"
     # These create the iterators and, in the first epoch, fetch the first batches of unsized data.
     yield fit, "setup_data", "dataloader_next", "iter"
-    for loop in _evaluation_loops(trainer):
+    for loop, _, _ in evaluation_loops(trainer):
         yield loop, "setup_data", "dataloader_next", "iter"
         yield loop, "reset", "dataloader_next", "iter"
     # The first two copy logged values to the host, the others reduce them.
@@ -253,7 +252,12 @@ def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
 
 def validation_loop(trainer: Trainer) -> Any:
     """Return the loop of validation inside fit, or None."""
-    return getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
+    return getattr(training_epoch_loop(trainer), "val_loop", None)
+
+
+def training_epoch_loop(trainer: Trainer) -> Any:
+    """Return the loop whose call is the batches of one epoch of training, or None."""
+    return getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
 
 
 def evaluation_ends(trainer: Trainer, stage: str, nested: bool) -> bool:
@@ -272,10 +276,11 @@ def validates_next(trainer: Trainer) -> bool:
         return False
 
 
-def _evaluation_loops(trainer: Trainer) -> Iterator[Any]:
-    yield validation_loop(trainer)
-    for name in ("validate_loop", "test_loop", "predict_loop"):
-        yield getattr(trainer, name, None)
+def evaluation_loops(trainer: Trainer) -> Iterator[tuple[Any, str, str]]:
+    """Yield the loops of other stages than training: the loop, its stage, the one around it."""
+    yield validation_loop(trainer), "validate", "train"
+    for stage in ("validate", "test", "predict"):
+        yield getattr(trainer, f"{stage}_loop", None), stage, ""
 
 
 def ranks_of(trainer: Trainer) -> Ranks:
