@@ -58,6 +58,7 @@ class Flops(WindowCallback):
         >>> trainer = L.Trainer(callbacks=[Flops(schedule="every 10ba")], logger=False)
     """
 
+    monitored = True
     columns: Sequence[str] = ("flops/*",)
     units: Mapping[str, str] = {
         "mfu*": "fraction",

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_perf.core.progress import Limits, Ranks
 from lightning_perf.flops import device_name
@@ -220,7 +220,7 @@ def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     yield connector, "update_eval_epoch_metrics", "reduce_metrics", "Trainer.epoch_values"
 
 
-#: Metrics that callbacks of Lightning can watch, and their names on the progress bar.
+#: Metrics that callbacks of Lightning can monitor, and their names on the progress bar.
 _SHOWN = {
     "mfu": "mfu",
     "throughput/device/mfu": "mfu",
@@ -230,8 +230,60 @@ _SHOWN = {
 }
 
 
+class Shown(float):
+    """A number on progress bars, which show its text: Lightning shows small ones as 0.000.
+
+    In all other respects it is the number; its copies are plain floats.
+    """
+
+    _text: str
+
+    def __new__(cls, value: float, text: str) -> Self:
+        """Make a number with its text."""
+        shown = super().__new__(cls, value)
+        shown._text = text
+        return shown
+
+    @override
+    def __str__(self) -> str:
+        return self._text
+
+    @override
+    def __format__(self, spec: str) -> str:
+        # Not `format`: precision would cut the text, and a type of numbers would be refused.
+        return self._text
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (float(self),)
+
+
+def monitored(trainer: Trainer) -> set[str]:
+    """The keys of our metrics that callbacks or learning rate schedulers monitor.
+
+    A file name of `ModelCheckpoint` may contain others.
+    """
+    callbacks: Any = getattr(trainer, "callbacks", ())
+    found = {getattr(each, "monitor", None) for each in callbacks}
+    strategy = getattr(trainer, "strategy", None)
+    found |= {each.monitor for each in getattr(strategy, "lr_scheduler_configs", ())}
+    names = [getattr(each, "filename", None) or "" for each in callbacks]
+    return {key for key in _SHOWN if key in found or any("{" + key in str(n) for n in names)}
+
+
+def complete_monitored(trainer: Trainer) -> None:
+    """Set monitored metrics of ours that nothing is known of yet to 0.
+
+    Without a value `EarlyStopping` raises, and with NaN it stops the training.
+    """
+    watched = getattr(getattr(trainer, "_logger_connector", None), "_callback_metrics", None)
+    if isinstance(watched, dict):
+        for key in monitored(trainer):
+            watched.setdefault(key, torch.tensor(0.0))
+
+
 def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Put MFU and throughput on progress bars and into ``trainer.callback_metrics``.
+    """Put MFU and throughput on progress bars, and what is monitored into ``callback_metrics``.
 
     Not those that the module logs under the same key.
     """
@@ -243,11 +295,13 @@ def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     results = getattr(trainer, "_results", None) or {}
     theirs = {getattr(getattr(each, "meta", None), "name", None) for each in results.values()}
     shown = {key: metrics[key] for key in _SHOWN if key in metrics and key not in theirs}
-    if shown:
-        watched.update(zip(shown, torch.tensor([*shown.values()]).unbind(), strict=True))
+    # No others: histories of all keys would get keys that not each epoch has.
+    for key in shown.keys() & monitored(trainer):
+        watched[key] = torch.tensor(shown[key])
     for key, value in shown.items():
-        if label := _SHOWN[key]:  # a text: Lightning shows small numbers as 0.000
-            on_bar[label] = f"{100 * value:.3g}%" if label == "mfu" else three_digits(value)
+        if label := _SHOWN[key]:
+            text = f"{three_digits(100 * value)}%" if label == "mfu" else three_digits(value)
+            on_bar[label] = Shown(value, text)
 
 
 def validation_loop(trainer: Trainer) -> Any:

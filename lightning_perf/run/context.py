@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from lightning_perf.background import Worker
+from lightning_perf.background import Worker, wait_until
 from lightning_perf.core.progress import Limits, Moment
 from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
 from lightning_perf.patches import PatchSet
@@ -259,6 +259,16 @@ class RunContext:
         self.meter.resume(self.stage)
         self.counters.end_epoch()
 
+    def report_monitored(self) -> None:
+        """Report what callbacks of Lightning monitor, before they read it."""
+        offered = any(getattr(part, "monitored", False) for part in self.parts)
+        if offered and compat.monitored(self.trainer):
+            self.tracker.count()
+            self.windows.report(self, False, monitored=True)
+            self.windows.gatherer.flush()
+            wait_until(self.windows.gatherer.poll, GATHER_TIMEOUT)
+            compat.complete_monitored(self.trainer)
+
     def end(self) -> None:
         """The current stage has ended, or ends when the loop that called its hooks returns."""
         self.stages.end()
@@ -342,9 +352,13 @@ def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:
 def _batches_of_epoch(reference: weakref.ref[RunContext]) -> Iterator[None]:
     """The batches of an epoch of training: hooks before the first one are not part of it."""
     context = reference()
-    if context is not None and context.stage == "train":
-        context.stages.begin_batches()
+    if context is None or context.stage != "train":
+        yield
+        return
+    context.stages.begin_batches()
     yield
+    if context.members:
+        context.members[0]._run_shared(context.report_monitored)
 
 
 @contextmanager
@@ -358,6 +372,8 @@ def _evaluation(reference: weakref.ref[RunContext], stage: str, around: str) -> 
         yield
         return
     driver = context.members[0]
+    if around:
+        driver._run_shared(context.report_monitored)
     driver._run_shared(context.enter, stage)
     context.stages.within_loop = context.stage == stage
     yield  # an exception ends the run in this stage
