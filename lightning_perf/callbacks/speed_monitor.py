@@ -140,7 +140,7 @@ class SpeedMonitor(WindowCallback):
 
     def _watch_pace(self, stage: str, records: Sequence[BatchRecord]) -> None:
         if stage == "train" and self._remaining is not None:
-            for seconds, _, _, _, slowed, first in records:
+            for seconds, _, _, _, slowed, first, _ in records:
                 if not (slowed or first):
                     self._remaining.add(seconds)
 

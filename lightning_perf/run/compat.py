@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_perf.core.progress import Limits, Ranks
 from lightning_perf.flops import device_name
@@ -206,7 +206,12 @@ def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     """Yield the methods that Lightning's spans do not cover: owner, method, category, name."""
     fit = getattr(trainer, "fit_loop", None)
     if trainer.world_size > 1:
-        yield training_epoch_loop(trainer), "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm"
+        yield (
+            training_epoch_loop(trainer),
+            "_broadcast_sigterm_tensor",
+            "other",
+            "Trainer.broadcast_sigterm",
+        )
     # These create the iterators and, in the first epoch, fetch the first batches of unsized data.
     yield fit, "setup_data", "dataloader_next", "iter"
     for loop, _, _ in evaluation_loops(trainer):

@@ -84,6 +84,11 @@ class Counters:
         self.total_wct += now - self.mark
         self.mark = now
 
+    @property
+    def begins_epoch(self) -> bool:
+        """Whether the last batch was the first of its epoch."""
+        return self.batch == self._epoch_began[0] + 1
+
     def end_epoch(self) -> None:
         """Count an epoch and reset the counts within it."""
         self.epoch += 1

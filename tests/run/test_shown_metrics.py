@@ -86,7 +86,7 @@ def test_lightning_callbacks_can_monitor_throughput(tmp_path: Path) -> None:
 
 
 class Reads(L.Callback):
-    """Uses the bar's metrics as other packages do, which take them for floats as Lightning's are."""
+    """Uses the bar's metrics as other packages do: as floats, which Lightning's are."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
@@ -162,9 +162,8 @@ def test_all_ranks_can_monitor_throughput(tmp_path: Path) -> None:
     """All ranks have the metric; EarlyStopping on rank 0 alone would wait for the others."""
     speed = SpeedMonitor(window_size=2)
     stop = EarlyStopping("throughput/samples_per_sec", mode="max", patience=9)
-    trainer(tmp_path, speed, stop, Ranked(tmp_path), max_epochs=3, limit_val_batches=1, **RANKS).fit(
-        Small()
-    )
+    options = {"max_epochs": 3, "limit_val_batches": 1, **RANKS}
+    trainer(tmp_path, speed, stop, Ranked(tmp_path), **options).fit(Small())
     values = [float((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
     assert min(values) > 0
 
