@@ -230,6 +230,7 @@ def train(folder: Path, plan: dict[str, Any]) -> None:  # noqa: C901
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning's, about odd trainings
 @given(plan=PLANS)
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[*HealthCheck])
 def test_numbers_of_random_trainings_agree(plan: dict[str, Any]) -> None:
