@@ -138,6 +138,8 @@ class Diagnosis(WindowCallback):
         self._record = Record()
         self._setup = Setup()
         self._gc: GcTimer | None = None
+        # Compilations before the current validation inside of fit, and in all of them so far.
+        self._compiled = self._compiled_within = Cost(0.0, 0)
         # The named costs up to each report in flight.
         self._costs: deque[Costs] = deque()
         self._next = self._diagnosed = 0
@@ -180,6 +182,8 @@ class Diagnosis(WindowCallback):
     @override
     def on_start(self, context: RunContext) -> None:
         super().on_start(context)
+        if context.stages.nested:
+            self._compiled = _compilations()
         if context.stage == "train" and self._start is None:
             self._start = time.monotonic()
             self._record.origin = {**context.spans.totals.costs, **self._other_costs()}
@@ -199,6 +203,12 @@ class Diagnosis(WindowCallback):
 
     @override
     def window_ended(self, context: RunContext) -> None:
+        if context.stages.nested:
+            now, before, within = _compilations(), self._compiled, self._compiled_within
+            self._compiled_within = Cost(
+                within.seconds + now.seconds - before.seconds,
+                within.calls + now.calls - before.calls,
+            )
         if context.stage == "train" and context.ranks.global_rank == 0:
             self._costs.append({**context.spans.latest.costs, **self._other_costs()})
 
@@ -234,12 +244,21 @@ class Diagnosis(WindowCallback):
     def _add_steps(self, stage: str, records: Sequence[BatchRecord]) -> None:
         if stage == "train":
             first = next((record[0] for record in records if record[5]), None)
-            self._record.add_steps([nan if slowed else s for s, *_, slowed, _ in records], first)
+            seconds = [nan if slowed else s for s, *_, slowed, _, _ in records]
+            self._record.add_steps(seconds, first, [record[6] for record in records])
 
     def _other_costs(self) -> Costs:
         """The costs of compilations, waits for a CPU and garbage collections so far."""
         collections = self._gc.costs if self._gc is not None else {}
-        return {**_compilations(), **run_queue(), **collections}
+        now, within = _compilations(), self._compiled_within
+        outside = Cost(now.seconds - within.seconds, now.calls - within.calls)
+        parts = {"forward": outside, "validation": within}
+        compilations = {
+            Action(COMPILE, category, "torch.compile"): cost
+            for category, cost in parts.items()
+            if cost.calls
+        }
+        return {**compilations, **run_queue(), **collections}
 
     def _signals(self, context: RunContext) -> Signals:
         mfu = None
@@ -334,7 +353,6 @@ def _setup(context: RunContext) -> Setup:
         compiled=is_compiled(context.module),
         log_every_n_steps=compat.log_every_n_steps(trainer),
         batches_per_epoch=limits.batches_per_epoch,
-        first_batch_in_epoch=context.timestamp.batch_in_epoch,
         loader=_loader(compat.training_loader(trainer)),
         ours=frozenset(
             type(each).__name__ for member in context.members for each in member.with_parts
@@ -359,10 +377,8 @@ def _loader(loader: Any) -> Loader | None:
     )
 
 
-def _compilations() -> Costs:
+def _compilations() -> Cost:
     """Seconds and number of torch.compile's compilations in this process so far."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    times = getattr(utils, "compilation_time_metrics", {}).get(_COMPILED)
-    if not times:
-        return {}
-    return {Action(COMPILE, "forward", "torch.compile"): Cost(sum(times), len(times))}
+    times = getattr(utils, "compilation_time_metrics", {}).get(_COMPILED, ())
+    return Cost(float(sum(times)), len(times))

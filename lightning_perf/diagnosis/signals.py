@@ -79,8 +79,6 @@ class Setup:
     compiled: bool = False
     log_every_n_steps: int = 50
     batches_per_epoch: int | None = None
-    #: The batch of its epoch that the run began with.
-    first_batch_in_epoch: int = 0
     loader: Loader | None = None
     #: Class names of our own callbacks.
     ours: frozenset[str] = frozenset()
@@ -109,6 +107,8 @@ class Signals:
     origin: Costs = field(default_factory=dict)
     #: Seconds of the latest batches, in order; NaN for those that we slowed down.
     steps: Numbers = field(default_factory=lambda: np.empty(0))
+    #: Whether each of these batches was the first of its epoch; empty if that is unknown.
+    firsts: Numbers = field(default_factory=lambda: np.empty(0, dtype=bool))
     #: Batches before the first one in ``steps``.
     dropped: int = 0
     #: Seconds of the first batch of the run.
@@ -247,7 +247,7 @@ class Signals:
             totals = [each.get(action, Cost(0.0, 0)) for each in (self.origin, *self.costs)]
             found[action] = Series(*np.diff(np.array(totals, float), axis=0).T)
         for own, (seconds, calls) in found.items():
-            collections = found.get(own._replace(stage=GC))
+            collections = found.get(Action(GC, own.category_in("train"), own.name))
             if collections is not None and own.stage not in _APART:
                 found[own] = Series(np.maximum(seconds - collections.seconds, 0.0), calls)
         return found
@@ -305,10 +305,8 @@ class Signals:
     def within_epochs(self) -> Numbers:
         """Seconds of batches, with NaN for the first batch of each epoch and those slowed down."""
         steps = self.steps.copy()
-        length = self.setup.batches_per_epoch
-        if length:
-            position = self.setup.first_batch_in_epoch + self.dropped + np.arange(len(steps))
-            steps[position % length == 0] = np.nan
+        if len(self.firsts):
+            steps[self.firsts] = np.nan
         if not self.dropped and len(steps):
             steps[0] = np.nan
         return steps
@@ -325,7 +323,7 @@ class Signals:
         window = window.clip(0, max(len(ends) - 1, 0))
         excess = np.bincount(window, weights=found.excess, minlength=len(ends)).astype(float)
         excess -= self._rare
-        if not self.setup.batches_per_epoch:  # otherwise the first batches of epochs are left out
+        if not len(self.firsts):  # otherwise the first batches of epochs are left out
             excess -= self.restarts.seconds
         return found, np.maximum(excess, 0.0)
 
@@ -336,7 +334,7 @@ class Signals:
         rare = [
             row
             for row, series in self.actions.items()
-            if row.stage in (GC, COMPILE)
+            if (row.stage in (GC, COMPILE) and row.category != "validation")
             or row.category == "checkpoint"
             or ("." in row.name and series.calls.sum() < _RARE * batches)
         ]
@@ -369,6 +367,7 @@ class Record:
         # Each window with the named costs up to its end.
         self._windows: list[tuple[Window, Costs]] = []
         self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
+        self._firsts: deque[bool] = deque(maxlen=_MOST_STEPS)
         self._count = 0
         self._first: float | None = None
 
@@ -389,21 +388,29 @@ class Record:
             pairs = (rest[i : i + 2] for i in range(0, len(rest), 2))
             self._windows = [first, *(reduce(_merged, pair) for pair in pairs)]
 
-    def add_steps(self, seconds: Sequence[float], first: float | None = None) -> None:
+    def add_steps(
+        self,
+        seconds: Sequence[float],
+        first: float | None = None,
+        firsts: Sequence[bool] = (),
+    ) -> None:
         """Add the times of batches, in order, NaN for those that do not count.
 
-        ``first`` is the time of the run's first batch, if it is among them.
+        ``first`` is the time of the run's first batch, if it is among them, and ``firsts`` says
+        which of them began an epoch.
         """
         if not self._steps:
             self._first = first
         self._steps.extend(seconds)
+        self._firsts.extend(firsts)
         self._count += len(seconds)
 
     def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
         """The signals collected so far; cheap, and safe to use on another thread."""
         windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
         steps, dropped = np.array(self._steps, dtype=float), self._count - len(self._steps)
-        return Signals(windows, costs, self.origin, steps, dropped, self._first, mfu, setup)
+        firsts = np.array(self._firsts, dtype=bool)
+        return Signals(windows, costs, self.origin, steps, firsts, dropped, self._first, mfu, setup)
 
 
 def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:

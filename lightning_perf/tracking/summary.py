@@ -34,6 +34,8 @@ VERSION = 1
 _OURS = "<!-- lightning_perf -->"
 #: Categories and costs that views show, and the minimum share of each.
 _MOST_CATEGORIES, _MOST_COSTS, _LEAST_COST = 5, 3, 0.01
+#: The share of our own callbacks above which fewer reports are advised.
+_COSTLY = 0.02
 #: Entries of ``throughput`` that the views show: name, format, divisor and metric.
 RATES = {
     "mfu": ("MFU", "{:.3g}%", 0.01, "throughput/device/mfu"),
@@ -162,7 +164,8 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
     if lines:
         yield "callbacks, loggers\nand checkpoints", "\n".join(lines[:_MOST_COSTS])
     if overhead := summary.get("overhead"):
-        yield "lightning_perf", f"{overhead['share']:.1%} of the time"
+        advice = ": raise Trainer(log_every_n_steps)" if overhead["share"] > _COSTLY else ""
+        yield "lightning_perf", f"{overhead['share']:.1%} of the time{advice}"
 
 
 def _times(windows: Sequence[Mapping[str, Any]]) -> Iterator[_Row]:

@@ -212,7 +212,7 @@ def test_a_formula_is_applied_to_its_own_batch(batches: int) -> None:
     totals.listeners.append(formula.fold)
     cost = BatchCost(ideal_seconds=1.0, total=1.0)
     for number in range(batches):
-        totals.end_batch("train", (1.0, 1, 0, cost, False, number == 0))
+        totals.end_batch("train", (1.0, 1, 0, cost, False, number == 0, False))
         formula.count(number)
     totals.fold("train")
     assert formula.totals("train") == (sum(range(batches)), batches - 1)
