@@ -24,10 +24,11 @@ from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict, diagnose
 from lightning_perf.diagnosis.report import document, report_page
-from lightning_perf.diagnosis.signals import COMPILE, Loader, Record, Setup
+from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record, Setup
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.flops import is_compiled
 from lightning_perf.profilers.pytorch import PyTorch
+from lightning_perf.profilers.windows import OpenRecording
 from lightning_perf.run import compat, destination
 from lightning_perf.run.batches import TIMED
 from lightning_perf.run.callback import PerfCallback
@@ -74,8 +75,8 @@ class Diagnosis(WindowCallback):
         schedule: When to analyse during training. The end is always diagnosed.
         rules: Rules to apply; by default those of the package.
         terminal: Whether to print the summary of the run at its end, verdicts first.
-        capture: Whether the first critical verdict starts a trace of five steps, which the report
-            summarizes. A `PyTorch` profiler records the steps that its schedule selects instead.
+        capture: Whether the first critical verdict starts a trace of five batches, which the report
+            summarizes. A `PyTorch` profiler records the batches that its schedule selects instead.
 
     Raises:
         ConfigError: If an argument is not valid.
@@ -145,6 +146,8 @@ class Diagnosis(WindowCallback):
         # When training began, and CPU seconds of analyses since.
         self._start: float | None = None
         self._spent = 0.0
+        # Windows in which a profiler recorded, and recordings of this process.
+        self._recordings = self._opened = 0
         self._active = False
 
     @override
@@ -182,6 +185,7 @@ class Diagnosis(WindowCallback):
         super().on_start(context)
         if context.stage == "train" and self._start is None:
             self._start = time.monotonic()
+            self._opened = OpenRecording.opened
             self._record.origin = {**context.spans.totals.costs, **self._other_costs()}
             self._setup = _setup(context)
             self._next = context.counters.batch + _FEWEST_BATCHES
@@ -200,6 +204,8 @@ class Diagnosis(WindowCallback):
     @override
     def window_ended(self, context: RunContext) -> None:
         if context.stage == "train" and context.ranks.global_rank == 0:
+            opened, self._opened = self._opened, OpenRecording.opened
+            self._recordings += opened != self._opened or OpenRecording.current is not None
             self._costs.append({**context.spans.latest.costs, **self._other_costs()})
 
     @override
@@ -234,12 +240,17 @@ class Diagnosis(WindowCallback):
     def _add_steps(self, stage: str, records: Sequence[BatchRecord]) -> None:
         if stage == "train":
             first = next((record[0] for record in records if record[5]), None)
-            self._record.add_steps([nan if slowed else s for s, *_, slowed, _ in records], first)
+            steps = [
+                (nan if slowed else seconds, nan if cost is None else cost.total)
+                for seconds, _, _, cost, slowed, *_ in records
+            ]
+            self._record.add_steps(steps, first)
 
     def _other_costs(self) -> Costs:
-        """The costs of compilations, waits for a CPU and garbage collections so far."""
+        """The costs of compilations, waits for a CPU, recordings and collections so far."""
         collections = self._gc.costs if self._gc is not None else {}
-        return {**_compilations(), **run_queue(), **collections}
+        recordings = {RECORDING: Cost(0.0, self._recordings)}
+        return {**_compilations(), **run_queue(), **recordings, **collections}
 
     def _signals(self, context: RunContext) -> Signals:
         mfu = None
@@ -247,7 +258,9 @@ class Diagnosis(WindowCallback):
             totals = dict(zip(TIMED, context.batches.totals("train"), strict=False))
             seconds, ideal = totals["flops/seconds"], totals["flops/ideal_seconds"]
             mfu = ideal / seconds if ideal and seconds else None
-        return self._record.signals(self._setup, mfu)
+        # Lightning creates this loader with the first validation.
+        loader = _loader(compat.validation_loader(context.trainer))
+        return self._record.signals(replace(self._setup, validation_loader=loader), mfu)
 
     def _analyse(self, signals: Signals, context: RunContext, step: int) -> None:
         """Diagnose; on a worker thread while training runs."""
@@ -334,6 +347,7 @@ def _setup(context: RunContext) -> Setup:
         compiled=is_compiled(context.module),
         log_every_n_steps=compat.log_every_n_steps(trainer),
         batches_per_epoch=limits.batches_per_epoch,
+        automatic_optimization=context.module.automatic_optimization,
         first_batch_in_epoch=context.timestamp.batch_in_epoch,
         loader=_loader(compat.training_loader(trainer)),
         ours=frozenset(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import TypeAlias
 
+    from numpy.typing import NDArray
+
     from lightning_perf.core.window import Window
     from lightning_perf.diagnosis.stats import Numbers
 
@@ -28,18 +30,24 @@ if TYPE_CHECKING:
 GC, COMPILE = "gc", "compile"
 #: Time in which the training thread was ready to run but had no CPU.
 WAITING = Action(QUEUE, "", "waiting")
+#: Its CPU time.
+RUNNING = Action(QUEUE, "", "running")
 #: Categories of a batch's own work.
 COMPUTE = ("forward", "backward", "optimizer_step")
 #: Categories of the time of batches. Nested validation is between them.
 IN_BATCHES = tuple(name for name in CATEGORIES if name != "validation")
+#: Windows, as calls, in which one of our own profilers recorded.
+RECORDING = Action("recorder", "", "recording")
 #: Stages of costs that are part of others.
-_APART = (GC, COMPILE, QUEUE)
+_APART = (GC, COMPILE, QUEUE, RECORDING.stage)
 #: Names of the fetches of batches, and of further costs of an epoch.
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
 #: The column of batches that were timed on the device.
 _DEVICE_BATCHES = "timings/device/batches"
 #: Percent of the CPUs in use above which threads wait for one.
-_FULL = 90.0
+FULL = 90.0
+#: Percent of the CPUs that other programs use from which on advice names them.
+FOREIGN = 20.0
 #: Actions that occur in fewer than this share of batches are rare: not in each of them.
 _RARE = 0.9
 #: The minimum of further windows for the first one to be dropped as warm-up.
@@ -56,7 +64,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """The settings of the training's DataLoader."""
+    """The settings of a DataLoader."""
 
     num_workers: int = 0
     batch_size: int | None = None
@@ -79,9 +87,11 @@ class Setup:
     compiled: bool = False
     log_every_n_steps: int = 50
     batches_per_epoch: int | None = None
+    automatic_optimization: bool = True
     #: The batch of its epoch that the run began with.
     first_batch_in_epoch: int = 0
     loader: Loader | None = None
+    validation_loader: Loader | None = None
     #: Class names of our own callbacks.
     ours: frozenset[str] = frozenset()
 
@@ -109,6 +119,8 @@ class Signals:
     origin: Costs = field(default_factory=dict)
     #: Seconds of the latest batches, in order; NaN for those that we slowed down.
     steps: Numbers = field(default_factory=lambda: np.empty(0))
+    #: Model FLOPs of the same batches; NaN where they are unknown. Empty if all are.
+    flops: Numbers = field(default_factory=lambda: np.empty(0))
     #: Batches before the first one in ``steps``.
     dropped: int = 0
     #: Seconds of the first batch of the run.
@@ -142,10 +154,11 @@ class Signals:
     @cached_property
     def wall(self) -> Numbers:
         """Wall seconds of each window, mean over ranks."""
-        return sum(self._categories.values(), self.nothing)
+        return sum(self.spent.values(), self.nothing)
 
     @cached_property
-    def _categories(self) -> dict[str, Numbers]:
+    def spent(self) -> dict[str, Numbers]:
+        """Seconds of all categories in each window, mean over ranks, with all that is in them."""
         return {
             name: np.array([window.mean(f"timings/{name}") for window in self.windows])
             for name in CATEGORIES
@@ -153,7 +166,7 @@ class Signals:
 
     def category(self, name: str) -> Numbers:
         """Seconds of a category in each window, without collections and compilations in it."""
-        seconds = self._categories[name]
+        seconds = self.spent[name]
         for stage in (GC, COMPILE):
             rows = [row for row in self.actions if (row.stage, row.category) == (stage, name)]
             seconds = seconds - self.total(rows).seconds
@@ -198,7 +211,7 @@ class Signals:
         How long threads and processes other than the training thread wait is not measured.
         """
         busy = self.average("system/cpu_util_simple") or 0.0
-        return 1 - min((self.foreign or 0.0) / 100, 1.0) if busy >= _FULL else 1.0
+        return 1 - min((self.foreign or 0.0) / 100, 1.0) if busy >= FULL else 1.0
 
     def gpu_averages(self, name: str, latest: bool = False) -> list[float]:
         """The mean of a sensor of each GPU that was sampled, as `average`."""
@@ -259,6 +272,11 @@ class Signals:
             sum((self.actions[row].calls for row in rows), self.nothing),
         )
 
+    def within(self, rows: Sequence[Action]) -> dict[str, Numbers]:
+        """Seconds of some actions in each window, by category."""
+        names = dict.fromkeys(row.category for row in rows)
+        return {n: self.total([row for row in rows if row.category == n]).seconds for n in names}
+
     def seconds(self, row: Action) -> float:
         """The total cost of a named action."""
         return float(self.actions[row].seconds.sum())
@@ -278,14 +296,24 @@ class Signals:
         """Seconds in each window in which the training thread was ready to run, but had no CPU."""
         return self.actions[WAITING].seconds if WAITING in self.actions else self.nothing
 
+    @cached_property
+    def recordings(self) -> Numbers:
+        """The windows so far in which one of our profilers recorded."""
+        calls = self.actions[RECORDING].calls if RECORDING in self.actions else self.nothing
+        return np.cumsum(calls)
+
     # -- input ----------------------------------------------------------------------------------
 
     @cached_property
     def restarts(self) -> Series:
-        """The cost of starting an epoch, beyond a usual fetch; calls are epochs."""
+        """The cost of starting an epoch, beyond a usual fetch; calls are epochs.
+
+        Without another fetch, in epochs of one batch, the first one is usual.
+        """
         rows = [row for row in self.rows("dataloader_next") if row.name in RESTART]
         usual = self.total([row for row in self.rows("dataloader_next") if row.name == FETCH])
         first = self.total([row for row in rows if row.name == "first fetch"])
+        usual = usual if usual.calls.any() else first
         each = usual.seconds.sum() / max(usual.calls.sum(), 1.0)
         seconds = self.total(rows).seconds - each * first.calls
         return Series(np.maximum(seconds, 0.0), first.calls)
@@ -302,13 +330,31 @@ class Signals:
     # -- steps ----------------------------------------------------------------------------------
 
     @cached_property
+    def _epoch_starts(self) -> NDArray[np.int64] | None:
+        """Positions in ``steps`` of the first batches of epochs; None if they are not known.
+
+        Epochs may end early or change their length: each window has as many first fetches as first
+        batches.
+        """
+        length, ends = self.setup.batches_per_epoch, np.cumsum(self.counts)
+        if not length:
+            return None
+        total = int(self.counts.sum())
+        begun = -self.setup.first_batch_in_epoch % length
+        first = np.append([0] if begun else [], np.arange(begun, total, length)).astype(int)
+        if self.restarts.calls.any():
+            expected = np.diff(np.searchsorted(first, np.append(0, ends)))
+            if not np.array_equal(expected, self.restarts.calls):
+                return None
+        found = first - self.dropped
+        return found[(found >= 0) & (found < len(self.steps))]
+
+    @cached_property
     def within_epochs(self) -> Numbers:
         """Seconds of batches, with NaN for the first batch of each epoch and those slowed down."""
         steps = self.steps.copy()
-        length = self.setup.batches_per_epoch
-        if length:
-            position = self.setup.first_batch_in_epoch + self.dropped + np.arange(len(steps))
-            steps[position % length == 0] = np.nan
+        if self._epoch_starts is not None:
+            steps[self._epoch_starts] = np.nan
         if not self.dropped and len(steps):
             steps[0] = np.nan
         return steps
@@ -318,14 +364,15 @@ class Signals:
         """Batches that took far longer than others; and their excess that no rare event explains.
 
         The second value is in seconds per window. Rare events have names: checkpoints, callbacks
-        and loggers that work occasionally, collections, compilations and starts of epochs.
+        and loggers that work occasionally, steps of the optimizer after accumulated batches,
+        collections, compilations and starts of epochs.
         """
         found, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
         window = np.searchsorted(ends, found.positions + self.dropped, side="right")
         window = window.clip(0, max(len(ends) - 1, 0))
         excess = np.bincount(window, weights=found.excess, minlength=len(ends)).astype(float)
         excess -= self._rare
-        if not self.setup.batches_per_epoch:  # otherwise the first batches of epochs are left out
+        if self._epoch_starts is None:  # otherwise the first batches of epochs are left out
             excess -= self.restarts.seconds
         return found, np.maximum(excess, 0.0)
 
@@ -338,7 +385,10 @@ class Signals:
             for row, series in self.actions.items()
             if row.stage in (GC, COMPILE)
             or row.category == "checkpoint"
-            or ("." in row.name and series.calls.sum() < _RARE * batches)
+            or (
+                ("." in row.name or row.category == "optimizer_step")
+                and series.calls.sum() < _RARE * batches
+            )
         ]
         return self.total([row for row in rare if row.stage != "validate"]).seconds
 
@@ -368,7 +418,8 @@ class Record:
         self.origin: Costs = {}
         # Each window with the named costs up to its end.
         self._windows: list[tuple[Window, Costs]] = []
-        self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
+        # Seconds and FLOPs of each.
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_MOST_STEPS)
         self._count = 0
         self._first: float | None = None
 
@@ -389,21 +440,26 @@ class Record:
             pairs = (rest[i : i + 2] for i in range(0, len(rest), 2))
             self._windows = [first, *(reduce(_merged, pair) for pair in pairs)]
 
-    def add_steps(self, seconds: Sequence[float], first: float | None = None) -> None:
-        """Add the times of batches, in order, NaN for those that do not count.
+    def add_steps(
+        self, steps: Sequence[tuple[float, float]], first: float | None = None
+    ) -> None:
+        """Add the seconds and FLOPs of batches, in order, NaN for those that do not count.
 
         ``first`` is the time of the run's first batch, if it is among them.
         """
         if not self._steps:
             self._first = first
-        self._steps.extend(seconds)
-        self._count += len(seconds)
+        self._steps.extend(steps)
+        self._count += len(steps)
 
     def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
         """The signals collected so far; cheap, and safe to use on another thread."""
         windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
-        steps, dropped = np.array(self._steps, dtype=float), self._count - len(self._steps)
-        return Signals(windows, costs, self.origin, steps, dropped, self._first, mfu, setup)
+        steps, flops = np.array(self._steps, dtype=float).reshape(-1, 2).T
+        dropped = self._count - len(steps)
+        return Signals(
+            windows, costs, self.origin, steps, flops, dropped, self._first, mfu, setup
+        )
 
 
 def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:

@@ -328,7 +328,16 @@ def setup_of(trainer: Trainer) -> dict[str, object]:
 
 def training_loader(trainer: Trainer) -> Any:
     """The training's DataLoader, the first one of several, or None."""
-    loaders: Any = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
+    return _first_loader(getattr(trainer, "fit_loop", None))
+
+
+def validation_loader(trainer: Trainer) -> Any:
+    """The same of validation inside of fit; None before the first one."""
+    return _first_loader(validation_loop(trainer))
+
+
+def _first_loader(loop: Any) -> Any:
+    loaders: Any = getattr(loop, "_combined_loader", None)
     return next(iter(getattr(loaders, "flattened", None) or ()), None)
 
 

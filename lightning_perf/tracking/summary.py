@@ -160,15 +160,28 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
         f"{row['share']:.1%}  {row['name']} ({counted(row['calls'], 'call')})" for row in costs
     ]
     if lines:
-        yield "callbacks, loggers\nand checkpoints", "\n".join(lines[:_MOST_COSTS])
+        yield "most costly callback,\nlogger, checkpoint", "\n".join(lines[:_MOST_COSTS])
     if overhead := summary.get("overhead"):
         yield "lightning_perf", f"{overhead['share']:.1%} of the time"
 
 
 def _times(windows: Sequence[Mapping[str, Any]]) -> Iterator[_Row]:
-    """Categories by their share of time in the first window, the largest first."""
+    """Categories by their share of time in the first window, the largest first.
+
+    Rates are of timed batches alone, and times of everything.
+    """
+    if windows and any(_per_batch(window) for window in windows):
+        yield "all of the time", *map(_per_batch, windows)
     for name in _largest(windows[0], _MOST_CATEGORIES) if windows else ():
         yield name, *(_share(window, name) for window in windows)
+
+
+def _per_batch(window: Mapping[str, Any]) -> str:
+    whole = sum((window.get("timings") or {}).values())
+    if not whole > 0:
+        return ""
+    start = "" if window["first"] else ", with start and end"
+    return f"{duration(whole / (window['batches'] or 1))} per batch{start}"
 
 
 def _largest(window: Mapping[str, Any], most: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, graded
+from lightning_perf.diagnosis.rules import LEAST, Impact, graded
 from lightning_perf.diagnosis.signals import Unknown
 from lightning_perf.units import duration
 
@@ -276,7 +276,7 @@ def _taken(signals: Signals) -> float:
     return 1 - signals.cpus_left if signals.setup.device == "cpu" else 0.0
 
 
-def straggler(signals: Signals) -> Iterable[Verdict]:
+def straggler(signals: Signals) -> Iterable[Impact]:
     """One rank, or one node, makes the others wait."""
     windows = _windows(signals)[signals.start :]
     found = straggler_of([work_of(window) for window in windows if window.batches])
@@ -296,9 +296,9 @@ def straggler(signals: Signals) -> Iterable[Verdict]:
     # With other programs on the CPUs, any rank is late occasionally.
     certain = found.share * (1 if found.chronic else 1 - _taken(signals))
     severity = graded(certain, certain >= _STRAGGLER)
-    yield Verdict(
-        "straggler", severity, found.share, culprit=who, rank=found.rank, phase=found.phase,
-        evidence=evidence, advice=advice,
+    yield Impact(
+        found.share * signals.wall, None, who, found.phase, found.rank, evidence, advice,
+        whole_run=True, on_host=False, severity=severity, within={},
     )  # fmt: skip
 
 
