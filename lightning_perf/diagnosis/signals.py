@@ -440,9 +440,7 @@ class Record:
             pairs = (rest[i : i + 2] for i in range(0, len(rest), 2))
             self._windows = [first, *(reduce(_merged, pair) for pair in pairs)]
 
-    def add_steps(
-        self, steps: Sequence[tuple[float, float]], first: float | None = None
-    ) -> None:
+    def add_steps(self, steps: Sequence[tuple[float, float]], first: float | None = None) -> None:
         """Add the seconds and FLOPs of batches, in order, NaN for those that do not count.
 
         ``first`` is the time of the run's first batch, if it is among them.
@@ -457,9 +455,7 @@ class Record:
         windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
         steps, flops = np.array(self._steps, dtype=float).reshape(-1, 2).T
         dropped = self._count - len(steps)
-        return Signals(
-            windows, costs, self.origin, steps, flops, dropped, self._first, mfu, setup
-        )
+        return Signals(windows, costs, self.origin, steps, flops, dropped, self._first, mfu, setup)
 
 
 def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:

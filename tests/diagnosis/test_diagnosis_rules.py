@@ -342,8 +342,8 @@ def test_the_page_lists_actions_without_waits_inside_them() -> None:
 
 def test_a_lower_bound_of_nothing_is_not_shown() -> None:
     """Collections that may take no time at all have no "at least 0.0%"."""
-    evidence = {"lower_bound_share": 0.0004, "collections": 14.0}
-    assert evidence_text(Verdict("gc-pauses", "info", evidence=evidence)) == "Measured: collections 14."
+    found = Verdict("gc-pauses", "info", evidence={"lower_bound_share": 4e-4, "collections": 14.0})
+    assert evidence_text(found) == "Measured: collections 14."
 
 
 def test_the_page_begins_with_the_speed_and_names_actions_first() -> None:
@@ -1008,7 +1008,9 @@ def test_the_culprit_of_validation_is_in_its_time() -> None:
 )
 def test_advice_on_validation_knows_its_loader(name: str, loader: Any, advice: str) -> None:
     """Starting workers and waiting for batches have different cures."""
-    found = validation({("dataloader_next", name): 1.4, ("forward", "validation_step"): 0.1}, loader)
+    found = validation(
+        {("dataloader_next", name): 1.4, ("forward", "validation_step"): 0.1}, loader
+    )
     assert advice in found.advice
 
 

@@ -161,7 +161,7 @@ class Unclaimed:
 
     def part(self, impact: Impact) -> dict[str, Numbers]:
         """What is left of an impact's seconds, by category."""
-        within = {impact.phase: impact.seconds} if impact.within is None else impact.within
+        within = {impact.phase or "": impact.seconds} if impact.within is None else impact.within
         if within and within.keys() <= self._seconds.keys():
             return {name: np.minimum(each, self._seconds[name]) for name, each in within.items()}
         left = {n: e for n, e in self._seconds.items() if n in IN_BATCHES or not impact.contended}
