@@ -900,20 +900,24 @@ def loading(columns: Any = None, **setup: Any) -> Verdict:
 @pytest.mark.parametrize(
     ("columns", "least"),
     [
-        # 65 % of two CPUs for 584 ms; then others take a sixth of the CPUs besides.
-        (used(cpu_util_simple=65.2, process_cpu=130.4), 0.381),
-        (used(cpu_util_simple=65.2, process_cpu=97.0), 0.337),
+        # 65 % of two CPUs for 584 ms are 381 ms of both: between that and none is saved. Following
+        # this advice was measured to give 479 ms.
+        (used(cpu_util_simple=65.2, process_cpu=130.4), 0.482),
+        # Others use a sixth of the CPUs besides.
+        (used(cpu_util_simple=65.2, process_cpu=97.0), 0.462),
         # Without sensors: the thread runs for 580 ms, and torch's second thread for 184 ms.
-        (None, 0.382),
+        (None, 0.483),
     ],
 )
 def test_workers_are_promised_no_more_than_there_are_cpus(columns: Any, least: float) -> None:
     """CPU time bounds what they save, and the headline promises what the advice does."""
     found = loading(columns)
+    (alone,) = [loading(columns, threads=1)] if columns else [found]
+    assert alone.evidence["advised_step_seconds"] <= found.evidence["advised_step_seconds"]
     step = found.evidence["advised_step_seconds"]
     assert step == pytest.approx(least, rel=0.01)
     assert found.predicted_speedup == pytest.approx(0.584 / step)
-    assert f"num_workers=2 loads faster: {duration(step)} per batch instead of 584" in found.advice
+    assert f" loads faster: {duration(step)} per batch instead of 584" in found.advice
     assert f"{0.584 / step:.2f}x faster as advised" in headline(found)
 
 
@@ -1135,5 +1139,5 @@ def test_headlines_and_evidence_use_words_of_the_user() -> None:
     assert evidence_text(found) == (
         "It takes 400 ms per batch and at least 68.5% of the time. Measured: waiting for a batch "
         "400 ms, time per batch 584 ms, CPUs in use 65%, num_workers 0, usable CPUs 2, time per "
-        "batch as advised 381 ms."
+        "batch as advised 482 ms."
     )

@@ -28,6 +28,8 @@ _WORKERS_PER_CPU = 4
 _HANDOVER = 0.5e-3
 #: Advice is given if it shortens a step by this share.
 _WORTHWHILE = 0.02
+#: The same of workers that share CPUs with threads of torch: a promise of 8 % made a run slower.
+_CONTESTED = 0.1
 #: Shares of the wall time above which these give a warning.
 LOGGERS, CHECKPOINTS = 0.05, 0.05
 #: Categories of the computation of metrics, and of the steps of learning rate schedulers.
@@ -97,7 +99,11 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
     # Workers need CPUs that the model and other programs use, too.
     foreign, own = signals.foreign or 0.0, _cpu_seconds(signals) or 0.0
     on_cpus = own / max(setup.cpus * (1 - foreign / 100), 1e-6)
-    floor = max(rest + _HANDOVER, on_cpus)
+    floor, worthwhile = max(rest + _HANDOVER, on_cpus), _WORTHWHILE
+    if setup.device == "cpu" and setup.threads > 1 and on_cpus > rest + _HANDOVER:
+        # Threads of torch wait for the one that shares its CPU with a worker: from all to none of
+        # the idle CPU time can be used.
+        floor, worthwhile = (on_cpus + max(step, on_cpus)) / 2, _CONTESTED
     # A tenth more than needed: workers do not finish in step.
     workers = min(max(ceil(1.1 * fetch / floor), 1), most)
     # Nothing loads the first batch of an epoch ahead.
@@ -110,7 +116,7 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
         f"Loading {batch} takes {worker}{duration(fetch)}{item}; without waiting, a batch takes "
         f"{duration(rest)}"
     )
-    if workers > loader.num_workers and faster < (1 - _WORTHWHILE) * step:
+    if workers > loader.num_workers and faster < (1 - worthwhile) * step:
         hides = "hides the loading" if faster <= 1.1 * rest + _HANDOVER else "loads faster"
         shards = (
             " The dataset is iterable: it must divide its items among the workers, and one without "
@@ -125,7 +131,7 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
     less = "load less per batch, or prepare the data ahead of training (decoded, resized, cached)"
     if setup.batches_per_epoch == 1:
         less = "an epoch has one batch, and workers load ahead within an epoch. Use longer epochs"
-    elif on_cpus >= (1 - _WORTHWHILE) * step and foreign > FOREIGN:
+    elif floor >= (1 - worthwhile) * step and foreign > FOREIGN:
         less = f"other programs use {foreign:.0f}% of the CPUs. End them first, or {less}"
     return f"{measured} ({why}). More workers would not help: {less}.", None
 
