@@ -160,7 +160,7 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
         f"{row['share']:.1%}  {row['name']} ({counted(row['calls'], 'call')})" for row in costs
     ]
     if lines:
-        yield "most costly callback,\nlogger, checkpoint", "\n".join(lines[:_MOST_COSTS])
+        yield "costs by name", "\n".join(lines[:_MOST_COSTS])
     if overhead := summary.get("overhead"):
         yield "lightning_perf", f"{overhead['share']:.1%} of the time"
 
