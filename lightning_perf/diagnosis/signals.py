@@ -42,6 +42,8 @@ RECORDING = Action("recorder", "", "recording")
 _APART = (GC, COMPILE, QUEUE, RECORDING.stage)
 #: Names of the fetches of batches, and of further costs of an epoch.
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
+#: The end of the names of classes whose methods are collectives.
+STRATEGY = "Strategy"
 #: The column of batches that were timed on the device.
 _DEVICE_BATCHES = "timings/device/batches"
 #: Percent of the CPUs in use above which threads wait for one.

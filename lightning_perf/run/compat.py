@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from lightning_perf.core.progress import Limits, Ranks
-from lightning_perf.flops import device_name
+from lightning_perf.flops import device_name, is_compiled
 from lightning_perf.patches import MethodPatch
 from lightning_perf.tracking.summary import installed_version
 from lightning_perf.units import three_digits
@@ -208,6 +208,9 @@ def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     epoch = getattr(fit, "epoch_loop", None)
     if trainer.world_size > 1:
         yield epoch, "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm"
+        if not is_compiled(trainer.lightning_module):  # it is called in the module's code
+            gather = f"{type(trainer.strategy).__name__}.all_gather"
+            yield trainer.strategy, "all_gather", "reduce_metrics", gather
     # These create the iterators and, in the first epoch, fetch the first batches of unsized data.
     yield fit, "setup_data", "dataloader_next", "iter"
     for loop in _evaluation_loops(trainer):

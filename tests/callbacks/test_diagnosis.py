@@ -482,6 +482,20 @@ def test_a_late_rank_is_distinguished_from_communication(
     assert (found["code"], found["rank"], found["phase"]) == expected
 
 
+@pytest.mark.slow
+def test_what_a_module_gathers_is_not_forward(tmp_path: Path) -> None:
+    """The strategy's collective has its own name in the page's list of actions."""
+
+    class Gathers(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.all_gather(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    diagnose(tmp_path, Gathers(), **RANKS)
+    (page,) = tmp_path.rglob("report.html")
+    assert "DDPStrategy.all_gather (train, reduce_metrics)" in page.read_text()
+
+
 def test_other_stages_have_no_diagnosis(tmp_path: Path) -> None:
     """A test run has no verdicts and no document."""
     diagnosis = Diagnosis(terminal=False)

@@ -194,6 +194,17 @@ def test_waiting_for_another_rank_s_metric_is_not_blamed(other: float, blamed: b
     assert ("callback-bound" in codes) == blamed
 
 
+def test_explicit_collectives_are_communication() -> None:
+    """What a module gathers in its step is no callback's time."""
+    signals = signals_of_ranks({"reduce_metrics": {0: 5.0, 1: 5.0}}, {}, ranks=2)
+    gather = Action("train", "reduce_metrics", "DDPStrategy.all_gather")
+    costs = [{gather: Cost(5.0 * number, 20 * number)} for number in range(1, 7)]
+    found, *others = diagnose(replace(signals, costs=costs)).verdicts
+    assert (found.code, found.culprit) == ("communication-bound", gather.name)
+    assert "callback-bound" not in {each.code for each in others}
+    assert "2 times per batch" in found.advice
+
+
 def test_what_only_the_warm_up_did_is_not_the_culprit() -> None:
     """The culprit is what takes the time in the windows that the share is of."""
     hook = Action("train", "callbacks", "Plots.on_train_batch_end")

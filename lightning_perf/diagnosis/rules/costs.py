@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_perf.diagnosis.rules import Impact, without_none
-from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, FETCH, FOREIGN, GC, RESTART, RUNNING
+from lightning_perf.diagnosis.signals import (
+    COMPILE,
+    COMPUTE,
+    FETCH,
+    FOREIGN,
+    GC,
+    RESTART,
+    RUNNING,
+    STRATEGY,
+)
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -185,8 +194,8 @@ def callback_bound(
     classes: defaultdict[str, list[Action]] = defaultdict(list)
     for row in signals.rows(*categories):
         owner, dot, _ = row.name.partition(".")
-        # Without what Lightning itself does, such as broadcasts.
-        if (dot or row.category == _SCHEDULERS) and owner != "Trainer":
+        # Without what Lightning itself does, such as broadcasts, and without communication.
+        if (dot or row.category == _SCHEDULERS) and not owner.endswith(("Trainer", STRATEGY)):
             classes[owner].append(row)
     for owner, rows in classes.items():
         slowest = signals.slowest(rows)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact, graded
-from lightning_perf.diagnosis.signals import Unknown
+from lightning_perf.diagnosis.signals import STRATEGY, Unknown
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -303,10 +303,25 @@ def straggler(signals: Signals) -> Iterable[Impact]:
 
 
 def communication_bound(signals: Signals) -> Iterable[Impact]:
-    """All ranks wait for gradients in each batch: the minimum wait, which no late rank explains."""
+    """All ranks wait for gradients in each batch: the minimum wait, which no late rank explains.
+
+    Or for what the module itself exchanges: metrics, and what it gathers.
+    """
     windows = _windows(signals)
     if not windows:
         return
+    rows = [
+        row for row in signals.rows("reduce_metrics") if row.name.split(".")[0].endswith(STRATEGY)
+    ]
+    if most := signals.slowest(rows):
+        seconds, calls = signals.total(rows)
+        advice = (
+            f"All ranks exchange values in {most.name}, {calls.sum() / signals.batches:.3g} times "
+            "per batch: call self.all_gather and self.log(..., sync_dist=True) less often, or with "
+            "less."
+        )
+        seconds = np.minimum(seconds, signals.shared("reduce_metrics"))
+        yield Impact(seconds, None, most.name, most.category, advice=advice, on_host=False)
     seconds = np.array([window.least("waits/exchange") for window in windows])
     advice = (
         "Gradients are exchanged more slowly than computed: accumulate_grad_batches, larger "
