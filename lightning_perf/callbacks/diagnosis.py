@@ -63,8 +63,8 @@ class Diagnosis(WindowCallback):
     collections, compilations, memory and the machine. ``verdicts`` lists what they found, the most
     costly first; a run without a problem is ``healthy``. The end of the run shows a panel in the
     terminal and leaves ``diagnosis.json`` and ``report.html`` in ``folder`` and among MLflow's
-    artifacts. ``diagnosis/CODE`` is logged as a metric: the share of the wall time that would be
-    saved, if there is one.
+    artifacts. ``diagnosis/CODE`` is logged as a metric: the share of the run's wall time that the
+    cause takes, if there is one.
 
     Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
     on a background thread of rank 0 and takes at most 0.2 % of the time: with very short steps it

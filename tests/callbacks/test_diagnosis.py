@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from helpers.clocks import FakeClock
@@ -305,6 +306,25 @@ def test_verdicts_are_updated_during_training(tmp_path: Path) -> None:
     # On a busy machine the analysis of batch 80 may run after the final one.
     assert (mine.seen[0], max(mine.seen)) == (40, 80)
     assert [each.code for each in diagnosis.verdicts] == ["mine"]
+
+
+def test_signals_have_the_work_of_batches_and_the_windows_of_recordings(tmp_path: Path) -> None:
+    """The FLOPs are those of each batch, and a short recording between two reports is noticed."""
+
+    class Keeps(CountingRule):
+        def __call__(self, signals: Signals) -> list[Verdict]:
+            self.signals = signals
+            return []
+
+    rule, flops = Keeps(), Flops()
+    diagnosis = Diagnosis(rules=[rule], schedule=None, terminal=False)
+    profiler = PyTorch(schedule="at 22ba for 2ba")
+    options: dict[str, Any] = {"log_every_n_steps": 10, "limit_val_batches": 1}
+    trainer(tmp_path, diagnosis, flops, profiler, **options).fit(Model())
+    known = rule.signals.flops[np.isfinite(rule.signals.flops)]
+    assert set(known) == {flops.metrics["batch_flops"]}
+    assert list(np.diff(rule.signals.recordings, prepend=0)) == [0, 0, 1, 0]
+    assert rule.signals.setup.validation_loader is not None
 
 
 def test_long_validations_do_not_delay_windows(tmp_path: Path) -> None:
