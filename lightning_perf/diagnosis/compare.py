@@ -25,7 +25,7 @@ _RATES = {
     "tokens_per_sec": "tokens",
     "mfu": "ideal_seconds",
 }
-_STEP, _SAMPLE, _SIZE = ("step", "step"), ("step", "sample"), ("size", "batch")
+_STEP, _SAMPLE, _SIZE = ("step", "batch"), ("step", "sample"), ("size", "batch")
 _KINDS = ("step", "phase", "culprit", "rate")
 
 

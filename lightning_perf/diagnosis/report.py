@@ -227,7 +227,7 @@ def _parts(
         each, share = duration(ours["seconds_per_batch"]), ours["share"]
         yield f"{each} per batch in hooks, {share:.1%} of the time."
     if captured is not None:
-        yield Heading("Captured steps")
+        yield Heading("Captured batches")
     if isinstance(captured, str):
         yield f"There is no trace: {captured}."
     elif captured is not None:

@@ -171,7 +171,7 @@ def _times(windows: Sequence[Mapping[str, Any]]) -> Iterator[_Row]:
     Rates are of timed batches alone, and times of everything.
     """
     if windows and any(_per_batch(window) for window in windows):
-        yield "wall time", *map(_per_batch, windows)
+        yield "all time, with\nstart and end", *map(_per_batch, windows)
     for name in _largest(windows[0], _MOST_CATEGORIES) if windows else ():
         yield name, *(_share(window, name) for window in windows)
 
@@ -180,8 +180,7 @@ def _per_batch(window: Mapping[str, Any]) -> str:
     whole = sum((window.get("timings") or {}).values())
     if not whole > 0:
         return ""
-    start = "" if window["first"] else ", start and end included"
-    return f"{duration(whole / (window['batches'] or 1))} per batch{start}"
+    return f"{duration(whole / (window['batches'] or 1))} per batch"
 
 
 def _largest(window: Mapping[str, Any], most: int) -> list[str]:
