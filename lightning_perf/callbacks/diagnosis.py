@@ -348,6 +348,7 @@ def _setup(context: RunContext) -> Setup:
         log_every_n_steps=compat.log_every_n_steps(trainer),
         batches_per_epoch=limits.batches_per_epoch,
         automatic_optimization=context.module.automatic_optimization,
+        reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
         first_batch_in_epoch=context.timestamp.batch_in_epoch,
         loader=_loader(compat.training_loader(trainer)),
         ours=frozenset(

@@ -9,8 +9,7 @@ import numpy as np
 
 from lightning_perf.charts import Areas, Heading, Part, Table, page
 from lightning_perf.charts.stacked import stack
-from lightning_perf.diagnosis.rules import without_none
-from lightning_perf.diagnosis.signals import FETCH
+from lightning_perf.diagnosis.rules import called, without_none
 from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.summary import facts, tables
@@ -38,14 +37,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "watts": lambda value: f"{value:.0f} W",
     "mhz": lambda value: f"{value:.0f} MHz",
 }
-#: What culprits and evidence are called where their names are those of Lightning's code or of our
-#: JSON.
-_CULPRITS = {
-    FETCH: "the training DataLoader",
-    "iter": "the iterator of the training DataLoader",
-    "first fetch": "the first batch of each epoch",
-    "lr_scheduler_step": "learning rate schedulers",
-}
+#: What evidence is called in texts, beside its name in JSON.
 _EVIDENCE = {
     "wait_seconds": "waiting for a batch",
     "step_seconds": "time per batch",
@@ -117,7 +109,7 @@ def headline(verdict: Verdict) -> str:
 
 def _culprit(name: str) -> str:
     stage, _, category = name.partition(".")
-    return f"validation, mostly {category}" if stage == "validate" else _CULPRITS.get(name, name)
+    return f"validation, mostly {category}" if stage == "validate" else called(name)
 
 
 def evidence_text(verdict: Verdict) -> str:
@@ -132,20 +124,20 @@ def evidence_text(verdict: Verdict) -> str:
     takes, measured = [], []
     for name, value in verdict.evidence.items():
         words, _, unit = name.rpartition("_")
-        called = _EVIDENCE.get(name)
+        label = _EVIDENCE.get(name)
         if isinstance(value, str) or not isfinite(value):
-            measured.append(f"{called or _words(name)} {value}")
+            measured.append(f"{label or _words(name)} {value}")
         elif name == "lower_bound_share":
             takes += [f"at least {value:.1%} of the time"] if value >= _SHOWN else []
         elif name == "seconds_per_batch":
             takes.append(f"{duration(value)} per batch")
         elif unit in _UNITS and words:
-            measured.append(f"{called or _words(words)} {_UNITS[unit](value)}")
+            measured.append(f"{label or _words(words)} {_UNITS[unit](value)}")
         elif name.startswith("seconds_per_"):
             measured.append(f"{duration(value)} per {unit}")
         else:
             number = f"{value:,.0f}" if value == int(value) else three_digits(value)
-            measured.append(f"{called or _words(name)} {number}")
+            measured.append(f"{label or _words(name)} {number}")
     found = [f"It takes {' and '.join(takes)}."] if takes else []
     found += [f"Measured: {', '.join(measured)}."] if measured else []
     return " ".join(found)

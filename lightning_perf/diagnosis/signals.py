@@ -90,6 +90,8 @@ class Setup:
     log_every_n_steps: int = 50
     batches_per_epoch: int | None = None
     automatic_optimization: bool = True
+    #: Whether each epoch has a new DataLoader.
+    reloads: bool = False
     #: The batch of its epoch that the run began with.
     first_batch_in_epoch: int = 0
     loader: Loader | None = None

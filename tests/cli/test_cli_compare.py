@@ -60,7 +60,8 @@ def test_the_slower_phase_and_its_cause_are_named(
     code, lines, err = compare(capsys, slow, fast, "--threshold", "5%")
     assert (code, err) == (1, "")
     assert lines[0] == (
-        f"{slow} compared with {fast}: slower: 1.00 s -> 1.50 s per batch, +50.0% (+50.0% to +50.0%)"
+        f"{slow} compared with {fast}: slower: 1.00 s -> 1.50 s per batch, "
+        "+50.0% (+50.0% to +50.0%)"
     )
     change = "+500 ms (+50.0%) +500 to +500 ms"
     assert f"time per batch 1.00 s 1.50 s {change}" in lines

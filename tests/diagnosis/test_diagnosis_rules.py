@@ -515,6 +515,29 @@ def test_starts_of_epochs_of_unknown_length_are_no_stalls() -> None:
     assert verdict.code == "epoch-restart"
 
 
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"loader": Loader(2)}, "2 new workers: set persistent_workers=True"),
+        ({"loader": Loader(2), "reloads": True}, "reload_dataloaders_every_n_epochs"),
+        ({"loader": Loader(0)}, "Use longer epochs."),
+    ],
+)
+def test_advice_on_starts_of_epochs_knows_the_loader(options: Any, advice: str) -> None:
+    """Workers of a loader that each epoch replaces cannot persist."""
+    signals = replace(PLANTED["epoch-restart"][0], setup=Setup(**options))
+    (found,) = [each for each in diagnose(signals).verdicts if each.code == "epoch-restart"]
+    assert advice in found.advice
+
+
+def test_short_waits_for_workers_promise_nothing() -> None:
+    """They may be those of the handover, which more workers do not shorten."""
+    setup = Setup(cpus=8, loader=Loader(num_workers=2))
+    signals = signals_of({**FINE, "dataloader_next": 0.004}, setup=setup)
+    found = {each.code: each for each in diagnose(signals).verdicts}["input-bound"]
+    assert "advised_step_seconds" not in found.evidence
+
+
 def test_collections_are_not_attributed_to_the_interrupted_callback() -> None:
     """A callback whose time is all garbage collection has no verdict."""
     signals = signals_of(
@@ -692,7 +715,7 @@ def test_useless_workers_are_not_advised() -> None:
     setup = Setup(cpus=2, loader=Loader(num_workers=2, batch_size=16))
     signals = signals_of({**FINE, "dataloader_next": 0.06}, columns=busy, setup=setup)
     (verdict,) = diagnose(signals).verdicts
-    assert "Loading a batch of 16 takes a worker 220 ms" in verdict.advice
+    assert "Loading a batch of 16 takes a worker up to 220 ms" in verdict.advice
     assert "More workers would not help" in verdict.advice
     assert "advised_step_seconds" not in verdict.evidence
 

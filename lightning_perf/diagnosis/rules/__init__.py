@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from lightning_perf.diagnosis.signals import IN_BATCHES
+from lightning_perf.diagnosis.signals import FETCH, IN_BATCHES
 from lightning_perf.diagnosis.stats import lower_share
 
 if TYPE_CHECKING:
@@ -27,6 +27,13 @@ _CRITICAL_RATIO, CRITICAL = 2.0, 0.2
 #: A verdict of given severity keeps at least this part of its seconds, or it is another's.
 _KEPT = 0.5
 SEVERITIES = ("info", "warning", "critical")
+#: What actions are called in texts if their name is that of Lightning's code.
+_CALLED = {
+    FETCH: "the training DataLoader",
+    "iter": "the iterator of the training DataLoader",
+    "first fetch": "the first batch of each epoch",
+    "lr_scheduler_step": "learning rate schedulers",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +261,11 @@ def _severity(share: float, certain: float, threshold: float, each: float) -> st
         critical = certain >= max(CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
         return "critical" if critical else "warning"
     return "info" if certain > 0.0 and share >= _INFO * threshold else None
+
+
+def called(name: str) -> str:
+    """What an action is called in texts."""
+    return _CALLED.get(name, name)
 
 
 def graded(share: float, worth: bool = True) -> str:

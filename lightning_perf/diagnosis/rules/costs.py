@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import Impact, without_none
+from lightning_perf.diagnosis.rules import Impact, called, without_none
 from lightning_perf.diagnosis.signals import (
     COMPILE,
     COMPUTE,
@@ -37,6 +37,8 @@ _WORKERS_PER_CPU = 4
 _HANDOVER = 0.5e-3
 #: Advice is given if it shortens a step by this share.
 _WORTHWHILE = 0.02
+#: The same of more workers than there are: shorter waits may be those for their handover.
+_MORE_WORKERS = 0.1
 #: The same of workers that share CPUs with threads of torch: 8 and 14 % were promised to runs that
 #: then were 11 % slower.
 _CONTESTED = 0.15
@@ -109,7 +111,8 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
     # Workers need CPUs that the model and other programs use, too.
     foreign, own = signals.foreign or 0.0, _cpu_seconds(signals) or 0.0
     on_cpus = own / max(setup.cpus * (1 - foreign / 100), 1e-6)
-    floor, worthwhile = max(rest + _HANDOVER, on_cpus), _WORTHWHILE
+    floor = max(rest + _HANDOVER, on_cpus)
+    worthwhile = _MORE_WORKERS if loader.num_workers else _WORTHWHILE
     if setup.device == "cpu" and setup.threads > 1 and on_cpus > rest + _HANDOVER:
         # Threads of torch wait for the one that shares its CPU with a worker: from all to none of
         # the idle CPU time can be used.
@@ -121,7 +124,8 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
     faster = max(floor, fetch / workers) + (0.0 if loader.num_workers else first)
     batch = f"a batch of {loader.batch_size}" if loader.batch_size else "a batch"
     item = f", {duration(fetch / loader.batch_size)} per item" if loader.batch_size else ""
-    worker = "a worker " if loader.num_workers else ""
+    # If training waits for the handover only, workers load faster than it asks.
+    worker = "a worker up to " if loader.num_workers else ""
     measured = (
         f"Loading {batch} takes {worker}{duration(fetch)}{item}; without waiting, a batch takes "
         f"{duration(rest)}"
@@ -174,7 +178,12 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     loader = signals.setup.loader
     each = float(seconds.sum() / epochs.sum())
     advice = f"An epoch begins with {duration(each)} of waiting. Use longer epochs."
-    if loader is not None and loader.num_workers and not loader.persistent_workers:
+    if signals.setup.reloads:
+        advice = (
+            f"An epoch begins with {duration(each)} of waiting for a new DataLoader: reload it "
+            "less often (reload_dataloaders_every_n_epochs)."
+        )
+    elif loader is not None and loader.num_workers and not loader.persistent_workers:
         advice = (
             f"An epoch begins with {duration(each)} of waiting for {loader.num_workers} new "
             "workers: set persistent_workers=True in the DataLoader."
@@ -211,7 +220,7 @@ def callback_bound(
         calls = max(calls, 1.0)
         each = cost / calls
         advice = (
-            f"{slowest.name} takes {duration(each)} per call. Call its work less often, or "
+            f"{called(slowest.name)} takes {duration(each)} per call. Call its work less often, or "
             "move it off the training thread."
         )
         culprit = slowest.name

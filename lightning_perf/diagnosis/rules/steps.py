@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_perf.diagnosis import stats
-from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, graded, without_none
+from lightning_perf.diagnosis.rules import (
+    LEAST,
+    Impact,
+    Verdict,
+    called,
+    graded,
+    without_none,
+)
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, IN_BATCHES, Signals, Unknown
 from lightning_perf.units import duration
 
@@ -107,8 +114,8 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     count = max(float(calls.sum()), 1.0)
     advice = (
         f"Collections take {duration(signals.per_batch(seconds))} per batch, mostly during "
-        f"{most.name}. Do not call gc.collect() there; keep fewer Python objects alive, call "
-        "gc.freeze() after set-up, or raise gc.set_threshold()."
+        f"{called(most.name)}. Do not call gc.collect() there; keep fewer Python objects alive, "
+        "call gc.freeze() after set-up, or raise gc.set_threshold()."
     )
     each = float(seconds.sum() / count)
     events = count if count < 0.5 * signals.batches else None
