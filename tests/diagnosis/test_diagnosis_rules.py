@@ -1061,6 +1061,26 @@ def test_more_flops_are_no_slowdown(flops: float, codes: list[str]) -> None:
     assert [each.code for each in found] == codes
 
 
+@pytest.mark.parametrize(
+    "code", ["input-bound", "logger-bound", "checkpoint-bound", "validation-bound"]
+)
+def test_headline_and_advice_have_one_number(code: str) -> None:
+    """The time per batch of the advice gives the speed-up, also while other programs run."""
+    signals, _ = PLANTED[code]
+    costs = [
+        {**each, WAITING: Cost(0.1 * n, 10 * n)}
+        for n, each in enumerate(signals.costs or [{}] * WINDOWS, 1)
+    ]
+    for found in diagnose(replace(signals, costs=costs)).verdicts:
+        if "advised_step_seconds" in found.evidence:
+            step = float(found.evidence["advised_step_seconds"])
+            assert found.predicted_speedup == pytest.approx(signals.step_seconds / step)
+            assert f"{found.predicted_speedup:.2f}x faster as advised" in headline(found)
+            assert (
+                duration(step) in found.advice or f"{found.predicted_speedup:.2f}x" in found.advice
+            )
+
+
 def test_accumulated_gradients_are_no_stall() -> None:
     """The period of a long optimizer step is the Trainer's own setting."""
     stalled = range(7, STEPS, 8)

@@ -118,8 +118,6 @@ class Impact:
     #: The seconds by category; empty if they may be in any, in proportion to what other verdicts
     #: leave there. By default they are in the category ``phase``, if that is one.
     within: Mapping[str, Numbers] | None = None
-    #: The fraction of the seconds that the advice saves.
-    saved: float = 1.0
     #: The severity, if the rule decides it; otherwise the share does.
     severity: str | None = None
 
@@ -223,7 +221,7 @@ def judge(
     unclaimed = unclaimed or Unclaimed(signals)
     start = 0 if impact.whole_run else signals.start
     parts, wall = unclaimed.part(impact), signals.wall[start:]
-    seconds = sum(parts.values(), signals.nothing)[start:]
+    seconds, idle = sum(parts.values(), signals.nothing)[start:], 1.0
     if impact.on_host and signals.gpu_idle is not None and signals.setup.world_size == 1:
         # Only time in which the GPU is idle can be saved. With several ranks this is unknown,
         # because a GPU that waits for another one counts as busy.
@@ -249,9 +247,13 @@ def judge(
     share = unclaimed.claim(parts, steady=start > 0, contended=impact.contended)
     if "lower_bound_share" in evidence:
         evidence["lower_bound_share"] = min(float(evidence["lower_bound_share"]), share)
+    # One number: what the advice says, which does not know of idle GPUs.
+    advised, speedup = impact.evidence.get("advised_step_seconds"), 0.0
+    if isinstance(advised, float) and idle == 1.0:
+        speedup = signals.step_seconds / advised
     yield Verdict(
-        code, severity, share, 1 / (1 - min(impact.saved * share, 0.99)), impact.culprit,
-        impact.rank, impact.phase, evidence, impact.advice,
+        code, severity, share, speedup, impact.culprit, impact.rank, impact.phase, evidence,
+        impact.advice,
     )  # fmt: skip
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lightning_perf.diagnosis.signals import Loader, Signals
-    from lightning_perf.diagnosis.stats import Numbers
     from lightning_perf.timing.totals import Action
 
 #: Percent of the CPUs in use above which loading counts as CPU work, and not as a wait for disks.
@@ -72,14 +71,8 @@ def input_bound(signals: Signals) -> Iterable[Impact]:
     )  # fmt: skip
     yield Impact(
         waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
-        certain=signals.cpus_left if workers else 1.0, saved=_saved(signals, waits, step),
+        certain=signals.cpus_left if workers else 1.0,
     )  # fmt: skip
-
-
-def _saved(signals: Signals, seconds: Numbers, advised: float | None) -> float:
-    """The fraction of the seconds of a cause that the advised time of a batch saves."""
-    each = signals.per_batch(seconds)
-    return 1.0 if advised is None or not each else (signals.step_seconds - advised) / each
 
 
 def _cpu_seconds(signals: Signals) -> float | None:
@@ -267,8 +260,7 @@ def logger_bound(signals: Signals) -> Iterable[Impact]:
             f"of {every} gives {duration(faster)} per batch instead of {duration(step)}."
         )
         evidence["advised_step_seconds"] = faster
-        saved = _saved(signals, impact.seconds, faster)
-        yield replace(impact, advice=advice, evidence=evidence, saved=saved)
+        yield replace(impact, advice=advice, evidence=evidence)
 
 
 def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
@@ -298,7 +290,6 @@ def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
     yield Impact(
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),
         "checkpoint", evidence=evidence, advice=advice, whole_run=True,
-        saved=1 - interval / rarer,
     )  # fmt: skip
 
 
@@ -312,18 +303,17 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     costs = {name: float(each.sum()) for name, each in signals.within(rows).items()}
     phase = max(costs, key=costs.__getitem__, default="validation")
     share = float(seconds.sum() / signals.wall.sum())
-    faster = float(signals.wall.sum() - seconds.sum() / 2) / max(signals.batches, 1)
+    faster = signals.step_seconds * (1 - share / 2)
     advice = (
-        f"Validation takes {share:.0%} of the time. Half as often (val_check_interval, "
-        f"check_val_every_n_epoch) or half as many batches (limit_val_batches) makes training "
-        f"{1 / (1 - share / 2):.2f}x faster."
+        "Validate half as often (val_check_interval, check_val_every_n_epoch) or on half as many "
+        f"batches (limit_val_batches): training is then {1 / (1 - share / 2):.2f}x faster."
     )
     if phase == "dataloader_next":
         starts = sum(signals.seconds(row) for row in rows if row.name == "iter")
         advice += _faster_validation(signals.setup.validation_loader, starts > costs[phase] / 2)
     yield Impact(  # too rare for a bootstrap
         seconds, 1.0, f"validate.{phase}", "validation", advice=advice, whole_run=True,
-        on_host=False, saved=0.5, evidence={
+        on_host=False, evidence={
             "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
             "advised_step_seconds": faster,
         },
