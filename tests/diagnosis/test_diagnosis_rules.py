@@ -911,6 +911,19 @@ def test_a_rule_of_the_user_s_own_gets_what_is_left() -> None:
     assert before == pytest.approx({"input-bound": 0.1, "mine": 0.9})
 
 
+def test_a_share_that_is_no_number_takes_nothing() -> None:
+    """A rule of the user's own may divide 0 by 0; other verdicts keep their shares."""
+
+    class Mine:
+        code = "mine"
+
+        def __call__(self, signals: Signals) -> list[Verdict]:
+            return [Verdict("mine", "warning", np.nan)]
+
+    found = diagnose(PLANTED["input-bound"][0], [Mine(), *RULES]).verdicts
+    assert {v.code: v.share for v in found} == pytest.approx({"input-bound": 2 / 7, "mine": 0.0})
+
+
 # -- advice that comes true -----------------------------------------------------------------------
 
 

@@ -201,7 +201,7 @@ class Unclaimed:
         return replace(verdict, share=share, predicted_speedup=0.0)
 
     def _taken(self, share: float) -> float:
-        share = min(max(share, 0.0), self._share)
+        share = min(share, self._share) if share > 0 else 0.0  # not NaN, from a rule of the user's
         self._share -= share
         return share
 
@@ -227,7 +227,7 @@ def judge(
         # because a GPU that waits for another one counts as busy.
         idle = min(1.0, signals.gpu_idle * wall.sum() / max(seconds.sum(), 1e-12))
         parts, seconds = {name: idle * each for name, each in parts.items()}, idle * seconds
-    evidence, severity = dict(impact.evidence), impact.severity
+    severity, bounds = impact.severity, {}
     if severity is not None:
         if not seconds.sum() >= _KEPT * impact.seconds[start:].sum() > 0:
             return
@@ -241,19 +241,17 @@ def judge(
         severity = _severity(share, certain, threshold, each)
         if severity is None:
             return
-        evidence = {
-            "seconds_per_batch": each, "lower_bound_share": min(certain, share), **evidence,
-        }  # fmt: skip
+        bounds = {"seconds_per_batch": each, "lower_bound_share": min(certain, share)}
     share = unclaimed.claim(parts, steady=start > 0, contended=impact.contended)
-    if "lower_bound_share" in evidence:
-        evidence["lower_bound_share"] = min(float(evidence["lower_bound_share"]), share)
-    # One number: what the advice says, which does not know of idle GPUs.
-    advised, speedup = impact.evidence.get("advised_step_seconds"), 0.0
-    if isinstance(advised, float) and idle == 1.0:
+    if bounds:
+        bounds["lower_bound_share"] = min(bounds["lower_bound_share"], share)
+    speedup, advised = 0.0, impact.evidence.get("advised_step_seconds")
+    if isinstance(advised, float):  # the number of the advice, which does not know of idle GPUs
         speedup = signals.step_seconds / advised
+        speedup = speedup if idle == 1.0 else min(speedup, 1 / (1 - min(share, 0.99)))
     yield Verdict(
-        code, severity, share, speedup, impact.culprit, impact.rank, impact.phase, evidence,
-        impact.advice,
+        code, severity, share, speedup, impact.culprit, impact.rank, impact.phase,
+        {**bounds, **impact.evidence}, impact.advice,
     )  # fmt: skip
 
 
