@@ -869,6 +869,7 @@ def assert_one_cause_per_second(signals: Signals) -> None:
     assert not ("fewer DataLoader workers" in advice and ". num_workers=" in advice)
 
 
+@pytest.mark.slow
 @given(any_signals())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_second_of_any_run_has_two_causes(signals: Signals) -> None:
