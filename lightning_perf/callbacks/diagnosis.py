@@ -139,6 +139,8 @@ class Diagnosis(WindowCallback):
         self._record = Record()
         self._setup = Setup()
         self._gc: GcTimer | None = None
+        # Compilations before the current validation inside of fit, and in all of them so far.
+        self._compiled = self._compiled_within = Cost(0.0, 0)
         # The named costs up to each report in flight.
         self._costs: deque[Costs] = deque()
         self._next = self._diagnosed = 0
@@ -183,6 +185,8 @@ class Diagnosis(WindowCallback):
     @override
     def on_start(self, context: RunContext) -> None:
         super().on_start(context)
+        if context.stages.nested:
+            self._compiled = _compilations()
         if context.stage == "train" and self._start is None:
             self._start = time.monotonic()
             self._opened = OpenRecording.opened
@@ -203,6 +207,12 @@ class Diagnosis(WindowCallback):
 
     @override
     def window_ended(self, context: RunContext) -> None:
+        if context.stages.nested:
+            now, before, within = _compilations(), self._compiled, self._compiled_within
+            self._compiled_within = Cost(
+                within.seconds + now.seconds - before.seconds,
+                within.calls + now.calls - before.calls,
+            )
         if context.stage == "train" and context.ranks.global_rank == 0:
             opened, self._opened = self._opened, OpenRecording.opened
             self._recordings += opened != self._opened or OpenRecording.current is not None
@@ -241,8 +251,8 @@ class Diagnosis(WindowCallback):
         if stage == "train":
             first = next((record[0] for record in records if record[5]), None)
             steps = [
-                (nan if slowed else seconds, nan if cost is None else cost.total)
-                for seconds, _, _, cost, slowed, *_ in records
+                (nan if slowed else seconds, nan if cost is None else cost.total, begins)
+                for seconds, _, _, cost, slowed, _, begins in records
             ]
             self._record.add_steps(steps, first)
 
@@ -250,7 +260,15 @@ class Diagnosis(WindowCallback):
         """The costs of compilations, waits for a CPU, recordings and collections so far."""
         collections = self._gc.costs if self._gc is not None else {}
         recordings = {RECORDING: Cost(0.0, self._recordings)}
-        return {**_compilations(), **run_queue(), **recordings, **collections}
+        now, within = _compilations(), self._compiled_within
+        outside = Cost(now.seconds - within.seconds, now.calls - within.calls)
+        parts = {"forward": outside, "validation": within}
+        compilations = {
+            Action(COMPILE, category, "torch.compile"): cost
+            for category, cost in parts.items()
+            if cost.calls
+        }
+        return {**compilations, **run_queue(), **recordings, **collections}
 
     def _signals(self, context: RunContext) -> Signals:
         mfu = None
@@ -349,7 +367,6 @@ def _setup(context: RunContext) -> Setup:
         batches_per_epoch=limits.batches_per_epoch,
         automatic_optimization=context.module.automatic_optimization,
         reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
-        first_batch_in_epoch=context.timestamp.batch_in_epoch,
         loader=_loader(compat.training_loader(trainer)),
         ours=frozenset(
             type(each).__name__ for member in context.members for each in member.with_parts
@@ -374,10 +391,8 @@ def _loader(loader: Any) -> Loader | None:
     )
 
 
-def _compilations() -> Costs:
+def _compilations() -> Cost:
     """Seconds and number of torch.compile's compilations in this process so far."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    times = getattr(utils, "compilation_time_metrics", {}).get(_COMPILED)
-    if not times:
-        return {}
-    return {Action(COMPILE, "forward", "torch.compile"): Cost(sum(times), len(times))}
+    times = getattr(utils, "compilation_time_metrics", {}).get(_COMPILED, ())
+    return Cost(float(sum(times)), len(times))

@@ -58,6 +58,7 @@ class Flops(WindowCallback):
         >>> trainer = L.Trainer(callbacks=[Flops(schedule="every 10ba")], logger=False)
     """
 
+    monitored = True
     columns: Sequence[str] = ("flops/*",)
     units: Mapping[str, str] = {
         "mfu*": "fraction",
@@ -154,7 +155,7 @@ class FormulaSignal:
         """Add batches whose time is known by now."""
         if stage != "train":
             return
-        for _, _, _, cost, slowed, first in records:
+        for _, _, _, cost, slowed, first, _ in records:
             flops = self._pending.popleft() if self._pending else 0.0
             if cost is None:
                 continue

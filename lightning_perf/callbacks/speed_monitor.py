@@ -12,6 +12,7 @@ from lightning_perf.checks import whole
 from lightning_perf.core.window import Window, throughput
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak
+from lightning_perf.run import compat
 from lightning_perf.run.window_callback import WindowCallback
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class SpeedMonitor(WindowCallback):
         >>> from lightning_perf import SpeedMonitor
         >>> trainer = L.Trainer(callbacks=[SpeedMonitor(window_size=10)], logger=False)
     """
+
+    monitored = True
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class SpeedMonitor(WindowCallback):
 
     def _watch_pace(self, stage: str, records: Sequence[BatchRecord]) -> None:
         if stage == "train" and self._remaining is not None:
-            for seconds, _, _, _, slowed, first in records:
+            for seconds, _, _, _, slowed, first, _ in records:
                 if not (slowed or first):
                     self._remaining.add(seconds)
 
@@ -146,7 +149,10 @@ class SpeedMonitor(WindowCallback):
         prefix, stage = f"{self._prefix}/", window.stage
         batches = window.least(f"{prefix}batch/count")
         timed = window.since_start("batch/count") > 0
-        full = timed and batches >= self.window_size
+        context = self._context
+        # A monitor must see a value, also in an epoch that is shorter than the window.
+        watched = context is not None and compat.monitored(context.trainer)
+        full = timed and batches >= (1 if watched else self.window_size)
         if window.at_end:
             if stage == "train" and stage in self._reported:
                 missing = window.own("progress/validation_seconds") > self._validated
@@ -156,8 +162,8 @@ class SpeedMonitor(WindowCallback):
         if full:
             self._reported.add(stage)
             found |= throughput(window, prefix)
-            if self._context is not None:
-                self._context.meter.peaks.warn_if_above_peak(found.get("throughput/device/mfu", 0))
+            if context is not None:
+                context.meter.peaks.warn_if_above_peak(found.get("throughput/device/mfu", 0))
         return found
 
     def _times(self, window: Window) -> dict[str, float]:

@@ -26,6 +26,8 @@ _RATES = {
     "mfu": "ideal_seconds",
 }
 _STEP, _SAMPLE, _SIZE = ("step", "batch"), ("step", "sample"), ("size", "batch")
+#: All of the time per batch, and that of timed batches alone.
+_WHOLE, _TIMED = ("step", "whole"), ("step", "timed")
 _KINDS = ("step", "phase", "culprit", "rate")
 
 
@@ -109,9 +111,17 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
     """
     runs = [run, *baselines]
     figures = [_figures(each) for each in runs]
-    if not all(_STEP in each for each in figures):
+    common = [key for key in (_WHOLE, _TIMED) if all(key in each for each in figures)]
+    if not common:
         raise Incomparable("the runs have no time per batch in common: add Timings to them")
-    notes = [
+    notes = []
+    if any(_WHOLE in each for each in figures) and _WHOLE not in common:
+        notes.append("not all runs have timings: a step is without validation and first batches")
+    for each in figures:
+        each[_STEP] = each[common[0]]
+        for key in (_WHOLE, _TIMED):
+            each.pop(key, None)
+    notes += [
         f"{each.name} has {windows} windows after the warm-up, and an interval needs "
         f"{_FEWEST_WINDOWS}: train longer, or lower log_every_n_steps"
         for each, found in zip(runs, figures, strict=True)
@@ -182,9 +192,9 @@ def _ratios(windows: Mapping[str, Any], known: Mapping[str, Any]) -> _Figures:
     batches, timed = series["", "batches"], series.get(("", "timed_seconds"))
     found: _Figures = {}
     if times:
-        found[_STEP] = _Ratio(np.sum(times, axis=0), batches)
-    elif timed is not None:
-        found[_STEP] = _Ratio(timed, series["", "timed_batches"])
+        found[_WHOLE] = _Ratio(np.sum(times, axis=0), batches)
+    if timed is not None:
+        found[_TIMED] = _Ratio(timed, series["", "timed_batches"])
     for (group, name), row in series.items():
         if group:
             found["phase" if group == "timings" else "culprit", name] = _Ratio(row, batches)

@@ -92,8 +92,6 @@ class Setup:
     automatic_optimization: bool = True
     #: Whether each epoch has a new DataLoader.
     reloads: bool = False
-    #: The batch of its epoch that the run began with.
-    first_batch_in_epoch: int = 0
     loader: Loader | None = None
     validation_loader: Loader | None = None
     #: Class names of our own callbacks.
@@ -125,6 +123,8 @@ class Signals:
     steps: Numbers = field(default_factory=lambda: np.empty(0))
     #: Model FLOPs of the same batches; NaN where they are unknown. Empty if all are.
     flops: Numbers = field(default_factory=lambda: np.empty(0))
+    #: Whether each of these batches was the first of its epoch; empty if that is unknown.
+    firsts: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=bool))
     #: Batches before the first one in ``steps``.
     dropped: int = 0
     #: Seconds of the first batch of the run.
@@ -264,7 +264,7 @@ class Signals:
             totals = [each.get(action, Cost(0.0, 0)) for each in (self.origin, *self.costs)]
             found[action] = Series(*np.diff(np.array(totals, float), axis=0).T)
         for own, (seconds, calls) in found.items():
-            collections = found.get(own._replace(stage=GC))
+            collections = found.get(Action(GC, own.category_in("train"), own.name))
             if collections is not None and own.stage not in _APART:
                 found[own] = Series(np.maximum(seconds - collections.seconds, 0.0), calls)
         return found
@@ -334,31 +334,11 @@ class Signals:
     # -- steps ----------------------------------------------------------------------------------
 
     @cached_property
-    def _epoch_starts(self) -> NDArray[np.int64] | None:
-        """Positions in ``steps`` of the first batches of epochs; None if they are not known.
-
-        Epochs may end early or change their length: each window has as many first fetches as first
-        batches.
-        """
-        length, ends = self.setup.batches_per_epoch, np.cumsum(self.counts)
-        if not length:
-            return None
-        total = int(self.counts.sum())
-        begun = -self.setup.first_batch_in_epoch % length
-        first = np.append([0] if begun else [], np.arange(begun, total, length)).astype(int)
-        if self.restarts.calls.any():
-            expected = np.diff(np.searchsorted(first, np.append(0, ends)))
-            if not np.array_equal(expected, self.restarts.calls):
-                return None
-        found = first - self.dropped
-        return found[(found >= 0) & (found < len(self.steps))]
-
-    @cached_property
     def within_epochs(self) -> Numbers:
         """Seconds of batches, with NaN for the first batch of each epoch and those slowed down."""
         steps = self.steps.copy()
-        if self._epoch_starts is not None:
-            steps[self._epoch_starts] = np.nan
+        if len(self.firsts):
+            steps[self.firsts] = np.nan
         if not self.dropped and len(steps):
             steps[0] = np.nan
         return steps
@@ -376,7 +356,7 @@ class Signals:
         window = window.clip(0, max(len(ends) - 1, 0))
         excess = np.bincount(window, weights=found.excess, minlength=len(ends)).astype(float)
         excess -= self._rare
-        if self._epoch_starts is None:  # otherwise the first batches of epochs are left out
+        if not len(self.firsts):  # otherwise the first batches of epochs are left out
             excess -= self.restarts.seconds
         return found, np.maximum(excess, 0.0)
 
@@ -387,7 +367,7 @@ class Signals:
         rare = [
             row
             for row, series in self.actions.items()
-            if row.stage in (GC, COMPILE)
+            if (row.stage in (GC, COMPILE) and row.category != "validation")
             or row.category == "checkpoint"
             or (
                 ("." in row.name or row.category == "optimizer_step")
@@ -422,8 +402,8 @@ class Record:
         self.origin: Costs = {}
         # Each window with the named costs up to its end.
         self._windows: list[tuple[Window, Costs]] = []
-        # Seconds and FLOPs of each.
-        self._steps: deque[tuple[float, float]] = deque(maxlen=_MOST_STEPS)
+        # Seconds and FLOPs of each, and whether it was the first of its epoch.
+        self._steps: deque[tuple[float, float, bool]] = deque(maxlen=_MOST_STEPS)
         self._count = 0
         self._first: float | None = None
 
@@ -444,10 +424,13 @@ class Record:
             pairs = (rest[i : i + 2] for i in range(0, len(rest), 2))
             self._windows = [first, *(reduce(_merged, pair) for pair in pairs)]
 
-    def add_steps(self, steps: Sequence[tuple[float, float]], first: float | None = None) -> None:
+    def add_steps(
+        self, steps: Sequence[tuple[float, float, bool]], first: float | None = None
+    ) -> None:
         """Add the seconds and FLOPs of batches, in order, NaN for those that do not count.
 
-        ``first`` is the time of the run's first batch, if it is among them.
+        ``first`` is the time of the run's first batch, if it is among them, and the
+        third value of each says whether it began an epoch.
         """
         if not self._steps:
             self._first = first
@@ -457,9 +440,11 @@ class Record:
     def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
         """The signals collected so far; cheap, and safe to use on another thread."""
         windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
-        steps, flops = np.array(self._steps, dtype=float).reshape(-1, 2).T
+        steps, flops, firsts = np.array(self._steps, dtype=float).reshape(-1, 3).T
         dropped = self._count - len(steps)
-        return Signals(windows, costs, self.origin, steps, flops, dropped, self._first, mfu, setup)
+        return Signals(
+            windows, costs, self.origin, steps, flops, firsts > 0, dropped, self._first, mfu, setup
+        )
 
 
 def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:

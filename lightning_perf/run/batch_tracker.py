@@ -140,7 +140,8 @@ class BatchTracker:
         context, counters = self._context, self._context.counters
         cost, samples, tokens, slowed = figures
         seconds = counters.add(now, samples, tokens, steps, last)
-        record = (seconds, samples, tokens, cost, slowed, counters.batches == 1)
+        firsts = counters.batches == 1, counters.begins_epoch
+        record = (seconds, samples, tokens, cost, slowed, *firsts)
         context.batches.end_batch(context.stage, record, timed)
         self.step = step
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     #: Seconds, samples and tokens of one batch (None where they could not be counted), its FLOPs
     #: (None where they are unknown), whether counting them slowed it down, and whether it was the
-    #: first of its stage. A plain tuple, since one is made per batch.
-    BatchRecord = tuple[float, int | None, int | None, BatchCost | None, bool, bool]
+    #: first of its stage and of its epoch. A plain tuple, since one is made per batch.
+    BatchRecord = tuple[float, int | None, int | None, BatchCost | None, bool, bool, bool]
 
 #: Records kept at most until they are folded.
 _MOST_RECORDS = 1000
@@ -185,13 +185,15 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
         no_samples, no_tokens, no_flops,
     ) = stage.edges[-1]  # fmt: skip
     edges = stage.edges
-    for spent, batch_samples, batch_tokens, cost, slowed, first in records:
+    for spent, batch_samples, batch_tokens, cost, slowed, first, begins in records:
         if cost is not None:
             stage.known += 1
             stage.last_cost = cost
         if slowed or first:
             if spent and not first:
-                stage.slowed.append((spent, batch_samples, batch_tokens, None, False, False))
+                stage.slowed.append(
+                    (spent, batch_samples, batch_tokens, None, False, False, begins)
+                )
             continue
         seconds += spent
         count += 1
@@ -224,11 +226,12 @@ def _resolved(
 ) -> Iterator[BatchRecord]:
     """The batches whose device time is known or does not matter, up to the first other one."""
     while late:
-        (host, samples, tokens, cost, slowed, first), timed = late[0]
+        (host, samples, tokens, cost, slowed, first, begins), timed = late[0]
         if not (timed.known or slowed or first or failed):
             return
         late.popleft()
         # Where the device's time is unknown, the host's must not replace it.
         known = timed.known and timed.whole
         seconds = timed.seconds if known else host if failed else 0.0
-        yield seconds, samples, tokens, cost, slowed or not (known or failed), first
+        slowed = slowed or not (known or failed)
+        yield seconds, samples, tokens, cost, slowed, first, begins

@@ -299,7 +299,10 @@ class PerfCallback(Callback):
             return
         leads, last = context.members[0] is self, context.members[-1] is self
         if leads:
-            self._run_shared(context.enter, stage)
+            if context.stages.within_loop:  # it began with the loop
+                context.stages.begin_batches()
+            else:
+                self._run_shared(context.enter, stage)
         self._before_batch_parts = [part for part in self.parts if part.overrides("before_batch")]
         self._after_batch_parts = [part for part in self.parts if part.overrides("after_batch")]
         if not self._before_batch_parts:
@@ -318,8 +321,7 @@ class PerfCallback(Callback):
         for part in self.parts:
             part.call(part.on_end, context)
         if context.members[-1] is self:
-            self._run_shared(context.windows.report, context, True)
-            self._run_shared(context.exit)
+            self._run_shared(context.end)
 
     def _run_shared(self, step: Callable[..., None], *args: Any) -> None:
         """Advance the run's context, for all callbacks."""

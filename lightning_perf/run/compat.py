@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from typing_extensions import override
@@ -155,8 +155,8 @@ class EvaluationArguments(StepArguments):
 
 def step_arguments(trainer: Trainer) -> Iterator[tuple[object, str, type[StepArguments]]]:
     """Yield the methods of loops that make the arguments of steps, and what replaces them."""
-    yield getattr(trainer.fit_loop, "epoch_loop", None), "_build_kwargs", TrainingArguments
-    for loop in _evaluation_loops(trainer):
+    yield training_epoch_loop(trainer), "_build_kwargs", TrainingArguments
+    for loop, _, _ in evaluation_loops(trainer):
         yield loop, "_build_step_args_from_hook_kwargs", EvaluationArguments
 
 
@@ -205,15 +205,19 @@ def profiler_name(trainer: Trainer) -> str:
 def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     """Yield the methods that Lightning's spans do not cover: owner, method, category, name."""
     fit = getattr(trainer, "fit_loop", None)
-    epoch = getattr(fit, "epoch_loop", None)
     if trainer.world_size > 1:
-        yield epoch, "_broadcast_sigterm_tensor", "other", "Trainer.broadcast_sigterm"
+        yield (
+            training_epoch_loop(trainer),
+            "_broadcast_sigterm_tensor",
+            "other",
+            "Trainer.broadcast_sigterm",
+        )
         if not is_compiled(trainer.lightning_module):  # it is called in the module's code
             gather = f"{type(trainer.strategy).__name__}.all_gather"
             yield trainer.strategy, "all_gather", "reduce_metrics", gather
     # These create the iterators and, in the first epoch, fetch the first batches of unsized data.
     yield fit, "setup_data", "dataloader_next", "iter"
-    for loop in _evaluation_loops(trainer):
+    for loop, _, _ in evaluation_loops(trainer):
         yield loop, "setup_data", "dataloader_next", "iter"
         yield loop, "reset", "dataloader_next", "iter"
     # The first two copy logged values to the host, the others reduce them.
@@ -224,7 +228,7 @@ def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     yield connector, "update_eval_epoch_metrics", "reduce_metrics", "Trainer.epoch_values"
 
 
-#: Metrics that callbacks of Lightning can watch, and their names on the progress bar.
+#: Metrics that callbacks of Lightning can monitor, and their names on the progress bar.
 _SHOWN = {
     "mfu": "mfu",
     "throughput/device/mfu": "mfu",
@@ -234,8 +238,60 @@ _SHOWN = {
 }
 
 
+class Shown(float):
+    """A number on progress bars, which show its text: Lightning shows small ones as 0.000.
+
+    In all other respects it is the number; its copies are plain floats.
+    """
+
+    _text: str
+
+    def __new__(cls, value: float, text: str) -> Self:
+        """Make a number with its text."""
+        shown = super().__new__(cls, value)
+        shown._text = text
+        return shown
+
+    @override
+    def __str__(self) -> str:
+        return self._text
+
+    @override
+    def __format__(self, spec: str) -> str:
+        # Not `format`: precision would cut the text, and a type of numbers would be refused.
+        return self._text
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (float(self),)
+
+
+def monitored(trainer: Trainer) -> set[str]:
+    """The keys of our metrics that callbacks or learning rate schedulers monitor.
+
+    A file name of `ModelCheckpoint` may contain others.
+    """
+    callbacks: Any = getattr(trainer, "callbacks", ())
+    found = {getattr(each, "monitor", None) for each in callbacks}
+    strategy = getattr(trainer, "strategy", None)
+    found |= {each.monitor for each in getattr(strategy, "lr_scheduler_configs", ())}
+    names = [getattr(each, "filename", None) or "" for each in callbacks]
+    return {key for key in _SHOWN if key in found or any("{" + key in str(n) for n in names)}
+
+
+def complete_monitored(trainer: Trainer) -> None:
+    """Set monitored metrics of ours that nothing is known of yet to 0.
+
+    Without a value `EarlyStopping` raises, and with NaN it stops the training.
+    """
+    watched = getattr(getattr(trainer, "_logger_connector", None), "_callback_metrics", None)
+    if isinstance(watched, dict):
+        for key in monitored(trainer):
+            watched.setdefault(key, torch.tensor(0.0))
+
+
 def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Put MFU and throughput on progress bars and into ``trainer.callback_metrics``.
+    """Put MFU and throughput on progress bars, and what is monitored into ``callback_metrics``.
 
     Not those that the module logs under the same key.
     """
@@ -247,16 +303,23 @@ def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     results = getattr(trainer, "_results", None) or {}
     theirs = {getattr(getattr(each, "meta", None), "name", None) for each in results.values()}
     shown = {key: metrics[key] for key in _SHOWN if key in metrics and key not in theirs}
-    if shown:
-        watched.update(zip(shown, torch.tensor([*shown.values()]).unbind(), strict=True))
+    # No others: histories of all keys would get keys that not each epoch has.
+    for key in shown.keys() & monitored(trainer):
+        watched[key] = torch.tensor(shown[key])
     for key, value in shown.items():
-        if label := _SHOWN[key]:  # a text: Lightning shows small numbers as 0.000
-            on_bar[label] = f"{100 * value:.3g}%" if label == "mfu" else three_digits(value)
+        if label := _SHOWN[key]:
+            text = f"{three_digits(100 * value)}%" if label == "mfu" else three_digits(value)
+            on_bar[label] = Shown(value, text)
 
 
 def validation_loop(trainer: Trainer) -> Any:
     """Return the loop of validation inside fit, or None."""
-    return getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
+    return getattr(training_epoch_loop(trainer), "val_loop", None)
+
+
+def training_epoch_loop(trainer: Trainer) -> Any:
+    """Return the loop whose call is the batches of one epoch of training, or None."""
+    return getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
 
 
 def evaluation_ends(trainer: Trainer, stage: str, nested: bool) -> bool:
@@ -275,10 +338,11 @@ def validates_next(trainer: Trainer) -> bool:
         return False
 
 
-def _evaluation_loops(trainer: Trainer) -> Iterator[Any]:
-    yield validation_loop(trainer)
-    for name in ("validate_loop", "test_loop", "predict_loop"):
-        yield getattr(trainer, name, None)
+def evaluation_loops(trainer: Trainer) -> Iterator[tuple[Any, str, str]]:
+    """Yield the loops of other stages than training: the loop, its stage, the one around it."""
+    yield validation_loop(trainer), "validate", "train"
+    for stage in ("validate", "test", "predict"):
+        yield getattr(trainer, f"{stage}_loop", None), stage, ""
 
 
 def ranks_of(trainer: Trainer) -> Ranks:

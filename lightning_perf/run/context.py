@@ -6,13 +6,13 @@ import atexit
 import logging
 import os
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from lightning_perf.background import Worker
+from lightning_perf.background import Worker, wait_until
 from lightning_perf.core.progress import Limits, Moment
 from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
 from lightning_perf.patches import PatchSet
@@ -31,7 +31,7 @@ from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceTimer, clocked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
@@ -92,8 +92,12 @@ class RunContext:
         self._pid = os.getpid()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
         self._patches = PatchSet()
-        ending = partial(_end, weakref.ref(self))
-        self._patches.wrap_in_context(trainer.strategy, "on_exception", ending)
+        this = weakref.ref(self)
+        self._patches.wrap_in_context(trainer.strategy, "on_exception", partial(_end, this))
+        epoch = compat.training_epoch_loop(trainer)
+        self._patches.wrap_in_context(epoch, "run", partial(_batches_of_epoch, this))
+        for loop, *stages in compat.evaluation_loops(trainer):
+            self._patches.wrap_in_context(loop, "run", partial(_evaluation, this, *stages))
         for owner, method, patch in compat.step_arguments(trainer):
             self._patches.wrap(owner, method, patch)
         for worker in (self.worker, self.file_worker):  # freed without a close: threads end
@@ -255,13 +259,34 @@ class RunContext:
         self.meter.resume(self.stage)
         self.counters.end_epoch()
 
+    def report_monitored(self) -> None:
+        """Report what callbacks of Lightning monitor, before they read it."""
+        offered = any(getattr(part, "monitored", False) for part in self.parts)
+        if offered and compat.monitored(self.trainer):
+            self.tracker.count()
+            self.windows.report(self, False, monitored=True)
+            self.windows.gatherer.flush()
+            wait_until(self.windows.gatherer.poll, GATHER_TIMEOUT)
+            compat.complete_monitored(self.trainer)
+
+    def end(self) -> None:
+        """The current stage has ended, or ends when the loop that called its hooks returns."""
+        self.stages.end()
+        if not self.stages.within_loop:
+            self.exit()
+
     def exit(self) -> None:
-        """The current stage has ended."""
-        self.batches.end_stage(self.stage)
-        self.stages.exit()
-        self._select_stage()
-        self.spans.enter(self.stage)
-        self.meter.resume(self.stage)
+        """Leave the current stage; one without hooks was skipped."""
+        try:
+            if self.stages.ended:
+                self.stages.settle()
+                self.windows.report(self, True)
+        finally:
+            self.batches.end_stage(self.stage)
+            self.stages.exit()
+            self._select_stage()
+            self.spans.enter(self.stage)
+            self.meter.resume(self.stage)
 
     # -- for callbacks ------------------------------------------------------------------------
 
@@ -321,6 +346,39 @@ def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:
         if context is not None:
             context.abandon()
     return nullcontext()
+
+
+@contextmanager
+def _batches_of_epoch(reference: weakref.ref[RunContext]) -> Iterator[None]:
+    """The batches of an epoch of training: hooks before the first one are not part of it."""
+    context = reference()
+    if context is None or context.stage != "train":
+        yield
+        return
+    context.stages.begin_batches()
+    yield
+    if context.members:
+        context.members[0]._run_shared(context.report_monitored)
+
+
+@contextmanager
+def _evaluation(reference: weakref.ref[RunContext], stage: str, around: str) -> Iterator[None]:
+    """A call of an evaluation loop, which is a stage: it makes its iterators before its hooks.
+
+    Not if no stage of ours surrounds it: sanity checking, and a tuner's trials.
+    """
+    context = reference()
+    if context is None or context.stage != around or context.trainer.sanity_checking:
+        yield
+        return
+    driver = context.members[0]
+    if around:
+        driver._run_shared(context.report_monitored)
+    driver._run_shared(context.enter, stage)
+    context.stages.within_loop = context.stage == stage
+    yield  # an exception ends the run in this stage
+    if context.stages.within_loop and context.members:
+        driver._run_shared(context.exit)
 
 
 def _units(callbacks: Iterable[PerfCallback]) -> str:

@@ -98,10 +98,10 @@ class Reporting:
 
         Other loggers are not thread-safe: they get rank 0's metrics at the next `deliver`.
         """
-        metrics = _finite(metrics)
-        for target in self._own:
-            target.log(metrics, step)
-        self._later.append((metrics, step))
+        if metrics := _finite(metrics):
+            for target in self._own:
+                target.log(metrics, step)
+            self._later.append((metrics, step))
 
     def deliver(self) -> None:
         """Log the metrics of `log_from_worker` to other loggers, on the calling thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from threading import get_ident
 from time import perf_counter
@@ -19,7 +19,7 @@ from lightning_perf.timing.clock import NOTHING, Clock, SaveSpan, Span, SpanWith
 from lightning_perf.timing.totals import Action, Cost, Floor, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
@@ -134,7 +134,6 @@ class SpanRecorder:
         self._trainer: Trainer = weakref.proxy(trainer)
         self._module: LightningModule = weakref.proxy(module)  # type: ignore[assignment]
         self.clock = Clock()
-        self._nested = False
         #: Times on the device, where it has a clock of its own.
         self.device = device
         #: Our spans by their keys, made on first use.
@@ -162,35 +161,18 @@ class SpanRecorder:
         return self.latest
 
     def enter(self, stage: str) -> None:
-        """A stage starts; empty: the last one has ended."""
-        if not self._nested:
+        """A stage starts, or continues after one within it; empty: the last one has ended."""
+        if not self.clock.stage:
             self._wrap()  # loggers and metrics may be new
-            self._begin(stage)
+        self.clock.begin(stage)
+        if self.device is not None:
+            self.device.stage = stage
 
     def close(self) -> None:
         """Stop recording; spans that are still held do nothing."""
         self.clock.stop()
         self._patches.restore()
         self._backward.restore()
-
-    def _begin(self, stage: str) -> None:
-        self.clock.begin(stage)
-        if self.device is not None:
-            self.device.stage = stage
-
-    @contextmanager
-    def _inside(self, stage: str) -> Iterator[None]:
-        """A stage nested in the present one."""
-        if self._trainer.sanity_checking or self._nested:
-            yield
-            return
-        outer, self._nested = self.clock.stage, True
-        self._begin(stage)
-        try:
-            yield
-        finally:
-            self._nested = False
-            self._begin(outer)
 
     def _span(self, key: Key) -> AbstractContextManager[Any]:
         name = key if isinstance(key, str) else key[1]
@@ -258,8 +240,6 @@ class SpanRecorder:
         trainer, module = self._trainer, self._module
         for owner, method, category, name in compat.unspanned(trainer):
             self._time(owner, method, category, name)
-        inside = partial(self._inside, "validate")
-        self._patches.wrap_in_context(compat.validation_loop(trainer), "run", inside)
         for logger in trainer.loggers:
             for method in _LOGGER_METHODS:
                 self._time(logger, method, "logging", f"{type(logger).__name__}.{method}")

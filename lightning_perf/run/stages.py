@@ -79,6 +79,16 @@ class Counters:
         self.epoch_ends = epoch_ends
         return seconds
 
+    def add_seconds(self, now: float) -> None:
+        """Count the time until ``now`` for the stage, but for none of its batches."""
+        self.total_wct += now - self.mark
+        self.mark = now
+
+    @property
+    def begins_epoch(self) -> bool:
+        """Whether the last batch was the first of its epoch."""
+        return self.batch == self._epoch_began[0] + 1
+
     def end_epoch(self) -> None:
         """Count an epoch and reset the counts within it."""
         self.epoch += 1
@@ -174,7 +184,6 @@ class _Stage(NamedTuple):
     """One stage on the stack. Validation inside fit is above train."""
 
     name: str
-    entered: float
     limits: Limits
     counters: Counters
 
@@ -192,6 +201,12 @@ class StageStack:
         self.progress, self.ranks, self.run_name = progress, ranks, run_name
         self._device_timer = device_timer
         self._stages: list[_Stage] = []
+        #: Whether the current stage ends when Lightning's loop returns, not after its last hook.
+        self.within_loop = False
+        #: Whether the last hook of the current stage was called.
+        self.ended = False
+        # The time up to which validation inside fit is counted.
+        self._settled = 0.0
         # Progress of training at the last nested validation, and the seconds of earlier
         # validations.
         self._validated_at, self._validated_before = -1, 0.0
@@ -220,7 +235,7 @@ class StageStack:
 
         Made once per batch, because each schedule uses it.
         """
-        name, _, limits, counters = self._stages[-1]
+        name, limits, counters = self._stages[-1]
         key = name, counters.batch, counters.epoch
         if self._moment is None or key != self._moment_of:
             stamp, validated = counters.timestamp(), self.progress.validation_seconds
@@ -242,8 +257,12 @@ class StageStack:
     def enter(self, name: str, limits: Limits) -> None:
         """Begin a stage."""
         now, counters = perf_counter(), self.progress.stages[name]
+        if self._stages:
+            self._validated_at = self.counters.batch
+            self._validated_before = self.progress.validation_seconds
         counters.enter(now)
-        self._stages.append(_Stage(name, now, limits, counters))
+        self._settled, self.ended = now, False
+        self._stages.append(_Stage(name, limits, counters))
         self._moment = None
         if self._device_timer is not None:
             self._device_timer.enter()
@@ -253,20 +272,35 @@ class StageStack:
         self._stages[-1] = self._stages[-1]._replace(limits=limits)
         self._moment = None
 
+    def begin_batches(self) -> None:
+        """The first batch of the current stage begins: what came before is the stage's alone."""
+        if not self.counters.batches:
+            self.counters.add_seconds(perf_counter())
+
+    def end(self) -> None:
+        """The last hook of the current stage is called; checkpoints are written after it."""
+        self.ended = True
+        self.settle()
+        if self.stage != "train":  # another stage is one epoch
+            self.counters.end_epoch()
+
+    def settle(self) -> None:
+        """Count the seconds of the current stage up to now."""
+        now = perf_counter()
+        self.counters.add_seconds(now)
+        if self.nested:
+            # The enclosing training batch excludes validation inside fit.
+            seconds, self._settled = now - self._settled, now
+            self.progress.validation_seconds += seconds
+            self._stages[-2].counters.mark += seconds
+
     def exit(self) -> None:
         """End the current stage."""
-        ended = self._stages.pop()
-        if ended.name != "train":  # another stage is one epoch
-            ended.counters.end_epoch()
+        self.settle()
+        self._stages.pop()
+        self.within_loop = False
         if self._device_timer is not None:
             self._device_timer.exit()
-        if self._stages:
-            # The enclosing training batch excludes validation inside fit.
-            seconds, progress = perf_counter() - ended.entered, self.progress
-            self._validated_at = self.counters.batch
-            self._validated_before = progress.validation_seconds
-            progress.validation_seconds += seconds
-            self.counters.mark += seconds
 
     @contextmanager
     def exclude_from_batch_time(self) -> Iterator[None]:

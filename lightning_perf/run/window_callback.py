@@ -112,6 +112,8 @@ class WindowCallback(PerfCallback):
 
     #: A tuple or list of names of columns, or of patterns such as ``"timings/*"``.
     columns: Sequence[str] = ()
+    #: Whether callbacks of Lightning can monitor its metrics, which ``compat`` lists.
+    monitored = False
     #: Whether metrics of other stages than training carry the stage's name in front.
     prefixes_stage = True
 

@@ -181,14 +181,18 @@ class Windows:
         for position in self._gauges:
             origins[position] = 0.0
 
-    def report(self, context: RunContext, at_end: bool) -> None:
-        """Gather a snapshot for the callbacks that are due.
+    def report(self, context: RunContext, at_end: bool, *, monitored: bool = False) -> None:
+        """Gather a snapshot for the callbacks that are due, or for those that can be monitored.
 
         The due callbacks follow from values that all ranks share, so every rank sends the same
         messages.
         """
         subscriptions = self._subscriptions
-        due = [each for each in subscriptions if each.callback.is_due(context, at_end)]
+        due = [
+            each
+            for each in subscriptions
+            if (each.callback.monitored if monitored else each.callback.is_due(context, at_end))
+        ]
         self.quiet_until = min(
             (each.callback.trigger.quiet_until for each in subscriptions), default=inf
         )
@@ -201,7 +205,8 @@ class Windows:
         report = self._report(context, context.stage, sent, at_end)
         for each in due:
             each.callback.call(each.callback.window_ended, context)
-        ended = [each for each in due if at_end or each.callback.trigger.consume_request()]
+        now = at_end or monitored
+        ended = [each for each in due if now or each.callback.trigger.consume_request()]
         when = LAST if last else _NESTED_END if at_end else context.counters.batch
         number = sum(each.number for each in sent)
         deliver = partial(self._deliver, context, report, ended)

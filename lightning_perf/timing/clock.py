@@ -279,7 +279,8 @@ class GcTimer:
 
     def __init__(self, running: Callable[[], Action]) -> None:
         self._running = running
-        #: Seconds and collections, with ``gc`` as stage and the category and name of the action.
+        #: Seconds and collections, with ``gc`` as stage, and the name of the action and its
+        #: category in the view of training.
         self.costs: dict[Action, Cost] = {}
         self._began = 0.0
         self._called = self._collected
@@ -303,6 +304,6 @@ class GcTimer:
         except ReferenceError:
             self.close()
             return
-        key = Action("gc", action.category, action.name)
+        key = Action("gc", action.category_in("train"), action.name)
         seconds, calls = self.costs.get(key, (0.0, 0))
         self.costs[key] = Cost(seconds + spent, calls + 1)

@@ -38,6 +38,14 @@ class Action(NamedTuple):
     #: ``Class.hook``, ``Class.method`` or another name.
     name: str
 
+    def category_in(self, stage: str) -> str:
+        """Its category in the view of a stage.
+
+        In training's, validation inside of it is one category, apart from its checkpoints.
+        """
+        within = stage == "train" and self.stage == "validate"
+        return "validation" if within and self.category != "checkpoint" else self.category
+
 
 class Cost(NamedTuple):
     """Seconds and calls of an action."""
@@ -94,17 +102,14 @@ class Totals:
         """Seconds of each of ``CATEGORIES``, which add up to ``seconds``.
 
         Args:
-            stage: Whose view. In training's, validation inside of it is one category, apart from
-                its checkpoints.
+            stage: Whose view, as for `Action.category_in`.
             own: Leave out the time of other stages.
         """
         found = dict.fromkeys(CATEGORIES, 0.0)
         for action, cost in self.costs.items():
             if own and action.stage != stage:
                 continue
-            within = stage == "train" and action.stage == "validate"
-            validation = within and action.category != "checkpoint"
-            found["validation" if validation else action.category] += cost.seconds
+            found[action.category_in(stage)] += cost.seconds
         return found
 
     def table(self, categories: Iterable[str]) -> list[Share]:

@@ -158,3 +158,17 @@ def test_runs_without_common_figures_are_reported() -> None:
     """A run without measured times cannot be compared."""
     with pytest.raises(Incomparable, match="no time per batch in common"):
         compared({"windows": {"batches": [10] * 6}}, stage())
+
+
+def test_runs_with_and_without_timings_are_compared_by_one_quantity() -> None:
+    """Validation, which only timings contain, does not make a run slower than one without them."""
+    timed = {"batches": [10] * 6, "timed_batches": [10] * 6, "timed_seconds": [1.0] * 6}
+    bare = Measured("bare", {"windows": timed})
+    both = {"forward": [1.0] * 6, "validation": [3.0] * 6}
+    full = Measured("full", {"windows": {**timed, "timings": both}})
+    for run, baseline in ((full, bare), (bare, full)):
+        found = compare(run, [baseline])
+        assert found.slowdown.before == found.slowdown.after == 0.1
+        assert found.slower_than(0.05) is False
+        assert "without validation" in found.notes[0]
+    assert compare(full, [full]).slowdown.after == 0.4

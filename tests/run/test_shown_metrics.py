@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import copy
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     TQDMProgressBar,
 )
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
 from lightning_perf import Flops, SpeedMonitor
+from lightning_perf.run.compat import Shown
 
 PEAK = 1e12
 
@@ -57,8 +61,9 @@ def test_progress_bars_show_the_last_report(tmp_path: Path, kind: Any) -> None:
     run = trainer(tmp_path, speed, flops, bar, enable_progress_bar=True, log_every_n_steps=4)
     run.fit(Logs())
     assert bar.shown["mine"] == 3.0
-    assert float(bar.shown["samples/s"].replace(",", "")) > 0
-    assert 0 < float(bar.shown["mfu"].removesuffix("%")) < 100
+    assert str(bar.shown["samples/s"]).replace(",", "").partition(".")[0].isdigit()
+    assert f"{bar.shown['mfu']:.3f}".endswith("%")
+    assert 0 < float(bar.shown["mfu"]) < 1
     assert "tokens/s" not in bar.shown
 
 
@@ -77,7 +82,69 @@ def test_lightning_callbacks_can_monitor_throughput(tmp_path: Path) -> None:
     assert watched[key].item() == pytest.approx(speed.metrics[key])
     assert watched["mfu"].device == torch.device("cpu")
     assert "mfu=" in best.best_model_path
-    assert not math.isnan(watched["throughput/device/mfu"].item())
+    assert watched.keys() == {key, "mfu"}  # nothing that no callback asks for
+
+
+class Reads(L.Callback):
+    """Uses the bar's metrics as other packages do: as floats, which Lightning's are."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.histories: dict[str, list[float]] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        for key, value in trainer.progress_bar_metrics.items():
+            assert isinstance(value, float)
+            assert f"{float(value):.5g}"
+            self.sums[key] = value + self.sums.get(key, 0)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for key, metric in trainer.callback_metrics.items():
+            assert key.count("/") < 2
+            self.histories.setdefault(key, []).append(float(metric))
+
+
+def test_other_callbacks_can_calculate_with_the_metrics(tmp_path: Path) -> None:
+    """Metrics on the bar are floats, and histories of callback_metrics have one value per epoch."""
+    reads, speed = Reads(), SpeedMonitor(window_size=4)
+    flops = Flops(peak_flops=PEAK, schedule="every 4ba")
+    trainer(tmp_path, speed, flops, reads, max_epochs=3, log_every_n_steps=4).fit(Logs())
+    assert reads.sums["mfu"] > 0
+    assert {len(values) for values in reads.histories.values()} == {3}
+    assert reads.histories.keys() == {"mine"}
+
+
+def test_a_shown_number_is_a_number_with_a_text() -> None:
+    """Bars show the text; everything else calculates with, copies and stores the number."""
+    shown = Shown(0.0912, "9.12%")
+    assert f"{shown}" == f"{shown:.4}" == f"{shown:.3f}" == str(shown) == "9.12%"
+    assert Tqdm.format_num(shown) == "9.12%"
+    assert float(shown) == shown + 0 == torch.tensor(shown, dtype=torch.float64).item() == 0.0912
+    for copied in (pickle.loads(pickle.dumps(shown)), copy.copy(shown), copy.deepcopy(shown)):
+        assert type(copied) is float
+        assert copied == shown
+    assert json.dumps(shown) == "0.0912"
+
+
+@pytest.mark.parametrize("key", ["mfu", "throughput/device/mfu", "throughput/samples_per_sec"])
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 1}, {"limit_train_batches": 1}])
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+def test_a_monitor_sees_a_value_before_the_first_report(
+    tmp_path: Path, key: str, options: dict[str, Any], at_epoch_end: bool
+) -> None:
+    """Epochs shorter than a report or the window stop no training, whenever a monitor reads."""
+    stop = EarlyStopping(key, mode="max", patience=99, check_on_train_epoch_end=at_epoch_end)
+    best = ModelCheckpoint(tmp_path, monitor=key, mode="max")
+    speed, flops = SpeedMonitor(), Flops(peak_flops=PEAK, schedule="every 1000ba")
+    run = trainer(
+        tmp_path, stop, best, speed, flops, enable_checkpointing=True,
+        max_epochs=3, limit_val_batches=1, log_every_n_steps=50, **options,
+    )  # fmt: skip
+    run.fit(Small())
+    assert run.current_epoch == 3
+    assert run.callback_metrics[key].item() > 0
+    assert run.callback_metrics.keys() == {key}
+    assert best.best_model_path
 
 
 class Ranked(L.Callback):
@@ -94,7 +161,9 @@ class Ranked(L.Callback):
 def test_all_ranks_can_monitor_throughput(tmp_path: Path) -> None:
     """All ranks have the metric; EarlyStopping on rank 0 alone would wait for the others."""
     speed = SpeedMonitor(window_size=2)
-    trainer(tmp_path, speed, Ranked(tmp_path), max_epochs=3, **RANKS).fit(Small())
+    stop = EarlyStopping("throughput/samples_per_sec", mode="max", patience=9)
+    options = {"max_epochs": 3, "limit_val_batches": 1, **RANKS}
+    trainer(tmp_path, speed, stop, Ranked(tmp_path), **options).fit(Small())
     values = [float((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
     assert min(values) > 0
 
@@ -107,6 +176,7 @@ def test_a_key_of_the_module_is_not_replaced(tmp_path: Path) -> None:
             self.log("mfu", 42.0, prog_bar=True)
             return super().training_step(batch, batch_idx)
 
-    run = trainer(tmp_path, Flops(peak_flops=PEAK))
+    stop = EarlyStopping("mfu", patience=9, check_on_train_epoch_end=True)
+    run = trainer(tmp_path, Flops(peak_flops=PEAK), stop)
     run.fit(Own())
     assert run.callback_metrics["mfu"].item() == 42.0
