@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import platform
+import re
 import statistics
 import subprocess
 import tempfile
@@ -109,14 +110,20 @@ def train(
     active: bool = True,
     ranks: int = 1,
     diagnosed: bool = True,
+    workers: int | None = None,
 ) -> tuple[float, Any]:
-    """One training, with or without the faults: its seconds and its signals."""
+    """One training, with or without the faults: its seconds and its signals.
+
+    ``workers`` is an advised ``num_workers``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         epochs, steps = max(f.epochs for f in faults), max(f.steps for f in faults)
         module = workload(seed, ranks * steps // epochs)
         run = Run(module, magnitude * step, step, folder, active=active)
         for fault in faults:
             fault.plant(run)
+        if workers is not None:
+            module.loader = {"num_workers": workers, "persistent_workers": True}
         options = {**OPTIONS, "max_epochs": epochs, "default_root_dir": folder}
         if ranks > 1:
             torch.set_num_threads(1)  # a fork cannot inherit the threads of its parent
@@ -233,7 +240,30 @@ def case(
     if kind == "fault":
         clean = in_child(train, *setting, False, ranks)
         found |= {"clean_seconds": clean and clean[0], "clean_signals": clean and clean[1]}
+    if workers := advised_workers(found["verdicts"]):
+        followed = in_child(train, *setting, True, ranks, True, workers)
+        found |= {"workers": workers, "followed_signals": followed and followed[1]}
     return found
+
+
+def advised_workers(verdicts: list[dict[str, Any]]) -> int | None:
+    """The number of workers that a verdict promises to be faster."""
+    for verdict in verdicts:
+        number = re.search(r"num_workers=(\d+) (?:hides|loads)", verdict["advice"])
+        if number is not None and verdict["severity"] != "info":
+            return int(number[1])
+    return None
+
+
+def promise(result: dict[str, Any]) -> tuple[float, float] | None:
+    """The promised speed-up of a batch by more workers, and that of following the advice."""
+    if advised_workers(result["verdicts"]) != result.get("workers") or not result.get(
+        "followed_signals"
+    ):
+        return None
+    (verdict,) = [v for v in result["verdicts"] if v["code"] == "input-bound"]
+    before, after = (result[name].step_seconds for name in ("signals", "followed_signals"))
+    return before / verdict["evidence"]["advised_step_seconds"], before / after
 
 
 def cases(part: str, only: str | None) -> list[tuple[str, list[Fault], str, int, float, int]]:
@@ -257,6 +287,16 @@ def cases(part: str, only: str | None) -> list[tuple[str, list[Fault], str, int,
             name = names[index % len(names)]
             found.append(("compound", both, name, seed, plan["magnitudes"][-1], ranks))
     return [each for each in found if only is None or any(only in f.name for f in each[1])]
+
+
+def claimed(result: dict[str, Any]) -> float:
+    """The sum of the shares of all verdicts."""
+    return sum(float(verdict["share"]) for verdict in result["verdicts"])
+
+
+def median(errors: list[float]) -> str:
+    """The median of errors, in percent."""
+    return f"{statistics.median(errors):.1%}" if errors else "-"
 
 
 def blamed(result: dict[str, Any], *severities: str) -> list[dict[str, Any]]:
@@ -288,7 +328,9 @@ def score(results: list[dict[str, Any]]) -> dict[str, str]:
         shares = [v for v in blamed(r) if v["code"] in r["codes"] and v["share"]]
         if shares and r.get("clean_seconds"):
             actual = r["seconds"] / r["clean_seconds"]
-            errors.append(abs(shares[0]["predicted_speedup"] / actual - 1))
+            errors.append(abs(1 / (1 - min(shares[0]["share"], 0.99)) / actual - 1))
+    promises = [found for r in done if (found := promise(r))]
+    broken = [abs(promised / actual - 1) for promised, actual in promises]
 
     def part(count: int, of: int) -> str:
         return f"{count / of:.2f} ({count}/{of})" if of else "-"
@@ -299,7 +341,9 @@ def score(results: list[dict[str, Any]]) -> dict[str, str]:
         "precision": part(len(right), len(said)),
         "top-1": part(len(top), len(faults)),
         "culprit": part(len(correct), len(named)),
-        "predicted speed-up, median error": f"{statistics.median(errors):.1%}" if errors else "-",
+        "speed-up without the fault, median error": median(errors),
+        "speed-up with the advised workers, median error": f"{median(broken)} of {len(broken)}",
+        "largest sum of shares in a run": f"{max(map(claimed, done), default=0):.2f}",
         "traps with a warning": part(sum(bool(blamed(r)) for r in traps), len(traps)),
         "traps with a critical": part(sum(bool(blamed(r, "critical")) for r in traps), len(traps)),
     }
@@ -345,10 +389,10 @@ def main() -> None:
         if given.record:
             with given.record.open("ab") as record:
                 pickle.dump(result, record)
-        result = {name: each for name, each in result.items() if not name.endswith("signals")}
         if given.out:
+            kept = {name: each for name, each in result.items() if not name.endswith("signals")}
             with given.out.open("a") as out:
-                out.write(json.dumps(result) + "\n")
+                out.write(json.dumps(kept) + "\n")
         if result.get("failed"):
             print("failed:", result)
             continue
@@ -371,6 +415,9 @@ def line(result: dict[str, Any]) -> str:
     """One case: the expected and the found verdicts."""
     found = [f"{v['code']}/{v['severity']}/{v['share']:.2f}/{v['culprit']}" for v in blamed(result)]
     actual = result["seconds"] / (result.get("clean_seconds") or result["seconds"])
+    if followed := promise(result):
+        workers = result["workers"]
+        found.append(f"num_workers={workers}: {followed[0]:.2f}x promised, {followed[1]:.2f}x true")
     return (
         f"{'+'.join(result['faults']):32} {result['workload']:11} {result['magnitude']:4} wanted "
         f"{','.join(result['codes']) or 'nothing':18} actual {actual:.2f}x  {'  '.join(found)}"

@@ -141,12 +141,20 @@ def too_few_workers(run: Run) -> None:
     run.module.loader = {"num_workers": 1, "persistent_workers": True}
 
 
+@fault("input-bound", culprit="train_dataloader_next")
+def a_worker_that_computes(run: Run) -> None:
+    """Its CPU time competes with the threads of torch, and with more workers."""
+    each = (run.step + run.extra) / run.module.batch_size if run.active else 0.0
+    run.module.data.item = lambda index: spin(each)
+    run.module.loader = {"num_workers": 1, "persistent_workers": True}
+
+
 @fault("transfer-bound")
 def slow_transfer(run: Run) -> None:
     run.module.places["transfer"] = lambda index: run.sleep(run.extra)
 
 
-@fault("epoch-restart", culprit="iter", epochs=6)
+@fault("epoch-restart", culprit="first fetch", epochs=6)
 def slow_epoch_start(run: Run) -> None:
     length = len(run.module.data)
 

@@ -24,10 +24,11 @@ from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict, diagnose
 from lightning_perf.diagnosis.report import document, report_page
-from lightning_perf.diagnosis.signals import COMPILE, Loader, Record, Setup
+from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record, Setup
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.flops import is_compiled
 from lightning_perf.profilers.pytorch import PyTorch
+from lightning_perf.profilers.windows import OpenRecording
 from lightning_perf.run import compat, destination
 from lightning_perf.run.batches import TIMED
 from lightning_perf.run.callback import PerfCallback
@@ -62,8 +63,8 @@ class Diagnosis(WindowCallback):
     collections, compilations, memory and the machine. ``verdicts`` lists what they found, the most
     costly first; a run without a problem is ``healthy``. The end of the run shows a panel in the
     terminal and leaves ``diagnosis.json`` and ``report.html`` in ``folder`` and among MLflow's
-    artifacts. ``diagnosis/CODE`` is logged as a metric: the share of the wall time that would be
-    saved, if there is one.
+    artifacts. ``diagnosis/CODE`` is logged as a metric: the share of the run's wall time that the
+    cause takes, if there is one.
 
     Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
     on a background thread of rank 0 and takes at most 0.2 % of the time: with very short steps it
@@ -74,8 +75,8 @@ class Diagnosis(WindowCallback):
         schedule: When to analyse during training. The end is always diagnosed.
         rules: Rules to apply; by default those of the package.
         terminal: Whether to print the summary of the run at its end, verdicts first.
-        capture: Whether the first critical verdict starts a trace of five steps, which the report
-            summarizes. A `PyTorch` profiler records the steps that its schedule selects instead.
+        capture: Whether the first critical verdict starts a trace of five batches, which the report
+            summarizes. A `PyTorch` profiler records the batches that its schedule selects instead.
 
     Raises:
         ConfigError: If an argument is not valid.
@@ -147,6 +148,8 @@ class Diagnosis(WindowCallback):
         # When training began, and CPU seconds of analyses since.
         self._start: float | None = None
         self._spent = 0.0
+        # Windows in which a profiler recorded, and recordings of this process.
+        self._recordings = self._opened = 0
         self._active = False
 
     @override
@@ -186,6 +189,7 @@ class Diagnosis(WindowCallback):
             self._compiled = _compilations()
         if context.stage == "train" and self._start is None:
             self._start = time.monotonic()
+            self._opened = OpenRecording.opened
             self._record.origin = {**context.spans.totals.costs, **self._other_costs()}
             self._setup = _setup(context)
             self._next = context.counters.batch + _FEWEST_BATCHES
@@ -210,6 +214,8 @@ class Diagnosis(WindowCallback):
                 within.calls + now.calls - before.calls,
             )
         if context.stage == "train" and context.ranks.global_rank == 0:
+            opened, self._opened = self._opened, OpenRecording.opened
+            self._recordings += opened != self._opened or OpenRecording.current is not None
             self._costs.append({**context.spans.latest.costs, **self._other_costs()})
 
     @override
@@ -244,12 +250,16 @@ class Diagnosis(WindowCallback):
     def _add_steps(self, stage: str, records: Sequence[BatchRecord]) -> None:
         if stage == "train":
             first = next((record[0] for record in records if record[5]), None)
-            seconds = [nan if slowed else s for s, *_, slowed, _, _ in records]
-            self._record.add_steps(seconds, first, [record[6] for record in records])
+            steps = [
+                (nan if slowed else seconds, nan if cost is None else cost.total, begins)
+                for seconds, _, _, cost, slowed, _, begins in records
+            ]
+            self._record.add_steps(steps, first)
 
     def _other_costs(self) -> Costs:
-        """The costs of compilations, waits for a CPU and garbage collections so far."""
+        """The costs of compilations, waits for a CPU, recordings and collections so far."""
         collections = self._gc.costs if self._gc is not None else {}
+        recordings = {RECORDING: Cost(0.0, self._recordings)}
         now, within = _compilations(), self._compiled_within
         outside = Cost(now.seconds - within.seconds, now.calls - within.calls)
         parts = {"forward": outside, "validation": within}
@@ -258,7 +268,7 @@ class Diagnosis(WindowCallback):
             for category, cost in parts.items()
             if cost.calls
         }
-        return {**compilations, **run_queue(), **collections}
+        return {**compilations, **run_queue(), **recordings, **collections}
 
     def _signals(self, context: RunContext) -> Signals:
         mfu = None
@@ -266,7 +276,9 @@ class Diagnosis(WindowCallback):
             totals = dict(zip(TIMED, context.batches.totals("train"), strict=False))
             seconds, ideal = totals["flops/seconds"], totals["flops/ideal_seconds"]
             mfu = ideal / seconds if ideal and seconds else None
-        return self._record.signals(self._setup, mfu)
+        # Lightning creates this loader with the first validation.
+        loader = _loader(compat.validation_loader(context.trainer))
+        return self._record.signals(replace(self._setup, validation_loader=loader), mfu)
 
     def _analyse(self, signals: Signals, context: RunContext, step: int) -> None:
         """Diagnose; on a worker thread while training runs."""
@@ -353,6 +365,8 @@ def _setup(context: RunContext) -> Setup:
         compiled=is_compiled(context.module),
         log_every_n_steps=compat.log_every_n_steps(trainer),
         batches_per_epoch=limits.batches_per_epoch,
+        automatic_optimization=context.module.automatic_optimization,
+        reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
         loader=_loader(compat.training_loader(trainer)),
         ours=frozenset(
             type(each).__name__ for member in context.members for each in member.with_parts

@@ -124,7 +124,7 @@ def _natural(path: str) -> list[tuple[int, str]]:
     ),
     argument(
         "--threshold",
-        "Exit with code 1 if a step takes longer by more than this, with 95% confidence: "
+        "Exit with code 1 if a batch takes longer by more than this, with 95% confidence: "
         "such as 5%.",
     ),
     TRACKING_URI,

@@ -14,6 +14,7 @@ from lightning_perf.diagnosis.rules import (
     FunctionRule,
     Impact,
     Rule,
+    Unclaimed,
     Verdict,
     costs,
     judge,
@@ -43,29 +44,30 @@ __all__ = [
     "judge",
 ]
 
-#: All rules of the package.
+#: All rules of the package, the most specific first: a second that several could claim belongs to
+#: the first of them.
 RULES: tuple[Rule, ...] = (
-    FunctionRule("input-bound", costs.input_bound, 0.10),
+    FunctionRule("cpu-saturated", machine.cpu_saturated, 0.10),
+    FunctionRule("gc-pauses", steps.gc_pauses, 0.03),
+    FunctionRule("recompile", steps.recompile, 0.05),
     FunctionRule("transfer-bound", costs.transfer_bound, 0.10),
-    FunctionRule("epoch-restart", costs.epoch_restart, 0.05),
     FunctionRule("callback-bound", costs.callback_bound, 0.05),
     FunctionRule("logger-bound", costs.logger_bound, costs.LOGGERS),
     FunctionRule("checkpoint-bound", costs.checkpoint_bound, costs.CHECKPOINTS),
     FunctionRule("validation-bound", costs.validation_bound, 0.15),
-    FunctionRule("warmup", steps.warmup),
-    FunctionRule("recompile", steps.recompile, 0.05),
-    FunctionRule("gc-pauses", steps.gc_pauses, 0.03),
+    FunctionRule("epoch-restart", costs.epoch_restart, 0.05),
     FunctionRule("periodic-stall", steps.periodic_stall, 0.10),
+    FunctionRule("input-bound", costs.input_bound, 0.10),
+    FunctionRule("sync-bound", machine.sync_bound, 0.10),
+    FunctionRule("warmup", steps.warmup),
     FunctionRule("slowdown", steps.slowdown),
-    FunctionRule("straggler", ranks.straggler),
     FunctionRule("communication-bound", ranks.communication_bound, 0.10),
+    FunctionRule("straggler", ranks.straggler),
     FunctionRule("host-memory-growth", machine.host_memory_growth),
     FunctionRule("device-memory-growth", machine.device_memory_growth),
-    FunctionRule("cpu-saturated", machine.cpu_saturated, 0.10),
     FunctionRule("throttled", machine.throttled),
     FunctionRule("launch-bound", machine.launch_bound, 0.10),
     FunctionRule("low-gpu-utilization", machine.low_gpu_utilization, 0.10),
-    FunctionRule("sync-bound", machine.sync_bound, 0.10),
     FunctionRule("compute-bound", steps.compute_bound),
 )
 #: All codes, which are stable.
@@ -88,6 +90,8 @@ class Findings:
 def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
     """Apply rules to signals; a rule that fails or lacks a signal is listed with its reason.
 
+    No second is in two verdicts: it belongs to the first rule that claims it.
+
     Example:
         >>> diagnose(Signals(windows=[])).abstained
         {'all': '0 batches were measured, and a diagnosis needs 30'}
@@ -99,9 +103,13 @@ def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
         return Findings(abstained={"all": "the time of the batches was not measured"})
     found: list[Verdict] = []
     abstained: dict[str, str] = {}
+    unclaimed = Unclaimed(signals)
     for rule in rules:
         try:
-            found += rule(signals)
+            if isinstance(rule, FunctionRule):
+                found += rule(signals, unclaimed)
+            else:
+                found += map(unclaimed.limited, rule(signals))
         except Unknown as why:
             abstained[rule.code] = str(why)
         except Exception as error:
@@ -117,8 +125,8 @@ def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
             )
         if signals.step_seconds < LEAST:
             advice = (
-                f"No cause is worth a warning. Steps of {duration(signals.step_seconds)} are "
-                "mostly overhead of Python and Lightning: larger batches do more work per step."
+                f"No cause is worth a warning. Batches of {duration(signals.step_seconds)} are "
+                "mostly overhead of Python and Lightning: larger ones do more work each."
             )
         found.insert(0, Verdict("healthy", "info", advice=advice))
     return Findings(found, abstained)

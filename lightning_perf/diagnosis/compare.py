@@ -25,7 +25,7 @@ _RATES = {
     "tokens_per_sec": "tokens",
     "mfu": "ideal_seconds",
 }
-_STEP, _SAMPLE, _SIZE = ("step", "step"), ("step", "sample"), ("size", "batch")
+_STEP, _SAMPLE, _SIZE = ("step", "batch"), ("step", "sample"), ("size", "batch")
 #: All of the time per batch, and that of timed batches alone.
 _WHOLE, _TIMED = ("step", "whole"), ("step", "timed")
 _KINDS = ("step", "phase", "culprit", "rate")

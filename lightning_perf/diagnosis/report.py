@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_perf.charts import Areas, Heading, Part, Table, page
 from lightning_perf.charts.stacked import stack
-from lightning_perf.diagnosis.rules import without_none
+from lightning_perf.diagnosis.rules import called, without_none
 from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.summary import facts, tables
@@ -36,6 +36,22 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "celsius": lambda value: f"{value:.0f} °C",
     "watts": lambda value: f"{value:.0f} W",
     "mhz": lambda value: f"{value:.0f} MHz",
+}
+#: What evidence is called in texts, beside its name in JSON.
+_EVIDENCE = {
+    "wait_seconds": "waiting for a batch",
+    "step_seconds": "time per batch",
+    "advised_step_seconds": "time per batch as advised",
+    "first_step_seconds": "first batch",
+    "median_step_seconds": "median batch",
+    "before_seconds": "batch before",
+    "after_seconds": "batch after",
+    "compile_seconds": "compilation",
+    "cpu_percent": "CPUs in use",
+    "own_percent": "by this training",
+    "iowait_percent": "CPUs waiting for I/O",
+    "num_workers": "num_workers",
+    "torch_threads": "threads of torch",
 }
 #: Lower bounds below this share are not shown.
 _SHOWN = 1e-3
@@ -81,13 +97,19 @@ def headline(verdict: Verdict) -> str:
         'callback-bound (critical): Plots.on_fit_start, 25% of the time, 1.33x faster without it'
     """
     text = verdict.code if verdict.code == "healthy" else f"{verdict.code} ({verdict.severity})"
-    parts = [verdict.culprit] if verdict.culprit else []
+    parts = [_culprit(verdict.culprit)] if verdict.culprit else []
     if verdict.rank is not None and verdict.culprit != f"rank {verdict.rank}":
         parts.append(f"rank {verdict.rank}")
     if verdict.share:
         parts.append(f"{verdict.share:.0%} of the time")
-        parts.append(f"{verdict.predicted_speedup:.2f}x faster without it")
+        how = "as advised" if "advised_step_seconds" in verdict.evidence else "without it"
+        parts.append(f"{verdict.predicted_speedup:.2f}x faster {how}")
     return f"{text}: {', '.join(parts)}" if parts else text
+
+
+def _culprit(name: str) -> str:
+    stage, _, category = name.partition(".")
+    return f"validation, mostly {category}" if stage == "validate" else called(name)
 
 
 def evidence_text(verdict: Verdict) -> str:
@@ -97,27 +119,32 @@ def evidence_text(verdict: Verdict) -> str:
         >>> from lightning_perf.diagnosis import Verdict
         >>> evidence = {"lower_bound_share": 0.2, "first_step_seconds": 1.5, "calls": 4.0}
         >>> evidence_text(Verdict("warmup", "info", evidence=evidence))
-        'at least 20.0% of the time, first step: 1.50 s, calls: 4'
+        'It takes at least 20.0% of the time. Measured: first batch 1.50 s, calls 4.'
     """
-    found = []
+    takes, measured = [], []
     for name, value in verdict.evidence.items():
         words, _, unit = name.rpartition("_")
+        label = _EVIDENCE.get(name)
         if isinstance(value, str) or not isfinite(value):
-            found.append(f"{_words(name)}: {value}")
+            measured.append(f"{label or _words(name)} {value}")
         elif name == "lower_bound_share":
-            found += [f"at least {value:.1%} of the time"] if value >= _SHOWN else []
+            takes += [f"at least {value:.1%} of the time"] if value >= _SHOWN else []
+        elif name == "seconds_per_batch":
+            takes.append(f"{duration(value)} per batch")
         elif unit in _UNITS and words:
-            found.append(f"{_words(words)}: {_UNITS[unit](value)}")
+            measured.append(f"{label or _words(words)} {_UNITS[unit](value)}")
         elif name.startswith("seconds_per_"):
-            found.append(f"{duration(value)} per {unit}")
+            measured.append(f"{duration(value)} per {unit}")
         else:
             number = f"{value:,.0f}" if value == int(value) else three_digits(value)
-            found.append(f"{_words(name)}: {number}")
-    return ", ".join(found)
+            measured.append(f"{label or _words(name)} {number}")
+    found = [f"It takes {' and '.join(takes)}."] if takes else []
+    found += [f"Measured: {', '.join(measured)}."] if measured else []
+    return " ".join(found)
 
 
 def _words(name: str) -> str:
-    return name.replace("_", " ").replace("cpu", "CPU").replace("gpu", "GPU")
+    return name.replace("_", " ").replace("cpu", "CPU").replace("gpu", "GPU").replace("sm ", "SM ")
 
 
 def document(
@@ -192,7 +219,7 @@ def _parts(
         each, share = duration(ours["seconds_per_batch"]), ours["share"]
         yield f"{each} per batch in hooks, {share:.1%} of the time."
     if captured is not None:
-        yield Heading("Captured steps")
+        yield Heading("Captured batches")
     if isinstance(captured, str):
         yield f"There is no trace: {captured}."
     elif captured is not None:

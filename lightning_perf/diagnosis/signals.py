@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import TypeAlias
 
+    from numpy.typing import NDArray
+
     from lightning_perf.core.window import Window
     from lightning_perf.diagnosis.stats import Numbers
 
@@ -28,18 +30,26 @@ if TYPE_CHECKING:
 GC, COMPILE = "gc", "compile"
 #: Time in which the training thread was ready to run but had no CPU.
 WAITING = Action(QUEUE, "", "waiting")
+#: Its CPU time.
+RUNNING = Action(QUEUE, "", "running")
 #: Categories of a batch's own work.
 COMPUTE = ("forward", "backward", "optimizer_step")
 #: Categories of the time of batches. Nested validation is between them.
 IN_BATCHES = tuple(name for name in CATEGORIES if name != "validation")
+#: Windows, as calls, in which one of our own profilers recorded.
+RECORDING = Action("recorder", "", "recording")
 #: Stages of costs that are part of others.
-_APART = (GC, COMPILE, QUEUE)
+_APART = (GC, COMPILE, QUEUE, RECORDING.stage)
 #: Names of the fetches of batches, and of further costs of an epoch.
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
+#: The end of the names of classes whose methods are collectives.
+STRATEGY = "Strategy"
 #: The column of batches that were timed on the device.
 _DEVICE_BATCHES = "timings/device/batches"
 #: Percent of the CPUs in use above which threads wait for one.
-_FULL = 90.0
+FULL = 90.0
+#: Percent of the CPUs that other programs use from which on advice names them.
+FOREIGN = 20.0
 #: Actions that occur in fewer than this share of batches are rare: not in each of them.
 _RARE = 0.9
 #: The minimum of further windows for the first one to be dropped as warm-up.
@@ -56,7 +66,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """The settings of the training's DataLoader."""
+    """The settings of a DataLoader."""
 
     num_workers: int = 0
     batch_size: int | None = None
@@ -79,7 +89,11 @@ class Setup:
     compiled: bool = False
     log_every_n_steps: int = 50
     batches_per_epoch: int | None = None
+    automatic_optimization: bool = True
+    #: Whether each epoch has a new DataLoader.
+    reloads: bool = False
     loader: Loader | None = None
+    validation_loader: Loader | None = None
     #: Class names of our own callbacks.
     ours: frozenset[str] = frozenset()
 
@@ -107,8 +121,10 @@ class Signals:
     origin: Costs = field(default_factory=dict)
     #: Seconds of the latest batches, in order; NaN for those that we slowed down.
     steps: Numbers = field(default_factory=lambda: np.empty(0))
+    #: Model FLOPs of the same batches; NaN where they are unknown. Empty if all are.
+    flops: Numbers = field(default_factory=lambda: np.empty(0))
     #: Whether each of these batches was the first of its epoch; empty if that is unknown.
-    firsts: Numbers = field(default_factory=lambda: np.empty(0, dtype=bool))
+    firsts: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=bool))
     #: Batches before the first one in ``steps``.
     dropped: int = 0
     #: Seconds of the first batch of the run.
@@ -142,10 +158,11 @@ class Signals:
     @cached_property
     def wall(self) -> Numbers:
         """Wall seconds of each window, mean over ranks."""
-        return sum(self._categories.values(), self.nothing)
+        return sum(self.spent.values(), self.nothing)
 
     @cached_property
-    def _categories(self) -> dict[str, Numbers]:
+    def spent(self) -> dict[str, Numbers]:
+        """Seconds of all categories in each window, mean over ranks, with all that is in them."""
         return {
             name: np.array([window.mean(f"timings/{name}") for window in self.windows])
             for name in CATEGORIES
@@ -153,7 +170,7 @@ class Signals:
 
     def category(self, name: str) -> Numbers:
         """Seconds of a category in each window, without collections and compilations in it."""
-        seconds = self._categories[name]
+        seconds = self.spent[name]
         for stage in (GC, COMPILE):
             rows = [row for row in self.actions if (row.stage, row.category) == (stage, name)]
             seconds = seconds - self.total(rows).seconds
@@ -198,7 +215,7 @@ class Signals:
         How long threads and processes other than the training thread wait is not measured.
         """
         busy = self.average("system/cpu_util_simple") or 0.0
-        return 1 - min((self.foreign or 0.0) / 100, 1.0) if busy >= _FULL else 1.0
+        return 1 - min((self.foreign or 0.0) / 100, 1.0) if busy >= FULL else 1.0
 
     def gpu_averages(self, name: str, latest: bool = False) -> list[float]:
         """The mean of a sensor of each GPU that was sampled, as `average`."""
@@ -259,6 +276,11 @@ class Signals:
             sum((self.actions[row].calls for row in rows), self.nothing),
         )
 
+    def within(self, rows: Sequence[Action]) -> dict[str, Numbers]:
+        """Seconds of some actions in each window, by category."""
+        names = dict.fromkeys(row.category for row in rows)
+        return {n: self.total([row for row in rows if row.category == n]).seconds for n in names}
+
     def seconds(self, row: Action) -> float:
         """The total cost of a named action."""
         return float(self.actions[row].seconds.sum())
@@ -278,14 +300,24 @@ class Signals:
         """Seconds in each window in which the training thread was ready to run, but had no CPU."""
         return self.actions[WAITING].seconds if WAITING in self.actions else self.nothing
 
+    @cached_property
+    def recordings(self) -> Numbers:
+        """The windows so far in which one of our profilers recorded."""
+        calls = self.actions[RECORDING].calls if RECORDING in self.actions else self.nothing
+        return np.cumsum(calls)
+
     # -- input ----------------------------------------------------------------------------------
 
     @cached_property
     def restarts(self) -> Series:
-        """The cost of starting an epoch, beyond a usual fetch; calls are epochs."""
+        """The cost of starting an epoch, beyond a usual fetch; calls are epochs.
+
+        Without another fetch, in epochs of one batch, the first one is usual.
+        """
         rows = [row for row in self.rows("dataloader_next") if row.name in RESTART]
         usual = self.total([row for row in self.rows("dataloader_next") if row.name == FETCH])
         first = self.total([row for row in rows if row.name == "first fetch"])
+        usual = usual if usual.calls.any() else first
         each = usual.seconds.sum() / max(usual.calls.sum(), 1.0)
         seconds = self.total(rows).seconds - each * first.calls
         return Series(np.maximum(seconds, 0.0), first.calls)
@@ -316,7 +348,8 @@ class Signals:
         """Batches that took far longer than others; and their excess that no rare event explains.
 
         The second value is in seconds per window. Rare events have names: checkpoints, callbacks
-        and loggers that work occasionally, collections, compilations and starts of epochs.
+        and loggers that work occasionally, steps of the optimizer after accumulated batches,
+        collections, compilations and starts of epochs.
         """
         found, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
         window = np.searchsorted(ends, found.positions + self.dropped, side="right")
@@ -336,7 +369,10 @@ class Signals:
             for row, series in self.actions.items()
             if (row.stage in (GC, COMPILE) and row.category != "validation")
             or row.category == "checkpoint"
-            or ("." in row.name and series.calls.sum() < _RARE * batches)
+            or (
+                ("." in row.name or row.category == "optimizer_step")
+                and series.calls.sum() < _RARE * batches
+            )
         ]
         return self.total([row for row in rare if row.stage != "validate"]).seconds
 
@@ -366,8 +402,8 @@ class Record:
         self.origin: Costs = {}
         # Each window with the named costs up to its end.
         self._windows: list[tuple[Window, Costs]] = []
-        self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
-        self._firsts: deque[bool] = deque(maxlen=_MOST_STEPS)
+        # Seconds and FLOPs of each, and whether it was the first of its epoch.
+        self._steps: deque[tuple[float, float, bool]] = deque(maxlen=_MOST_STEPS)
         self._count = 0
         self._first: float | None = None
 
@@ -389,28 +425,26 @@ class Record:
             self._windows = [first, *(reduce(_merged, pair) for pair in pairs)]
 
     def add_steps(
-        self,
-        seconds: Sequence[float],
-        first: float | None = None,
-        firsts: Sequence[bool] = (),
+        self, steps: Sequence[tuple[float, float, bool]], first: float | None = None
     ) -> None:
-        """Add the times of batches, in order, NaN for those that do not count.
+        """Add the seconds and FLOPs of batches, in order, NaN for those that do not count.
 
-        ``first`` is the time of the run's first batch, if it is among them, and ``firsts`` says
-        which of them began an epoch.
+        ``first`` is the time of the run's first batch, if it is among them, and the
+        third value of each says whether it began an epoch.
         """
         if not self._steps:
             self._first = first
-        self._steps.extend(seconds)
-        self._firsts.extend(firsts)
-        self._count += len(seconds)
+        self._steps.extend(steps)
+        self._count += len(steps)
 
     def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
         """The signals collected so far; cheap, and safe to use on another thread."""
         windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
-        steps, dropped = np.array(self._steps, dtype=float), self._count - len(self._steps)
-        firsts = np.array(self._firsts, dtype=bool)
-        return Signals(windows, costs, self.origin, steps, firsts, dropped, self._first, mfu, setup)
+        steps, flops, firsts = np.array(self._steps, dtype=float).reshape(-1, 3).T
+        dropped = self._count - len(steps)
+        return Signals(
+            windows, costs, self.origin, steps, flops, firsts > 0, dropped, self._first, mfu, setup
+        )
 
 
 def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:

@@ -71,12 +71,15 @@ class OpenRecording:
     batches: int = 0
     #: The open recording of this process.
     current: ClassVar[OpenRecording | None] = None
+    #: The recordings that this process has begun.
+    opened: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         if (current := OpenRecording.current) is not None:
             wanted, other = type(self.owner).__name__, type(current.owner).__name__
             raise RecorderBusy(wanted, f"another {other}" if other == wanted else other)
         OpenRecording.current = self
+        OpenRecording.opened += 1
         try:
             if not hasattr(self.recording, "__next__"):
                 raise TypeError("record() is not a generator: yield between start and stop")

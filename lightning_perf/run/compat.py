@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from lightning_perf.core.progress import Limits, Ranks
-from lightning_perf.flops import device_name
+from lightning_perf.flops import device_name, is_compiled
 from lightning_perf.patches import MethodPatch
 from lightning_perf.tracking.summary import installed_version
 from lightning_perf.units import three_digits
@@ -212,6 +212,9 @@ def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
             "other",
             "Trainer.broadcast_sigterm",
         )
+        if not is_compiled(trainer.lightning_module):  # it is called in the module's code
+            gather = f"{type(trainer.strategy).__name__}.all_gather"
+            yield trainer.strategy, "all_gather", "reduce_metrics", gather
     # These create the iterators and, in the first epoch, fetch the first batches of unsized data.
     yield fit, "setup_data", "dataloader_next", "iter"
     for loop, _, _ in evaluation_loops(trainer):
@@ -392,7 +395,16 @@ def setup_of(trainer: Trainer) -> dict[str, object]:
 
 def training_loader(trainer: Trainer) -> Any:
     """The training's DataLoader, the first one of several, or None."""
-    loaders: Any = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
+    return _first_loader(getattr(trainer, "fit_loop", None))
+
+
+def validation_loader(trainer: Trainer) -> Any:
+    """The same of validation inside of fit; None before the first one."""
+    return _first_loader(validation_loop(trainer))
+
+
+def _first_loader(loop: Any) -> Any:
+    loaders: Any = getattr(loop, "_combined_loader", None)
     return next(iter(getattr(loaders, "flattened", None) or ()), None)
 
 

@@ -162,16 +162,28 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
         f"{row['share']:.1%}  {row['name']} ({counted(row['calls'], 'call')})" for row in costs
     ]
     if lines:
-        yield "callbacks, loggers\nand checkpoints", "\n".join(lines[:_MOST_COSTS])
+        yield "costs by name", "\n".join(lines[:_MOST_COSTS])
     if overhead := summary.get("overhead"):
         advice = ": raise Trainer(log_every_n_steps)" if overhead["share"] > _COSTLY else ""
         yield "lightning_perf", f"{overhead['share']:.1%} of the time{advice}"
 
 
 def _times(windows: Sequence[Mapping[str, Any]]) -> Iterator[_Row]:
-    """Categories by their share of time in the first window, the largest first."""
+    """Categories by their share of time in the first window, the largest first.
+
+    Rates are of timed batches alone, and times of everything.
+    """
+    if windows and any(_per_batch(window) for window in windows):
+        yield "all time, with\nstart and end", *map(_per_batch, windows)
     for name in _largest(windows[0], _MOST_CATEGORIES) if windows else ():
         yield name, *(_share(window, name) for window in windows)
+
+
+def _per_batch(window: Mapping[str, Any]) -> str:
+    whole = sum((window.get("timings") or {}).values())
+    if not whole > 0:
+        return ""
+    return f"{duration(whole / (window['batches'] or 1))} per batch"
 
 
 def _largest(window: Mapping[str, Any], most: int) -> list[str]:

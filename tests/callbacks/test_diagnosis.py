@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from helpers.clocks import FakeClock
@@ -307,6 +308,25 @@ def test_verdicts_are_updated_during_training(tmp_path: Path) -> None:
     assert [each.code for each in diagnosis.verdicts] == ["mine"]
 
 
+def test_signals_have_the_work_of_batches_and_the_windows_of_recordings(tmp_path: Path) -> None:
+    """The FLOPs are those of each batch, and a short recording between two reports is noticed."""
+
+    class Keeps(CountingRule):
+        def __call__(self, signals: Signals) -> list[Verdict]:
+            self.signals = signals
+            return []
+
+    rule, flops = Keeps(), Flops()
+    diagnosis = Diagnosis(rules=[rule], schedule=None, terminal=False)
+    profiler = PyTorch(schedule="at 22ba for 2ba")
+    options: dict[str, Any] = {"log_every_n_steps": 10, "limit_val_batches": 1}
+    trainer(tmp_path, diagnosis, flops, profiler, **options).fit(Model())
+    known = rule.signals.flops[np.isfinite(rule.signals.flops)]
+    assert set(known) == {flops.metrics["batch_flops"]}
+    assert list(np.diff(rule.signals.recordings, prepend=0)) == [0, 0, 1, 0]
+    assert rule.signals.setup.validation_loader is not None
+
+
 def test_long_validations_do_not_delay_windows(tmp_path: Path) -> None:
     """Windows of training depend on training batches, not on those of nested validation."""
 
@@ -480,6 +500,20 @@ def test_a_late_rank_is_distinguished_from_communication(
     (path,) = tmp_path.rglob("diagnosis.json")  # rank 0 is another process
     found = json.loads(path.read_text())["verdicts"][0]
     assert (found["code"], found["rank"], found["phase"]) == expected
+
+
+@pytest.mark.slow
+def test_what_a_module_gathers_is_not_forward(tmp_path: Path) -> None:
+    """The strategy's collective has its own name in the page's list of actions."""
+
+    class Gathers(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.all_gather(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    diagnose(tmp_path, Gathers(), **RANKS)
+    (page,) = tmp_path.rglob("report.html")
+    assert "DDPStrategy.all_gather (train, reduce_metrics)" in page.read_text()
 
 
 def test_other_stages_have_no_diagnosis(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_the_captured_steps_are_in_the_report(tmp_path: Path, hosted: bool) -> N
     section, page = captured(tmp_path)
     assert (section["steps"], section["device"]) == (3, None)
     assert any(each["name"].startswith("aten::") for each in section["operators"])
-    assert "Captured steps" in page
+    assert "Captured batches" in page
     assert section["operators"][0]["name"] in page
     (summary,) = tmp_path.rglob("summary.json")
     assert json.loads(summary.read_text())["traces"] == [name]

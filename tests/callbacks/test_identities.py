@@ -295,7 +295,7 @@ def test_the_start_of_validation_is_not_training(tmp_path: Path, clock: FakeCloc
     assert {value for _, value in records.of("throughput/batches_per_sec")} == {1.0}
     assert speed.metrics["time/val"] == 4 * (8 + 2)
     assert speed.metrics["time/train"] == 16
-    assert {each for each in diagnosis._record._steps if not isnan(each)} == {1.0}
+    assert {each for each, *_ in diagnosis._record._steps if not isnan(each)} == {1.0}
     split = [row for _, row in records.rows if "validate/timings/forward" in row]
     parts = {f"validate/timings/{name}" for name in CATEGORIES}
     assert [sum(row[key] for key in parts & row.keys()) for row in split] == [5.0] * 4

@@ -60,16 +60,17 @@ def test_the_slower_phase_and_its_cause_are_named(
     code, lines, err = compare(capsys, slow, fast, "--threshold", "5%")
     assert (code, err) == (1, "")
     assert lines[0] == (
-        f"{slow} compared with {fast}: slower: 1.00 s -> 1.50 s per step, +50.0% (+50.0% to +50.0%)"
+        f"{slow} compared with {fast}: slower: 1.00 s -> 1.50 s per batch, "
+        "+50.0% (+50.0% to +50.0%)"
     )
     change = "+500 ms (+50.0%) +500 to +500 ms"
-    assert f"time per step 1.00 s 1.50 s {change}" in lines
+    assert f"time per batch 1.00 s 1.50 s {change}" in lines
     assert f"callbacks 0 µs 500 ms {change}" in lines
     assert f"Plots.on_train_batch_end 0 µs 500 ms {change}" in lines
     assert not any(line.startswith("forward") for line in lines)
     code, lines, _ = compare(capsys, fast, slow, "--threshold", "0.05")
     assert code == 0
-    assert "faster: 1.50 s -> 1.00 s per step, -33.3%" in lines[0]
+    assert "faster: 1.50 s -> 1.00 s per batch, -33.3%" in lines[0]
 
 
 def test_json_and_several_baselines(leave: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,8 @@ def test_shares_are_of_the_whole_run(
     assert lines[2:] == [
         "whole run │ last window",
         "steps 0 to 15 │ steps 12 to 15",
+        "all time, with │ 1.50 s per batch │ 1.00 s per batch",
+        "start and end",
         "forward │ 66.7% 1.00 s per batch │ 100.0% 1.00 s per batch",
         "validation │ 33.3% 500 ms per batch │ 0.0% 0 µs per batch",
     ]
@@ -83,9 +85,11 @@ def test_a_run_without_a_summary_is_read_from_its_metrics(
         client.log_metric(run, "timings/forward", 1.0, step=step)
         client.log_metric(run, "timings/validation", validation, step=step)
     _, lines, _ = report(capsys, run, "--tracking_uri", mlflow_database)
-    assert lines[-4:] == [
+    assert lines[-6:] == [
         "last window",
         "step 24",
+        "all time, with │ 5.00 s per batch",
+        "start and end",
         "validation │ 80.0% 4.00 s per batch",
         "forward │ 20.0% 1.00 s per batch",
     ]

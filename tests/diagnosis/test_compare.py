@@ -51,7 +51,7 @@ def test_the_phase_and_the_cause_that_changed_are_named() -> None:
     """2 ms of a new callback in steps of 12 ms are 17 %; forward differs only by its noise."""
     found = compared(stage(plots=0.002, seed=1), stage())
     changes = {(each.kind, each.name): each for each in found.changes}
-    step = changes["step", "step"]
+    step = changes["step", "batch"]
     assert found.slowdown is step
     assert step.relative(step.difference) == pytest.approx(1 / 6, abs=0.02)
     assert step.low is not None
@@ -146,12 +146,12 @@ def test_a_damaged_whole_run_gives_a_one_line_error(whole: Any) -> None:
         compared(stage() | {"whole_run": whole}, stage())
 
 
-def test_runs_without_a_number_of_batches_are_compared_per_step() -> None:
+def test_runs_without_a_number_of_batches_are_compared_per_batch() -> None:
     """A damaged run's rate and timed batches do not give its batch size."""
     now = stage()
     del now["whole_run"]["throughput"]["batches_per_sec"]
     now["windows"]["timed_batches"] = [0] * 20
-    assert compared(now, stage()).slowdown.name == "step"
+    assert compared(now, stage()).slowdown.name == "batch"
 
 
 def test_runs_without_common_figures_are_reported() -> None:

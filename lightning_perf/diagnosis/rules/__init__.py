@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from lightning_perf.diagnosis.signals import FETCH, IN_BATCHES
 from lightning_perf.diagnosis.stats import lower_share
 
 if TYPE_CHECKING:
@@ -21,7 +24,16 @@ _INFO = 1 / 3
 _NOISE = 0.9
 #: A share of this many times the threshold, and of ``CRITICAL``, is critical.
 _CRITICAL_RATIO, CRITICAL = 2.0, 0.2
+#: A verdict of given severity keeps at least this part of its seconds, or it is another's.
+_KEPT = 0.5
 SEVERITIES = ("info", "warning", "critical")
+#: What actions are called in texts if their name is that of Lightning's code.
+_CALLED = {
+    FETCH: "the training DataLoader",
+    "iter": "the iterator of the training DataLoader",
+    "first fetch": "the first batch of each epoch",
+    "lr_scheduler_step": "learning rate schedulers",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +50,10 @@ class Verdict:
     code: str
     #: One of ``SEVERITIES``: ``info``, ``warning`` or ``critical``.
     severity: str
-    #: Fraction of the wall time that would be saved without the cause.
+    #: Fraction of the run's wall time that the cause takes. No second is in two verdicts.
     share: float = 0.0
-    #: Wall time now divided by wall time without the cause; by default ``1 / (1 - share)``.
+    #: Wall time now divided by wall time with the advice followed, if the evidence has
+    #: ``advised_step_seconds``, and otherwise without the cause: ``1 / (1 - share)``.
     predicted_speedup: float = 0.0
     #: ``Class.hook``, ``Class.method`` or another name.
     culprit: str | None = None
@@ -95,12 +108,18 @@ class Impact:
     advice: str = ""
     #: Whether the first window, which holds the warm-up, counts.
     whole_run: bool = False
-    #: Whether the seconds may include waiting for a CPU that other threads use.
+    #: Whether the seconds may include waiting for a CPU that other threads use. If not, they are
+    #: this waiting.
     contended: bool = True
     #: The fraction of the seconds that is certainly due to this cause.
     certain: float = 1.0
     #: Whether it is work of the host, during which a GPU may continue.
     on_host: bool = True
+    #: The seconds by category; empty if they may be in any, in proportion to what other verdicts
+    #: leave there. By default they are in the category ``phase``, if that is one.
+    within: Mapping[str, Numbers] | None = None
+    #: The severity, if the rule decides it; otherwise the share does.
+    severity: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,46 +140,132 @@ class FunctionRule:
     #: Share of the wall time from which on an impact is worth a warning.
     threshold: float = 0.0
 
-    def __call__(self, signals: Signals) -> Iterable[Verdict]:
-        """The verdicts on what the function finds."""
+    def __call__(self, signals: Signals, unclaimed: Unclaimed | None = None) -> Iterable[Verdict]:
+        """The verdicts on what the function finds, as far as no other verdict claims it."""
+        unclaimed = unclaimed or Unclaimed(signals)
         for found in self.find(signals):
             if isinstance(found, Verdict):
-                yield found
+                yield unclaimed.limited(found)
             else:
-                yield from judge(self.code, self.threshold, signals, found)
+                yield from judge(self.code, self.threshold, signals, found, unclaimed)
 
 
-def judge(code: str, threshold: float, signals: Signals, impact: Impact) -> Iterable[Verdict]:
+class Unclaimed:
+    """The seconds that no verdict claims yet, so that none is claimed twice.
+
+    Rules are applied in order, the most specific first: they take from what is left.
+    """
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        self._seconds = dict(signals.spent)
+        # The part of each window in which the training thread did not wait for a CPU, if that has a
+        # verdict: such waiting is a part of every category.
+        self._running = np.ones(len(signals.windows))
+        self._share = 1.0
+
+    def part(self, impact: Impact) -> dict[str, Numbers]:
+        """What is left of an impact's seconds, by category."""
+        within = {impact.phase or "": impact.seconds} if impact.within is None else impact.within
+        if within and within.keys() <= self._seconds.keys():
+            return {name: np.minimum(each, self._seconds[name]) for name, each in within.items()}
+        left = {n: e for n, e in self._seconds.items() if n in IN_BATCHES or not impact.contended}
+        total = sum(left.values(), self._signals.nothing)
+        fraction = np.minimum(impact.seconds / np.maximum(total, 1e-12), 1.0)
+        return {name: fraction * each for name, each in left.items()}
+
+    def claim(self, parts: Mapping[str, Numbers], steady: bool, contended: bool = True) -> float:
+        """Take seconds by category; return their share of the run's wall time.
+
+        A ``steady`` cause takes as much per batch in the first window as in the others, at most.
+        """
+        signals = self._signals
+        seconds = sum(parts.values(), signals.nothing)
+        if steady and signals.start and seconds[0] > 0:
+            usual = signals.counts[0] * signals.per_batch(seconds)
+            first = np.where(np.arange(len(seconds)) > 0, 1.0, min(usual / seconds[0], 1.0))
+            parts = {name: first * each for name, each in parts.items()}
+            seconds = first * seconds
+        if contended:
+            self._seconds |= {name: self._seconds[name] - each for name, each in parts.items()}
+            seconds = seconds * self._running
+        else:
+            self._running = 1 - np.minimum(seconds / np.maximum(signals.wall, 1e-12), 1.0)
+        return self._taken(float(seconds.sum() / signals.wall.sum()))
+
+    def limited(self, verdict: Verdict) -> Verdict:
+        """A verdict whose seconds are unknown, with what is left of its share."""
+        share = self._taken(verdict.share)
+        if share == verdict.share:
+            return verdict
+        return replace(verdict, share=share, predicted_speedup=0.0)
+
+    def _taken(self, share: float) -> float:
+        share = min(share, self._share) if share > 0 else 0.0  # not NaN, from a rule of the user's
+        self._share -= share
+        return share
+
+
+def judge(
+    code: str,
+    threshold: float,
+    signals: Signals,
+    impact: Impact,
+    unclaimed: Unclaimed | None = None,
+) -> Iterable[Verdict]:
     """The verdict on an impact, if it is large enough and certain enough.
 
-    ``threshold`` is the share of the wall time that is worth a warning.
+    ``threshold`` is the share of the wall time that is worth a warning. What other verdicts claim
+    does not count.
     """
+    unclaimed = unclaimed or Unclaimed(signals)
     start = 0 if impact.whole_run else signals.start
-    seconds, wall = impact.seconds[start:], signals.wall[start:]
-    batches = max(signals.counts[start:].sum(), 1.0)
+    parts, wall = unclaimed.part(impact), signals.wall[start:]
+    seconds, idle = sum(parts.values(), signals.nothing)[start:], 1.0
     if impact.on_host and signals.gpu_idle is not None and signals.setup.world_size == 1:
         # Only time in which the GPU is idle can be saved. With several ranks this is unknown,
         # because a GPU that waits for another one counts as busy.
-        seconds = seconds * min(1.0, signals.gpu_idle * wall.sum() / max(seconds.sum(), 1e-12))
-    each = float(seconds.sum() / batches)
-    if not each >= _INFO * LEAST:
-        return  # before the bootstrap, which takes most of the time
-    share = float(seconds.sum() / wall.sum())
-    waiting = signals.waiting[start:] if impact.contended else None
-    certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
+        idle = min(1.0, signals.gpu_idle * wall.sum() / max(seconds.sum(), 1e-12))
+        parts, seconds = {name: idle * each for name, each in parts.items()}, idle * seconds
+    severity, bounds = impact.severity, {}
+    if severity is not None:
+        if not seconds.sum() >= _KEPT * impact.seconds[start:].sum() > 0:
+            return
+    else:
+        each = float(seconds.sum() / max(signals.counts[start:].sum(), 1.0))
+        if not each >= _INFO * LEAST:
+            return  # before the bootstrap, which takes most of the time
+        share = float(seconds.sum() / wall.sum())
+        waiting = signals.waiting[start:] if impact.contended else None
+        certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
+        severity = _severity(share, certain, threshold, each)
+        if severity is None:
+            return
+        bounds = {"seconds_per_batch": each, "lower_bound_share": min(certain, share)}
+    share = unclaimed.claim(parts, steady=start > 0, contended=impact.contended)
+    if bounds:
+        bounds["lower_bound_share"] = min(bounds["lower_bound_share"], share)
+    speedup, advised = 0.0, impact.evidence.get("advised_step_seconds")
+    if isinstance(advised, float):  # the number of the advice, which does not know of idle GPUs
+        speedup = signals.step_seconds / advised
+        speedup = speedup if idle == 1.0 else min(speedup, 1 / (1 - min(share, 0.99)))
+    yield Verdict(
+        code, severity, share, speedup, impact.culprit, impact.rank, impact.phase,
+        {**bounds, **impact.evidence}, impact.advice,
+    )  # fmt: skip
+
+
+def _severity(share: float, certain: float, threshold: float, each: float) -> str | None:
+    """The severity of a share and its lower bound; None if it is not worth mentioning."""
     if certain >= threshold and each >= LEAST:
         critical = certain >= max(CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
-        severity = "critical" if critical else "warning"
-    elif certain > 0.0 and share >= _INFO * threshold:
-        severity = "info"
-    else:
-        return
-    bound = min(certain, share)
-    evidence = {"seconds_per_batch": each, "lower_bound_share": bound, **impact.evidence}
-    yield Verdict(
-        code, severity, min(share, 1.0), culprit=impact.culprit, rank=impact.rank,
-        phase=impact.phase, evidence=evidence, advice=impact.advice,
-    )  # fmt: skip
+        return "critical" if critical else "warning"
+    return "info" if certain > 0.0 and share >= _INFO * threshold else None
+
+
+def called(name: str) -> str:
+    """What an action is called in texts."""
+    return _CALLED.get(name, name)
 
 
 def graded(share: float, worth: bool = True) -> str:

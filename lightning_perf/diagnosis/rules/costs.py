@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import Impact, without_none
-from lightning_perf.diagnosis.signals import COMPILE, FETCH, GC
+from lightning_perf.diagnosis.rules import Impact, called, without_none
+from lightning_perf.diagnosis.signals import (
+    COMPILE,
+    COMPUTE,
+    FETCH,
+    FOREIGN,
+    GC,
+    RESTART,
+    RUNNING,
+    STRATEGY,
+)
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from lightning_perf.diagnosis.signals import Signals
+    from lightning_perf.diagnosis.signals import Loader, Signals
     from lightning_perf.timing.totals import Action
 
 #: Percent of the CPUs in use above which loading counts as CPU work, and not as a wait for disks.
@@ -27,10 +36,20 @@ _WORKERS_PER_CPU = 4
 _HANDOVER = 0.5e-3
 #: Advice is given if it shortens a step by this share.
 _WORTHWHILE = 0.02
+#: The same of more workers than there are: shorter waits may be those for their handover.
+_MORE_WORKERS = 0.1
+#: The same of workers that share CPUs with threads of torch: 8 and 14 % were promised to runs that
+#: then were 11 % slower.
+_CONTESTED = 0.15
 #: Shares of the wall time above which these give a warning.
 LOGGERS, CHECKPOINTS = 0.05, 0.05
 #: Categories of the computation of metrics, and of the steps of learning rate schedulers.
 _METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
+#: Our callback that holds those of `always_on`: a name that nobody may have written.
+_SUITE = "Suite"
+#: Calls of a logger per batch at which Lightning logs, at least and at most: callbacks log at these
+#: batches, too, and what logs more often or less often does not follow `log_every_n_steps`.
+_FEWEST_CALLS, _MOST_CALLS = 0.5, 8
 #: Lightning's own progress bars, which have a refresh rate.
 _BARS = ("TQDMProgressBar", "RichProgressBar")
 
@@ -56,45 +75,72 @@ def input_bound(signals: Signals) -> Iterable[Impact]:
     )  # fmt: skip
 
 
+def _cpu_seconds(signals: Signals) -> float | None:
+    """CPU seconds of a batch, of training and loading on a node; None if unknown."""
+    setup, used = signals.setup, signals.average("system/process_cpu")
+    if used is not None:
+        return used / 100 * signals.step_seconds
+    if RUNNING not in signals.actions or (setup.loader is not None and setup.loader.num_workers):
+        return None
+    seconds = signals.actions[RUNNING].seconds
+    if setup.device == "cpu":  # torch's other threads compute beside the training thread
+        others = min(setup.threads, setup.cpus) - 1
+        seconds = seconds + others * sum(signals.category(name) for name in COMPUTE)
+    return signals.per_batch(seconds)
+
+
 def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
-    """DataLoader settings that hide the loading, and the resulting step time."""
+    """DataLoader settings that hide the loading, and the resulting time of a batch."""
     setup, loader, step = signals.setup, signals.setup.loader, signals.step_seconds
     if loader is None:
         return (
-            f"Each step waits {duration(wait)} for its batch. Load batches in the background: "
+            f"Each batch is waited for {duration(wait)}. Load batches in the background: "
             "the training data does not come from a DataLoader."
         ), None
     rest = max(step - wait, 1e-6)
     fetch = wait if loader.num_workers == 0 else loader.num_workers * step  # of one worker
     needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) >= _BUSY
     most = max(setup.cpus if needs_cpu else _WORKERS_PER_CPU * setup.cpus, 1)
+    # Workers need CPUs that the model and other programs use, too.
+    foreign, own = signals.foreign or 0.0, _cpu_seconds(signals) or 0.0
+    on_cpus = own / max(setup.cpus * (1 - foreign / 100), 1e-6)
+    floor = max(rest + _HANDOVER, on_cpus)
+    worthwhile = _MORE_WORKERS if loader.num_workers else _WORTHWHILE
+    if setup.device == "cpu" and setup.threads > 1 and on_cpus > rest + _HANDOVER:
+        # Threads of torch wait for the one that shares its CPU with a worker: from all to none of
+        # the idle CPU time can be used.
+        floor, worthwhile = (on_cpus + max(step, on_cpus)) / 2, _CONTESTED
     # A tenth more than needed: workers do not finish in step.
-    workers = min(max(ceil(1.1 * fetch / rest), 1), most)
-    on_cpus = (fetch + rest) / setup.cpus if needs_cpu else 0.0
-    faster = max(rest + _HANDOVER, fetch / workers, on_cpus)
+    workers = min(max(ceil(1.1 * fetch / floor), 1), most)
+    # Nothing loads the first batch of an epoch ahead.
+    first = fetch / setup.batches_per_epoch if setup.batches_per_epoch else 0.0
+    faster = max(floor, fetch / workers) + (0.0 if loader.num_workers else first)
     batch = f"a batch of {loader.batch_size}" if loader.batch_size else "a batch"
     item = f", {duration(fetch / loader.batch_size)} per item" if loader.batch_size else ""
-    worker = "a worker " if loader.num_workers else ""
+    # If training waits for the handover only, workers load faster than it asks.
+    worker = "a worker up to " if loader.num_workers else ""
     measured = (
-        f"Loading {batch} takes {worker}{duration(fetch)}{item}; without waiting, a step takes "
+        f"Loading {batch} takes {worker}{duration(fetch)}{item}; without waiting, a batch takes "
         f"{duration(rest)}"
     )
-    if workers > loader.num_workers and faster < (1 - _WORTHWHILE) * step:
+    if workers > loader.num_workers and faster < (1 - worthwhile) * step:
         hides = "hides the loading" if faster <= 1.1 * rest + _HANDOVER else "loads faster"
         shards = (
             " The dataset is iterable: it must divide its items among the workers, and one without "
             "a shard of its own loads nothing."
         )
         return (
-            f"{measured}. num_workers={workers} {hides}: {duration(faster)} per step instead "
+            f"{measured}. num_workers={workers} {hides}: {duration(faster)} per batch instead "
             f"of {duration(step)}. {setup.cpus} CPUs are usable."
             f"{shards if loader.iterable and workers > 1 else ''}"
         ), faster
     why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
-    return (
-        f"{measured} ({why}). More workers would not help: load less per batch, or prepare the "
-        "data ahead of training (decoded, resized, cached)."
-    ), None
+    less = "load less per batch, or prepare the data ahead of training (decoded, resized, cached)"
+    if setup.batches_per_epoch == 1:
+        less = "an epoch has one batch, and workers load ahead within an epoch. Use longer epochs"
+    elif floor >= (1 - worthwhile) * step and foreign > FOREIGN:
+        less = f"other programs use {foreign:.0f}% of the CPUs. End them first, or {less}"
+    return f"{measured} ({why}). More workers would not help: {less}.", None
 
 
 def transfer_bound(signals: Signals) -> Iterable[Impact]:
@@ -112,8 +158,9 @@ def transfer_bound(signals: Signals) -> Iterable[Impact]:
     hook = signals.slowest(signals.rows("to_device"))
     evidence = without_none(pin_memory=None if loader is None else str(loader.pin_memory))
     yield Impact(
-        seconds, culprit=hook and hook.name, phase="to_device", evidence=evidence, advice=advice
-    )
+        seconds, culprit=hook and hook.name, phase="to_device", evidence=evidence, advice=advice,
+        within=None if device is None else {},  # the host may do anything meanwhile
+    )  # fmt: skip
 
 
 def epoch_restart(signals: Signals) -> Iterable[Impact]:
@@ -124,13 +171,21 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     loader = signals.setup.loader
     each = float(seconds.sum() / epochs.sum())
     advice = f"An epoch begins with {duration(each)} of waiting. Use longer epochs."
-    if loader is not None and loader.num_workers and not loader.persistent_workers:
+    if signals.setup.reloads:
+        advice = (
+            f"An epoch begins with {duration(each)} of waiting for a new DataLoader: reload it "
+            "less often (reload_dataloaders_every_n_epochs)."
+        )
+    elif loader is not None and loader.num_workers and not loader.persistent_workers:
         advice = (
             f"An epoch begins with {duration(each)} of waiting for {loader.num_workers} new "
             "workers: set persistent_workers=True in the DataLoader."
         )
+    slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
+                  key=signals.seconds)  # fmt: skip
     yield Impact(
-        seconds, float(epochs.sum()), "iter", "dataloader_next", advice=advice, whole_run=True,
+        seconds, float(epochs.sum()), slowest.name, "dataloader_next", advice=advice,
+        whole_run=True,
         evidence={"epochs": float(epochs.sum()), "seconds_per_epoch": each},
     )  # fmt: skip
 
@@ -142,52 +197,70 @@ def callback_bound(
     classes: defaultdict[str, list[Action]] = defaultdict(list)
     for row in signals.rows(*categories):
         owner, dot, _ = row.name.partition(".")
-        # Without what Lightning itself does, such as broadcasts.
-        if (dot or row.category == _SCHEDULERS) and owner != "Trainer":
+        # Without what Lightning itself does, such as broadcasts, and without communication.
+        if (dot or row.category == _SCHEDULERS) and not owner.endswith(("Trainer", STRATEGY)):
             classes[owner].append(row)
     for owner, rows in classes.items():
         slowest = signals.slowest(rows)
         if slowest is None:
             continue
-        seconds = signals.total(rows).seconds
-        if slowest.category == _METRICS:  # the rank that is late waits least for the others
-            seconds = np.minimum(seconds, signals.shared(_METRICS))
+        within = signals.within(rows)
+        if _METRICS in within:  # the rank that is late waits least for the others
+            within[_METRICS] = np.minimum(within[_METRICS], signals.shared(_METRICS))
+        seconds = sum(within.values(), signals.nothing)
         measured = (*signals.actions[slowest], signals.counts)
         cost, calls, batches = (float(signals.steady(each).sum()) for each in measured)
         calls = max(calls, 1.0)
         each = cost / calls
         advice = (
-            f"{slowest.name} takes {duration(each)} per call. Call its work less often, or "
+            f"{called(slowest.name)} takes {duration(each)} per call. Call its work less often, or "
             "move it off the training thread."
         )
+        culprit = slowest.name
+        if owner == _SUITE and owner in signals.setup.ours:
+            culprit = f"lightning_perf.{slowest.name.partition('.')[2]}"
         if owner in signals.setup.ours:
             advice = (
-                f"{slowest.name} takes {duration(each)} per call. It is lightning_perf's own: "
+                f"{culprit} takes {duration(each)} per call. It is lightning_perf's own: "
                 "record or report less often (schedule), or leave it out."
             )
         elif owner in _BARS:
             advice = f"{owner} takes {duration(each)} per update: raise its refresh_rate."
         yield Impact(
             seconds, calls if calls < 0.5 * batches else None,
-            slowest.name, slowest.category, advice=advice,
-            evidence={"calls": calls, "seconds_per_call": each},
+            culprit, slowest.category, advice=advice,
+            evidence={"calls": calls, "seconds_per_call": each}, within=within,
         )  # fmt: skip
 
 
 def logger_bound(signals: Signals) -> Iterable[Impact]:
     """Writing metrics takes long: one impact per logger."""
     every, step = signals.setup.log_every_n_steps, signals.step_seconds
+    batches, epochs = (
+        float(signals.steady(each).sum()) for each in (signals.counts, signals.restarts.calls)
+    )
     for impact in callback_bound(signals, ("logging",)):
-        share = signals.share(impact.seconds)
-        rarer = every * max(round(share / LOGGERS * 4), 2)
-        faster = step * (1 - share * (1 - every / rarer))
+        share, calls = signals.share(impact.seconds), float(impact.evidence["calls"])
         each = duration(float(impact.evidence["seconds_per_call"]))
+        evidence = {**impact.evidence, "log_every_n_steps": float(every)}
+        # Lightning logs at ends of epochs as well.
+        asked = batches / max(every, 1)
+        if not _FEWEST_CALLS * asked <= calls - epochs <= _MOST_CALLS * asked:
+            advice = (
+                f"{impact.culprit} takes {each} per call and is called {calls:.0f} times in "
+                f"{batches:.0f} batches, which Trainer(log_every_n_steps={every}) does not decide: "
+                "log less often where it is called."
+            )
+            yield replace(impact, advice=advice, evidence=evidence)
+            continue
+        rarer = every * max(round(share / LOGGERS * 4), 2)
+        faster = step * (1 - share * (1 - epochs / calls) * (1 - every / rarer))
         advice = (
             f"{impact.culprit} takes {each} per call. Trainer(log_every_n_steps={rarer}) instead "
-            f"of {every} gives {duration(faster)} per step instead of {duration(step)}."
+            f"of {every} gives {duration(faster)} per batch instead of {duration(step)}."
         )
-        more = {"log_every_n_steps": float(every), "advised_step_seconds": faster}
-        yield replace(impact, advice=advice, evidence={**impact.evidence, **more})
+        evidence["advised_step_seconds"] = faster
+        yield replace(impact, advice=advice, evidence=evidence)
 
 
 def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
@@ -207,11 +280,12 @@ def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
     slowest = max(rows, key=signals.seconds).name
     advice = (
         f"A checkpoint takes {duration(each)} and is written every {interval:.0f} batches. "
-        f"Every {rarer} batches gives {duration(faster)} per step instead of {duration(step)} "
+        f"Every {rarer} batches gives {duration(faster)} per batch instead of {duration(step)} "
         "(ModelCheckpoint(every_n_train_steps=...)); save_weights_only=True writes less."
     )
     evidence = {
         "checkpoints": saves, "seconds_per_checkpoint": each, "batches_between": interval,
+        "advised_step_seconds": faster,
     }  # fmt: skip
     yield Impact(
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),
@@ -224,21 +298,40 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     seconds = signals.category("validation")
     if not seconds.any():
         return
-    costs: defaultdict[str, float] = defaultdict(float)
-    for row in signals.actions:
-        if row.stage == "validate":
-            costs[row.category] += signals.seconds(row)
+    # Checkpoints that are written meanwhile are apart.
+    rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
+    costs = {name: float(each.sum()) for name, each in signals.within(rows).items()}
     phase = max(costs, key=costs.__getitem__, default="validation")
     share = float(seconds.sum() / signals.wall.sum())
+    faster = signals.step_seconds * (1 - share / 2)
     advice = (
-        f"Validation takes {share:.0%} of the time. Half as often (val_check_interval, "
-        f"check_val_every_n_epoch) or half as many batches (limit_val_batches) makes training "
-        f"{1 / (1 - share / 2):.2f}x faster."
+        "Validate half as often (val_check_interval, check_val_every_n_epoch) or on half as many "
+        f"batches (limit_val_batches): training is then {1 / (1 - share / 2):.2f}x faster."
     )
     if phase == "dataloader_next":
-        advice += " Most of it is waiting for data: give its DataLoader workers."
-    runs = float(np.count_nonzero(seconds > 0.5 * seconds.max()))
+        starts = sum(signals.seconds(row) for row in rows if row.name == "iter")
+        advice += _faster_validation(signals.setup.validation_loader, starts > costs[phase] / 2)
     yield Impact(  # too rare for a bootstrap
         seconds, 1.0, f"validate.{phase}", "validation", advice=advice, whole_run=True,
-        on_host=False, evidence={"mostly": phase, "windows_with_validation": runs},
+        on_host=False, evidence={
+            "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
+            "advised_step_seconds": faster,
+        },
     )  # fmt: skip
+
+
+def _faster_validation(loader: Loader | None, starting: bool) -> str:
+    """What to change in a validation's DataLoader that makes it wait."""
+    if loader is None:
+        return " Most of it is waiting for data."
+    workers = loader.num_workers
+    if starting and workers and not loader.persistent_workers:
+        return (
+            f" Most of it is starting {workers} workers: set persistent_workers=True in its "
+            "DataLoader."
+        )
+    if starting:
+        return " Most of it is creating the iterator of its DataLoader."
+    if workers:
+        return f" Most of it is waiting for its {workers} DataLoader workers: use more of them."
+    return " Most of it is waiting for data: give its DataLoader workers."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_perf.diagnosis.rules import Impact, Verdict, without_none
-from lightning_perf.diagnosis.signals import COMPUTE, WAITING, Signals, Unknown
+from lightning_perf.diagnosis.signals import COMPUTE, FOREIGN, FULL, WAITING, Signals, Unknown
 from lightning_perf.units import bytes_text, counted, duration
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ _FEWEST_SAMPLES, _WARMUP = 8, 0.2
 _CONTINUES = 0.4
 #: Memory that would be used up within this many seconds is critical.
 _SOON = 3600.0
-#: Percent of the CPUs used by other programs for a verdict.
-_FOREIGN = 20.0
+#: Waiting for batches below this share of the time is hidden by the workers.
+_HIDDEN = 0.02
 #: Percent of the time for which GPUs are throttled: for a verdict, and for a critical one.
 _THROTTLED, _MOSTLY = 10.0, 50.0
 #: Shares of the time: of computing while the host does nothing else, and of its waits for the GPU.
@@ -34,18 +34,23 @@ _LAUNCHES, _WAITS = 0.7, 0.05
 def host_memory_growth(signals: Signals) -> Iterable[Verdict]:
     """The processes' memory grows without levelling off."""
     free = signals.average("system/free_memory", latest=True)
-    times, sizes = _samples(signals, "memory/rss", 1.0)
+    times, sizes, recordings = _samples(signals, "memory/rss", 1.0)
     # A node is sampled at intervals: several short windows have the same sample.
     fresh = np.append(True, np.diff(sizes) != 0)[: len(sizes)]
-    yield from _growth("host-memory-growth", signals, times[fresh], sizes[fresh], free)
+    times, sizes, recordings = times[fresh], sizes[fresh], recordings[fresh]
+    # What our own profilers keep is not the training's, nor what they free or write afterwards.
+    grown, earlier = np.diff(sizes), np.append(recordings[:1], recordings)[: len(sizes) - 1]
+    grown[recordings[1:] > earlier] = 0.0
+    sizes = sizes[:1] + np.append(0.0, np.cumsum(grown))[: len(sizes)]
+    yield from _growth("host-memory-growth", signals, times, sizes, free)
 
 
 def device_memory_growth(signals: Signals) -> Iterable[Verdict]:
     """The GPU's memory grows without levelling off."""
     if signals.setup.device == "cuda":
         free = min(signals.gpu_averages("gpu_free_memory", latest=True), default=None)
-        samples = _samples(signals, "memory/current_allocated_mem", 1e9)
-        yield from _growth("device-memory-growth", signals, *samples, free)
+        times, sizes, _ = _samples(signals, "memory/current_allocated_mem", 1e9)
+        yield from _growth("device-memory-growth", signals, times, sizes, free)
 
 
 def _growth(
@@ -78,20 +83,23 @@ def _growth(
         "lists of outputs, caches without a bound."
     )
     if left is not None:
-        advice += f" At this rate it is full in {duration(left)}."
+        advice += f" At this rate the memory is full in {duration(left)}."
     severity = "critical" if left is not None and left < _SOON else "warning"
     yield Verdict(code, severity, evidence=evidence, advice=advice)
 
 
-def _samples(signals: Signals, column: str, unit: float) -> tuple[Numbers, Numbers]:
-    """Seconds and bytes of the samples of a gauge in ``unit`` bytes, without the warm-up."""
+def _samples(signals: Signals, column: str, unit: float) -> tuple[Numbers, Numbers, Numbers]:
+    """Seconds and bytes of the samples of a gauge in ``unit`` bytes, without the warm-up.
+
+    And the windows with a recording up to each.
+    """
     if not signals.windows or column not in signals.windows[0].columns:
         raise Unknown(f"{column} is not measured")
     times = np.cumsum(signals.wall)
     ranks = np.array([window[column] for window in signals.windows])
     sizes = unit * np.fmax.reduce(ranks, axis=1)  # NaN only where no rank was sampled
     kept = (sizes > 0) & (times >= _WARMUP * times[-1])
-    return times[kept], sizes[kept]
+    return times[kept], sizes[kept], signals.recordings[kept]
 
 
 def cpu_saturated(signals: Signals) -> Iterable[Impact]:
@@ -100,12 +108,23 @@ def cpu_saturated(signals: Signals) -> Iterable[Impact]:
         raise Unknown("the kernel does not say how long a thread waits for a CPU")
     setup = signals.setup
     use, foreign = signals.average("system/cpu_util_simple"), signals.foreign
-    advice = "Use fewer DataLoader workers, or fewer threads (torch.set_num_threads)."
-    if foreign is not None and foreign > _FOREIGN:
+    workers = 0 if setup.loader is None else setup.loader.num_workers
+    # Workers that training waits for are not too many.
+    fewer = ["DataLoader workers"] * (workers > 0 and signals.share(signals.waits) < _HIDDEN)
+    fewer += ["threads (torch.set_num_threads)"] * (setup.threads > 1)
+    elsewhere = "run them elsewhere, or give this training CPUs of its own."
+    if foreign is not None and foreign > FOREIGN:
+        advice = f"Other programs use {foreign:.0f}% of the CPUs: {elsewhere}"
+    elif use is not None and use >= FULL:
         advice = (
-            f"Other programs use {foreign:.0f}% of the CPUs: run them elsewhere, or give this "
-            "training CPUs of its own."
+            f"This training itself uses the {counted(setup.cpus, 'CPU')}, so that neither workers "
+            "nor threads help: give it more CPUs, or less work per batch, such as data that is "
+            "decoded and resized ahead."
         )
+    elif fewer:
+        advice = f"Use fewer {', or fewer '.join(fewer)}."
+    else:
+        advice = f"Other programs use the CPUs: {elsewhere}"
     evidence = without_none(
         cpu_percent=None if foreign is None else use,
         own_percent=None if use is None or foreign is None else use - foreign,
@@ -185,9 +204,12 @@ def _idling(signals: Signals, least: float, launches: bool, advice: str) -> Iter
         return
     # While the host does something else, the GPU may have work or not: what it has is counted here.
     seconds = np.maximum(compute - (1 - idle) * signals.wall, 0.0)
-    evidence = {"gpu_percent": 100 * (1 - idle)}
-    advice = advice.format(busy=1 - idle)
-    yield Impact(seconds, phase="forward", evidence=evidence, advice=advice)
+    part = seconds / np.maximum(compute, 1e-12)
+    yield Impact(
+        seconds, phase="forward", evidence={"gpu_percent": 100 * (1 - idle)},
+        advice=advice.format(busy=1 - idle),
+        within={name: part * signals.category(name) for name in COMPUTE},
+    )  # fmt: skip
 
 
 def sync_bound(signals: Signals) -> Iterable[Impact]:
@@ -197,7 +219,7 @@ def sync_bound(signals: Signals) -> Iterable[Impact]:
     idle, seconds = _gpu_idle(signals), signals.category("from_device")
     hook = signals.slowest([row for row in signals.rows("from_device") if "." in row.name])
     advice = (
-        "Values are copied to the host in each step, which waits for the device: log rarely, "
+        "Values are copied to the host in each batch, which waits for the device: log rarely, "
         "and avoid .item(), .cpu() and print of tensors."
     )
     yield Impact(

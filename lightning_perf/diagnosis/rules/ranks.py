@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, graded
-from lightning_perf.diagnosis.signals import Unknown
+from lightning_perf.diagnosis.rules import LEAST, Impact, graded
+from lightning_perf.diagnosis.signals import STRATEGY, Unknown
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _taken(signals: Signals) -> float:
     return 1 - signals.cpus_left if signals.setup.device == "cpu" else 0.0
 
 
-def straggler(signals: Signals) -> Iterable[Verdict]:
+def straggler(signals: Signals) -> Iterable[Impact]:
     """One rank, or one node, makes the others wait."""
     windows = _windows(signals)[signals.start :]
     found = straggler_of([work_of(window) for window in windows if window.batches])
@@ -296,17 +296,32 @@ def straggler(signals: Signals) -> Iterable[Verdict]:
     # With other programs on the CPUs, any rank is late occasionally.
     certain = found.share * (1 if found.chronic else 1 - _taken(signals))
     severity = graded(certain, certain >= _STRAGGLER)
-    yield Verdict(
-        "straggler", severity, found.share, culprit=who, rank=found.rank, phase=found.phase,
-        evidence=evidence, advice=advice,
+    yield Impact(
+        found.share * signals.wall, None, who, found.phase, found.rank, evidence, advice,
+        whole_run=True, on_host=False, severity=severity, within={},
     )  # fmt: skip
 
 
 def communication_bound(signals: Signals) -> Iterable[Impact]:
-    """All ranks wait for gradients in each batch: the minimum wait, which no late rank explains."""
+    """All ranks wait for gradients in each batch: the minimum wait, which no late rank explains.
+
+    Or for what the module itself exchanges: metrics, and what it gathers.
+    """
     windows = _windows(signals)
     if not windows:
         return
+    rows = [
+        row for row in signals.rows("reduce_metrics") if row.name.split(".")[0].endswith(STRATEGY)
+    ]
+    if most := signals.slowest(rows):
+        seconds, calls = signals.total(rows)
+        advice = (
+            f"All ranks exchange values in {most.name}, {calls.sum() / signals.batches:.3g} times "
+            "per batch: call self.all_gather and self.log(..., sync_dist=True) less often, or with "
+            "less."
+        )
+        seconds = np.minimum(seconds, signals.shared("reduce_metrics"))
+        yield Impact(seconds, None, most.name, most.category, advice=advice, on_host=False)
     seconds = np.array([window.least("waits/exchange") for window in windows])
     advice = (
         "Gradients are exchanged more slowly than computed: accumulate_grad_batches, larger "

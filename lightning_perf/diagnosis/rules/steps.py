@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_perf.diagnosis import stats
-from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, graded, without_none
+from lightning_perf.diagnosis.rules import (
+    LEAST,
+    Impact,
+    Verdict,
+    called,
+    graded,
+    without_none,
+)
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, IN_BATCHES, Signals, Unknown
-from lightning_perf.units import counted, duration
+from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,6 +26,10 @@ if TYPE_CHECKING:
 #: Minimum share of the run, and seconds, of a warm-up for a warning; minimum ratio of the first
 #: step to the median.
 _WARMUP, _WARMUP_SECONDS, _WARMUP_RATIO = 0.05, 0.4, 10.0
+#: Hooks that callbacks and modules run once before the first batch.
+_BEFORE = (".on_train_start", ".on_train_epoch_start")
+#: Stalls are further optimizer steps if the numbers of both differ by this share at most.
+_ALIKE = 0.2
 #: Compilations after the warm-up, and stalls, at least.
 _FEWEST_COMPILATIONS, _FEWEST_STALLS = 3, 3
 #: Stalls of which a larger share are adjacent are a series of slow batches.
@@ -30,37 +41,50 @@ _SLOWDOWN, _SLOWER, _SUSTAINED = 0.10, 1.10, 50
 _COMPUTE, _LOW_MFU = 0.8, 0.4
 
 
-def warmup(signals: Signals) -> Iterable[Verdict]:
-    """The first step takes many times as long as the others, and the run is short."""
+def warmup(signals: Signals) -> Iterable[Impact]:
+    """The first batch takes many times as long as the others, or what callbacks do before it."""
     first, wall = signals.first_step, float(signals.wall.sum())
     if first is None or not np.isfinite(signals.steps).any():
-        raise Unknown("the first step or the others were not timed")
+        raise Unknown("the first batch or the others were not timed")
     median = float(np.nanmedian(signals.steps))
+    # Hooks that run once before it are timed with it if their callback comes after ours.
+    hooks = [row for row in signals.rows("callbacks", "other") if row.name.endswith(_BEFORE)]
+    spent = {row: float(signals.actions[row].seconds[:1].sum()) for row in hooks}
+    before = min(sum(spent.values()), first)
+    hook = max(hooks, key=spent.__getitem__, default=None)
     # The start of the data pipeline has a rule of its own.
     lost = first - median - float(signals.restarts.seconds[:1].sum())
-    share = lost / wall
     # Waiting for a CPU meanwhile, beyond the usual wait, is not part of the warm-up.
     usually = signals.counts[:1] * signals.per_batch(signals.waiting)
     certain = lost - float(np.maximum(signals.waiting[:1] - usually, 0.0).sum())
     if first < _WARMUP_RATIO * median or certain < max(_WARMUP * wall, _WARMUP_SECONDS):
         return
-    phase = None
+    over = dict.fromkeys(IN_BATCHES, 0.0)
     if len(signals.windows) > (signals.start or 1):
-        batches, spent = signals.counts[0], {name: signals.category(name) for name in IN_BATCHES}
-        over = {name: each[0] - batches * signals.per_batch(each) for name, each in spent.items()}
-        phase = max(over, key=over.__getitem__)
+        batches, categories = signals.counts[0], {n: signals.category(n) for n in IN_BATCHES}
+        over = {n: each[0] - batches * signals.per_batch(each) for n, each in categories.items()}
+    phase = max(over, key=over.__getitem__) if any(over.values()) else None
     compilations = signals.total([row for row in signals.actions if row.stage == COMPILE])
     compiling = float(compilations.seconds.sum())
-    advice = (
-        f"The first step takes {duration(first)}, the others {duration(median)}. Its share "
-        "falls with the length of the run; to compare speeds, leave it out."
-    )
-    if compiling > 0.5 * first:
-        advice += " Most of it is compilation, which torch.compile's cache can save."
     evidence = {
         "first_step_seconds": first, "median_step_seconds": median, "compile_seconds": compiling,
     }  # fmt: skip
-    yield Verdict("warmup", graded(share), share, phase=phase, evidence=evidence, advice=advice)
+    fades = "Its share falls with the length of the run; to compare speeds, leave it out."
+    culprit = None
+    if hook is not None and before > lost / 2:
+        culprit, phase = hook.name, hook.category
+        advice = f"{culprit} takes {duration(spent[hook])} before the first batch. {fades}"
+    else:
+        advice = (
+            f"The first batch takes {duration(first - before)}, the others {duration(median)}. "
+            f"{fades}"
+        )
+    if compiling > 0.5 * first:
+        advice += " Most of it is compilation, which torch.compile's cache can save."
+    yield Impact(
+        np.where(np.arange(len(signals.windows)) > 0, 0.0, lost), None, culprit, phase, None,
+        evidence, advice, whole_run=True, on_host=False, severity="warning", within={},
+    )  # fmt: skip
 
 
 def recompile(signals: Signals) -> Iterable[Impact]:
@@ -90,8 +114,8 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     count = max(float(calls.sum()), 1.0)
     advice = (
         f"Collections take {duration(signals.per_batch(seconds))} per batch, mostly during "
-        f"{most.name}. Do not call gc.collect() there; keep fewer Python objects alive, call "
-        "gc.freeze() after set-up, or raise gc.set_threshold()."
+        f"{called(most.name)}. Do not call gc.collect() there; keep fewer Python objects alive, "
+        "call gc.freeze() after set-up, or raise gc.set_threshold()."
     )
     each = float(seconds.sum() / count)
     events = count if count < 0.5 * signals.batches else None
@@ -99,6 +123,7 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
         seconds, events, most.name, most.category, advice=advice,
         evidence={"collections": count, "seconds_per_collection": each, "mostly_in": most.name},
         certain=1 - 1 / count,  # a single one may not come again
+        within=signals.within(rows),
     )  # fmt: skip
 
 
@@ -112,6 +137,19 @@ def periodic_stall(signals: Signals) -> Iterable[Impact]:
     if phase in ("callbacks", "logging", "checkpoint"):
         return  # the rules on callbacks, loggers and checkpoints name it
     each = float(excess.sum() / count)
+    evidence = without_none(
+        stalls=float(count), seconds_per_stall=each, period_batches=found.period
+    )
+    if found.period is not None and (more := _further_steps(signals, count)):
+        advice = (
+            f"Every {found.period:.0f} batches one has a further {more}, which takes "
+            f"{duration(each)}: this is the module's own work, in manual optimization."
+        )
+        yield Impact(
+            excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False,
+            severity="info",
+        )  # fmt: skip
+        return
     where = f", in {phase}" if phase else ""
     advice = f"A batch takes {duration(each)} longer than usual"
     if found.period is None:
@@ -125,19 +163,27 @@ def periodic_stall(signals: Signals) -> Iterable[Impact]:
             f" every {period} batches{where}. Look for work that is done at this interval; "
             f'PyTorch(schedule="at 100ba for {period}ba") records one of them.'
         )
-    evidence = without_none(
-        stalls=float(count), seconds_per_stall=each, period_batches=found.period
-    )
     yield Impact(excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False)
 
 
-def slowdown(signals: Signals) -> Iterable[Verdict]:
-    """A change to longer steps, without stalls, unless batches are larger from then on."""
+def _further_steps(signals: Signals, stalls: int) -> str:
+    """What manual optimization does in as many batches as there are stalls, beyond all others."""
+    if signals.setup.automatic_optimization:
+        return ""
+    for category, what in (("optimizer_step", "optimizer step"), ("backward", "backward")):
+        calls = float(signals.total(signals.rows(category)).calls.sum())
+        if abs(calls % max(signals.batches, 1) - stalls) <= _ALIKE * stalls:
+            return what
+    return ""
+
+
+def slowdown(signals: Signals) -> Iterable[Impact]:
+    """A change to longer batches, without stalls, unless they do more work from then on."""
     steps = signals.within_epochs
     measured = np.flatnonzero(np.isfinite(steps))
     if len(measured) < 2 * _SUSTAINED:
-        found = counted(len(measured), "step")
-        raise Unknown(f"{found} measured, and a slowdown needs {2 * _SUSTAINED}")
+        found = f"{len(measured)} batches were measured"
+        raise Unknown(f"{found}, and a slowdown needs {2 * _SUSTAINED}")
     change = stats.change_point(steps[measured], _SLOWER, _SUSTAINED)
     if change is None:
         return
@@ -147,11 +193,16 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
     before, after = min(early, change.before), change.after
     at = int(measured[change.start]) + signals.dropped  # of this process
     window = int(np.searchsorted(np.cumsum(signals.counts), at, side="right"))
-    if _more_work(signals, window, after / before):
+    if _more_work(signals, window, measured[change.start], after / before):
         return
-    slower = steps[measured][0 if gradual else change.start :]
-    lost = float(np.minimum(slower - before, after).sum())
-    share = lost / float(signals.wall.sum())
+    slower = measured[0 if gradual else change.start :]
+    over = np.minimum(steps[slower] - before, after)
+    lost = np.bincount(
+        np.searchsorted(np.cumsum(signals.counts), slower + signals.dropped, side="right")
+        .clip(0, len(signals.windows) - 1),
+        weights=over, minlength=len(signals.windows),
+    )  # fmt: skip
+    share = float(over.sum() / signals.wall.sum())
     if share < _SLOWDOWN / 3 or after - before < LEAST:
         return
     if _growth(signals, signals.waiting, window) > 0.5 * (after - before):
@@ -164,18 +215,29 @@ def slowdown(signals: Signals) -> Iterable[Verdict]:
     )  # fmt: skip
     where = f" The time went to {culprit or phase}." if phase else ""
     advice = (
-        f"From batch {batch} on, a step takes {duration(after)} instead of "
+        f"From batch {batch} on, a batch takes {duration(after)} instead of "
         f"{duration(before)}.{where} Look for state that grows, for throttling, and "
         "for other programs on the machine."
     )
     severity = graded(share, share >= _SLOWDOWN or after >= 2 * before)
-    yield Verdict(
-        "slowdown", severity, share, culprit=culprit, phase=phase, evidence=evidence, advice=advice
-    )
+    grown = {name: max(_growth(signals, signals.category(name), window), 0) for name in IN_BATCHES}
+    total = sum(grown.values())
+    yield Impact(
+        np.maximum(lost, 0.0), None, culprit, phase, None, evidence, advice, whole_run=True,
+        on_host=False, severity=severity,
+        within={n: each / total * np.maximum(lost, 0.0) for n, each in grown.items() if total},
+    )  # fmt: skip
 
 
-def _more_work(signals: Signals, window: int, ratio: float) -> bool:
-    """Whether batches hold more tokens or samples after a window, so that they take longer."""
+def _more_work(signals: Signals, window: int, at: int, ratio: float) -> bool:
+    """Whether batches do more work after a window, and a position, so that they take longer."""
+    more = 1 + 0.7 * (ratio - 1)
+    if signals.flops[at:].any():
+        before, after = signals.flops[:at], signals.flops[at:]
+        if np.isfinite(before).any() and np.isfinite(after).any():
+            least = more * float(np.nanmedian(before))
+            if 0 < least <= float(np.nanmedian(after)):
+                return True
     for name in ("batch/tokens", "batch/samples"):
         amounts, counts = signals.column(name), signals.column("batch/count")
         if amounts is None or counts is None:
@@ -184,7 +246,7 @@ def _more_work(signals: Signals, window: int, ratio: float) -> bool:
             amounts[part].sum() / max(counts[part].sum(), 1.0)
             for part in (slice(signals.start, window), slice(window, None))
         )
-        if before and after / before >= 1 + 0.7 * (ratio - 1):
+        if before and after / before >= more:
             return True
     return False
 
