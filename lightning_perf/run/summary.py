@@ -20,10 +20,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
+from lightning_perf.files import written_whole
 from lightning_perf.run import destination
 from lightning_perf.run.history import table
 from lightning_perf.timing.totals import CATEGORIES
-from lightning_perf.traces.folder import TraceOptions, written_whole
+from lightning_perf.traces.folder import TraceOptions
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     RUNNING,

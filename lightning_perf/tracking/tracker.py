@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError, describe, warn, without_credentials
-from lightning_perf.traces.folder import README, written_whole
+from lightning_perf.files import written_whole
+from lightning_perf.traces.folder import README
 from lightning_perf.traces.names import numbered, split_url
 from lightning_perf.traces.uploads import NotHere, Target
 

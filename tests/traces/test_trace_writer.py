@@ -17,8 +17,8 @@ from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, 
 
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
+from lightning_perf.files import compress, place
 from lightning_perf.traces import uploads
-from lightning_perf.traces.folder import compress, place
 from lightning_perf.traces.uploads import (
     NotHere,
     PendingUpload,
