@@ -252,11 +252,12 @@ def test_an_upload_list_sends_no_outside_file(tmp_path: Path) -> None:
     for path in (tmp_path / "secret", folder / "link", folder / ".." / "secret", folder / "own"):
         append_pending(folder, PendingUpload(str(path), f"{names}/{path.name}", "run", "e", store))
     append_pending(folder, PendingUpload(str(folder / "own"), "../../up", "run", "e", store))
-    assert upload.run(str(folder), None, False) == 1
+    to = [f"file://{tmp_path}/store"]
+    assert upload.run(str(folder), None, False, to=to) == 1
     assert not (tmp_path / "up").exists()
     assert [path.name for path in tmp_path.rglob("store/*")] == ["own"]
     assert (
-        upload.run(str(folder), None, False, outside=True) == 1
+        upload.run(str(folder), None, False, outside=True, to=to) == 1
     )  # the name that points outside stays
     assert {path.name for path in tmp_path.rglob("store/*")} == {"own", "secret", "link"}
 

@@ -153,7 +153,7 @@ def _tracking() -> tuple[str, str]:
     address = default_tracking_uri()
     problem = tracking_problem(address)
     if problem and address.startswith("sqlite:///"):
-        return f"{address}, which does not exist yet", "ok"
+        return f"{without_credentials(address)}, which does not exist yet", "ok"
     return (problem, "error") if problem else (without_credentials(address), "ok")
 
 
