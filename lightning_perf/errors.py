@@ -120,7 +120,7 @@ def warn(message: str) -> None:
     Never raises: if the user has turned warnings into errors, the message is logged instead,
     because our warnings must not stop training or skip the code after them.
     """
-    text = f"lightning_perf: {_redacted(message)}"
+    text = f"lightning_perf: {printable(_redacted(message))}"
     try:
         warnings.warn(text, PerfWarning, stacklevel=3)
     except PerfWarning:
@@ -130,6 +130,23 @@ def warn(message: str) -> None:
 def describe(error: BaseException) -> str:
     """Return the class and message of an error, shortened and without credentials in URLs."""
     return _redacted(f"{type(error).__name__}: {error}")[:_MESSAGE_LENGTH]
+
+
+#: Characters that a terminal obeys instead of showing them: controls but tab and newline, and those
+#: that reorder text.
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    r"""The text with escapes in place of control characters, for terminals.
+
+    Example:
+        >>> print(printable("owl\x1b[2J"))
+        owl\x1b[2J
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 #: The user and the password of a URL, of servers and of others. Databases and stores take passwords

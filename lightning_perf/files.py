@@ -83,14 +83,26 @@ def parsed(content: bytes | str) -> Any:
 
 
 def _check_value(value: Any, deepest: int) -> None:
-    if isinstance(value, float):
-        if not isfinite(value):
-            raise ValueError(f"{value} is not a number of JSON")
-    elif isinstance(value, dict | list):
+    if _is_infinite(value):
+        raise ValueError(f"{value} is not a number of JSON")
+    if isinstance(value, dict | list):
         if not deepest:
             raise ValueError("it is nested too deeply")
         for each in value.values() if isinstance(value, dict) else value:
             _check_value(each, deepest - 1)
+
+
+def finite(value: Any) -> Any:
+    """The value without NaN and infinity, which JSON does not have: `parsed` takes the result."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items() if not _is_infinite(each)}
+    if isinstance(value, list | tuple):
+        return [None if _is_infinite(each) else finite(each) for each in value]
+    return value
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not isfinite(value)
 
 
 # -- writing: a file has its name only when it is complete ----------------------------------------

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag, is_list, whole
 from lightning_perf.errors import ConfigError
+from lightning_perf.files import read_bytes
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hooks import ENDS
 
@@ -226,8 +227,8 @@ def _read(value: str) -> list[PerfCallback]:
         problem = f"is neither 1 nor a YAML file (looked in {os.getcwd()})"  # noqa: PTH109
         raise ConfigError(_VARIABLE, value, problem, "1")
     try:
-        content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = yaml.safe_load(read_bytes(Path(value)).decode())
+    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
         raise _unusable(value, error) from error
     # Those under `callbacks` of a Trainer, or the whole file.
     for key in ("trainer", "callbacks"):

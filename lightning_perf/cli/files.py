@@ -19,10 +19,11 @@ from lightning_perf.cli import (
     argument,
     command,
     flag,
-    new_console,
     print_json,
 )
 from lightning_perf.errors import describe, without_credentials
+from lightning_perf.files import check_own
+from lightning_perf.terminal import new_console, say
 from lightning_perf.traces.names import remote_format, split_url
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, taken_pending
 from lightning_perf.tracking.mlflow import MlflowRun, is_default_database
@@ -72,7 +73,11 @@ def trace(
             _summarize(Path(file), json)
         elif file is None and combine is not None:
             with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-                _merge(_folder(combine, tracking_uri, Path(scratch)), window, Path(output), json)
+                target = Path(output)
+                if target.is_symlink():  # the user's own
+                    target = target.resolve()
+                check_own(target)  # before seconds of reading: a device is not replaced
+                _merge(_folder(combine, tracking_uri, Path(scratch)), window, target, json)
         else:
             raise Failure("name either a trace or --combine FOLDER")
     except TraceError as error:
@@ -119,13 +124,12 @@ def _folder(what: str, tracking_uri: str | None, scratch: Path) -> Path:
 
 
 def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
-    from rich.console import Console
     from rich.progress import Progress
 
     from lightning_perf.traces import combine
 
     traces = combine.find_window(folder, window)
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=2 * len(traces))
         for trace in traces:
@@ -249,14 +253,14 @@ def upload(
     for path, error in sent:
         if error:
             gone = "the file is missing and was removed from the list"
-            print(f"{path}: {gone if error == forgotten else error}", file=sys.stderr)
+            say(f"{path}: {gone if error == forgotten else error}", file=sys.stderr)
     done = sum(not error for _, error in sent)
     left = [each for each in sent if each[1] not in ("", forgotten)]
     if json:
         listed = [{"path": path, "error": error} for path, error in left]
         print_json({"uploaded": done, "left": listed})
     else:
-        print(f"{done} uploaded, {len(left)} left")
+        say(f"{done} uploaded, {len(left)} left")
     return 1 if left else 0
 
 
@@ -267,10 +271,9 @@ def _send_all(
 
     Entries stay listed for other reasons than the forgotten one.
     """
-    from rich.console import Console
     from rich.progress import track
 
-    console, sent = Console(stderr=True), []
+    console, sent = new_console(stderr=True), []
     with taken_pending(place) as left:
         entries = list(left.items())
         for key, entry in track(

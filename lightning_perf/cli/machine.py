@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.checks import install_command
-from lightning_perf.cli import JSON, Failure, argument, command, flag, new_console, print_json
+from lightning_perf.cli import JSON, Failure, argument, command, flag, print_json
 from lightning_perf.errors import ConfigError, without_credentials
+from lightning_perf.terminal import new_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -19,11 +19,11 @@ from lightning_perf.cli import (
     argument,
     command,
     flag,
-    new_console,
     print_json,
 )
 from lightning_perf.errors import ConfigError
 from lightning_perf.schedule.triggers import records_on, signal_number
+from lightning_perf.terminal import new_console, say
 from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def capture(pid: int, signal: str, children: bool, json: bool) -> int:
     if json:
         print_json({"signalled": signalled})
     else:
-        print(*(f"signalled process {each} to record" for each in signalled), sep="\n")
+        say(*(f"signalled process {each} to record" for each in signalled))
     return 0
 
 
@@ -274,7 +274,7 @@ def _print(source: Source, json: bool) -> Seen | None:
             last = seen
             now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
             line = f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
-            print(json_format.dumps(seen.summary) if json else line, flush=True)
+            say(json_format.dumps(seen.summary) if json else line, flush=True)
     return seen
 
 

@@ -352,7 +352,8 @@ class _Handler:
         """Restore the earlier handler, unless another one was installed since."""
         self.released = True
         if self._marker is not None:
-            os.close(self._marker)
+            with suppress(OSError):  # a forked child has closed all files
+                os.close(self._marker)
             self._marker = None
         ours = signal.getsignal(self._number) is self
         # Python cannot restore a handler that was not installed from Python.

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import DAMAGE, describe
-from lightning_perf.files import read_json
+from lightning_perf.files import finite, read_json
 from lightning_perf.units import counted, duration, flops_text
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ _NUMBERS = re.compile(r"\[\n[^\[\]{}\"]*\]")
 
 def text_of(summary: Summary) -> str:
     """The file's text, with each list of numbers on one line."""
-    indented = json.dumps(summary, indent=1, default=str)
+    indented = json.dumps(finite(summary), indent=1, default=str)
     return _NUMBERS.sub(lambda found: " ".join(found[0].split()), indented)
 
 
@@ -79,8 +79,10 @@ def read_summary(path: Path) -> Summary:
         content = read_json(path)
     except OSError as error:
         raise SummaryError(f"{path} cannot be read ({describe(error)})") from error
-    except ValueError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SummaryError(f"{path} is cut short or no JSON ({describe(error)})") from error
+    except ValueError as error:
+        raise SummaryError(f"{path} is damaged ({error})") from error
     problem = _problem(content)
     if problem:
         raise SummaryError(f"{path} {problem}")

@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import PyTorch, Timings
-from lightning_perf.cli import new_console
 from lightning_perf.cli.runs import _show_run
+from lightning_perf.terminal import new_console
 from lightning_perf.tracking.runs import Run
 
 
