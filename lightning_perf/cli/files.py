@@ -336,15 +336,15 @@ class _Places:
         tracker = tracker_at(address)
         if tracker is None:
             return "its entry names no run that an installed tracker knows"
+        if not isinstance(tracker, MlflowRun):
+            places = (f"{key}://{value}" for key, value in sorted(address.items()))
+            destination = _Destination(tracker.upload_later, *places)
+            return self.refuse(destination, "") or tracker.problem() or destination
         if problem := tracker.problem():
             return problem
-        if isinstance(tracker, MlflowRun):
-            place = tracker.files_place(own_server)
-            named = [] if own_server else [f"file://{Path.cwd()}"]
-            return _Destination(tracker.upload_later, place, named=named)
-        return _Destination(
-            tracker.upload_later, *(f"{key}://{value}" for key, value in sorted(address.items()))
-        )
+        place = tracker.files_place(own_server)
+        named = [] if own_server else [f"file://{Path.cwd()}"]
+        return _Destination(tracker.upload_later, place, named=named)
 
     def refuse(self, destination: _Destination, remote: str) -> str:
         """Why a file may not be sent; empty if it may."""
