@@ -15,6 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning_perf.errors import warn
+from lightning_perf.terminal import new_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -183,13 +184,12 @@ def waiting(what: str, jobs: int, timeout: float) -> Iterator[Callable[[int], No
 
     Yields a function to call with the number of jobs left when it changes; None without a bar.
     """
-    from rich.console import Console
     from rich.progress import Progress
 
     def text(left: int) -> str:
         return f"lightning_perf: {what}: {left} left (at most {timeout:.0f} s)"
 
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     if not console.is_terminal:
         print(text(jobs), file=sys.stderr)  # noqa: T201
         yield None

@@ -120,7 +120,7 @@ def warn(message: str) -> None:
     Never raises: if the user has turned warnings into errors, the message is logged instead,
     because our warnings must not stop training or skip the code after them.
     """
-    text = f"lightning_perf: {_redacted(message)}"
+    text = f"lightning_perf: {printable(_redacted(message))}"
     try:
         warnings.warn(text, PerfWarning, stacklevel=3)
     except PerfWarning:
@@ -132,14 +132,53 @@ def describe(error: BaseException) -> str:
     return _redacted(f"{type(error).__name__}: {error}")[:_MESSAGE_LENGTH]
 
 
+#: Characters that a terminal obeys instead of showing them: controls but tab and newline, and those
+#: that reorder text.
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    r"""The text with escapes in place of control characters, for terminals.
+
+    Example:
+        >>> print(printable("owl\x1b[2J"))
+        owl\x1b[2J
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+#: The user and the password of a URL, of servers and of others. Databases and stores take passwords
+#: with unescaped ``/``, ``?``, ``#`` and spaces, after which an ``@`` may follow, too.
+_SERVERS_USER = re.compile(
+    r"\b(https?://)(?:[^\s/?#@:]*:(?!\d*(?:[/?#]|$))[^\s@'\"]*@(?:[^\s/?#]*@)?|[^\s/?#]*@)",
+    re.IGNORECASE,
+)
+_USER = re.compile(
+    r"\b((?!https?:)[\w+.-]+://)(?:[^\s/?#@:]*:[^\n@]*@(?:[^\s/?#]*@)?|[^\s/?#]*@)",
+    re.IGNORECASE,
+)
+_SECRET = re.compile(
+    r"user|uid|pass|pwd|secret|token|credential|signature|api_?key|access_?key|account_?key|connect$",
+    re.IGNORECASE,
+)
+
+
 def without_credentials(address: str) -> str:
-    """Remove user names and passwords from the URLs in a text."""
-    return re.sub(r"://[^\s/?#]*@", "://", address)
+    """Remove user names and passwords from the URLs in a text, also those in their queries."""
+    address = _USER.sub(r"\1", _SERVERS_USER.sub(r"\1", address))
+    start, mark, query = address.partition("?")
+    if not mark or "://" not in start:
+        return address
+    options = [each for each in query.split("&") if not _SECRET.search(each.partition("=")[0])]
+    return f"{start}{mark if options else ''}{'&'.join(options)}"
 
 
 def _redacted(text: str) -> str:
+    text = _USER.sub(r"\1", _SERVERS_USER.sub(r"\1", text))
     # From urllib3: "Max retries exceeded with url: /x?signature=abc".
-    return re.sub(r"((?:://|\burl: )[^\s?]*)\?[^\s'\"]*", r"\1", without_credentials(text))
+    return re.sub(r"((?:://|\burl: )[^\s?]*)\?[^\s'\"]*", r"\1", text)
 
 
 class WarningDigest:

@@ -23,6 +23,14 @@ ADDRESSES = [
     ("http://a:secret@b/c and http://d:secret@e/f?g", "http://b/c and http://e/f"),
     ("/home/me@work/what?/file was not sent", "/home/me@work/what?/file was not sent"),
     ("http://host:5000/a@b", "http://host:5000/a@b"),
+    ("http://host:5 failed (a@b)", "http://host:5 failed (a@b)"),
+    ("postgresql://ml:pa/ss+w0rd=@db/mlflow", "postgresql://db/mlflow"),
+    ("mysql+pymysql://ml:p#w?x@db/mlflow is away", "mysql+pymysql://db/mlflow is away"),
+    ("postgresql://ml:pa ss@db/mlflow", "postgresql://db/mlflow"),
+    ("ftp://ml:a/b@host/x", "ftp://host/x"),
+    ("http://ml:pa/ss@host/x", "http://host/x"),
+    ("'http://ml:12/ss' and 'a@b'", "'http://ml:12/ss' and 'a@b'"),
+    ("postgresql://db/mlflow?user=ml&password=secret", "postgresql://db/mlflow"),
 ]
 
 
@@ -48,6 +56,8 @@ def test_descriptions_are_short():
 def test_addresses_of_databases_keep_their_query():
     """Databases have options there, without which a later upload could not connect."""
     address = "postgresql://me:secret@host/db?sslmode=require"
+    assert without_credentials(address) == "postgresql://host/db?sslmode=require"
+    address = "postgresql://host/db?user=me&password=secret&sslmode=require"
     assert without_credentials(address) == "postgresql://host/db?sslmode=require"
 
 

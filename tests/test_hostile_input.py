@@ -10,12 +10,13 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from helpers.command import exit_code
 from helpers.pending import read_pending
 from helpers.small import Records, Small, trainer
 from hypothesis import HealthCheck, example, given, settings
@@ -252,13 +253,62 @@ def test_an_upload_list_sends_no_outside_file(tmp_path: Path) -> None:
     for path in (tmp_path / "secret", folder / "link", folder / ".." / "secret", folder / "own"):
         append_pending(folder, PendingUpload(str(path), f"{names}/{path.name}", "run", "e", store))
     append_pending(folder, PendingUpload(str(folder / "own"), "../../up", "run", "e", store))
-    assert upload.run(str(folder), None, False) == 1
+    to = [f"file://{tmp_path}/store"]
+    assert upload.run(str(folder), None, False, to=to) == 1
     assert not (tmp_path / "up").exists()
     assert [path.name for path in tmp_path.rglob("store/*")] == ["own"]
     assert (
-        upload.run(str(folder), None, False, outside=True) == 1
+        upload.run(str(folder), None, False, outside=True, to=to) == 1
     )  # the name that points outside stays
     assert {path.name for path in tmp_path.rglob("store/*")} == {"own", "secret", "link"}
+
+
+# -- what is printed ----------------------------------------------------------------------------
+
+
+EVIL = "owl\x1b]0;PWNED\x1b\\\x1b[2J\x9b8m\u202e"
+
+
+def test_no_control_character_of_a_file_reaches_the_terminal(
+    tmp_path: Path, run_folder: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Every command shows them escaped, in tables, messages and warnings."""
+    content = json.loads((run_folder / "summary.json").read_text())
+    window = content["stages"]["train"]["whole_run"]
+    window["timings"] = {EVIL: sum(window["timings"].values())}
+    content |= {"run": EVIL, "culprits": [{"name": EVIL, "share": 0.5, "calls": 1}]}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(content))
+    (tmp_path / "run" / f"{EVIL.replace('/', '')}.html").touch()
+    (tmp_path / "rank0.3.json").write_text(
+        json.dumps({"traceEvents": [CALL | {"name": EVIL}]}, ensure_ascii=False)
+    )
+    (tmp_path / "damaged.json").write_text(json.dumps({"a": EVIL}, ensure_ascii=False)[:-1])
+    append_pending(tmp_path, PendingUpload(f"/{EVIL}", EVIL, EVIL, EVIL, {"store": EVIL}))
+    append_pending(tmp_path, PendingUpload(str(tmp_path / "rank0.3.json"), EVIL, "", "",
+                                           {"tracking_uri": EVIL, "run_id": EVIL}))  # fmt: skip
+    with (tmp_path / FILE_NAME).open("a") as file:
+        file.write(f"{EVIL}\n")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    run = str(tmp_path / "run")
+    for args in (
+        ["report", run], ["watch", run], ["compare", run, str(run_folder)], ["report", EVIL],
+        ["trace", str(tmp_path / "rank0.3.json")], ["trace", str(tmp_path / "damaged.json")],
+        ["trace", "--combine", str(tmp_path), "-o", str(tmp_path / EVIL.replace("/", ""))],
+        ["trace", EVIL], ["upload", str(tmp_path)], ["upload", EVIL],
+    ):  # fmt: skip
+        with (
+            pytest.warns(PerfWarning)
+            if args[0] == "upload" and args[1] != EVIL
+            else (nullcontext()) as caught
+        ):
+            exit_code(*args)
+        shown = "".join(capsys.readouterr())
+        shown += "".join(str(each.message) for each in caught or ())
+        assert args[0] not in ("report", "watch") or r"\x1b" in shown, args
+        for control in ("\x1b]", "\x1b[2J", "\x9b", "\u202e"):
+            assert control not in shown, args
 
 
 # -- configuration ------------------------------------------------------------------------------

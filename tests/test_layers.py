@@ -22,7 +22,7 @@ LAYERS = [
     {"flops", "schedule", "system", "timing"},
     {"background"},
     {"checks"},
-    {"cgroup", "core", "patches"},
+    {"cgroup", "core", "files", "patches", "terminal"},
     {"errors", "units", "__init__"},
 ]
 #: Libraries that may be imported in some packages only.

@@ -61,13 +61,14 @@ def written_callbacks(file: str) -> list[Any]:
     import yaml  # type: ignore[import-untyped]
 
     from lightning_perf.errors import ConfigError
+    from lightning_perf.files import read_bytes
 
     if not Path(file).is_file():
         problem = f"is neither 1 nor a YAML file (looked in {os.getcwd()})"  # noqa: PTH109
         raise ConfigError(_VARIABLE, file, problem, "1")
     try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = yaml.safe_load(read_bytes(Path(file)).decode())
+    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(_VARIABLE, file, f"cannot be used: {why}", None) from error
     for key in ("trainer", "callbacks"):

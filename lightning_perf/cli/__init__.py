@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.checks import install_command
 from lightning_perf.errors import PerfWarning
+from lightning_perf.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from rich.console import Console
 
 #: The module of each command, imported when one runs since its dependencies may be missing.
 _COMMANDS = {
@@ -86,19 +85,9 @@ class Failure(Exception):
         self.code = code
 
 
-def new_console(soft_wrap: bool = False) -> Console:
-    """A console for names given by users, which may look like markup.
-
-    With ``soft_wrap``, lines are not wrapped: paths are meant to be copied.
-    """
-    from rich.console import Console
-
-    return Console(soft_wrap=soft_wrap, markup=False, emoji=False, highlight=False)
-
-
 def print_json(content: object) -> None:
     """Print what ``--json`` asks for."""
-    print(json.dumps(content, indent=1))
+    say(json.dumps(content, indent=1))
 
 
 def main(args: list[str] | None = None) -> None:
@@ -126,7 +115,7 @@ def main(args: list[str] | None = None) -> None:
         package = (error.name or "").partition(".")[0]
         if package == "lightning_perf":
             raise
-        print(f"lightning-perf: {_remedy(error, package)}", file=sys.stderr)
+        say(f"lightning-perf: {_remedy(error, package)}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         code = 130
@@ -200,7 +189,7 @@ def _run(args: Sequence[str]) -> int:
         why = str(error).rstrip(".")
         if isinstance(error, OSError) and error.filename:
             why = f"{error.filename}: {error.strerror}"
-        print(f"lightning-perf {name}: {why}{'' if why.endswith('?') else '.'}", file=sys.stderr)
+        say(f"lightning-perf {name}: {why}{'' if why.endswith('?') else '.'}", file=sys.stderr)
         code = error.code if isinstance(error, Failure) else 2
     return code
 

@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,14 @@ from lightning_perf.cli import (
     argument,
     command,
     flag,
-    new_console,
     print_json,
 )
-from lightning_perf.errors import describe
-from lightning_perf.traces.names import remote_format
-from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, Target, taken_pending
+from lightning_perf.errors import describe, without_credentials
+from lightning_perf.files import check_own
+from lightning_perf.terminal import new_console, say
+from lightning_perf.traces.names import remote_format, split_url
+from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, taken_pending
+from lightning_perf.tracking.mlflow import MlflowRun, is_default_database
 from lightning_perf.tracking.tracker import STORE, check_store, store_target, tracker_at
 from lightning_perf.units import counted, duration
 
@@ -73,7 +75,11 @@ def trace(
             _summarize(Path(file), json)
         elif file is None and combine is not None:
             with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-                _merge(_folder(combine, tracking_uri, Path(scratch)), window, Path(output), json)
+                target = Path(output)
+                if target.is_symlink():  # the user's own
+                    target = target.resolve()
+                check_own(target)  # before seconds of reading: a device is not replaced
+                _merge(_folder(combine, tracking_uri, Path(scratch)), window, target, json)
         else:
             raise Failure("name either a trace or --combine FOLDER")
     except TraceError as error:
@@ -120,13 +126,12 @@ def _folder(what: str, tracking_uri: str | None, scratch: Path) -> Path:
 
 
 def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
-    from rich.console import Console
     from rich.progress import Progress
 
     from lightning_perf.traces import combine
 
     traces = combine.find_window(folder, window)
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=2 * len(traces))
         for trace in traces:
@@ -204,8 +209,15 @@ _MISSING = "the file is missing; --forget-missing removes it from the list"
     argument("folder", "The folder to search for lists, with subfolders.", nargs="?", default="."),
     argument(
         "--tracking-uri",
-        "The tracking address to use instead of the listed one, for example with a "
-        "password. MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD work, too.",
+        "The MLflow tracking address to use instead of the listed one, for example with a "
+        "password; by default MLFLOW_TRACKING_URI, or ./mlflow.db. It gets your credentials.",
+    ),
+    argument(
+        "--to",
+        "Also send what is listed for this place, such as s3://bucket or file:///mnt/traces, or "
+        "below it. May be repeated. Only for lists that you trust.",
+        metavar="URL",
+        action="append",
     ),
     flag("--forget-missing", "Remove missing files from the lists."),
     flag(
@@ -221,22 +233,30 @@ def upload(
     forget_missing: bool,
     json: bool = False,
     outside: bool = False,
+    to: Sequence[str] | None = None,
 ) -> int:
     """Upload the files listed in pending_uploads.jsonl, each to its MLflow run or store.
 
-    The lists contain no passwords; those of stores are read from fsspec's settings.
+    Files go only to the tracking server that --tracking-uri or MLFLOW_TRACKING_URI names, and to
+    the places of --to; for others, the message says which option to add. The lists contain no
+    passwords; those of stores are read from fsspec's settings, or from the URL of --to.
     """
     if not Path(folder).is_dir():
         raise Failure(f"there is no folder {folder}")
-    target_at = cache(_target)  # each is checked once
-    send = partial(_send, tracking_uri=tracking_uri, outside=outside, target_at=target_at)
+    send = partial(_send, outside=outside, places=_Places(tracking_uri, to or ()))
     forgotten = _MISSING if forget_missing else ""
-    places = [*_places(folder)]
-    sent = [each for place in places for each in _send_all(place, send, forgotten)]
+    sent, unread = list[tuple[str, str]](), list[OSError]()
+    places = [*_places(folder, unread.append)]
+    for place in places:
+        try:
+            sent += _send_all(place, send, forgotten)
+        except OSError as failed:  # those of other folders are sent nevertheless
+            unread.append(failed)
+    sent += ((str(each.filename), f"{each.strerror}; no list here was read") for each in unread)
     for path, error in sent:
         if error:
             gone = "the file is missing and was removed from the list"
-            print(f"{path}: {gone if error == forgotten else error}", file=sys.stderr)
+            say(f"{path}: {gone if error == forgotten else error}", file=sys.stderr)
     done = sum(not error for _, error in sent)
     left = [each for each in sent if each[1] not in ("", forgotten)]
     if json:
@@ -244,7 +264,7 @@ def upload(
         print_json({"uploaded": done, "left": listed})
     else:
         nothing = f"nothing to upload: there is no {FILE_NAME} below {folder}"
-        print(f"{done} uploaded, {len(left)} left" if places else nothing)
+        say(f"{done} uploaded, {len(left)} left" if places or left else nothing)
     return 1 if left else 0
 
 
@@ -255,10 +275,9 @@ def _send_all(
 
     Entries stay listed for other reasons than the forgotten one.
     """
-    from rich.console import Console
     from rich.progress import track
 
-    console, sent = Console(stderr=True), []
+    console, sent = new_console(stderr=True), []
     with taken_pending(place) as left:
         entries = list(left.items())
         for key, entry in track(
@@ -273,21 +292,115 @@ def _send_all(
     return sent
 
 
-def _places(folder: str) -> Iterator[Path]:
-    for place, below, files in os.walk(folder):
+def _places(folder: str, failed: Callable[[OSError], None]) -> Iterator[Path]:
+    """The folders with lists; those that cannot be read are given to a function."""
+    for place, below, files in os.walk(folder, onerror=failed):
         # Hidden folders belong to other tools and may be large.
         below[:] = sorted(name for name in below if not name.startswith("."))
         if any(name.startswith(FILE_NAME) for name in files):
             yield Path(place)
 
 
-def _send(
-    entry: PendingUpload,
-    place: Path,
-    tracking_uri: str | None,
-    outside: bool,
-    target_at: Callable[[frozenset[tuple[str, str]]], Target | str],
-) -> str:
+class _Places:
+    """The places that the user names, by the environment or an option: files go nowhere else.
+
+    A list is data of a stranger. It may ask to overwrite any file through a store that is a folder,
+    or to send the credentials of the environment to any server.
+    """
+
+    def __init__(self, tracking_uri: str | None, to: Sequence[str]) -> None:
+        self._tracking_uri, self._to = tracking_uri, to
+        self.at = cache(self._at)  # each is checked once
+
+    def _at(self, items: frozenset[tuple[str, str]]) -> _Destination | str:
+        """The destination at an address, or why nothing can be sent to it."""
+        address = dict(items)
+        if STORE in address:
+            own = (each for each in self._to if _is_below(address[STORE], _base(each)))
+            url = _base(next(own, address[STORE]))  # with the user's password
+            check_store(url)
+            store = store_target(url)
+            if store is None:
+                return "its entry names no store"
+            return _Destination(store.send, _base(address[STORE]))
+        own_server = True
+        if "tracking_uri" in address:
+            listed = address["tracking_uri"]
+            given = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+            if given and (self._tracking_uri or _is_same(listed, given)):
+                address["tracking_uri"] = given
+            elif is_default_database(listed):
+                own_server = False
+            else:
+                return (
+                    f"it is listed for {without_credentials(listed)}, which neither "
+                    "MLFLOW_TRACKING_URI nor an option names: if you trust that server with your "
+                    f"password, try --tracking-uri {without_credentials(listed)}"
+                )
+        tracker = tracker_at(address)
+        if tracker is None:
+            return "its entry names no run that an installed tracker knows"
+        if not isinstance(tracker, MlflowRun):
+            places = (f"{key}://{value}" for key, value in sorted(address.items()))
+            destination = _Destination(tracker.upload_later, *places)
+            return self.refuse(destination, "") or tracker.problem() or destination
+        if problem := tracker.problem():
+            return problem
+        place = tracker.files_place(own_server)
+        named = [] if own_server else [f"file://{Path.cwd()}"]
+        return _Destination(tracker.upload_later, place, named=named)
+
+    def refuse(self, destination: _Destination, remote: str) -> str:
+        """Why a file may not be sent; empty if it may."""
+        for place in destination.places:
+            whole = f"{place}/{remote.lstrip('/')}"
+            named = (*self._to, *destination.named)
+            if place and not any(_is_below(whole, each) for each in named):
+                local = _folder_of(whole)
+                try_this = f"file://{local.parent}" if local else place
+                return (
+                    f"it would be sent to {without_credentials(whole)}, a place that you have not "
+                    f"named: if you trust this list, try --to {without_credentials(try_this)}"
+                )
+        return ""
+
+
+class _Destination:
+    """Where files are sent, the URLs that must be named for that (or empty), and known ones."""
+
+    def __init__(
+        self, send: Callable[[Path, str], None], *places: str, named: Sequence[str] = ()
+    ) -> None:
+        self.send, self.places, self.named = send, places, named
+
+
+def _base(url: str) -> str:
+    """The URL of a store without a path."""
+    protocol, host, _ = split_url(url)
+    return f"{protocol}://{host}" if protocol else url
+
+
+def _is_same(one: str, other: str) -> bool:
+    return without_credentials(one).rstrip("/") == without_credentials(other).rstrip("/")
+
+
+def _folder_of(url: str) -> Path | None:
+    """The path that a URL of this machine's files means, through links; None for others."""
+    protocol, host, path = split_url(url)
+    local = protocol.lower() in ("file", "local") and not host
+    return Path("/", path).resolve() if local else None
+
+
+def _is_below(place: str, root: str) -> bool:
+    """Whether a URL is another one, or below it; that of the user may have a password."""
+    here, folder = _folder_of(place), _folder_of(root)
+    if here is not None or folder is not None:
+        return here is not None and folder is not None and here.is_relative_to(folder)
+    (*mine, path), (*named, above) = split_url(place), split_url(without_credentials(root))
+    return mine == named and PurePosixPath(path).is_relative_to(above.rstrip("/"))
+
+
+def _send(entry: PendingUpload, place: Path, outside: bool, places: _Places) -> str:
     """Upload a file listed in the folder ``place``; returns why it stays listed, or nothing."""
     try:
         path = Path(entry.path).resolve()
@@ -296,25 +409,12 @@ def _send(
         if not (outside or path.is_relative_to(place.resolve())):
             return "the file is outside of its list's folder; try --outside"
         remote_format(entry.remote.replace("{", "{{").replace("}", "}}"))
-        address = dict(entry.target)
-        if tracking_uri is not None and "tracking_uri" in address:
-            address["tracking_uri"] = tracking_uri
-        target = target_at(frozenset(address.items()))
-        if isinstance(target, str):
-            return target
-        target.send(Path(entry.path), entry.remote)
+        destination = places.at(frozenset(entry.target.items()))
+        if isinstance(destination, str):
+            return destination
+        if refused := places.refuse(destination, entry.remote):
+            return refused
+        destination.send(path, entry.remote)
     except Exception as error:  # of the target, or a path with a null byte
         return describe(error)
     return ""
-
-
-def _target(items: frozenset[tuple[str, str]]) -> Target | str:
-    """The target at an address, or why nothing can be sent to it."""
-    address = dict(items)
-    if STORE in address:
-        check_store(address[STORE])
-        return store_target(address[STORE]) or "its entry names no store"
-    tracker = tracker_at(address)
-    if tracker is None:
-        return "its entry names no run that an installed tracker knows"
-    return tracker.problem() or Target(tracker.upload_later, tracker.address)

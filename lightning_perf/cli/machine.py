@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.checks import install_command
-from lightning_perf.cli import JSON, Failure, argument, command, flag, new_console, print_json
+from lightning_perf.cli import JSON, Failure, argument, command, flag, print_json
 from lightning_perf.errors import ConfigError, without_credentials
+from lightning_perf.terminal import new_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -153,7 +154,7 @@ def _tracking() -> tuple[str, str]:
     address = default_tracking_uri()
     problem = tracking_problem(address)
     if problem and address.startswith("sqlite:///"):
-        return f"{address}, which does not exist yet", "ok"
+        return f"{without_credentials(address)}, which does not exist yet", "ok"
     return (problem, "error") if problem else (without_credentials(address), "ok")
 
 

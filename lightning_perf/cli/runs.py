@@ -15,10 +15,10 @@ from lightning_perf.cli import (
     Failure,
     argument,
     command,
-    new_console,
     print_json,
 )
 from lightning_perf.errors import without_credentials
+from lightning_perf.terminal import new_console, say
 from lightning_perf.tracking.summary import RATES, SummaryError, panel, text_of
 from lightning_perf.units import duration, three_digits, time_unit
 
@@ -63,7 +63,7 @@ def report(run: str | None, tracking_uri: str | None, json: bool) -> int:
         advice = "" if why.endswith("?") else ". Try --tracking-uri ADDRESS"
         raise Failure(why + advice) from None
     if json:
-        print(text_of({**found.summary, "files": found.files}))
+        say(text_of({**found.summary, "files": found.files}))
     else:
         _show_run(found, console)
     return 0

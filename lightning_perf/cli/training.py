@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as json_format
 import os
 import platform
-import signal as signals
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from lightning_perf.cli import (
     argument,
     command,
     flag,
-    new_console,
     print_json,
 )
 from lightning_perf.errors import ConfigError
+from lightning_perf.schedule.triggers import records_on, signal_number
+from lightning_perf.terminal import new_console, say
 from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
 if TYPE_CHECKING:
@@ -78,36 +78,30 @@ def capture(pid: int, signal: str, children: bool, json: bool) -> int:
     The training needs a profiler with the schedule OnSignal, such as
     PyTorch(schedule=OnSignal(lasting='5ba')), which also sets how long it records.
     """
-    number = getattr(signals, signal, None)
-    if not isinstance(number, signals.Signals):
-        raise Failure(f"{signal} is not a signal. Try --signal SIGUSR2", 1)
     try:
+        number = signal_number(signal)
         own_process(pid)
+    except ConfigError as error:
+        raise Failure(f"--signal {signal} {error.problem}. Try --signal SIGUSR2", 1) from None
     except LookupError as error:
         raise Failure(error, 1) from None
     signalled = []
     for each in [pid, *(descendants(pid) if children else [])]:
         with suppress(OSError):  # it has ended meanwhile
-            if _handles(each, number):
+            if records_on(each, number):
                 os.kill(each, number)
                 signalled.append(each)
     if not signalled:
         raise Failure(
-            f"process {pid} does not handle {signal}, which would end it. Give its Trainer a "
-            f"profiler such as PyTorch(schedule=OnSignal({signal!r}, lasting='5ba'))", 1,
+            f"process {pid} does not record on {signal}, which could end it. Give its Trainer a "
+            f"profiler such as PyTorch(schedule=OnSignal({signal!r}, lasting='5ba')); if it has "
+            "one, wait until the training has begun, or name the child process that trains", 1,
         )  # fmt: skip
     if json:
         print_json({"signalled": signalled})
     else:
-        print(*(f"signalled process {each} to record" for each in signalled), sep="\n")
+        say(*(f"signalled process {each} to record" for each in signalled))
     return 0
-
-
-def _handles(pid: int, number: int) -> bool:
-    """Whether a process handles the signal of this number."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
-    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def own_process(pid: int) -> int:
@@ -287,7 +281,7 @@ def _print(source: Source, json: bool) -> Seen | None:
             last = seen
             now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
             line = f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
-            print(json_format.dumps(_current(seen.summary)) if json else line, flush=True)
+            say(json_format.dumps(_current(seen.summary)) if json else line, flush=True)
     return seen
 
 

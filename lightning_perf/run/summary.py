@@ -20,10 +20,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
+from lightning_perf.files import finite, written_whole
 from lightning_perf.run import destination
 from lightning_perf.run.history import table
+from lightning_perf.terminal import new_console
 from lightning_perf.timing.totals import CATEGORIES
-from lightning_perf.traces.folder import TraceOptions, written_whole
+from lightning_perf.traces.folder import TraceOptions
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     RUNNING,
@@ -126,7 +128,7 @@ class LiveSummary:
                     held = os.open(self._folder, os.O_RDONLY)
                     context.on_close(weakref.finalize(self, os.close, held))
             with written_whole(self._folder / FILE_NAME, durable=False) as file:
-                file.write(json.dumps(summary.content, default=str).encode())
+                file.write(json.dumps(finite(summary.content), default=str).encode())
             now = time.monotonic()
             self.due = now + max(REFRESH, (spent + now - began) / _MOST_TIME)
 
@@ -206,9 +208,7 @@ class RunSummary:
         fits = "train" in self._own["stages"]
         if (short and not fits) or not any(each.show_summary for each in self._callbacks):
             return False
-        from rich.console import Console
-
-        console = Console(soft_wrap=False, markup=False, emoji=False, highlight=False)
+        console = new_console()
         console.print(f"lightning_perf: {self.content['run']}", style="bold")
         console.print(panel(self._own))
         place = f"{self._root.place}/{self.folder.name}" if self._root.place else self.folder

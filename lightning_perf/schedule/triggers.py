@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
+from contextlib import suppress
 from difflib import get_close_matches
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf import checks
@@ -294,7 +297,7 @@ class OnSignal(Trigger):
     def __init__(self, signal: str = "SIGUSR2", lasting: Time | str = "5ba") -> None:
         super().__init__(lasting)
         self.signal = signal
-        self._number = _signal_number(signal)
+        self._number = signal_number(signal)
         self._handler: _Handler | None = None
 
     def setup(self, context: Context) -> None:
@@ -322,6 +325,35 @@ class OnSignal(Trigger):
         return self._handler is not None and self._handler.take()
 
 
+def _marker(number: int, pid: int) -> str:
+    return f"lightning_perf:{signal.Signals(number).name}:{pid}"
+
+
+def records_on(pid: int, number: int) -> bool:
+    """Whether a process of this machine has a handler of `OnSignal` for the signal (Linux).
+
+    That it handles the signal says little: shells handle most signals, to end in good order. A
+    process with our handler therefore holds a file in memory open whose name says so. The name has
+    the process's id, since a child holds the files of its parent, but not its handlers after all.
+
+    Raises:
+        OSError: There is no such process, or it is another user's.
+    """
+    place = Path(f"/proc/{pid}")
+    status = dict(
+        line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line
+    )
+    if not int(status["SigCgt"], 16) >> (number - 1) & 1:
+        return False
+    # In a container, the process has another id for itself, which is the last one here.
+    wanted = f"/memfd:{_marker(number, int(status.get('NSpid', str(pid)).split()[-1]))} (deleted)"
+    for link in (place / "fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if str(link.readlink()) == wanted:
+                return True
+    return False
+
+
 class _Handler:
     """A signal handler that stores the signal and calls the earlier handler.
 
@@ -335,6 +367,9 @@ class _Handler:
         self.received = False
         self._previous = _in_use(signal.getsignal(number))
         signal.signal(number, self)
+        self._marker: int | None = None
+        with suppress(AttributeError, OSError):  # not on Linux, or no file can be opened
+            self._marker = os.memfd_create(_marker(number, os.getpid()))
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received = True
@@ -353,6 +388,10 @@ class _Handler:
     def release(self) -> None:
         """Restore the earlier handler, unless another one was installed since."""
         self.released = True
+        if self._marker is not None:
+            with suppress(OSError):  # a forked child has closed all files
+                os.close(self._marker)
+            self._marker = None
         ours = signal.getsignal(self._number) is self
         # Python cannot restore a handler that was not installed from Python.
         if (
@@ -370,7 +409,8 @@ def _in_use(handler: Any) -> Any:
     return handler
 
 
-def _signal_number(name: object) -> signal.Signals:
+def signal_number(name: object) -> signal.Signals:
+    """The signal of this name; raises `ConfigError` for those that `OnSignal` refuses."""
     every = signal.Signals.__members__  # with other names of the same, such as SIGIOT of SIGABRT
     known = {each: number for each, number in every.items() if number.name not in _REFUSED}
     if isinstance(name, str) and name in known:

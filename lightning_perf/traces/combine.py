@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import DAMAGE, describe
-from lightning_perf.traces.events import TraceError, stream
-from lightning_perf.traces.folder import gzipped_whole, written_whole
+from lightning_perf.files import gzipped_whole, written_whole
+from lightning_perf.traces.events import TraceError, microseconds, stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_perf.traces.events import Event
 
 #: Traces of ranks, as all profilers name them by default.
-TRACE_NAME = re.compile(r"rank(\d+)\.(.+\.json)(?:\.gz)?")
+TRACE_NAME = re.compile(r"rank(\d{1,7})\.(.+\.json)(?:\.gz)?")
 #: Keys of a trace's head that are equal on all ranks of a window.
 _SHARED = ("run_name", "stage", "batch", "world_size")
 #: Collectives that no rank leaves before the last rank has entered: names in gloo, NCCL's
@@ -39,6 +39,8 @@ _STEP = re.compile(r"ProfilerStep#\d+|torch\._C\._EngineBase\.run_backward")
 _KERNELS, _DEVICE = ("kernel", "gpu_user_annotation"), "device "
 #: The most processes of a rank in the merged file.
 _PROCESSES = 1000
+#: The largest world size that is believed.
+_MOST_RANKS = 10**7
 #: Clocks whose steps end within this (microseconds) are not shifted: steps end less precisely.
 _STEPS_AGREE = 1e5
 #: How often clocks are corrected, because the rank that arrives last depends on them.
@@ -131,14 +133,16 @@ def scan(trace: Trace) -> None:
             name = event.get("name")
             if event.get("ph") != "X" or not isinstance(name, str) or "dur" not in event:
                 continue
-            start = float(event["ts"])
-            marker = Marker(start, start + float(event["dur"]))
+            start = microseconds(event["ts"])
+            marker = Marker(start, start + microseconds(event["dur"]))
             if _COLLECTIVE.fullmatch(name):
                 collectives[_shared_name(name, event)].append(marker)
             elif _STEP.fullmatch(name):
                 steps[name].append(marker)
         trace.head["world_size"] = int(trace.head.get("world_size", 0))
-        trace.base = float(trace.head.get("baseTimeNanoseconds", 0)) / 1e3
+        if trace.head["world_size"] > _MOST_RANKS:
+            raise ValueError(f"its world_size is {trace.head['world_size']:,}")
+        trace.base = microseconds(trace.head.get("baseTimeNanoseconds", 0) / 1e3)
     # NCCL's annotations on the host end when the kernel is launched: the kernels are more exact.
     exact = {name: found for name, found in collectives.items() if name.startswith(_DEVICE)}
     trace.collectives = {name: sorted(found) for name, found in (exact or collectives).items()}
@@ -280,7 +284,8 @@ def write(
 ) -> int:
     """Write one file with a process per rank, in bounded memory; return the number of events.
 
-    It is gzipped if its name ends in ``.gz``. ``copied`` is called after each trace.
+    It is gzipped if its name ends in ``.gz``. ``copied`` is called after each trace. Raises
+    `NotRegularError` if the target is something else than a file, such as a device.
     """
     count = 0
     with (gzipped_whole if target.suffix == ".gz" else written_whole)(target) as file:
@@ -288,7 +293,7 @@ def write(
         for trace in traces:
             with _damage_named(trace.path):
                 for event in _renamed(trace):
-                    text = json.dumps(event, separators=(",", ":"))
+                    text = json.dumps(event, separators=(",", ":"), allow_nan=False)
                     file.write((",\n" if count else "").encode() + text.encode())
                     count += 1
             copied()
@@ -314,7 +319,7 @@ def _renamed(trace: Trace) -> Iterator[Event]:
             yield about | {"name": "process_name", "args": {"name": name}}
             yield about | {"name": "process_sort_index", "args": {"sort_index": pid}}
         if "ts" in event:
-            event["ts"] = round(event["ts"] + trace.shift, 3)
+            event["ts"] = round(microseconds(event["ts"]) + trace.shift, 3)
         for key in ("id", "bind_id"):
             if key in event:
                 number = event[key]

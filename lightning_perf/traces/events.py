@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_perf.files import opened
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
@@ -28,7 +30,10 @@ _CHUNK, _PACKED_CHUNK = 1 << 20, 1 << 16
 #: Characters of the longest event or other value; a file with a longer one is damaged or no trace.
 _MOST_CHARACTERS = 1 << 26
 _GZIPPED, _GZIP_FORMAT = b"\x1f\x8b", 31
-_DECODER = json.JSONDecoder()
+#: Times beyond this (microseconds) do not fit into 64 bits as nanoseconds.
+_LATEST = 9e15
+#: NaN and Infinity, which no other reader of JSON takes, become null.
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None)
 _SPACE = re.compile(r"[\s,]*")
 
 
@@ -40,9 +45,16 @@ class CutShort(TraceError):
     """A trace that ends early or is damaged, after the events that were read."""
 
 
-def _nanoseconds(microseconds: float) -> int:
+def microseconds(value: float) -> float:
+    """A time of a trace; raises `ValueError` for one that is not finite or too large."""
+    if not abs(number := float(value)) <= _LATEST:
+        raise ValueError(f"{number} is not a time")
+    return number
+
+
+def _nanoseconds(value: float) -> int:
     """A trace's microseconds as an integer: sums of floats would lose the three decimals."""
-    return round(microseconds * 1000)
+    return round(microseconds(value) * 1000)
 
 
 def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
@@ -73,7 +85,7 @@ def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
 def _texts(path: Path) -> Iterator[str]:
     """The text of a file in pieces; of a truncated gzipped file, all that can be read."""
     decode = getincrementaldecoder("utf-8")().decode
-    with path.open("rb") as file:
+    with opened(path) as file:
         packed = file.peek(2).startswith(_GZIPPED)
         unpack = zlib.decompressobj(_GZIP_FORMAT)
         while piece := file.read(_PACKED_CHUNK if packed else _CHUNK):
@@ -115,11 +127,11 @@ class _Buffer:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
-            except ValueError:
+            except json.JSONDecodeError:
                 self._more()
                 continue
-            except RecursionError as error:
-                raise CutShort(f"{self._path} is damaged: it is nested too deeply") from error
+            except (ValueError, RecursionError) as error:  # a number of too many digits
+                raise CutShort(f"{self._path} is damaged ({error})") from error
             if end == len(self._text):  # a number may continue in the next piece
                 self._more()
                 continue
@@ -134,12 +146,25 @@ class _Buffer:
         self.skip()
 
     def _more(self) -> None:
-        more = next(self._texts, None)
-        if more is None:
-            raise CutShort(f"{self._path} is cut short, or not a trace in Chrome's format")
-        if len(self._text) - self._at > _MOST_CHARACTERS:
+        """Read as much again as there is: a long value is not parsed once per piece."""
+        pieces = [self._text[self._at :]]
+        if (length := len(pieces[0])) > _MOST_CHARACTERS:
             raise CutShort(f"{self._path} is damaged, or not a trace in Chrome's format")
-        self._text, self._at = self._text[self._at :] + more, 0
+        more = 0
+        while more <= length:
+            try:
+                piece = next(self._texts, None)
+            except CutShort:
+                if not more:
+                    raise
+                piece = None
+            if piece is None:
+                break
+            pieces.append(piece)
+            more += len(piece)
+        if not more:
+            raise CutShort(f"{self._path} is cut short, or not a trace in Chrome's format")
+        self._text, self._at = "".join(pieces), 0
 
 
 # -- as arrays of numbers -------------------------------------------------------------------------

@@ -1,20 +1,18 @@
-"""The files of a run: options, names and folders, which run owns a folder, and atomic files."""
+"""The files of a run: options, names and folders, and which run owns a folder."""
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
-import shutil
 import threading
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from errno import ENOTDIR
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING
 
 from lightning_perf.background import wait_until
+from lightning_perf.files import NotRegularError, read_bytes
 from lightning_perf.traces.names import (
     IN_EPOCH,
     TOTALS,
@@ -30,7 +28,7 @@ from lightning_perf.traces.names import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from lightning_perf.core.progress import Ranks, Timestamp
     from lightning_perf.traces.uploads import TraceRun
@@ -155,7 +153,9 @@ class RunFolder:
     def _owner(self, folder: Path) -> str:
         """The identity of the run that owns the folder; our own if no run does."""
         try:
-            return (folder / MARKER).read_text(encoding="utf-8", errors="replace")
+            return read_bytes(folder / MARKER).decode(errors="replace")
+        except NotRegularError:
+            return f"not {self._identity}"
         except OSError:
             return self._identity
 
@@ -298,60 +298,3 @@ class Layout:
 
 def _within(folder: Path, stage: str) -> Path:
     return folder if stage == "train" else folder / stage
-
-
-# -- atomic files: a file has its name only when it is complete -----------------------------------
-
-# Measured on traces: 13 times smaller; a little slower than level 1, eight times faster than 9.
-_LEVEL = 3
-_CHUNK = 1 << 20
-
-
-@contextmanager
-def written_whole(target: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Open a hidden file beside the target that is renamed to the target once it is on the disk.
-
-    If the block raises, the target is unchanged. The target's folder is created if needed.
-    ``durable`` waits for the disk, so that the file survives a crash of the machine.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # A random name: several ranks may write the same target at the same time.
-    partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
-    try:
-        with partial.open("xb") as file:
-            yield file
-            if durable:
-                _sync(file)
-        partial.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def gzipped_whole(target: Path) -> Iterator[BinaryIO]:
-    """As `written_whole`, compressed with gzip; equal content gives equal files."""
-    with written_whole(target) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
-        yield cast("BinaryIO", packed)
-
-
-def compress(source: Path, target: Path) -> None:
-    """Move a file and compress it; if that raises `OSError`, the source stays."""
-    with source.open("rb") as raw, gzipped_whole(target) as packed:
-        shutil.copyfileobj(raw, packed, _CHUNK)
-    source.unlink()
-
-
-def place(source: Path, target: Path, *, durable: bool = True) -> None:
-    """Rename a file once it is on the disk; if that raises `OSError`, the source stays."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if durable:
-        with source.open("rb+") as raw:
-            _sync(raw)
-    source.replace(target)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

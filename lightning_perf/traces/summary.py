@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -156,25 +157,43 @@ def _waits(events: Events, inside: NDArray[Any]) -> list[Synchronization]:
     calls, names = events.host, events.names
     waiting = np.array([_SYNCHRONIZING.fullmatch(name) is not None for _, name in names])
     found: dict[tuple[str, str, str], tuple[int, float]] = {}
-    for row in np.flatnonzero(waiting[calls.name] & inside):
-        running, caller = list[int](), events.callers[row]
-        while caller >= 0:
-            running.insert(0, calls.name[caller])
-            caller = events.callers[caller]
-        if not waiting[running].any():
-            place = (names[calls.name[row]][1], *_where([names[each] for each in running]))
+    # What runs during a call, by the call's row; each is derived from that of its caller.
+    running = {-1: _Running()}
+    for row in np.flatnonzero(waiting[calls.name] & inside).tolist():
+        above = [int(events.callers[row])]
+        while above[-1] not in running:
+            above.append(int(events.callers[above[-1]]))
+        for outer, inner in pairwise(reversed(above)):
+            name = calls.name[inner]
+            running[inner] = running[outer].within(names[name], waits=bool(waiting[name]))
+        where = running[above[0]]
+        if not where.waits:
+            place = (names[calls.name[row]][1], where.operator, where.own or where.line)
             times, seconds = found.get(place, (0, 0.0))
             found[place] = times + 1, seconds + float(calls.end[row] - calls.start[row]) / 1e9
     sums = [Synchronization(*place, *cost) for place, cost in found.items()]
     return sorted(sums, key=lambda each: -each.seconds)[:_MOST_ROWS]
 
 
-def _where(running: Sequence[tuple[Kind, str]]) -> tuple[str, str]:
-    """The outermost operator of nested calls, and the innermost line that is not of a library."""
-    operator = next((name for kind, name in running if kind == Kind.OPERATOR), "")
-    lines = [name for kind, name in running if kind == Kind.FRAME and _LINE.fullmatch(name)]
-    own = [line for line in lines if not _LIBRARY.search(line)]
-    return operator, (own or lines or [""])[-1]
+class _Running(NamedTuple):
+    """What nested calls are, the innermost included."""
+
+    #: Whether one of them waits for the device.
+    waits: bool = False
+    #: The outermost operator.
+    operator: str = ""
+    #: The innermost line, and the innermost one that is not of a library.
+    line: str = ""
+    own: str = ""
+
+    def within(self, call: tuple[Kind, str], waits: bool) -> _Running:
+        """The same with one more call within."""
+        (kind, name), operator, line, own = call, self.operator, self.line, self.own
+        if kind == Kind.OPERATOR:
+            operator = operator or name
+        elif kind == Kind.FRAME and _LINE.fullmatch(name):
+            line, own = name, own if _LIBRARY.search(name) else name
+        return _Running(self.waits or waits, operator, line, own)
 
 
 def _on_device(launched: NDArray[Any], device: EventTable, begin: int, end: int) -> tuple[int, int]:

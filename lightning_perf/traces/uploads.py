@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import WarningDigest, describe, warn
+from lightning_perf.files import appended, check_own, parsed, read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -117,10 +118,8 @@ def append_pending(root: Path, entry: PendingUpload) -> None:
 def _append(root: Path, line: bytes) -> None:
     root.mkdir(parents=True, exist_ok=True)
     path = root / FILE_NAME
-    # Not through a link: it may point anywhere.
-    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     for _ in range(3):
-        with open(os.open(path, how, 0o666), "ab", buffering=0) as file:  # noqa: PTH123
+        with appended(path) as file:
             file.write(line + b"\n")  # a single write, so that lines of several ranks do not mix
             # `taken_pending` may have moved the list and read it before the line was there.
             with suppress(FileNotFoundError):
@@ -133,14 +132,18 @@ def taken_pending(root: Path) -> Iterator[dict[Hashable, PendingUpload]]:
     """Take all entries off the list in `root`; those that are left at the end are listed again.
 
     Entries that other processes append meanwhile begin a new list. If this is interrupted, an entry
-    may be listed twice, and none is lost. Damaged lines stay listed, with a warning.
+    may be listed twice, and none is lost. Damaged lines stay listed, with a warning. A list that is
+    a link or no file raises `OSError` and stays: it could name any file.
     """
     with suppress(FileNotFoundError):
+        check_own(root / FILE_NAME)
         (root / FILE_NAME).rename(root / f"{_MOVED}{os.urandom(4).hex()}")
     lists = sorted(root.glob(f"{_MOVED}*"))  # also of interrupted calls
+    for path in lists:
+        check_own(path)
     left: dict[Hashable, PendingUpload] = {}
     damaged: dict[bytes, None] = {}
-    for line in (line for path in lists for line in path.read_bytes().splitlines()):
+    for line in (line for path in lists for line in read_bytes(path).splitlines()):
         if (entry := _read(line)) is not None:
             left[entry.path, entry.remote, *sorted(entry.target.items())] = entry
         elif line.strip():
@@ -165,12 +168,12 @@ def taken_pending(root: Path) -> Iterator[dict[Hashable, PendingUpload]]:
 def _read(line: bytes) -> PendingUpload | None:
     """The entry of a line; None if it is damaged."""
     try:
-        fields = json.loads(line)
+        fields = parsed(line)
         target = dict(fields.pop("target", {}))
         if {*map(type, (*fields.values(), *target, *target.values()))} != {str}:
             raise TypeError("the values of an entry are strings")
         return PendingUpload(**fields, target=target)
-    except (AttributeError, RecursionError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         return None
 
 

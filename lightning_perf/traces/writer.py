@@ -15,7 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import describe, warn
-from lightning_perf.traces.folder import Layout, TraceOptions, compress, place, written_whole
+from lightning_perf.files import compress, place, read_bytes, written_whole
+from lightning_perf.traces.folder import Layout, TraceOptions
 from lightning_perf.traces.uploads import Sends, Target, Trace, TraceRun, UploadQueue
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ class TraceWriter:
         path, remote = self._layout.readme(trace.timestamp, trace.stage)
         with suppress(Exception):
             # A file with other content is the user's.
-            if path.read_bytes() == self._options.readme.encode():
+            if read_bytes(path) == self._options.readme.encode():
                 for target, name in self._sends(path, remote, replaces=True):
                     target.send(path, name)
             self._readme_sent = True

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
 import socket
-import sys
 import tempfile
 import time
 import urllib.request
@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from typing_extensions import override
 
@@ -94,6 +95,27 @@ class MlflowRun(Tracker):
     def problem(self) -> str | None:
         return tracking_problem(self.tracking_uri, "; try --tracking-uri")
 
+    def files_place(self, trusted: bool) -> str:
+        """Where the run's files are sent as a URL, if that is not where its server decides.
+
+        A run decides itself: whoever made it may have named any folder of this machine, or another
+        server, which would get the credentials. Those of a database that is ``trusted`` may be in
+        any folder; those of the default one are in the current folder.
+        """
+        place = str(self.client().get_run(self.run_id).info.artifact_uri or "")
+        parts, server = urlsplit(place), urlsplit(self.tracking_uri)
+        if parts.scheme.lower() in ("mlflow-artifacts", "http", "https"):
+            other = (parts.hostname, parts.port) != (server.hostname, server.port)
+            return place if parts.netloc and other else ""
+        if parts.scheme.lower() not in ("", "file"):
+            return "" if trusted else place
+        if trusted and server.scheme not in ("http", "https"):
+            return ""
+        if parts.netloc:
+            return place
+        path = Path(url2pathname(parts.path) if parts.scheme else place).resolve()
+        return f"file://{path}"
+
     def client(self) -> MlflowClient:
         """MLflow's client, after a check that the server is reachable."""
         check_reachable(self.tracking_uri)
@@ -142,7 +164,7 @@ class MlflowRun(Tracker):
         if status and self._client.get_run(self.run_id).info.status == "RUNNING":
             self.describe(description(summary))
             ended = int(datetime.fromisoformat(summary["ended"]).timestamp() * 1000)
-            with redirect_stdout(sys.stderr):  # MLflow prints the run's address
+            with redirect_stdout(io.StringIO()):  # MLflow prints the address with its password
                 self._client.set_terminated(self.run_id, status, ended)
 
     @cached_property
@@ -150,6 +172,12 @@ class MlflowRun(Tracker):
         from mlflow import MlflowClient
 
         return MlflowClient(self.tracking_uri)
+
+
+def is_default_database(tracking_uri: str) -> bool:
+    """Whether this is MLflow's default database, in the current folder."""
+    found = re.fullmatch(r"sqlite:///([^?]+)", tracking_uri)
+    return found is not None and Path(found[1]).resolve() == Path.cwd() / "mlflow.db"
 
 
 def is_mlflow(logger: Any) -> bool:
@@ -182,12 +210,15 @@ def check_reachable(tracking_uri: str) -> None:
     parts = urlsplit(tracking_uri)
     if parts.scheme not in ("http", "https"):
         return
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:  # whose message may have a part of the password
+        raise ValueError(f"{without_credentials(tracking_uri)} has no valid port") from None
     if not parts.hostname:
-        raise ValueError(f"{tracking_uri} names no host")
+        raise ValueError(f"{without_credentials(tracking_uri)} names no host")
     proxied = urllib.request.getproxies().get(parts.scheme)
     if proxied and not urllib.request.proxy_bypass(parts.hostname):
         return
-    port = parts.port or (443 if parts.scheme == "https" else 80)
     socket.create_connection((parts.hostname, port), timeout=_CONNECT_SECONDS).close()
 
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import describe
+from lightning_perf.errors import describe, without_credentials
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import tracking_problem
 from lightning_perf.tracking.summary import (
@@ -244,7 +244,7 @@ def _find(client: MlflowClient, what: str | None) -> Sequence[Any]:
 def _read(client: MlflowClient, run: Any) -> Run:
     paths = tuple(sorted(_paths(client, run.info.run_id)))
     summary = _summary(client, run.info.run_id, paths) or _from_metrics(client, run)
-    root = (run.info.artifact_uri or "").removeprefix("file://").rstrip("/")
+    root = without_credentials(run.info.artifact_uri or "").removeprefix("file://").rstrip("/")
     return Run(
         f"{run.info.run_name or run.info.run_id} ({run.info.run_id})",
         summary,

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import DAMAGE, describe
+from lightning_perf.files import finite, read_json
 from lightning_perf.units import counted, duration, flops_text
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ _NUMBERS = re.compile(r"\[\n[^\[\]{}\"]*\]")
 
 def text_of(summary: Summary) -> str:
     """The file's text, with each list of numbers on one line."""
-    indented = json.dumps(summary, indent=1, default=str)
+    indented = json.dumps(finite(summary), indent=1, default=str)
     return _NUMBERS.sub(lambda found: " ".join(found[0].split()), indented)
 
 
@@ -77,11 +78,13 @@ def text_of(summary: Summary) -> str:
 def read_summary(path: Path) -> Summary:
     """Read a summary; raises `SummaryError` if there is none that this version can read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
         raise SummaryError(f"{path} cannot be read ({describe(error)})") from error
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SummaryError(f"{path} is cut short or no JSON ({describe(error)})") from error
+    except ValueError as error:
+        raise SummaryError(f"{path} is damaged ({error})") from error
     problem = _problem(content)
     if problem:
         raise SummaryError(f"{path} {problem}")

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 from typing_extensions import override
 
 from lightning_perf.errors import ConfigError, describe, warn, without_credentials
-from lightning_perf.traces.folder import README, written_whole
+from lightning_perf.files import opened, written_whole
+from lightning_perf.traces.folder import README
 from lightning_perf.traces.names import numbered, split_url
 from lightning_perf.traces.uploads import NotHere, Target
 
@@ -274,7 +275,7 @@ class _Store:
             names = (f"{self._root}/{numbered(remote, number)}" for number in count(1))
             target = next(name for name in names if not (adds and system.exists(name)))
             if isinstance(system, LocalFileSystem):
-                with path.open("rb") as source, written_whole(Path(target)) as file:
+                with opened(path) as source, written_whole(Path(target)) as file:
                     shutil.copyfileobj(source, file)
             else:
                 system.put_file(str(path), target)

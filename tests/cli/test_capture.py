@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from helpers.small import Records, Small, trainer
 from helpers.torch_traces import steps, traces
 from torch import Tensor
 
-from lightning_perf import OnSlowBatch, PyTorch
+from lightning_perf import Moment, OnSignal, OnSlowBatch, PyTorch, Timestamp
+from lightning_perf.schedule.base import Context
+from lightning_perf.schedule.triggers import records_on
 
 SCRIPT = """
 import sys, time
@@ -77,14 +80,65 @@ def test_a_process_without_a_handler_is_not_signalled(
 
 def test_the_signalled_processes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """--json prints their ids, and nothing else."""
-    received: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    schedule = OnSignal()
+    schedule.setup(Context())
     try:
         assert exit_code("capture", str(os.getpid()), "--json") == 0
+        moment = Moment("train", Timestamp(), Timestamp())
+        assert schedule.fired(moment)
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        schedule.close()
     assert json.loads(capsys.readouterr().out) == {"signalled": [os.getpid()]}
-    assert received == [signal.SIGUSR2]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["bash", "-c", "trap 'echo cleanup' EXIT; echo ready; sleep 60; true"],
+        ["bash", "--norc", "-i", "-c", "echo ready; sleep 60; true"],
+        [
+            sys.executable, "-c", "import faulthandler, time; faulthandler.register(12);"
+            "print('ready', flush=True); time.sleep(60)",
+        ],
+    ],
+    ids=["trap", "interactive", "another handler"],
+)  # fmt: skip
+@pytest.mark.parametrize("children", [[], ["--children"]])
+def test_a_handler_of_others_is_not_signalled(script: list[str], children: list[str]) -> None:
+    """Shells handle the signal, too, and it ends them."""
+    with subprocess.Popen(
+        script, stdout=subprocess.PIPE, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            assert exit_code("capture", str(process.pid), *children) == 1
+            os.kill(process.pid, 0)
+            assert process.poll() is None
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_the_marker_of_a_handler_is_that_of_one_process_only() -> None:
+    """A forked child that removed the handler is not signalled; nor is a process after `close`."""
+    schedule = OnSignal()
+    schedule.setup(Context())
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGUSR2, lambda *_: os._exit(1))
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert records_on(os.getpid(), signal.SIGUSR2)
+        assert not records_on(os.getpid(), signal.SIGUSR1)
+        assert not records_on(child, signal.SIGUSR2)
+        schedule.close()
+        assert not records_on(os.getpid(), signal.SIGUSR2)
+    finally:
+        schedule.close()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +146,9 @@ def test_the_signalled_processes_as_json(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["999999999"], "there is no process 999999999"),
         (["-5"], "there is no process -5"),
-        (["1", "--signal", "SIGNAL"], "SIGNAL is not a signal"),
+        (["1", "--signal", "SIGNAL"], "SIGNAL is not the name of a signal"),
+        (["1", "--signal", "SIGTERM"], "SIGTERM is not the name of a signal, or one that ends"),
+        (["1", "--signal", "SIGINT"], "SIGINT is not"),
     ],
 )
 def test_an_unknown_process_or_signal_is_one_line(

@@ -19,8 +19,8 @@ from mlflow import MlflowClient
 
 import lightning_perf.tracking.runs
 from lightning_perf import PyTorch, Timings
-from lightning_perf.cli import new_console
 from lightning_perf.cli.runs import _show_run
+from lightning_perf.terminal import new_console
 from lightning_perf.tracking.runs import Run
 
 

@@ -125,7 +125,7 @@ class Served:
         """Upload the listed files after the server has recovered."""
         self._proxies[0].recover()
         with pytest.raises(SystemExit) as done:
-            main(["upload", str(self.files)])
+            main(["upload", str(self.files), "--tracking-uri", self._server])
         assert done.value.code in (0, None)
         assert not (self.files / LIST).exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import re
 import tracemalloc
@@ -315,3 +316,60 @@ def test_traces_of_a_run_in_mlflow_are_downloaded(tmp_path: Path, mlflow_databas
     events = json.loads(target.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"rank 0", "rank 1"} <= names
+
+
+# -- input of strangers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"world_size": 10**12},
+        {"world_size": 1e999},
+        {"baseTimeNanoseconds": 1e300},
+        {"traceEvents": [{"ph": "X", "name": ALL_REDUCE, "ts": 1e999, "dur": 1, "pid": 1}]},
+        {"traceEvents": [{"ph": "X", "name": ALL_REDUCE, "ts": 1, "dur": float("nan"), "pid": 1}]},
+        {"traceEvents": [{"ph": "i", "name": "a", "ts": 1e300, "pid": 1}]},
+        {"traceEvents": [{"ph": "i", "name": "a", "args": {"b": 10**4000}, "ts": 1e999, "pid": 1}]},
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(
+    tmp_path: Path, damage: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line names the damaged trace, and no file is written."""
+    for rank in range(2):
+        head = {"world_size": 2, "batch": 7, "traceEvents": []} | damage
+        (tmp_path / f"rank{rank}.12.json").write_text(json.dumps(head))
+    message = refusal(capsys, "--combine", str(tmp_path), "-o", str(tmp_path / "all.json"))
+    assert "rank0.12.json is damaged" in message
+    assert not (tmp_path / "all.json").exists()
+
+
+def test_a_merged_trace_is_json_for_every_reader(tmp_path: Path) -> None:
+    """NaN and Infinity of arguments, which Python alone reads, become null."""
+    event = {"ph": "i", "name": "a", "ts": 1, "pid": 1, "args": {"b": float("nan"), "c": 2.5}}
+    for rank in range(2):
+        head = {"world_size": 2, "batch": 7, "traceEvents": [event]}
+        (tmp_path / f"rank{rank}.12.json").write_text(json.dumps(head))
+    target = tmp_path / "all.json"
+    assert exit_code("trace", "--combine", str(tmp_path), "-o", str(target)) == 0
+    (found, *_) = [each for each in json.loads(target.read_text())["traceEvents"] if "ts" in each]
+    assert found["args"] == {"b": None, "c": 2.5}
+
+
+def test_no_device_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe and the terminal stay what they are; a link of the user is followed."""
+    for rank in range(2):
+        torch_trace(tmp_path / "run", rank)
+    os.mkfifo(pipe := tmp_path / "pipe.json")
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    (tmp_path / "null.json").symlink_to(os.devnull)
+    for place in (pipe, tmp_path / "null.json", tmp_path):
+        message = refusal(capsys, "--combine", str(tmp_path / "run"), "-o", str(place))
+        assert re.search("Not a regular file|Is a directory", message)
+    assert pipe.is_fifo()
+    assert Path(os.devnull).is_char_device()
+    link = str(tmp_path / "link.json")
+    assert exit_code("trace", "--combine", str(tmp_path / "run"), "-o", link) == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "target.json").read_text())["traceEvents"]

@@ -10,7 +10,7 @@ from helpers.pending import read_pending
 from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, tried
 
 from lightning_perf.errors import PerfWarning, WarningDigest
-from lightning_perf.traces.folder import written_whole
+from lightning_perf.files import written_whole
 from lightning_perf.traces.uploads import Target
 
 

@@ -16,6 +16,7 @@ from helpers.cuda_trace import GEMM, LINE, RELU, cuda_trace, on_device, on_host,
 from helpers.small import Small, trainer
 
 from lightning_perf import PyTorch
+from lightning_perf.traces import events
 from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.summary import Synchronization, TraceSummary, summarize
 
@@ -272,3 +273,35 @@ def test_memory_does_not_grow_with_unused_data(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert found.operators[0].calls == 10_000
     assert peak < 8e6
+
+
+def test_nested_calls_that_wait_are_followed_once(tmp_path: Path) -> None:
+    """What is above a call is derived from its caller's: walks up to the root were cubic."""
+    depth = 3000
+    calls = [
+        on_host("cpu_op", "aten::item" if level % 2 else "aten::mm", level, 2 * depth - level)
+        for level in range(depth)
+    ]
+    path = written(tmp_path, {"traceEvents": [*calls, on_device("kernel", GEMM, 0, 1, 1)]})
+    (found,) = summarize(path).synchronizations
+    assert (found.call, found.operator, found.calls) == ("aten::item", "aten::mm", 1)
+
+
+def test_a_long_value_is_parsed_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt has twice the text of the one before: their sum is linear in its length."""
+    attempts = []
+    parse = events._DECODER.raw_decode
+
+    def counted(text: str, at: int) -> Any:
+        attempts.append(len(text) - at)
+        return parse(text, at)
+
+    monkeypatch.setattr(events._DECODER, "raw_decode", counted)
+    length = 20 << 20
+    content = json.dumps({"a": "x" * length, "traceEvents": []}).encode()
+    (path := tmp_path / "trace.json.gz").write_bytes(gzip.compress(content, 1))
+    with pytest.raises(TraceError):
+        summarize(path)
+    assert sum(attempts) < 5 * length

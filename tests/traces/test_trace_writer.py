@@ -17,8 +17,8 @@ from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, 
 
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
+from lightning_perf.files import NotRegularError, compress, place
 from lightning_perf.traces import uploads
-from lightning_perf.traces.folder import compress, place
 from lightning_perf.traces.uploads import (
     NotHere,
     PendingUpload,
@@ -512,7 +512,7 @@ def test_a_folder_in_place_of_the_target_is_an_error(tmp_path):
     """Errors other than EXDEV are raised, and the source is kept."""
     (tmp_path / "target").mkdir()
     (tmp_path / "source").write_bytes(CONTENT)
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(NotRegularError):
         place(tmp_path / "source", tmp_path / "target")
     assert (tmp_path / "source").read_bytes() == CONTENT
 

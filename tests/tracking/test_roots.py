@@ -196,7 +196,8 @@ def test_files_that_a_remote_root_refuses_stay_local(
     listed = read_pending(root)
     assert {Path(entry.path).is_file() for entry in listed} == {True}
     monkeypatch.setattr(memory, "put_file", put)
-    assert exit_code("upload", str(root)) == 0
+    assert exit_code("upload", str(root)) == 1  # not without a word of the user
+    assert exit_code("upload", str(root), "--to", "memory://roots/c") == 0
     names = [name.split("/", 1)[1] for name in stored("roots/c")]
     assert {"torch_traces/rank0.1.pt.trace.json.gz", "timings/timings.html"} <= set(names)
 

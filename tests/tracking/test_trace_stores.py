@@ -139,13 +139,14 @@ def test_a_failed_upload_to_a_store_is_listed_without_credentials(
     (entry,) = read_pending(tmp_path)
     assert (entry.remote, entry.target) == ("traces/5.json", {"store": "unsteady://host"})
     unsteady.failures = 1
-    assert exit_code("upload", str(tmp_path)) == 1
+    to = ("--to", "unsteady://me:hunter2@host")
+    assert exit_code("upload", str(tmp_path), *to) == 1
     (entry,) = read_pending(tmp_path)
     assert entry.error == "ConnectionError: unsteady://host/x is gone"
-    assert exit_code("upload", str(tmp_path)) == 0
+    assert exit_code("upload", str(tmp_path), *to) == 0
     assert read_pending(tmp_path) == []
     assert list(unsteady.store) == ["/host/traces/5.json"]
-    assert unsteady.connections[-1] == {}
+    assert unsteady.connections[-1] == {"user": "me:hunter2"}
 
 
 def test_uploads_to_another_disk_are_atomic(

@@ -84,7 +84,8 @@ def test_a_tracker_of_another_package_receives_files(
     assert "the shelf is gone" in said
     assert "no_such_module" in said
     (tmp_path / "shelf").mkdir()
-    assert exit_code("upload", str(tmp_path / "run")) == 0
+    to = ("--to", f"shelf://{tmp_path}/shelf")
+    assert exit_code("upload", str(tmp_path / "run"), *to) == 0
     assert "2 uploaded, 0 left" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "shelf").iterdir()}
     files = (TRACE, "summary.json")
@@ -161,7 +162,9 @@ def test_files_become_artifacts_of_the_w_and_b_run(tmp_path: Path) -> None:
     assert "belongs to rank 0's process" in trained.stderr
     listed = read_pending(tmp_path / "rank1")
     assert {entry.target["wandb"] for entry in listed} == {trained.stdout.split()[-1]}
-    sent = python("-m", "lightning_perf", "upload", str(tmp_path / "rank1"))
+    sent = python(
+        "-m", "lightning_perf", "upload", str(tmp_path / "rank1"), "--to", "wandb:///perf"
+    )
     assert f"{len(listed)} uploaded, 0 left" in sent.stdout
     assert f"{run_id}-records-version_0-{TRACE}".replace("/", "-").encode() in records(tmp_path)
 

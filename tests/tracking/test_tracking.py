@@ -7,9 +7,11 @@ import json
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.command import call
 from helpers.servers import free_port
 from helpers.small import Records, Small, trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
@@ -17,7 +19,12 @@ from mlflow import MlflowClient
 
 from lightning_perf import Flops, PyTorch, SpeedMonitor
 from lightning_perf.background import Worker
+from lightning_perf.cli.runs import _show_run
+from lightning_perf.errors import describe
+from lightning_perf.terminal import new_console
+from lightning_perf.tracking import runs
 from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, clean_key
+from lightning_perf.tracking.runs import Run
 
 
 def watched(folder: Path, logger: Any, **options: Any) -> Any:
@@ -166,3 +173,45 @@ def test_an_artifact_has_its_remote_name(tmp_path: Path, mlflow_database: str) -
     target.send(local, "here.txt")
     assert [a.path for a in client.list_artifacts(run.run_id, "far/away")] == ["far/away/there.txt"]
     assert "here.txt" in [a.path for a in client.list_artifacts(run.run_id)]
+
+
+def test_a_report_has_no_password_of_an_artifact_store() -> None:
+    """MLflow documents ftp://user:password@host as an artifact store."""
+    info = SimpleNamespace(
+        run_id="1", run_name="owl", artifact_uri="ftp://bob:hunt/er2@host/1/artifacts",
+        status="FINISHED",
+    )  # fmt: skip
+    run = SimpleNamespace(info=info, data=SimpleNamespace(metrics={}, params={}))
+    entry = SimpleNamespace(path="a.json.gz", is_dir=False)
+    client: Any = SimpleNamespace(
+        list_artifacts=lambda *_: [entry], tracking_uri="sqlite:///mlflow.db"
+    )
+    assert runs._read(client, run).files == ("ftp://host/1/artifacts/a.json.gz",)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "postgresql://ml:hunt/er2@db/mlflow",
+        "mysql+pymysql://ml:hunt#er2?x@db/mlflow",
+        "postgresql://ml:hunt er2@db/mlflow",
+        "postgresql://db/mlflow?user=ml&password=hunter2",
+        "http://bob:hunt/er2@host",
+    ],
+)
+def test_no_text_has_the_password_of_a_tracking_address(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of uploads, errors, doctor and report have the address without it."""
+    run = MlflowRun(address, "x")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    texts = [*run.address.values(), str(run.problem()), repr(run)]
+    with pytest.raises(Exception) as caught:  # noqa: PT011  of MLflow, or of a driver
+        run.client()
+    texts.append(describe(caught.value))
+    for command in ("doctor", "report"):
+        texts += map(str, call(capsys, command))
+    summary = {"version": 1, "run": "r", "status": "finished", "stages": {}}
+    _show_run(Run("r", summary, (), address), new_console())
+    texts += capsys.readouterr()
+    assert not [text for text in texts if "hunt" in text or "er2" in text]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event
-from typing import Any
+from threading import Event, Thread
+from typing import Any, ClassVar
 
 import pytest
 from helpers.command import exit_code
 from helpers.pending import read_pending
 from helpers.recordings import PATIENCE, record
-from helpers.servers import free_port
+from helpers.servers import free_port, start_mlflow, stop_mlflow
 from helpers.small import Small, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
@@ -50,7 +53,7 @@ def test_listed_files_are_uploaded_to_their_runs(
     below.mkdir(parents=True)
     append_pending(tmp_path, listed(tmp_path, "sent/a.json", mlflow_database, run_id))
     append_pending(below, listed(below, "sent/b.json", mlflow_database, run_id))
-    assert exit_code("upload", str(tmp_path)) == 0
+    assert exit_code("upload", str(tmp_path), "--tracking-uri", mlflow_database) == 0
     assert artifacts(mlflow_database, run_id, "sent") == ["sent/a.json", "sent/b.json"]
     assert not list(tmp_path.rglob("pending_uploads.jsonl"))
     assert "2 uploaded, 0 left" in capsys.readouterr().out
@@ -58,24 +61,26 @@ def test_listed_files_are_uploaded_to_their_runs(
 
 
 def test_failed_uploads_stay_listed(
-    tmp_path: Path, mlflow_database: str, run_id: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path: Path, mlflow_database: str, run_id: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """An unreachable server and a missing run keep their entries, with the error."""
     dead = f"http://me:secret@127.0.0.1:{free_port()}"
-    entries = [
-        listed(tmp_path, "dead/a.json", dead, run_id),
-        listed(tmp_path, "dead/b.json", mlflow_database, run_id),
-        listed(tmp_path, "dead/c.json", mlflow_database, "nosuchrun"),
-    ]
-    for entry in entries:
-        append_pending(tmp_path, entry)
+    append_pending(tmp_path, listed(tmp_path, "dead/b.json", mlflow_database, run_id))
+    append_pending(tmp_path, listed(tmp_path, "dead/c.json", mlflow_database, "nosuchrun"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_database)
     assert exit_code("upload", str(tmp_path)) == 1
-    first, last = read_pending(tmp_path)
-    assert (first.remote, last.remote) == ("dead/a.json", "dead/c.json")
-    assert "does not respond" in first.error
+    (last,) = read_pending(tmp_path)
+    assert last.remote == "dead/c.json"
     assert "nosuchrun" in last.error
+    append_pending(tmp_path, listed(tmp_path, "dead/a.json", dead, run_id))
+    assert "1 uploaded, 1 left" in capsys.readouterr().out
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", dead)
+    assert exit_code("upload", str(tmp_path)) == 1
+    _, first = read_pending(tmp_path)
+    assert "does not respond" in first.error
     printed = capsys.readouterr()
-    assert "1 uploaded, 2 left" in printed.out
+    assert "0 uploaded, 2 left" in printed.out
     assert "a.json: http://127.0.0.1" in printed.err
     assert "secret" not in printed.err + first.error
 
@@ -231,3 +236,174 @@ def test_a_file_with_the_name_of_the_summary_is_uploaded(
     assert exit_code("upload", str(tmp_path)) == 0
     assert artifacts(mlflow_database, run_id, "other") == ["other/summary.json"]
     assert MlflowClient(mlflow_database).get_run(run_id).info.status == "RUNNING"
+
+
+# -- lists of strangers ---------------------------------------------------------------------------
+
+
+class Received(BaseHTTPRequestHandler):
+    """Keeps the headers of all requests, and refuses them."""
+
+    seen: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.seen.append(str(self.headers))
+        self.send_error(404)
+
+    do_POST = do_PUT = do_PATCH = do_GET  # noqa: N815
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """The address of a server that keeps what it gets."""
+    Received.seen.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Received)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_credentials_go_only_to_a_server_that_the_user_names(
+    tmp_path: Path, stranger: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A list's own server gets no request; the message says what to add, and that is enough."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "alice")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "s3cret")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    append_pending(tmp_path, listed(tmp_path, "a.json", stranger, "x"))
+    assert exit_code("upload", str(tmp_path)) == 1
+    assert f"try --tracking-uri {stranger}" in capsys.readouterr().err
+    assert not Received.seen
+    assert exit_code("upload", str(tmp_path), "--to", stranger) == 1  # only for stores
+    assert not Received.seen
+    assert exit_code("upload", str(tmp_path), "--tracking-uri", stranger) == 1
+    assert "Authorization: Basic" in Received.seen[0]
+
+
+@pytest.mark.parametrize("place", ["file:///", "local:///", "file://", "memory://x"])
+def test_a_list_writes_into_no_store_that_the_user_does_not_name(
+    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No file of the user is replaced; --to names one folder, and nothing above it."""
+    (home := tmp_path / "home").mkdir()
+    (home / ".bashrc").write_text("mine")
+    (runs := tmp_path / "runs").mkdir()
+    (runs / "evil").write_text("theirs")
+    (runs / "link").symlink_to(home)
+    for remote in (f"{home}/.bashrc".lstrip("/"), f"{runs}/link/.bashrc".lstrip("/")):
+        entry = PendingUpload(str(runs / "evil"), remote, "r", "e", {"store": place})
+        append_pending(runs, entry)
+    assert exit_code("upload", str(runs)) == 1
+    shown = capsys.readouterr().err
+    named = place if place == "memory://x" else f"file://{home}"
+    assert f"--to {named}" in shown
+    assert exit_code("upload", str(runs), "--to", f"file://{runs}", "--to", "s3://x") == 1
+    assert (home / ".bashrc").read_text() == "mine"
+    assert exit_code("upload", str(runs), "--to", "s3://y", "--to", named) == 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_database_of_a_stranger_chooses_no_folder(
+    in_tmp: Path, inside: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of the default database keep their files in the current folder, also through links."""
+    (home := in_tmp / "home").mkdir()
+    (folder := in_tmp / "work").mkdir()
+    os.chdir(folder)
+    (folder / "mlruns").symlink_to(home)
+    database = f"sqlite:///{folder}/mlflow.db"  # MLflow keeps connections by their addresses
+    client = MlflowClient(database)
+    place = folder / "mine" if inside else folder / "mlruns"
+    made = client.create_experiment("e", artifact_location=str(place))
+    run_id = client.create_run(made).info.run_id
+    append_pending(folder, listed(folder, "a.json", database, run_id))
+    assert exit_code("upload") == (0 if inside else 1)
+    assert [path.name for path in home.rglob("*.json")] == []
+    if not inside:
+        assert f"try --to file://{home}" in capsys.readouterr().err
+        assert exit_code("upload", "--tracking-uri", database) == 0
+        assert [path.name for path in home.rglob("*.json")] == ["a.json"]
+    # A database elsewhere is not read at all.
+    (folder / "below").mkdir()
+    append_pending(folder, listed(folder, "b.json", "sqlite:///below/evil.db", run_id))
+    assert exit_code("upload") == 1
+    assert "--tracking-uri sqlite:///below/evil.db" in capsys.readouterr().err
+    assert not list((folder / "below").iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_of_a_server_chooses_no_folder_of_this_machine(
+    tmp_path: Path, stranger: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Files of a usual run are sent; others name a folder or another server, and are refused.
+
+    No password is printed.
+    """
+    (server_folder := tmp_path / "server").mkdir()
+    (runs := tmp_path / "runs").mkdir()
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    server = start_mlflow(server_folder, port)
+    try:
+        client = MlflowClient(address)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        home = tmp_path / "home"
+        strange = stranger.replace("http:", "mlflow-artifacts:")
+        ids = [client.create_run("0").info.run_id]
+        for number, place in enumerate((str(home), strange)):
+            # As an earlier version of the server, which allowed more, has kept it.
+            database = MlflowClient(f"sqlite:///{server_folder}/server.db")
+            made = database.create_experiment(f"e{number}", artifact_location=place)
+            ids.append(client.create_run(made).info.run_id)
+        for number, run_id in enumerate(ids):
+            append_pending(runs, listed(runs, f"{number}.json", address, run_id))
+        assert exit_code("upload", str(runs)) == 1
+        shown = capsys.readouterr()
+        assert "1 uploaded, 2 left" in shown.out
+        assert f"--to file://{home}" in shown.err
+        assert f"--to {strange}" in shown.err
+        assert artifacts(address, ids[0], "") == ["0.json"]
+        assert not home.exists()
+        assert not Received.seen
+        assert exit_code("upload", str(runs), "--to", f"file://{home}") == 1
+        assert (home / ids[1] / "artifacts" / "1.json").exists()
+
+        # MLflow prints the address of a run that it ends.
+        trainer(tmp_path, always_on(show_summary=False), limit_train_batches=2).fit(Small())
+        (summary,) = tmp_path.rglob("summary.json")
+        entry = {"tracking_uri": address, "run_id": ids[0]}
+        append_pending(tmp_path, PendingUpload(str(summary), "summary.json", "run", "", entry))
+        own = address.replace("://", "://bob:hunter2@")
+        assert exit_code("upload", str(tmp_path), "--tracking-uri", own) == 1  # the runs above
+        shown = capsys.readouterr()
+        assert client.get_run(ids[0]).info.status == "FINISHED"
+        assert "hunter2" not in shown.out + shown.err
+    finally:
+        stop_mlflow(server)
+
+
+def test_a_list_that_cannot_be_read_stops_no_other(
+    tmp_path: Path, mlflow_database: str, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Links and pipes are reported and stay, and the exit code is 1."""
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    (tmp_path / "secret").write_text("not to be copied")
+    (tmp_path / "a" / "pending_uploads.jsonl").symlink_to(tmp_path / "gone")
+    (tmp_path / "b" / "pending_uploads.jsonl").symlink_to(tmp_path / "secret")
+    os.mkfifo(tmp_path / "c" / "pending_uploads.jsonl")
+    (last := tmp_path / "d").mkdir()
+    append_pending(last, listed(last, "strange/d.json", mlflow_database, run_id))
+    assert exit_code("upload", str(tmp_path), "--tracking-uri", mlflow_database) == 1
+    shown = capsys.readouterr()
+    assert "1 uploaded, 3 left" in shown.out
+    assert shown.err.count("Not a regular file") == 3
+    assert artifacts(mlflow_database, run_id, "strange") == ["strange/d.json"]
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"pending_uploads.jsonl"}

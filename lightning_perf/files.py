@@ -1,0 +1,177 @@
+"""Files: the one reader of those that strangers may have made, and the one writer.
+
+Folders of runs are shared and copied, so that any file below them may be hostile. The reader takes
+regular files only, with limits; the writer replaces regular files only.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from contextlib import contextmanager, suppress
+from errno import EFBIG, EINVAL, EISDIR
+from math import isfinite
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from io import BufferedReader
+
+# -- reading --------------------------------------------------------------------------------------
+
+#: Bytes of the largest file that is read as a whole, and the deepest nesting of JSON.
+_MOST_BYTES, _DEEPEST = 32 << 20, 100
+#: Neither waits for the other end of a pipe, nor makes a terminal the process's own.
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+
+
+class NotRegularError(OSError):
+    """A pipe, a device, a socket or a folder is in the place of a file."""
+
+
+def _check_regular(mode: int, path: object) -> None:
+    if S_ISDIR(mode):
+        raise NotRegularError(EISDIR, os.strerror(EISDIR), str(path))
+    if not S_ISREG(mode):
+        raise NotRegularError(EINVAL, "Not a regular file", str(path))
+
+
+def _open_regular(path: str, flags: int) -> int:
+    # Before it is opened, which has effects on some devices; and after it, when it cannot change.
+    with suppress(FileNotFoundError):
+        _check_regular(Path(path).stat().st_mode, path)
+    descriptor = os.open(path, flags | _AT_ONCE, 0o666)
+    try:
+        _check_regular(os.fstat(descriptor).st_mode, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def opened(path: Path) -> BufferedReader:
+    """Open a file for reading; raises `NotRegularError` where reading might never end."""
+    return open(path, "rb", opener=_open_regular)
+
+
+def read_bytes(path: Path, most: int = _MOST_BYTES) -> bytes:
+    """The content of a file; raises `OSError` if it cannot be read or has more bytes."""
+    with opened(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(EFBIG, f"Larger than {most:,} bytes", str(path))
+    return content
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; raises `OSError` or, as `parsed`, `ValueError`."""
+    return parsed(read_bytes(path))
+
+
+def parsed(content: bytes | str) -> Any:
+    """The value of a JSON text; raises `ValueError` for deep nesting and non-finite numbers."""
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_value(value, _DEEPEST)
+    return value
+
+
+def _check_value(value: Any, deepest: int) -> None:
+    if _is_infinite(value):
+        raise ValueError(f"{value} is not a number of JSON")
+    if isinstance(value, dict | list):
+        if not deepest:
+            raise ValueError("it is nested too deeply")
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_value(each, deepest - 1)
+
+
+def finite(value: Any) -> Any:
+    """The value without NaN and infinity, which JSON does not have: `parsed` takes the result."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items() if not _is_infinite(each)}
+    if isinstance(value, list | tuple):
+        return [None if _is_infinite(each) else finite(each) for each in value]
+    return value
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not isfinite(value)
+
+
+# -- writing: a file has its name only when it is complete ----------------------------------------
+
+# Measured on traces: 13 times smaller; a little slower than level 1, eight times faster than 9.
+_LEVEL = 3
+_CHUNK = 1 << 20
+
+
+@contextmanager
+def written_whole(target: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a hidden file beside the target that is renamed to the target once it is on the disk.
+
+    If the block raises, the target is unchanged. The target's folder is created if needed.
+    ``durable`` waits for the disk, so that the file survives a crash of the machine. Raises
+    `NotRegularError` if the target is a device, a pipe, a folder or a link.
+    """
+    check_own(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # A random name: several ranks may write the same target at the same time.
+    partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
+    try:
+        with partial.open("xb") as file:
+            yield file
+            if durable:
+                _sync(file)
+        partial.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def gzipped_whole(target: Path) -> Iterator[BinaryIO]:
+    """As `written_whole`, compressed with gzip; equal content gives equal files."""
+    with written_whole(target) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
+        yield cast("BinaryIO", packed)
+
+
+def compress(source: Path, target: Path) -> None:
+    """Move a file and compress it; if that raises `OSError`, the source stays."""
+    with source.open("rb") as raw, gzipped_whole(target) as packed:
+        shutil.copyfileobj(raw, packed, _CHUNK)
+    source.unlink()
+
+
+def place(source: Path, target: Path, *, durable: bool = True) -> None:
+    """Rename a file once it is on the disk; if that raises `OSError`, the source stays."""
+    check_own(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if durable:
+        with source.open("rb+") as raw:
+            _sync(raw)
+    source.replace(target)
+
+
+def appended(path: Path) -> BinaryIO:
+    """Open a file to append to it, unbuffered, and not through a link, which may point anywhere."""
+    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    return os.fdopen(_open_regular(str(path), how), "ab", buffering=0)
+
+
+def check_own(path: Path) -> None:
+    """Raise `NotRegularError` if the path itself, not what it links to, is not a regular file."""
+    with suppress(FileNotFoundError):
+        _check_regular(path.lstat().st_mode, path)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

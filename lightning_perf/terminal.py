@@ -1,0 +1,49 @@
+"""The terminal: what is printed may have names and texts of strangers, whose controls are shown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TextIO
+
+from lightning_perf.errors import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+
+def say(*lines: object, file: TextIO | None = None, flush: bool = False) -> None:
+    """Print lines to stdout or another file."""
+    print(*(printable(str(line)) for line in lines), sep="\n", file=file, flush=flush)
+
+
+def new_console(*, soft_wrap: bool = False, stderr: bool = False) -> Console:
+    """A console for names given by users, which may look like markup or have control characters.
+
+    With ``soft_wrap``, lines are not wrapped: paths are meant to be copied.
+    """
+    return _kind()(
+        soft_wrap=soft_wrap, stderr=stderr, markup=False, emoji=False, highlight=False
+    )  # fmt: skip
+
+
+def _kind() -> type[Console]:
+    from rich.console import Console
+    from rich.segment import Segment
+    from rich.text import Text
+
+    class EscapingConsole(Console):
+        """A console that sends no controls but rich's own."""
+
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            # Before it is wrapped: what is shown instead is wider.
+            if isinstance(renderable, Text) and renderable.plain != printable(renderable.plain):
+                renderable = Text(printable(renderable.plain), renderable.style)
+            for part in super().render(renderable, options):
+                text = part.text if part.control else printable(part.text)
+                yield part if text == part.text else Segment(text, part.style)
+
+    return EscapingConsole
