@@ -315,8 +315,9 @@ def written_whole(target: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     ``durable`` waits for the disk, so that the file survives a crash of the machine.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    # A random name: several ranks may write the same target at the same time.
-    partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
+    # A random name, as several ranks may write the same target at the same time; and a short one,
+    # as the target's may be as long as the file system allows.
+    partial = target.with_name(f".{os.urandom(8).hex()}.partial")
     try:
         with partial.open("xb") as file:
             yield file

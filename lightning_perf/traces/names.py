@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from functools import partial
+from hashlib import sha256
 from pathlib import PurePosixPath, PureWindowsPath
 from string import Formatter
 from typing import TYPE_CHECKING
@@ -34,10 +35,13 @@ FILE_VARIABLES = (*FOLDER_VARIABLES, "stage", *TIME_VARIABLES)
 # Seconds are floats, all others are integers; a format specification may pad with spaces.
 _COUNT = r" *(\d+) *"
 _SECONDS = r" *(\d+(?:\.\d+)?(?:e[+-]?\d+)?) *"
-# Separators, and characters that a file name cannot have: controls, line breaks, surrogates.
+# Separators, characters that a file name cannot have (controls, line breaks, surrogates), and those
+# that MLflow's server refuses or decodes.
 _UNSAFE = re.compile(
-    r"[/\\\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff%s]" % (":" if os.name == "nt" else "")
+    r"[/\\#%%\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff%s]" % (":" if os.name == "nt" else "")
 )
+#: Bytes of a value: file systems take 255 for a name, which may have more parts.
+_LONGEST = 200
 
 
 class NameFormat:
@@ -66,7 +70,7 @@ class NameFormat:
         self._check_values()
 
     def render(self, values: Mapping[str, Value]) -> str:
-        """The name for these values; separators within a value become ``_``."""
+        """The name for these values; see `_safe`."""
         texts = (
             literal + (_safe(format(values[name], spec)) if name else "")
             for literal, name, spec in self._parts
@@ -215,6 +219,15 @@ def time_values(timestamp: Timestamp) -> dict[str, Value]:
     return {name: getattr(timestamp, name) for name in TIME_VARIABLES}
 
 
-def _safe(text: str) -> str:
-    text = _UNSAFE.sub("_", text)
-    return text if text.strip(".") else "_"
+def _safe(value: str) -> str:
+    """A value as a part of a name, on the disk and in MLflow: the one place that changes values.
+
+    What is not allowed becomes ``_``. A long value is cut, and ends with a hash of the whole value.
+    """
+    text = _UNSAFE.sub("_", value)
+    text = re.sub(r"^(?:\.{2,}|\.$)", "_", text) or "_"
+    text = re.sub(r"^([a-z]|file):", r"\1_", text, flags=re.IGNORECASE)
+    if len(encoded := text.encode()) > _LONGEST:
+        digest = sha256(value.encode(errors="replace")).hexdigest()[:8]
+        text = f"{encoded[: _LONGEST - 9].decode(errors='ignore')}-{digest}"
+    return text
