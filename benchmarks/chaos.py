@@ -465,7 +465,7 @@ def _profilers(chance: random.Random) -> list[L.Callback]:
 
     made: list[L.Callback] = [
         PyTorch(schedule=when(), batches_per_trace=6, key_averages=chance.random() < 0.2),
-        VizTracer(schedule=when(), html=chance.random() < 0.2, batches_per_trace=6),
+        VizTracer(schedule=when(), batches_per_trace=6),
         Memray(schedule=when(), batches_per_trace=6, compress=chance.random() < 0.5),
         MemorySnapshot(schedule=when()),
         PyTorch(schedule=OnSignal(lasting="2ba"), folder="{run_name}/on_signal"),

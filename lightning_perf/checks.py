@@ -201,7 +201,7 @@ def rank_list(field: str, value: Any) -> list[int]:
 
 
 #: The extras of lightning_perf by the packages that they bring.
-EXTRAS = {"matplotlib": "charts", "memray": "memray", "mlflow": "mlflow", "viztracer": "viztracer"}
+EXTRAS = {"memray": "memray", "mlflow": "mlflow", "viztracer": "viztracer"}
 
 
 def install_command(package: str) -> str:

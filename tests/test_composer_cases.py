@@ -38,7 +38,7 @@ from lightning_perf.core.time import Time, TimeUnit, ensure_time
 from lightning_perf.run.hardware import gigabytes
 from lightning_perf.schedule import Cyclic, Every
 from lightning_perf.system import Sampler
-from lightning_perf.system.gpus import gpus
+from lightning_perf.system.gpus import open_gpus
 from lightning_perf.system.host import traffic
 from lightning_perf.traces.names import file_format, remote_format, split_url
 
@@ -375,7 +375,7 @@ def check_sensors(case):
         rows = zip(uuids, map(float, free), map(float, use), strict=True)
         with pytest.MonkeyPatch.context() as patch:
             install(patch, *(FakeGpu(uuid, memory=(f, 0), util=u) for uuid, f, u in rows))
-            with gpus() as found:
+            with open_gpus() as found:
                 rows = [gpu(0.0) for gpu in found]
         for index, expected in enumerate(case["expected"].values()):
             assert {name: rows[index][f"gpu_{index}/{name}"] for name in expected} == expected

@@ -71,6 +71,24 @@ def test_yaml_in_pages_is_valid(page: Path, block: str) -> None:
             kind(**arguments, **node.get("dict_kwargs", {}))
 
 
+#: Names in prose that are not Python objects: a group of entry points, and a tag.
+NOT_OBJECTS = {"lightning_perf.trackers", "lightning_perf.warnings"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_names_in_prose_exist(page: Path) -> None:
+    """Each dotted name of this package in inline code is a module or in one."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    names = set(re.findall(r"`(lightning_perf(?:\.\w+)+)", prose)) - NOT_OBJECTS
+    missing = []
+    for name in sorted(names):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            missing.append(name)
+    assert not missing
+
+
 def nodes(tree: object) -> list[dict]:
     """All class_path nodes of a YAML tree."""
     if isinstance(tree, list):

@@ -30,7 +30,6 @@ RESERVED = {
     "torch": {"flops", "timing", "run", "callbacks", "profilers"},
     "lightning": {"run", "callbacks", "profilers"},
     "mlflow": {"tracking"},
-    "matplotlib": {"charts"},
     "psutil": {"cli", "system"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))

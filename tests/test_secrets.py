@@ -36,7 +36,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ours = [
         always_on(show_summary=False),
         PyTorch(schedule=Fixed(2, 1), with_stack=True, record_shapes=True, key_averages=True),
-        VizTracer(schedule=Fixed(5, 1), html=True),
+        VizTracer(schedule=Fixed(5, 1)),
         Memray(schedule=Fixed(8, 1), flamegraph=True),
     ]
     with pytest.MonkeyPatch.context() as patch:

@@ -34,7 +34,7 @@ from lightning_perf import (
     Timings,
 )
 from lightning_perf.flops import device_name, lookup, measure_peak, peak_flops
-from lightning_perf.system.gpus import gpus, nvidia_driver
+from lightning_perf.system.gpus import nvidia_driver, open_gpus
 
 ROOT = Path(__file__).parents[2]
 #: Calls of the CUDA runtime that wait for the device.
@@ -293,7 +293,7 @@ def nvml(bench: Bench) -> Iterator[Row]:
     time.sleep(1.5)
     fields = ",".join(["index", *(name for name, *_ in SMI.values())])
     query = [smi, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    with gpus() as sensors:
+    with open_gpus() as sensors:
         for sensor in sensors:
             sensor(0.0)
         lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout

@@ -9,11 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_perf.charts.stacked import heatmap_html, stacked_html, stacked_png
-from lightning_perf.checks import install_command, is_installed
+from lightning_perf.charts.stacked import heatmap_html, stacked_html
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.diagnosis.rules.ranks import PHASES, Straggler, Work, straggler_of, work_of
 from lightning_perf.errors import describe, warn
@@ -65,8 +63,7 @@ class Timings(WindowCallback):
 
     At the end of a run, ``table`` lists callbacks, loggers and checkpoints by cost. It is in
     ``summary.json``, and with a chart of the time per step in ``{run_name}/timings/timings.html``
-    (with several ranks ``ranks.html`` shows how late each rank was). Both are uploaded to MLflow,
-    there with ``timings.png``.
+    (with several ranks ``ranks.html`` shows how late each rank was). Both are uploaded to MLflow.
 
     Args:
         schedule: When to report; by default every ``Trainer(log_every_n_steps)``.
@@ -210,13 +207,6 @@ class Timings(WindowCallback):
         if rows:
             table = folded(self.table)
             files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
-            # For the web page of a tracker, because matplotlib takes 0.15 s.
-            if context.reporting.targets(None):
-                if is_installed("matplotlib"):
-                    files["timings.png"] = partial(stacked_png, rows=rows, first=first)
-                else:
-                    command = install_command("matplotlib")
-                    rank_zero_info(f"lightning_perf: to draw timings.png, {command}.")
         if self._lateness:
             steps, lateness = zip(*self._lateness, strict=True)
             files["ranks.html"] = partial(heatmap_html, steps=steps, lateness=lateness)

@@ -1,8 +1,8 @@
-"""Charts: stacked areas, flame graphs and tables as HTML pages, SVG and PNG.
+"""Charts: stacked areas, flame graphs and tables as HTML pages and SVG.
 
 All pages share one template, colours and number formats, load nothing, also in MLflow's sandboxed
-frame, and follow the browser's light or dark mode. jinja2 and matplotlib are imported when
-something is drawn.
+frame, and follow the browser's light or dark mode. jinja2 is imported when something is
+drawn.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,6 @@ from lightning_perf.charts import (
 )
 from lightning_perf.units import duration, three_digits, time_unit
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 #: A step, and the mean seconds per batch of each category since the row before.
 Row: TypeAlias = tuple[int, Mapping[str, float]]
 #: A callback or logger: name, total seconds, number of calls, share of the run (0 to 1).
@@ -45,11 +41,6 @@ _SMALLEST_SHARE = 0.005
 #: In charts of at least `_FEWEST_ROWS`, values above `_PEAK` times this percentile are cut off.
 _PEAK, _PERCENTILE, _FEWEST_ROWS = 3.0, 95, 20
 
-#: Size of the picture.
-_INK, _FAINT, _PAPER = "#1c2128", "#59636e", "#ffffff"
-_FONT = "DejaVu Sans"  # part of matplotlib
-_SIZE, _DPI = (10.0, 5.0), 150
-
 
 def stacked_html(
     path: str | Path, rows: Sequence[Row], table: Sequence[TableRow] = (), first: int = 0
@@ -59,28 +50,6 @@ def stacked_html(
     if table:
         parts += [Heading("Callbacks and loggers"), _costs(table)]
     Path(path).write_text(page(_TITLE, parts), encoding="utf-8")
-
-
-def stacked_png(path: str | Path, rows: Sequence[Row], first: int = 0) -> None:
-    """Write the chart of `stacked_html` as a picture.
-
-    Any thread may call it: it neither uses nor changes pyplot or the user's settings.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    shown = stack(rows, first)
-    figure = Figure(figsize=_SIZE, dpi=_DPI, facecolor=_PAPER, frameon=True)
-    figure.set_layout_engine("none")
-    canvas = FigureCanvasAgg(figure)
-    figure.text(0.025, 0.93, _TITLE, size=14, color=_INK)
-    figure.text(0.025, 0.875, shown.summary, size=10, color=_FAINT)
-    figure.text(0.975, 0.025, "  ".join(shown.notes), size=8, color=_FAINT, ha="right")
-    if shown.layers:
-        _draw(figure.add_axes((0.075, 0.125, 0.60, 0.69), facecolor=_PAPER), shown)
-        _legend(figure, shown)
-    _override_settings(figure)
-    canvas.print_png(path)  # type: ignore[no-untyped-call]
 
 
 def stack(rows: Sequence[Row], first: int = 0) -> Areas:
@@ -180,65 +149,6 @@ def _costs(table: Sequence[TableRow]) -> Table:
             for name, seconds, calls, share in sorted(table, key=lambda row: -row[1])
         ],
     )
-
-
-def _draw(axes: Axes, shown: Areas) -> None:
-    floor = [0.0] * len(shown.windows)
-    for layer in shown.layers:
-        ceiling = [low + value for low, value in zip(floor, layer.values, strict=True)]
-        # A stroke of its own colour keeps a layer visible where it is thin or steep.
-        colour = layer.colour
-        patch = axes.stairs(ceiling, shown.edges, baseline=floor, fill=True, facecolor=colour)
-        patch.set(edgecolor=colour, linewidth=0.3, joinstyle="round")
-        floor = ceiling
-    axes.set(xlim=(shown.edges[0], shown.edges[-1]), ylim=(0, shown.top), autoscale_on=False)
-    axes.set_xticks([x for x, _ in shown.x_ticks], [text for _, text in shown.x_ticks])
-    axes.set_yticks([y for y, _ in shown.y_ticks], [text for _, text in shown.y_ticks])
-    axes.set_xlabel(shown.x_label, size=10, color=_FAINT, labelpad=5)
-    axes.set_ylabel(f"{shown.unit(shown.top)[1]}{shown.y_label}", size=10, color=_FAINT, labelpad=5)
-    axes.minorticks_off()
-    axes.tick_params(
-        direction="out", length=3, width=0.8, pad=4, color=_FAINT, labelcolor=_FAINT, labelsize=9,
-        left=True, bottom=True, right=False, top=False,
-        labelleft=True, labelbottom=True, labelright=False, labeltop=False,
-    )  # fmt: skip
-    axes.grid(False)
-    axes.grid(True, axis="y", color=_INK, alpha=0.14, lw=0.6, ls="-")
-    axes.set_axisbelow(False)
-    for side, spine in axes.spines.items():
-        spine.set(visible=side in ("left", "bottom"), color=_FAINT, lw=0.8)
-
-
-def _legend(figure: Figure, shown: Areas) -> None:
-    """A table of the layers beside the chart."""
-    from matplotlib.patches import Rectangle
-
-    height = min(0.056, 0.69 / len(shown.layers))
-    for number, layer in enumerate(shown.layers):
-        y = 0.815 - (number + 0.6) * height
-        figure.add_artist(
-            Rectangle((0.70, y - 0.013), 0.013, 0.026, color=layer.colour, lw=0, fill=True)
-        )
-        style: dict[str, Any] = {"va": "center", "size": 9}
-        figure.text(0.722, y, layer.name, color=_INK, **style)
-        figure.text(0.917, y, shown.text(layer.amount), color=_FAINT, ha="right", **style)
-        figure.text(0.975, y, f"{layer.share:.1%}", color=_INK, ha="right", **style)
-
-
-def _override_settings(figure: Figure) -> None:
-    """Replace what artists take from rcParams: fonts, TeX, formulas, effects."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.text import Text
-
-    for artist in figure.findobj():
-        artist.set(sketch_params=None, path_effects=[])
-        if isinstance(artist, Text):
-            face = FontProperties(
-                family=[_FONT], style="normal", variant="normal", stretch="normal",
-                weight="bold" if artist is figure.texts[0] else "normal",
-                size=artist.get_fontsize(),
-            )  # fmt: skip
-            artist.set(fontproperties=face, usetex=False, parse_math=False)
 
 
 # -- how late each rank is ------------------------------------------------------------------------

@@ -26,7 +26,6 @@ _PACKAGES = {
     **dict.fromkeys(("lightning_perf", "torch", "lightning")),
     "pytorch-lightning": "Trainers of the package pytorch_lightning",
     "mlflow": "metrics, files and reports in MLflow",
-    "matplotlib": "timings.png",
     "memray": "Memray",
     "viztracer": "VizTracer",
     "psutil": "SystemMetrics",

@@ -5,7 +5,7 @@
 - ``memory CAPTURE TEXT`` writes a summary of a memray capture and prints its metrics.
 - ``flamegraph CAPTURE PAGE`` is memray's own.
 - ``merge TRACE CHILD...`` adds VizTracer's traces of child processes to that of their parent.
-- ``page TRACE PAGE`` draws flame graphs of such a trace; ``check PACKED`` reads a ``.cvf`` file.
+- ``check PACKED`` reads a ``.cvf`` file.
 - ``operators TRACE TEXT`` writes a table of the operators in a trace of torch.profiler.
 - ``timeline POINTS PAGE DEVICE`` draws memory over time, of what torch.profiler exports.
 - ``history|segments SNAPSHOT PAGE`` draws a snapshot of CUDA memory.
@@ -20,15 +20,13 @@ import pickle
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, TextIO
 
-from lightning_perf.charts import FlameGraph, fold, page
 from lightning_perf.charts.memory import history, memory_page, of_points, segments
-from lightning_perf.traces.events import Event, read
+from lightning_perf.traces.events import read
 from lightning_perf.traces.operators import key_averages, table
 from lightning_perf.units import bytes_text
 
@@ -37,10 +35,6 @@ _LINES = 15
 #: Bytes of the largest file that is read for its source lines.
 _MOST_SOURCE = 16 << 20
 _UNKNOWN = ("<no Python frame>", "", 0)
-_SUMMARY = """Time by call path, summed over the window. Click a frame to zoom in, the root to zoom
-out; the field finds a name. The trace itself, for ui.perfetto.dev or vizviewer, holds the time of
-each call."""
-
 Location = tuple[str, str, int]  # function, file, line
 
 _open = tokenize.open
@@ -145,56 +139,6 @@ def read_packed(packed: Path) -> dict[str, Any]:
     return content
 
 
-def calls_page(events: Sequence[Event], title: str) -> str:
-    """A page with a flame graph of each thread, in which calls of the same path are merged."""
-    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
-    calls = sorted(
-        (e for e in events if e["ph"] == "X"),
-        key=lambda e: (e["pid"], e["tid"], e["ts"], -e["dur"]),
-    )
-    graphs = [
-        FlameGraph(fold(self_times(list(thread))), _title(names, *key), _milliseconds)
-        for key, thread in groupby(calls, key=lambda e: (e["pid"], e["tid"]))
-    ]
-    return page(title, [_SUMMARY, *graphs])
-
-
-def self_times(calls: Sequence[Event]) -> Iterator[tuple[list[str], int]]:
-    """The stack of each call of one thread, and its nanoseconds without calls inside of it.
-
-    Calls are sorted by start, then by duration, the longest first.
-
-    Example:
-        >>> outer = {"name": "f", "ts": 0, "dur": 5}
-        >>> inner = {"name": "g", "ts": 1, "dur": 3}
-        >>> list(self_times([outer, inner]))
-        [(['f', 'g'], 3000), (['f'], 2000)]
-    """
-    stack: list[tuple[str, float, list[float]]] = []  # name, end, [its own time]
-
-    def leave() -> tuple[list[str], int]:
-        names = [name for name, _, _ in stack]
-        return names, max(0, round(stack.pop()[2][0] * 1000))
-
-    for call in calls:
-        while stack and stack[-1][1] <= call["ts"]:
-            yield leave()
-        if stack:
-            stack[-1][2][0] -= call["dur"]
-        stack.append((call["name"], call["ts"] + call["dur"], [call["dur"]]))
-    while stack:
-        yield leave()
-
-
-def _title(names: Mapping[tuple[str, int, int], str], pid: int, tid: int) -> str:
-    process = (name for (kind, of, _), name in names.items() if (kind, of) == ("process_name", pid))
-    return f"{next(process, pid)}, {names.get(('thread_name', pid, tid), tid)}"
-
-
-def _milliseconds(nanoseconds: int) -> str:
-    return f"{nanoseconds / 1e6:,.3f} ms"
-
-
 def _main(command: str, first: str, *others: str) -> None:
     if hasattr(os, "nice"):
         os.nice(10)  # training comes first
@@ -219,10 +163,6 @@ def _text(command: str, source: Path, device: str = "") -> str:
             text, numbers = summarize(source)
             sys.stdout.write(json.dumps(numbers))
             return text
-        case "page":
-            packed = source.suffix == ".cvf"
-            trace = read_packed(source) if packed else json.loads(source.read_bytes())
-            return calls_page(trace["traceEvents"], "Python calls")
         case "operators":
             events = read(source)
             return "\n".join([table(key_averages(events)), *events.notes, ""])

@@ -165,8 +165,6 @@ class VizTracer(RecordsChildren):
             as data loader workers, in the same file. Each of them has a thread that checks fifty
             times per second whether a window is open. Programs that ``subprocess`` starts are not
             recorded.
-        html: Whether to write a page beside each file, which works offline: a flame graph of each
-            thread, in which calls of the same path are merged.
         **kwargs: Further arguments of ``viztracer.VizTracer``, such as ``log_torch`` or
             ``ignore_c_function``.
 
@@ -185,7 +183,6 @@ class VizTracer(RecordsChildren):
   `gunzip FILE.json.gz`, then `vizviewer FILE.json` (pip install viztracer), which works offline.
 - `.cvf` (`compress=True`): `viztracer --decompress FILE.cvf -o trace.json`, then
   `vizviewer trace.json`.
-- `.html` (`html=True`): flame graphs; any browser, works offline. Click a frame to zoom in.
 - Several ranks in one timeline: `gunzip rank*.json.gz`, then
   `viztracer --combine rank*.json -o all.json`. Rank 0 is process 1, its child processes are 10001,
   10002, ...
@@ -205,7 +202,6 @@ class VizTracer(RecordsChildren):
         batches_per_trace: int = 20,
         tracer_entries: int = 500_000,
         patch: bool = False,
-        html: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**shared(locals()))
@@ -219,12 +215,7 @@ class VizTracer(RecordsChildren):
             raise ConfigError("compress", compress, problem, "False")
         self.check_supported("patch", patch)
         self.tracer_entries = whole("tracer_entries", tracer_entries, 1, "500000")
-        self.patch, self.html = flag("patch", patch), flag("html", html)
-
-    @property
-    @override
-    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        return {"page": self.beside(".html")} if self.html else {}
+        self.patch = flag("patch", patch)
 
     @override
     def prepare(self, context: RunContext) -> None:
@@ -258,10 +249,7 @@ class VizTracer(RecordsChildren):
         finally:
             children = self.shut_children()
         stop(tracer, path)
-        return Recorded(
-            partial(_finish, path, children, self.compress),
-            dict.fromkeys(self.further_files, partial(tools.run_program, "page", path)),
-        )
+        return Recorded(partial(_finish, path, children, self.compress))
 
 
 def _finish(path: Path, children: Files, compress: bool) -> None:

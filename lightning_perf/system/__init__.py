@@ -8,17 +8,19 @@ import weakref
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from lightning_perf.background import Worker
 from lightning_perf.errors import describe, warn
-from lightning_perf.system.gpus import gpus
+from lightning_perf.system.gpus import open_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence, Set
     from contextlib import AbstractContextManager
 
-    _Open = Callable[[set[int]], AbstractContextManager[Sequence["Sensor"]]]
+    from lightning_perf.system.host import Sensor
+
+    _Open = Callable[[set[int]], AbstractContextManager[Sequence[Sensor]]]
     _Samples = Iterator[float]
 
 #: The metrics of a node. docs/system_metrics.md has their meaning and units.
@@ -31,17 +33,6 @@ HOST = (
 )  # fmt: skip
 
 
-class Sensor(Protocol):
-    """Something that can be sampled repeatedly."""
-
-    #: Its name, for messages.
-    name: str
-
-    def __call__(self, now: float, /) -> Mapping[str, float]:
-        """Return values by name: current values, and rates since the last call."""
-        ...
-
-
 #: Seconds that the end of a run waits for the thread.
 _JOIN_TIMEOUT = 0.2
 
@@ -50,10 +41,10 @@ _JOIN_TIMEOUT = 0.2
 def node_sensors(
     processes: Set[int], visible: Sequence[str] | None = None, ranks: int = 0
 ) -> Iterator[list[Sensor]]:
-    """Open the sensors of this node, this job's processes, and the GPUs as `gpus` selects them."""
+    """Open the sensors of this node, of this job's processes, and those of `open_gpus`."""
     from lightning_perf.system.host import host_sensors  # imports psutil, in the thread
 
-    with gpus(visible, ranks) as devices:
+    with open_gpus(visible, ranks) as devices:
         yield [*host_sensors(processes), *devices]
 
 

@@ -122,7 +122,7 @@ class Gpu:
 
 
 @contextmanager
-def gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[list[Gpu]]:
+def open_gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[list[Gpu]]:
     """Open the sensors of the GPUs that this node's processes use; none without NVML.
 
     ``visible`` are the UUIDs of those that torch sees, or None to use CUDA_VISIBLE_DEVICES;
@@ -135,7 +135,7 @@ def gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[list[
 
 
 def count_gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> int:
-    """How many GPUs `gpus` opens for the same arguments."""
+    """How many GPUs `open_gpus` opens for the same arguments."""
     with _nvml() as nvml:
         return len(_chosen(nvml, visible, ranks))
 

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
@@ -15,9 +15,18 @@ from lightning_perf.cgroup import Cgroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
 
-    from lightning_perf.system import Sensor
-
     _Counters = Mapping[Any, Mapping[str, float]]
+
+
+class Sensor(Protocol):
+    """Something that can be sampled repeatedly."""
+
+    #: Its name, for messages.
+    name: str
+
+    def __call__(self, now: float, /) -> Mapping[str, float]:
+        """Return values by name: current values, and rates since the last call."""
+        ...
 
 
 def host_sensors(processes: Set[int]) -> list[Sensor]:

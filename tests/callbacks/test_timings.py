@@ -313,7 +313,7 @@ def test_the_table_is_saved_on_the_page_and_in_the_summary(
     assert "MLFlowLogger.log_metrics" in (folder / "timings" / "timings.html").read_text()
     client = MlflowClient(mlflow_database)
     found = [a.path for a in client.list_artifacts(logger.run_id, "table/timings")]
-    assert found == ["table/timings/timings.html", "table/timings/timings.png"]
+    assert found == ["table/timings/timings.html"]
 
 
 def test_a_run_that_fails_saves_its_table(tmp_path: Path) -> None:
@@ -451,20 +451,3 @@ def test_a_plain_run_gives_no_warning(tmp_path: Path, recwarn: pytest.WarningsRe
     """This includes a fast development run."""
     trainer(tmp_path, Timings(), fast_dev_run=True).fit(Small())
     assert not ours(recwarn)
-
-
-@pytest.mark.parametrize("tracked", [True, False])
-def test_a_picture_is_drawn_for_trackers_with_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow_database: str, tracked: bool
-) -> None:
-    """Without a tracker no picture is drawn; without matplotlib one line says what to install."""
-    from lightning_perf.callbacks import timings
-
-    monkeypatch.setattr(timings, "is_installed", lambda package: package != "matplotlib")
-    messages: list[str] = []
-    monkeypatch.setattr(timings, "rank_zero_info", messages.append)
-    logger = MLFlowLogger("timings", tracking_uri=mlflow_database) if tracked else False
-    trainer(tmp_path, Timings(), logger=logger).fit(Small())
-    assert [path.suffix for path in tmp_path.rglob("timings.*")] == [".html"]
-    line = 'lightning_perf: to draw timings.png, pip install "lightning_perf[charts]".'
-    assert messages == [line] * tracked

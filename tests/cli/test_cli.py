@@ -191,7 +191,7 @@ def test_the_report_lists_traces_and_pages(
         "torch_traces": [*(f"rank0.{n}.pt.trace.json.gz" for n in range(8, 13)), "README.md"],
         "viztracer": ["rank0.1.json", "rank0.2.json.gz", "rank0.1.html", "README.md"],
         "torch_memory_traces": [f"rank0.{n}.pt.trace.memory.html" for n in range(6)],
-        "timings": ["timings.html", "timings.png"],
+        "timings": ["timings.html", "other.png"],
     }
     for folder, names in files.items():
         for name in names:

@@ -18,7 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings
+from lightning_perf import Diagnosis, Flops, SpeedMonitor, Suite, SystemMetrics, Timings
 from lightning_perf.run import flop_meter
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.stages import Counters
@@ -39,10 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _suite() -> Suite:
-    # A given peak, so that no test waits for a measurement.
+    # As `always_on()`, but with a given peak, so that no test waits for a measurement, and with
+    # reports in trainings of a few batches.
     peak = 1e12
     speed = SpeedMonitor(window_size=2, gpu_flops_available=peak)
-    return Suite([speed, Flops("4ba", peak_flops=peak), Timings(), SystemMetrics()])
+    flops, diagnosis = Flops("4ba", peak_flops=peak), Diagnosis(schedule="4ba", terminal=True)
+    return Suite([speed, flops, Timings(), SystemMetrics(), diagnosis], show_summary=True)
 
 
 def _attach(folder: str) -> None:

@@ -256,7 +256,7 @@ def preload() -> None:
     torch.set_num_threads(1)
     for name in lp.__all__:
         getattr(lp, name)
-    for name in ("jinja2", "matplotlib.backends.backend_agg", "memray", "psutil"):
+    for name in ("jinja2", "memray", "psutil"):
         import_module(name)
     # A garbage collection in a child would copy all inherited pages: a sixth of its time.
     gc.freeze()

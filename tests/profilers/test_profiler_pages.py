@@ -13,7 +13,7 @@ from helpers.pages import loaded_from_elsewhere
 from helpers.small import Records, Small, left_in, ours, trainer
 from torch.cuda import _memory_viz
 
-from lightning_perf import Memray, PerfWarning, Profiler, PyTorch, VizTracer
+from lightning_perf import Memray, PerfWarning, Profiler, PyTorch
 from lightning_perf.charts.memory import history, of_history, segments
 from lightning_perf.profilers.tools import run_python
 
@@ -70,7 +70,6 @@ SNAPSHOT: dict[str, Any] = {
     "profiler",
     [
         pytest.param(lambda: PyTorch(schedule="first 2ba", **MEMORY), id="PyTorch"),
-        pytest.param(lambda: VizTracer(schedule="first 2ba", html=True), id="VizTracer"),
         pytest.param(lambda: Memray(schedule="first 2ba", flamegraph=True), id="Memray"),
     ],
 )
@@ -90,7 +89,6 @@ def test_pages_load_nothing(tmp_path: Path, profiler: Any) -> None:
             lambda: PyTorch(schedule="first 1ba", key_averages=True),
             ["rank0.1.pt.trace.json.gz", "rank0.1.pt.trace.txt"],
         ),
-        (lambda: VizTracer(schedule="first 1ba", html=True), ["rank0.1.json.gz", "rank0.1.html"]),
         (lambda: Memray(schedule="first 1ba"), ["rank0.1.bin", "rank0.1.txt"]),
         (
             lambda: Memray(schedule="first 1ba", flamegraph=True, summary=False),

@@ -179,20 +179,6 @@ def test_a_process_forked_in_a_window_does_not_record(tmp_path: Path) -> None:
     assert os.read(reader, 100) == b"." * 16
 
 
-def test_a_page_of_flame_graphs_works_offline(tmp_path: Path) -> None:
-    """html=True draws a flame graph per thread, and loads nothing."""
-    profiler = VizTracer(schedule="first 2ba", html=True, compress=True)
-    fit(tmp_path, profiler)
-    folder = tmp_path / "records-version_0" / "viztracer"
-    assert [path.name for path in left_in(folder)] == ["rank0.2.cvf", "rank0.2.html"]
-    page = (folder / "rank0.2.html").read_text()
-    assert "rank 0, MainThread" in page
-    assert re.search(r"<title>\S*Small\.training_step \(.*? ms, ", page)
-    assert set(re.findall(r"https?://[^\"]+", page)) == {"http://www.w3.org/2000/svg"}
-    assert "<link" not in page
-    assert "src=" not in page
-
-
 THOUSANDS = """
 import json, os, sys
 from pathlib import Path

@@ -34,7 +34,7 @@ def test_the_wheel_has_all_files_and_no_others() -> None:
 
 
 def test_every_public_name_can_be_imported() -> None:
-    """This works without MLflow, Memray, VizTracer and matplotlib."""
+    """This works without MLflow, Memray and VizTracer."""
     for name in lightning_perf.__all__:
         getattr(lightning_perf, name)
 

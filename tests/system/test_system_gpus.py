@@ -10,14 +10,14 @@ from helpers.fake_nvml import FakeGpu, FakeNvml, install
 from helpers.small import ours
 
 from lightning_perf import PerfWarning
-from lightning_perf.system.gpus import gpus
+from lightning_perf.system.gpus import open_gpus
 
 Patch = pytest.MonkeyPatch
 UUIDS = ["GPU-aaaaaaaa-1111", "GPU-bbbbbbbb-2222", "GPU-cccccccc-3333"]
 
 
 def keys(visible: list[str] | None = None, ranks: int = 0) -> list[str]:
-    with gpus(visible, ranks) as found:
+    with open_gpus(visible, ranks) as found:
         return [gpu.name for gpu in found]
 
 
@@ -33,7 +33,7 @@ def split(uuid: str, *instances: str) -> FakeGpu:
 def test_readings_are_in_si_units(monkeypatch: Patch) -> None:
     """NVML's milliwatts and megahertz become watts and hertz, and throttle reasons percent."""
     nvml = install(monkeypatch, FakeGpu(UUIDS[0], reasons=0x20 | 0x08))
-    with gpus() as (gpu,):
+    with open_gpus() as (gpu,):
         found = gpu(0.0)
     assert found == {
         "gpu_0/gpu_free_memory": 3e10,
@@ -55,7 +55,7 @@ def test_readings_are_in_si_units(monkeypatch: Patch) -> None:
 def test_idling_or_a_fixed_clock_is_not_throttling(monkeypatch: Patch, reasons: int) -> None:
     """Only reasons that slow down a busy GPU count."""
     install(monkeypatch, FakeGpu(UUIDS[0], reasons=reasons))
-    with gpus() as (gpu,):
+    with open_gpus() as (gpu,):
         assert gpu(0.0)["gpu_0/gpu_throttled"] == 0
 
 
@@ -65,14 +65,14 @@ def test_an_older_driver_has_another_name_for_throttling(monkeypatch: Patch) -> 
     monkeypatch.setattr(
         nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda gpu: 0x40, raising=False
     )
-    with gpus() as (gpu,):
+    with open_gpus() as (gpu,):
         assert gpu(0.0)["gpu_0/gpu_throttled_thermal"] == 100
 
 
 def test_used_memory_is_that_of_nvidia_smi(monkeypatch: Patch) -> None:
     """What the driver reserves is not in use; drivers before 510 cannot tell it apart."""
     install(monkeypatch, FakeGpu(UUIDS[0]), FakeGpu(UUIDS[1], old=True))
-    with gpus() as (new, old):
+    with open_gpus() as (new, old):
         assert new(0.0)["gpu_0/gpu_used_memory"] == 5e10
         found = old(0.0)
     assert found["gpu_1/gpu_used_memory"] == 5.06e10
@@ -126,7 +126,7 @@ def test_an_instance_reports_memory_only(
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     # torch may report an instance's UUID or that of its GPU.
-    with gpus(visible=["bbbbbbbb-2222"]) as (gpu,):
+    with open_gpus(visible=["bbbbbbbb-2222"]) as (gpu,):
         key = "gpu_1_mig_1" if mask else "gpu_1_mig_0"
         assert gpu(0.0) == {f"{key}/gpu_free_memory": 3e10, f"{key}/gpu_used_memory": 5e10}
     assert not ours(recwarn)
@@ -154,7 +154,7 @@ def test_without_an_nvidia_driver_there_is_no_warning(
 def test_a_failed_reading_is_dropped_with_one_warning(monkeypatch: Patch) -> None:
     """The other readings of that GPU continue."""
     install(monkeypatch, FakeGpu(UUIDS[0], power=FakeNvml.NVMLError_Unknown("bus")))
-    with gpus() as (gpu,), warnings.catch_warnings(record=True) as caught:
+    with open_gpus() as (gpu,), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         first, second = gpu(0.0), gpu(1.0)
     assert first == second

@@ -90,14 +90,14 @@ def test_a_relative_folder_is_that_of_the_set_up(
 
     profilers = [
         PyTorch(schedule="first 2ba"),
-        VizTracer(schedule="at 4ba", output_path_prefix="other", html=True),
+        VizTracer(schedule="at 4ba", output_path_prefix="other"),
     ]
     trainer(Path("runs"), *profilers, Timings(), logger=Records()).fit(Leaving())
     assert not list((tmp_path / "elsewhere").rglob("*"))
     assert {path.relative_to(tmp_path).as_posix() for path in left_in(tmp_path)} >= {
         "runs/records-version_0/torch_traces/rank0.2.pt.trace.json.gz",
         "runs/records-version_0/timings/timings.html",
-        "other/records-version_0/viztracer/rank0.5.html",
+        "other/records-version_0/viztracer/rank0.5.json.gz",
     }
     assert all(path.exists() for each in profilers for path in each.saved_in_run)
 
