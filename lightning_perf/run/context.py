@@ -25,7 +25,7 @@ from lightning_perf.run.hardware import node_sampler
 from lightning_perf.run.profiler import Spans
 from lightning_perf.run.signals import sources
 from lightning_perf.run.stages import Counters, Progress, StageStack
-from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
+from lightning_perf.run.summary import LONG, LiveSummary, end_summary, log_locations
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceTimer, clocked
@@ -89,7 +89,7 @@ class RunContext:
         self.tracker = BatchTracker(self)
         self._on_close: list[Callable[[], None]] = []
         self._resumed = False
-        self._pid = os.getpid()
+        self._pid, self._started = os.getpid(), monotonic()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
         self._patches = PatchSet()
         ending = partial(_end, weakref.ref(self))
@@ -192,6 +192,17 @@ class RunContext:
     def parts(self) -> list[Any]:
         """All callbacks on this trainer, those in suites included."""
         return [part for member in self.members for part in member.parts]
+
+    @property
+    def counts(self) -> bool:
+        """Whether this run has something to leave: files, and a description.
+
+        Not before its first batch, so that a failed start changes nothing of an earlier run. Not
+        for a short prediction or test without a logger: packages run many of them.
+        """
+        alone = self.trainer.state.fn != "fit" and not self.trainer.loggers
+        short = alone and monotonic() - self._started < LONG
+        return self.windows.ran(self.progress) and not short
 
     # -- called by the first callback -------------------------------------------------------------
 

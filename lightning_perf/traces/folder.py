@@ -199,6 +199,14 @@ def make_folder(folder: Path) -> None:
         raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(folder)) from error
 
 
+def folder_of(run: TraceRun, folder: str) -> RunFolder:
+    """The folder of a run's files, from its format string."""
+    name, identity = run.run_name, run.identity
+    if run.mirror is not None and identity is not None:  # the store holds runs of all machines
+        name, identity = distinct_name(name, identity), None
+    return RunFolder(run.root, folder, run.ranks, name, identity)
+
+
 class Layout:
     """The names of one recorder's files; those of stages other than train are in a subfolder."""
 
@@ -213,10 +221,8 @@ class Layout:
         in_store = remote is not None and bool(split_url(remote)[0])
         self._values = run_values(name, ranks)
         self._remote_values = run_values(distinct if in_store else name, ranks)
-        if run.mirror is not None:
-            name, identity = distinct, None
         #: Where the files are.
-        self.folder = RunFolder(run.root, options.folder, ranks, name, identity)
+        self.folder = folder_of(run, options.folder)
         suffix = re.search(r"\.\w+$", options.filename.removesuffix(".gz"))
         self._suffix = suffix[0] if suffix else ""
         # The last number that each name got.

@@ -133,7 +133,7 @@ class MlflowRun(Tracker):
     def upload_later(self, path: Path, remote: str) -> None:
         """Upload a file; the summary of a run that ended while the server was away ends the run."""
         self.upload(path, remote)
-        if path.name == FILE_NAME:
+        if remote.rpartition("/")[2] == FILE_NAME:
             with suppress(SummaryError):  # another file of this name
                 self._end(read_summary(path))
 
