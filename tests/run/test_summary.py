@@ -253,7 +253,7 @@ def test_a_later_test_of_the_run_adds_its_stage(tmp_path: Path, mlflow_database:
     both = summary_of(tmp_path)
     assert list(both["stages"]) == ["train", "test"]
     assert both["stages"]["train"] == trained["stages"]["train"]
-    assert both["windows"] == trained["windows"]
+    assert both["ended"] == trained["ended"]
     assert note(mlflow_database, logger).splitlines()[0] == described.splitlines()[0]
     local = MlflowClient(mlflow_database).download_artifacts(str(logger.run_id), "tested")
     assert list(read_summary(Path(local, "summary.json"))["stages"]) == ["train", "test"]

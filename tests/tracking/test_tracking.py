@@ -174,19 +174,26 @@ def test_a_metric_that_the_server_refuses_is_left_out_alone(
     worker = Worker("test")
     metrics = MlflowMetrics(run, worker)
     monkeypatch.setattr("lightning_perf.tracking.mlflow.clean_key", lambda key: key)
-    with pytest.warns(PerfWarning, match="the metric '../c' is refused and left out") as caught:
+
+    def log_thrice() -> None:
         for step in range(3):
             metrics.log({"a": 1.0, "a/./b": 2.0, "../c": 3.0, "d": 4.0, "e": 5.0}, step)
             metrics.flush()
             assert worker.drain(60)
+
+    def log_to_the_deleted_run() -> None:
+        metrics.log({"a": 6.0}, 3)
+        metrics.flush()
+        worker.call(lambda: None, 60)
+
+    with pytest.warns(PerfWarning, match="the metric '../c' is refused and left out") as caught:
+        log_thrice()
     assert len(ours(caught)) == 1
     assert client.get_run(run.run_id).data.metrics == {"a": 1.0, "d": 4.0, "e": 5.0}
     assert len(client.get_metric_history(run.run_id, "d")) == 3
     client.delete_run(run.run_id)
     with pytest.warns(PerfWarning, match=r"metrics wait for the server .* deleted"):
-        metrics.log({"a": 6.0}, 3)
-        metrics.flush()
-        worker.call(lambda: None, 60)
+        log_to_the_deleted_run()
     client.restore_run(run.run_id)
     assert worker.close(60)
     assert client.get_run(run.run_id).data.metrics["a"] == 6.0
