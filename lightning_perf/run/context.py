@@ -31,13 +31,14 @@ from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceTimer, clocked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.run.callback import PerfCallback
+    from lightning_perf.run.summary import RunSummary
     from lightning_perf.system import Sampler
 
 
@@ -143,20 +144,34 @@ class RunContext:
         if self.members or _CONTEXTS.get(id(self.trainer)) is not self:
             return
         del _CONTEXTS[id(self.trainer)]
-        self._patches.restore()
-        self.finish_reports(reason)
-        self.windows.gatherer.close()
-        summary = end_summary(self, self._joined, reason)
-        self.meter.close()
-        self.spans.restore()
-        self.reporting.close(self.file_worker, FILE_TIMEOUT[reason], UPLOAD_TIMEOUT[reason])
-        for finish in self._on_close:
+        interrupt: KeyboardInterrupt | None = None
+        for step in self._end(reason):  # each may hold recordings, whatever the one before did
             try:
-                finish()
-            except Exception as error:  # the other parts may hold recordings
+                step()
+            except KeyboardInterrupt as error:
+                interrupt = error
+            except Exception as error:
                 warn(f"the end of the run failed ({describe(error)}).")
-        self.reporting.remove_temporary()
-        self.warnings_digest.summarize()
+        if interrupt is not None:
+            raise interrupt
+
+    def _end(self, reason: str) -> Iterator[Callable[[], object]]:
+        """The steps of the end of the run; further ones may be registered by earlier ones."""
+        summary: list[RunSummary | None] = []
+        yield self._patches.restore
+        yield partial(self.finish_reports, reason)
+        yield self.windows.gatherer.close
+        yield lambda: summary.append(end_summary(self, self._joined, reason))
+        yield self.meter.close
+        yield self.spans.restore
+        timeouts = FILE_TIMEOUT[reason], UPLOAD_TIMEOUT[reason]
+        yield partial(self.reporting.close, self.file_worker, *timeouts)
+        yield from self._on_close
+        yield self.reporting.remove_temporary
+        yield self.warnings_digest.summarize
+        yield lambda: self._show(summary[0] if summary else None, reason)
+
+    def _show(self, summary: RunSummary | None, reason: str) -> None:
         with suppress(Exception):  # such as a closed stdout
             shown = summary is not None and summary.show()
             here = reason == "teardown" and self.ranks.global_rank == 0
@@ -170,9 +185,8 @@ class RunContext:
 
     def abandon(self) -> None:
         """Remove all callbacks: the run has ended without their hooks being called."""
-        if self._pid == os.getpid():
-            for member in list(self.members):
-                member.leave("exception")
+        for member in list(self.members):
+            member.leave("exception")
 
     # -- position ---------------------------------------------------------------------------------
 
@@ -187,6 +201,11 @@ class RunContext:
         """The current moment, before the next batch."""
         self.tracker.count()
         return self.stages.moment
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child that was forked in the run, which is its parent's."""
+        return self._pid != os.getpid()
 
     @property
     def parts(self) -> list[Any]:
