@@ -29,6 +29,7 @@ from lightning_perf.run.summary import LONG, LiveSummary, end_summary, log_locat
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceTimer, clocked
+from lightning_perf.traces.names import TakenNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,8 +71,8 @@ class RunContext:
         self.limits = compat.limits_of(trainer)
         #: One thread talks to servers, the other makes files.
         self.worker, self.file_worker = Worker("lightning_perf"), Worker("lightning_perf maker")
-        #: Collects the warnings of trace writers.
-        self.warnings_digest = WarningDigest()
+        #: Shared by trace writers: their warnings, and the names of their files.
+        self.warnings_digest, self.taken_names = WarningDigest(), TakenNames()
         self.reporting = Reporting(trainer, self.worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())

@@ -259,6 +259,7 @@ def _trace_run(context: RunContext, prefix: str | None) -> TraceRun:
         identity=context.reporting.identity,
         mirror=root.mirror,
         digest=context.warnings_digest,
+        taken=context.taken_names,
     )
 
 

@@ -6,10 +6,10 @@ import gzip
 import os
 import re
 import shutil
-import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from errno import ENOTDIR
+from functools import partial
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -225,10 +225,7 @@ class Layout:
         self.folder = folder_of(run, options.folder)
         suffix = re.search(r"\.\w+$", options.filename.removesuffix(".gz"))
         self._suffix = suffix[0] if suffix else ""
-        # The last number that each name got.
-        self._numbers: dict[str, int] = {}
-        self._most_remembered = run.most_remembered
-        self._lock = threading.Lock()
+        self._take = partial(run.taken.take, most=run.most_remembered)
 
     def conflict(self, now: Timestamp, stage: str) -> Path | None:
         """A file of the stage that is later than `now`, or None."""
@@ -260,29 +257,10 @@ class Layout:
         if raw:
             name = name.removesuffix(".gz")
             remote = None if remote is None else remote.with_name(remote.name.removesuffix(".gz"))
-        number = 1 if self._overwrite else self._take(folder, name)
+        number = 1 if self._overwrite else self._take(folder / name)
         if remote is not None:
             remote = remote.with_name(numbered(remote.name, number))
         return folder / numbered(name, number), None if remote is None else str(remote)
-
-    def _take(self, folder: Path, name: str) -> int:
-        """The first number with which neither a file nor an earlier trace has the name.
-
-        After `most_remembered` other names, a name whose file was deleted may be given again.
-        """
-        with self._lock:
-            plain = str(folder / name)  # a path takes four times the memory
-            number = self._numbers.pop(plain, 0) + 1
-            # Another trace in progress may have this name with a number.
-            while (path := str(folder / numbered(name, number))) in self._numbers or (
-                os.path.lexists(path)
-            ):
-                number += 1
-            self._numbers[path] = 1
-            self._numbers[plain] = number
-            while len(self._numbers) > self._most_remembered:
-                del self._numbers[next(iter(self._numbers))]
-            return number
 
     def readme(self, timestamp: Timestamp, stage: str) -> tuple[Path, str | None]:
         """The local path and the remote name of the README, in the folder that all stages share.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from functools import partial
 from hashlib import sha256
 from pathlib import PurePosixPath, PureWindowsPath
@@ -14,6 +15,7 @@ from lightning_perf.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from lightning_perf.core.progress import Ranks, Timestamp
 
@@ -231,3 +233,31 @@ def _safe(value: str) -> str:
         digest = sha256(value.encode(errors="replace")).hexdigest()[:8]
         text = f"{encoded[: _LONGEST - 9].decode(errors='ignore')}-{digest}"
     return text
+
+
+class TakenNames:
+    """The paths that were given to files of a run: two writers may have names that render alike."""
+
+    def __init__(self) -> None:
+        # The last number that each path got.
+        self._numbers: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def take(self, path: Path, most: int) -> int:
+        """The first number with which neither a file nor an earlier trace has the path.
+
+        After ``most`` other names, a name whose file was deleted may be given again.
+        """
+        with self._lock:
+            plain = str(path)  # a path takes four times the memory
+            number = self._numbers.pop(plain, 0) + 1
+            # Another trace in progress may have this name with a number.
+            while (full := str(path.with_name(numbered(path.name, number)))) in self._numbers or (
+                os.path.lexists(full)
+            ):
+                number += 1
+            self._numbers[full] = 1
+            self._numbers[plain] = number
+            while len(self._numbers) > most:
+                del self._numbers[next(iter(self._numbers))]
+            return number

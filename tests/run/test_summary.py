@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 from helpers.command import call
-from helpers.small import FLOPS_PER_SAMPLE, RANKS, Records, Small, trainer
+from helpers.small import FLOPS_PER_SAMPLE, RANKS, Records, Small, left_in, trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_perf import (
     Diagnosis,
     Flops,
+    Memray,
     PerfWarning,
     PyTorch,
     SpeedMonitor,
@@ -212,6 +213,28 @@ def test_a_file_of_the_user_is_not_replaced(tmp_path: Path) -> None:
     trainer(tmp_path, *callbacks(), logger=Records()).fit(Small())
     assert theirs.read_text() == '{"my": "precious"}'
     assert list(read_summary(folder / "summary-2.json")["stages"]) == ["train"]
+
+
+def everything() -> list[Any]:
+    pytorch = PyTorch(schedule="first 2ba", key_averages=True)
+    return [pytorch, Memray(schedule="at 3ba for 2ba", flamegraph=True), always_on()]
+
+
+@pytest.mark.slow
+def test_no_file_is_replaced(tmp_path: Path) -> None:
+    """Every name of a run is taken by a file of the user, and then by an earlier run: all stay."""
+    trainer(tmp_path / "model", *everything(), logger=Records()).fit(Small())
+    names = [path.relative_to(tmp_path / "model") for path in left_in(tmp_path / "model")]
+    for name in names:
+        path = tmp_path / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"mine: {name}")
+    for _ in range(2):
+        earlier = {path: path.read_bytes() for path in left_in(tmp_path / "mine")}
+        trainer(tmp_path / "mine", *everything(), logger=Records()).fit(Small())
+        changed = [path for path, content in earlier.items() if path.read_bytes() != content]
+        assert not changed
+        assert len(left_in(tmp_path / "mine")) > len(earlier)
 
 
 class FailsToStart(Small):
