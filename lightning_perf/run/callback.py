@@ -288,6 +288,8 @@ class PerfCallback(Callback):
         if context is None:
             self._detach()  # set-up failed earlier, but Lightning has attached its methods
             return
+        if context.is_forked:
+            return
         self._run_shared(context.tracker.count)
         self._run_shared(context.windows.gatherer.flush)
         for part in self.parts:

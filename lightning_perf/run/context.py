@@ -25,10 +25,11 @@ from lightning_perf.run.hardware import node_sampler
 from lightning_perf.run.profiler import Spans
 from lightning_perf.run.signals import sources
 from lightning_perf.run.stages import Counters, Progress, StageStack
-from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
+from lightning_perf.run.summary import LONG, LiveSummary, end_summary, log_locations
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceTimer, clocked
+from lightning_perf.traces.names import TakenNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.run.callback import PerfCallback
+    from lightning_perf.run.summary import RunSummary
     from lightning_perf.system import Sampler
 
 
@@ -69,8 +71,8 @@ class RunContext:
         self.limits = compat.limits_of(trainer)
         #: One thread talks to servers, the other makes files.
         self.worker, self.file_worker = Worker("lightning_perf"), Worker("lightning_perf maker")
-        #: Collects the warnings of trace writers.
-        self.warnings_digest = WarningDigest()
+        #: Shared by trace writers: their warnings, and the names of their files.
+        self.warnings_digest, self.taken_names = WarningDigest(), TakenNames()
         self.reporting = Reporting(trainer, self.worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
@@ -89,7 +91,7 @@ class RunContext:
         self.tracker = BatchTracker(self)
         self._on_close: list[Callable[[], None]] = []
         self._resumed = False
-        self._pid = os.getpid()
+        self._pid, self._started = os.getpid(), monotonic()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
         self._patches = PatchSet()
         this = weakref.ref(self)
@@ -147,20 +149,34 @@ class RunContext:
         if self.members or _CONTEXTS.get(id(self.trainer)) is not self:
             return
         del _CONTEXTS[id(self.trainer)]
-        self._patches.restore()
-        self.finish_reports(reason)
-        self.windows.gatherer.close()
-        summary = end_summary(self, self._joined, reason)
-        self.meter.close()
-        self.spans.restore()
-        self.reporting.close(self.file_worker, FILE_TIMEOUT[reason], UPLOAD_TIMEOUT[reason])
-        for finish in self._on_close:
+        interrupt: KeyboardInterrupt | None = None
+        for step in self._end(reason):  # each may hold recordings, whatever the one before did
             try:
-                finish()
-            except Exception as error:  # the other parts may hold recordings
+                step()
+            except KeyboardInterrupt as error:
+                interrupt = error
+            except Exception as error:
                 warn(f"the end of the run failed ({describe(error)}).")
-        self.reporting.remove_temporary()
-        self.warnings_digest.summarize()
+        if interrupt is not None:
+            raise interrupt
+
+    def _end(self, reason: str) -> Iterator[Callable[[], object]]:
+        """The steps of the end of the run; further ones may be registered by earlier ones."""
+        summary: list[RunSummary | None] = []
+        yield self._patches.restore
+        yield partial(self.finish_reports, reason)
+        yield self.windows.gatherer.close
+        yield lambda: summary.append(end_summary(self, self._joined, reason))
+        yield self.meter.close
+        yield self.spans.restore
+        timeouts = FILE_TIMEOUT[reason], UPLOAD_TIMEOUT[reason]
+        yield partial(self.reporting.close, self.file_worker, *timeouts)
+        yield from self._on_close
+        yield self.reporting.remove_temporary
+        yield self.warnings_digest.summarize
+        yield lambda: self._show(summary[0] if summary else None, reason)
+
+    def _show(self, summary: RunSummary | None, reason: str) -> None:
         with suppress(Exception):  # such as a closed stdout
             shown = summary is not None and summary.show()
             here = reason == "teardown" and self.ranks.global_rank == 0
@@ -174,9 +190,8 @@ class RunContext:
 
     def abandon(self) -> None:
         """Remove all callbacks: the run has ended without their hooks being called."""
-        if self._pid == os.getpid():
-            for member in list(self.members):
-                member.leave("exception")
+        for member in list(self.members):
+            member.leave("exception")
 
     # -- position ---------------------------------------------------------------------------------
 
@@ -193,9 +208,25 @@ class RunContext:
         return self.stages.moment
 
     @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child that was forked in the run, which is its parent's."""
+        return self._pid != os.getpid()
+
+    @property
     def parts(self) -> list[Any]:
         """All callbacks on this trainer, those in suites included."""
         return [part for member in self.members for part in member.parts]
+
+    @property
+    def counts(self) -> bool:
+        """Whether this run has something to leave: files, and a description.
+
+        Not before its first batch, so that a failed start changes nothing of an earlier run. Not
+        for a short prediction or test without a logger: packages run many of them.
+        """
+        alone = self.trainer.state.fn != "fit" and not self.trainer.loggers
+        short = alone and monotonic() - self._started < LONG
+        return self.windows.ran(self.progress) and not short
 
     # -- called by the first callback -------------------------------------------------------------
 

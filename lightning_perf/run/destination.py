@@ -6,14 +6,16 @@ import os
 import time
 from collections import deque
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from lightning_perf.background import waiting
 from lightning_perf.errors import describe, warn
-from lightning_perf.traces.folder import TraceOptions
+from lightning_perf.traces.folder import RunFolder, TraceOptions, folder_of
 from lightning_perf.traces.uploads import TraceRun
 from lightning_perf.traces.writer import TraceWriter
 from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, TagReader, is_mlflow
@@ -35,8 +37,42 @@ if TYPE_CHECKING:
 #: Seconds for MLflow to return the run's name at set-up, and for the file that is being made when
 #: all other waits are over.
 _NAME_TIMEOUT, _LAST_FILE_TIMEOUT = 10.0, 300.0
+#: Seconds that it waits for a file after Ctrl-C.
+_INTERRUPTED_TIMEOUT = 10.0
 #: Seconds before a wait at the end of the run is shown.
 SILENT = 2.0
+
+
+@dataclass
+class Generated:
+    """The name and the identity of runs of a Trainer whose loggers have none."""
+
+    name: str
+    identity: str
+    #: Whether a line has said where its files are.
+    announced: bool = False
+
+
+#: Of the last run of each Trainer.
+_GENERATED: WeakKeyDictionary[Trainer, Generated] = WeakKeyDictionary()
+
+
+def announce(trainer: Trainer) -> bool:
+    """Whether a line has to say where the files of a generated name are: once per name."""
+    run = _GENERATED.get(trainer)
+    first = run is None or not run.announced
+    if run is not None:
+        run.announced = True
+    return first
+
+
+def _generate(trainer: Trainer) -> Generated:
+    """A name for each fit; a test after it belongs to the same run, as do many predictions."""
+    if trainer not in _GENERATED or trainer.state.fn == "fit":
+        name = time.strftime("run-%Y%m%d-%H%M%S-") + os.urandom(2).hex()
+        # Trainings that start together may get one name, so that it does not identify the run.
+        _GENERATED[trainer] = Generated(name, os.urandom(16).hex())
+    return _GENERATED[trainer]
 
 
 class Reporting:
@@ -131,22 +167,33 @@ class Reporting:
                 target.describe(text())
 
     def close(self, file_worker: Worker, file_timeout: float, timeout: float) -> None:
-        """Wait at most so many seconds for files and uploads; warn about metrics not sent."""
+        """Wait at most so many seconds for files and uploads; warn about metrics not sent.
+
+        Ctrl-C ends the waiting, and is raised again at the end.
+        """
+        interrupt: KeyboardInterrupt | None = None
         for worker, what, seconds, last in (
             (file_worker, "finishing files", file_timeout, _LAST_FILE_TIMEOUT),
             (self._worker, "uploading", timeout, 0.0),
         ):
-            for target in self._own:
-                target.flush()
-            if not worker.close(SILENT):
-                # Only rank 0 shows its progress.
-                wait = waiting(what, worker.pending, seconds) if self._first else nullcontext()
-                with wait as progress:
-                    if not worker.close(seconds, progress):
-                        worker.abandon(last)
+            try:
+                for target in self._own:
+                    target.flush()
+                if interrupt is None and not worker.close(SILENT):
+                    # Only rank 0 shows its progress.
+                    wait = waiting(what, worker.pending, seconds) if self._first else nullcontext()
+                    with wait as progress:
+                        if not worker.close(seconds, progress):
+                            worker.abandon(last)
+            except KeyboardInterrupt as error:
+                interrupt = error
+            if interrupt is not None:
+                worker.abandon(min(last, _INTERRUPTED_TIMEOUT))
         for target in self._own:
             target.warn_lost()
         self.deliver()
+        if interrupt is not None:
+            raise interrupt
 
     def remove_temporary(self) -> None:
         """Remove temporary folders, after all files are moved or uploaded."""
@@ -156,8 +203,8 @@ class Reporting:
 
 def _destination(trainer: Trainer, worker: Worker) -> Destination:
     """Rank 0's destination. It never raises, since the other ranks wait for the broadcast."""
-    generated = time.strftime("run-%Y%m%d-%H%M%S-") + os.urandom(2).hex()
     runs: tuple[Tracker, ...] = ()
+    failure: Exception | None = None
     try:
         runs = tuple(trackers_of(trainer.loggers))
         if runs and isinstance(runs[0], MlflowRun):
@@ -171,8 +218,14 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
                 name = "-".join(str(part) for part in (logger.name, version) if part)
                 return runs, name, f"{logger.save_dir}/{name}"
     except Exception as error:
-        warn(f"a logger's run is unknown ({describe(error)}): files are written to {generated}.")
-    return runs, generated, generated
+        failure = error
+    generated = _generate(trainer)
+    if failure is not None:
+        warn(
+            f"a logger's run is unknown ({describe(failure)}): files are written to "
+            f"{generated.name}."
+        )
+    return runs, generated.name, generated.identity
 
 
 #: Names of MLflow runs by id: each is requested once per process, even if that fails.
@@ -195,15 +248,9 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {key: float(value) for key, value in metrics.items() if isfinite(value)}
 
 
-def new_writer(
-    context: RunContext, options: TraceOptions, prefix: str | None = None
-) -> TraceWriter:
-    """A trace writer that is closed at the end of the run.
-
-    Its folder is below ``prefix``, by default the trainer's ``default_root_dir``.
-    """
+def _trace_run(context: RunContext, prefix: str | None) -> TraceRun:
     root = context.reporting.root(prefix)
-    run = TraceRun(
+    return TraceRun(
         worker=context.worker,
         file_worker=context.file_worker,
         root=root.path,
@@ -212,8 +259,24 @@ def new_writer(
         identity=context.reporting.identity,
         mirror=root.mirror,
         digest=context.warnings_digest,
+        taken=context.taken_names,
     )
-    writer = TraceWriter(options, run, context.reporting.targets(options.remote_file_name))
+
+
+def run_folder(context: RunContext) -> RunFolder:
+    """The folder of the run below the trainer's ``default_root_dir``."""
+    return folder_of(_trace_run(context, None), "{run_name}")
+
+
+def new_writer(
+    context: RunContext, options: TraceOptions, prefix: str | None = None
+) -> TraceWriter:
+    """A trace writer that is closed at the end of the run.
+
+    Its folder is below ``prefix``, by default the trainer's ``default_root_dir``.
+    """
+    targets = context.reporting.targets(options.remote_file_name)
+    writer = TraceWriter(options, _trace_run(context, prefix), targets)
     # After the worker has stopped, the writer places files that were delayed by a slow server.
     context.on_close(writer.close)
     return writer
@@ -239,20 +302,21 @@ def write_files(
     files: Mapping[str, Callable[[Path], None]],
     stage: str,
     *,
+    remote: str | None = None,
     overwrite: bool = False,
     durable: bool = False,
 ) -> None:
     """Write files below the trainer's ``default_root_dir``, and to MLflow as artifacts.
 
     Each name has a function that writes the file, on the worker thread; ``folder`` is a format
-    string, and ``stage`` what they describe, as for traces. Only ``durable`` files wait for the
-    disk, which takes milliseconds per file.
+    string, and ``stage`` what they describe, as for traces. ``remote`` is the name of the artifact
+    if that differs. Only ``durable`` files wait for the disk, which takes milliseconds per file.
     """
-    for filename, write in files.items():
+    for filename, write in files.items() if context.counts else ():
         options = TraceOptions(
             folder=folder,
             filename=filename,
-            remote_file_name=f"{folder}/{filename}",
+            remote_file_name=f"{folder}/{remote or filename}",
             overwrite=overwrite,
             durable=durable,
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
 import weakref
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,14 +27,16 @@ from lightning_perf.run import destination
 from lightning_perf.run.history import table
 from lightning_perf.terminal import new_console
 from lightning_perf.timing.totals import CATEGORIES
-from lightning_perf.traces.folder import TraceOptions
+from lightning_perf.traces.names import numbered
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     RUNNING,
     VERSION,
+    SummaryError,
     description,
     main_stage,
     panel,
+    read_summary,
     text_of,
 )
 
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from lightning_perf.core.window import Window
     from lightning_perf.run.callback import PerfCallback
     from lightning_perf.run.context import RunContext
+    from lightning_perf.tracking.summary import Summary
 
     #: By stage: windows, each with the step of its first batch.
     _Windows = Mapping[str, Sequence[tuple[int, Window]]]
@@ -54,15 +59,15 @@ _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 #: Suffixes of traces, after ``.gz`` is removed, and of pages.
 _TRACES, _PAGES = (".json", ".cvf", ".bin", ".pickle"), (".html",)
 #: Own files that are not traces.
-_OTHERS = {FILE_NAME, "diagnosis.json"}
+_OTHERS = re.compile(r"(?:summary|diagnosis)(?:-\d+)?\.json")
 #: Minimum seconds after which functions other than fit show their summary.
-_LONG = 10.0
+LONG = 10.0
 #: Files listed at most, the latest by name.
 _MOST_FILES = 1000
 #: Seconds between updates of a run's summary, and the most of the time that these may take.
 REFRESH, _MOST_TIME = 2.0, 0.01
-#: Summaries of a trainer's earlier functions: a test after fit adds its stage to that of fit.
-_EARLIER: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
+#: Summaries of a trainer's earlier functions, where their files are not on this machine.
+_EARLIER: WeakKeyDictionary[Trainer, Summary] = WeakKeyDictionary()
 
 
 def end_summary(
@@ -78,14 +83,16 @@ def end_summary(
         if culprits := sections.get("culprits"):
             sections["overhead"] = _overhead(culprits, callbacks)
         summary = RunSummary(context, _STATUS[reason], _windows(context), sections, callbacks)
-        _EARLIER[context.trainer] = summary.content
-        recorded = summary.folder.exists() or destination.saved_by(callbacks)
-        if not (summary.content["stages"] or recorded):
-            return None
-        summary.write()
     except Exception as error:
-        warn(f"the summary of the run was not written ({describe(error)}).")
+        warn(f"the summary of the run was not made ({describe(error)}).")
         return None
+    recorded = destination.saved_by(callbacks) or (context.counts and summary.path.parent.exists())
+    if not (summary.content["stages"] or recorded):
+        return None
+    try:
+        summary.write()
+    except Exception as error:  # it is shown nevertheless
+        warn(f"the summary of the run was not written ({describe(error)}).")
     return summary
 
 
@@ -100,17 +107,20 @@ class LiveSummary:
     def __init__(self) -> None:
         #: When the next update is due, in monotonic seconds.
         self.due = time.monotonic() + REFRESH
-        self._folder: Path | None = None
+        self._watched = False
 
     def refresh(self, context: RunContext) -> None:
         """Start an update, on the training thread. The file is written on another thread."""
         began, self.due = time.monotonic(), inf  # until it is written
         root = context.reporting.root(None)
         # A trial leaves no file, and a store would get each version.
-        if context.ranks.global_rank == 0 and not root.discards and root.mirror is None:
+        local = not root.discards and root.mirror is None
+        if context.ranks.global_rank == 0 and local and context.counts:
             job = partial(self._write, context, _windows(context), time.monotonic() - began)
             if not context.file_worker.submit(job, "the summary so far"):
                 self.due = began + REFRESH
+        elif local:
+            self.due = began + REFRESH
 
     def _write(self, context: RunContext, windows: _Windows, spent: float) -> None:
         began = time.monotonic()
@@ -119,15 +129,17 @@ class LiveSummary:
             verdicts = [
                 v.as_dict() for part in context.parts for v in getattr(part, "verdicts", ())
             ]
+            folder = destination.run_folder(context).claim()
             summary = RunSummary(context, RUNNING, windows, {"verdicts": verdicts})
-            if self._folder is None:
-                options = TraceOptions(folder="{run_name}", filename=FILE_NAME, overwrite=True)
-                self._folder = destination.new_writer(context, options).spool("train").parent
+            if summary.join():
+                return  # the training of another process has the file
+            if not self._watched:
                 # `watch PID` finds the folder because it is open until the end of the run.
                 with suppress(OSError):  # Windows does not open folders
-                    held = os.open(self._folder, os.O_RDONLY)
+                    held = os.open(folder, os.O_RDONLY)
                     context.on_close(weakref.finalize(self, os.close, held))
-            with written_whole(self._folder / FILE_NAME, durable=False) as file:
+                self._watched = True
+            with written_whole(summary.path, durable=False) as file:
                 file.write(json.dumps(finite(summary.content), default=str).encode())
             now = time.monotonic()
             self.due = now + max(REFRESH, (spent + now - began) / _MOST_TIME)
@@ -144,9 +156,9 @@ class RunSummary:
         sections: Mapping[str, Any],
         callbacks: Sequence[PerfCallback] = (),
     ) -> None:
-        self._context, self._callbacks = context, callbacks
+        self._context, self._callbacks, self._written = context, callbacks, False
         self._root = context.reporting.root(None)
-        self.folder = self._root.path / context.run_name
+        self.path, self._earlier = _file(destination.run_folder(context).folder, context.run_name)
         stages = {stage: _stage_windows(each) for stage, each in windows.items()}
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         content: dict[str, Any] = {
@@ -163,35 +175,55 @@ class RunSummary:
         if history := table(context.windows.histories[stage]):
             figures["windows"] = history
         #: The content to show: of this function only.
-        self._own = content
-        earlier = _EARLIER.get(context.trainer)
-        if earlier is not None and earlier["run"] == content["run"]:
-            # The main stage: for a trainer with a fit it is fit.
-            fitted = "train" in earlier["stages"] and context.trainer.state.fn != "fit"
-            kept = dict(earlier) if fitted else {}
-            if status == RUNNING:
+        self._own = self.content = content
+
+    def join(self) -> bool:
+        """Add the stages of earlier functions of the run; whether another process trained.
+
+        For a run with a fit, the fit is what the summary is about.
+        """
+        context, content = self._context, self._own
+        earlier = self._earlier or _EARLIER.get(context.trainer)
+        if earlier is None or earlier["run"] != content["run"]:
+            return False
+        kept: dict[str, Any] = {}
+        if "train" in earlier["stages"] and context.trainer.state.fn != "fit":
+            kept = dict(earlier)
+            if content["status"] == RUNNING:
                 kept.pop("ended", None)
-                kept["status"] = status
-            content = {**content, **kept, "stages": earlier["stages"] | content["stages"]}
-        self.content = content
+                kept["status"] = RUNNING
+        self.content = {**content, **kept, "stages": earlier["stages"] | content["stages"]}
+        return bool(self.content.get("process") != content["process"])
 
     def write(self) -> None:
         """Write the file after all others of the run, and the description in MLflow."""
-        write = {FILE_NAME: self._write}
+        self.join()
+        if not self._context.counts:
+            return
+        _EARLIER[self._context.trainer] = self.content
         destination.write_files(
-            self._context, "{run_name}", write, "train", overwrite=True, durable=True
+            self._context,
+            "{run_name}",
+            {self.path.name: self._write},
+            "train",
+            remote=FILE_NAME,
+            overwrite=True,
+            durable=True,
         )
+        self._written = True
         self._context.reporting.describe(partial(description, self.content))
 
     def _write(self, path: Path) -> None:
         """Runs on the thread that writes files, as its last job."""
-        self.folder = path.parent  # its name may include a part of the run's id
         root, found = self._root.path, set(destination.saved_by(self._callbacks))
-        found |= {each for each in self.folder.rglob("*") if each.is_file()}
+        # Meanwhile another process of the run may have added its stages.
+        _, self._earlier = _file(path.parent, self._own["run"])
+        self.join()
+        found |= {each for each in path.parent.rglob("*") if each.is_file()}
         files = sorted(
             each.relative_to(root).as_posix() if each.is_relative_to(root) else str(each)
             for each in found
-            if not each.name.startswith(".") and each.name not in _OTHERS
+            if not each.name.startswith(".") and not _OTHERS.fullmatch(each.name)
         )
         for kind, endings in {"traces": _TRACES, "pages": _PAGES}.items():
             listed = [file for file in files if file.removesuffix(".gz").endswith(endings)]
@@ -204,26 +236,46 @@ class RunSummary:
         Not of a short prediction or test: packages run many of them.
         """
         windows = self._own["stages"].values()
-        short = sum(stage["whole_run"].get("seconds", 0.0) for stage in windows) < _LONG
+        short = sum(stage["whole_run"].get("seconds", 0.0) for stage in windows) < LONG
         fits = "train" in self._own["stages"]
         if (short and not fits) or not any(each.show_summary for each in self._callbacks):
             return False
         console = new_console()
         console.print(f"lightning_perf: {self.content['run']}", style="bold")
         console.print(panel(self._own))
-        place = f"{self._root.place}/{self.folder.name}" if self._root.place else self.folder
-        console.print(f"{place}/{FILE_NAME}", soft_wrap=True)
+        folder, name = self.path.parent, self.path.name
+        place = f"{self._root.place}/{folder.name}" if self._root.place else folder
+        if self._written:
+            console.print(f"{place}/{name}", soft_wrap=True)
         return True
 
 
+def _file(folder: Path, run_name: str) -> tuple[Path, Summary | None]:
+    """The file for the summary of a run, and what it holds.
+
+    A file of this name that is not a summary of the run, such as the user's, is never ours.
+    """
+    for number in count(1):
+        path = folder / numbered(FILE_NAME, number)
+        if not os.path.lexists(path):
+            break
+        with suppress(SummaryError):
+            summary = read_summary(path)
+            if summary["run"] == run_name:
+                return path, summary
+    return path, None
+
+
 def log_locations(context: RunContext, callbacks: Sequence[PerfCallback]) -> None:
-    """Log where the metrics and files are, if there is no logger."""
+    """Log where the metrics and files are, if there is no logger; once per generated name."""
+    if not destination.announce(context.trainer):
+        return
     named = [f"{type(each).__name__}.metrics" for each in callbacks if getattr(each, "metrics", 0)]
     saved, root = destination.saved_by(callbacks), context.reporting.root(None)
-    here = root.path / context.run_name
+    here = destination.run_folder(context).folder
     folders = [str(here)] if here.exists() else []
     if root.mirror is not None:
-        here, folders = root.path, [f"{root.place}/{context.run_name}"] if saved else []
+        here, folders = root.path, [f"{root.place}/{here.name}"] if saved else []
     # Not the temporary folder of fast_dev_run, which is removed by now.
     others = {path.parent for path in saved if here not in path.parents}
     folders += sorted(str(folder) for folder in others if folder.exists())

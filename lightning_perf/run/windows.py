@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.core.window import Table
     from lightning_perf.run.context import RunContext
+    from lightning_perf.run.stages import Progress
     from lightning_perf.run.window_callback import WindowCallback
 
 
@@ -180,6 +181,11 @@ class Windows:
         origins = self._origins[stage] = [first + value - last for first, value, last in values]
         for position in self._gauges:
             origins[position] = 0.0
+
+    def ran(self, progress: Progress) -> bool:
+        """Whether any stage had a batch."""
+        began = self._began.items()
+        return any(progress.timestamp(stage).batch > at.stamp.batch for stage, at in began)
 
     def report(self, context: RunContext, at_end: bool, *, monitored: bool = False) -> None:
         """Gather a snapshot for the callbacks that are due, or for those that can be monitored.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from dataclasses import dataclass, replace
 from errno import ENOTDIR
+from functools import partial
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -199,6 +199,14 @@ def make_folder(folder: Path) -> None:
         raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(folder)) from error
 
 
+def folder_of(run: TraceRun, folder: str) -> RunFolder:
+    """The folder of a run's files, from its format string."""
+    name, identity = run.run_name, run.identity
+    if run.mirror is not None and identity is not None:  # the store holds runs of all machines
+        name, identity = distinct_name(name, identity), None
+    return RunFolder(run.root, folder, run.ranks, name, identity)
+
+
 class Layout:
     """The names of one recorder's files; those of stages other than train are in a subfolder."""
 
@@ -213,16 +221,11 @@ class Layout:
         in_store = remote is not None and bool(split_url(remote)[0])
         self._values = run_values(name, ranks)
         self._remote_values = run_values(distinct if in_store else name, ranks)
-        if run.mirror is not None:
-            name, identity = distinct, None
         #: Where the files are.
-        self.folder = RunFolder(run.root, options.folder, ranks, name, identity)
+        self.folder = folder_of(run, options.folder)
         suffix = re.search(r"\.\w+$", options.filename.removesuffix(".gz"))
         self._suffix = suffix[0] if suffix else ""
-        # The last number that each name got.
-        self._numbers: dict[str, int] = {}
-        self._most_remembered = run.most_remembered
-        self._lock = threading.Lock()
+        self._take = partial(run.taken.take, most=run.most_remembered)
 
     def conflict(self, now: Timestamp, stage: str) -> Path | None:
         """A file of the stage that is later than `now`, or None."""
@@ -254,29 +257,10 @@ class Layout:
         if raw:
             name = name.removesuffix(".gz")
             remote = None if remote is None else remote.with_name(remote.name.removesuffix(".gz"))
-        number = 1 if self._overwrite else self._take(folder, name)
+        number = 1 if self._overwrite else self._take(folder / name)
         if remote is not None:
             remote = remote.with_name(numbered(remote.name, number))
         return folder / numbered(name, number), None if remote is None else str(remote)
-
-    def _take(self, folder: Path, name: str) -> int:
-        """The first number with which neither a file nor an earlier trace has the name.
-
-        After `most_remembered` other names, a name whose file was deleted may be given again.
-        """
-        with self._lock:
-            plain = str(folder / name)  # a path takes four times the memory
-            number = self._numbers.pop(plain, 0) + 1
-            # Another trace in progress may have this name with a number.
-            while (path := str(folder / numbered(name, number))) in self._numbers or (
-                os.path.lexists(path)
-            ):
-                number += 1
-            self._numbers[path] = 1
-            self._numbers[plain] = number
-            while len(self._numbers) > self._most_remembered:
-                del self._numbers[next(iter(self._numbers))]
-            return number
 
     def readme(self, timestamp: Timestamp, stage: str) -> tuple[Path, str | None]:
         """The local path and the remote name of the README, in the folder that all stages share.

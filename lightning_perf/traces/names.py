@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from functools import partial
+from hashlib import sha256
 from pathlib import PurePosixPath, PureWindowsPath
 from string import Formatter
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ from lightning_perf.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from lightning_perf.core.progress import Ranks, Timestamp
 
@@ -34,10 +37,13 @@ FILE_VARIABLES = (*FOLDER_VARIABLES, "stage", *TIME_VARIABLES)
 # Seconds are floats, all others are integers; a format specification may pad with spaces.
 _COUNT = r" *(\d+) *"
 _SECONDS = r" *(\d+(?:\.\d+)?(?:e[+-]?\d+)?) *"
-# Separators, and characters that a file name cannot have: controls, line breaks, surrogates.
+# Separators, characters that a file name cannot have (controls, line breaks, surrogates), and those
+# that MLflow's server refuses or decodes.
 _UNSAFE = re.compile(
-    r"[/\\\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff%s]" % (":" if os.name == "nt" else "")
+    r"[/\\#%%\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff%s]" % (":" if os.name == "nt" else "")
 )
+#: Bytes of a value: file systems take 255 for a name, which may have more parts.
+_LONGEST = 200
 
 
 class NameFormat:
@@ -66,7 +72,7 @@ class NameFormat:
         self._check_values()
 
     def render(self, values: Mapping[str, Value]) -> str:
-        """The name for these values; separators within a value become ``_``."""
+        """The name for these values; see `_safe`."""
         texts = (
             literal + (_safe(format(values[name], spec)) if name else "")
             for literal, name, spec in self._parts
@@ -215,6 +221,43 @@ def time_values(timestamp: Timestamp) -> dict[str, Value]:
     return {name: getattr(timestamp, name) for name in TIME_VARIABLES}
 
 
-def _safe(text: str) -> str:
-    text = _UNSAFE.sub("_", text)
-    return text if text.strip(".") else "_"
+def _safe(value: str) -> str:
+    """A value as a part of a name, on the disk and in MLflow: the one place that changes values.
+
+    What is not allowed becomes ``_``. A long value is cut, and ends with a hash of the whole value.
+    """
+    text = _UNSAFE.sub("_", value)
+    text = re.sub(r"^(?:\.{2,}|\.$)", "_", text) or "_"
+    text = re.sub(r"^([a-z]|file):", r"\1_", text, flags=re.IGNORECASE)
+    if len(encoded := text.encode()) > _LONGEST:
+        digest = sha256(value.encode(errors="replace")).hexdigest()[:8]
+        text = f"{encoded[: _LONGEST - 9].decode(errors='ignore')}-{digest}"
+    return text
+
+
+class TakenNames:
+    """The paths that were given to files of a run: two writers may have names that render alike."""
+
+    def __init__(self) -> None:
+        # The last number that each path got.
+        self._numbers: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def take(self, path: Path, most: int) -> int:
+        """The first number with which neither a file nor an earlier trace has the path.
+
+        After ``most`` other names, a name whose file was deleted may be given again.
+        """
+        with self._lock:
+            plain = str(path)  # a path takes four times the memory
+            number = self._numbers.pop(plain, 0) + 1
+            # Another trace in progress may have this name with a number.
+            while (full := str(path.with_name(numbered(path.name, number)))) in self._numbers or (
+                os.path.lexists(full)
+            ):
+                number += 1
+            self._numbers[full] = 1
+            self._numbers[plain] = number
+            while len(self._numbers) > most:
+                del self._numbers[next(iter(self._numbers))]
+            return number

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.errors import WarningDigest, describe, warn
 from lightning_perf.files import appended, check_own, parsed, read_bytes
+from lightning_perf.traces.names import TakenNames
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -66,6 +67,8 @@ class TraceRun:
     mirror: Mirror | None = None
     #: Collects the warnings of all writers; its creator summarizes them.
     digest: WarningDigest = field(default_factory=WarningDigest)
+    #: The names that the writers of the run have given.
+    taken: TakenNames = field(default_factory=TakenNames)
     #: Seconds to wait before each further upload attempt.
     backoff: Sequence[float] = (1.0, 2.0, 4.0)
     #: The maximum traces and names that a writer remembers: some megabytes.

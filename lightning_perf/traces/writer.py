@@ -127,7 +127,10 @@ class TraceWriter:
         stage: str,
         prepare: Callable[[], None] | None = None,
     ) -> Path | None:
-        """Submit a recording to the worker; process it here if the worker does not accept it.
+        """Submit a recording to the worker.
+
+        If too many files wait there, an optional file is left out, and a recording is placed here,
+        without compression: the training thread makes no pages.
 
         ``spooled``, a path from `spool`, has the recording at the latest after ``prepare``, which
         runs on the worker. ``timestamp`` is when the recording ended, for the name. Returns where
@@ -138,7 +141,10 @@ class TraceWriter:
         self._queued[spooled] = trace
         if self._run.file_worker.submit(partial(self._process, trace), path.name):
             return path
-        return self._place_without_upload(trace, "the worker accepts no more jobs")
+        if self._options.optional:
+            self._leave_out(trace, "too many files wait")
+            return None
+        return self._place_without_upload(trace, "too many files wait", compressed=False)
 
     def close(self) -> None:
         """Place the files that the worker has not started, and list those that were not uploaded.
@@ -149,10 +155,14 @@ class TraceWriter:
         for trace in list(self._queued.values()):
             if not self._options.optional:
                 self._place_without_upload(trace, "the run ended first")
-            elif self._queued.pop(trace.spooled, None) is not None:
-                message = f"{trace.path} was not made: the run ended first. Its source is kept."
-                self._run.digest.once("files were not made: the run ended first", message)
+            else:
+                self._leave_out(trace, "the run ended first")
         self._uploads.park(self._uploads.unsent, "the run ended first")
+
+    def _leave_out(self, trace: Trace, why: str) -> None:
+        if self._queued.pop(trace.spooled, None) is not None:
+            message = f"{trace.path} was not made: {why}. Its source is kept."
+            self._run.digest.once(f"files were not made: {why}", message)
 
     # -- the pipeline -----------------------------------------------------------------------------
 
@@ -165,16 +175,16 @@ class TraceWriter:
         elif not self._run.worker.submit(partial(self._send, placed), placed.path.name):
             self._uploads.park([placed], "too many uploads wait")
 
-    def _place_without_upload(self, trace: Trace, why: str) -> Path | None:
+    def _place_without_upload(self, trace: Trace, why: str, compressed: bool = True) -> Path | None:
         """Place a trace on the calling thread, which must not wait for a server."""
-        if (placed := self._place(trace)) is None:
+        if (placed := self._place(trace, compressed)) is None:
             return None
         self._uploads.park([placed], why)
         with self._warns(placed):
             self._prune(placed)
         return placed.path
 
-    def _place(self, trace: Trace) -> Trace | None:
+    def _place(self, trace: Trace, compressed: bool = True) -> Trace | None:
         """Complete a recording and move it to its name; None if that failed or is already done."""
         if self._queued.pop(trace.spooled, None) is None:
             return None
@@ -186,7 +196,7 @@ class TraceWriter:
                 trace = replace(trace, prepare=None)  # it may reference the recorder's memory
             if self._is_empty(trace):
                 return None
-            trace = self._compress(trace)
+            trace = self._move(trace, compressed)
             self._remember(trace)
             self._uploads.add(trace)
             self._place_readme(trace)
@@ -232,21 +242,26 @@ class TraceWriter:
             self._run.digest.once("traces may be truncated: the disk is full", message)
         return False
 
-    def _compress(self, trace: Trace) -> Trace:
+    def _move(self, trace: Trace, compressed: bool) -> Trace:
         """Move the file to its name, compressed or as it is."""
         if not self._options.compress:
             place(trace.spooled, trace.path, durable=self._options.durable)
             return trace
+        if not compressed:
+            return self._place_raw(trace)
         try:
             compress(trace.spooled, trace.path)
         except OSError as error:
-            # On a full disk a rename still works.
-            path, remote = self._layout.reserve(trace.timestamp, trace.stage, raw=True)
-            trace = replace(trace, path=path, sends=self._sends(path, remote))
-            place(trace.spooled, trace.path)
+            trace = self._place_raw(trace)  # on a full disk a rename still works
             message = f"{trace.path} was saved without compression ({describe(error)})."
             self._run.digest.once("traces were saved without compression", message)
         return trace
+
+    def _place_raw(self, trace: Trace) -> Trace:
+        """Move the file to its name without ``.gz``."""
+        path, remote = self._layout.reserve(trace.timestamp, trace.stage, raw=True)
+        place(trace.spooled, path)
+        return replace(trace, path=path, sends=self._sends(path, remote))
 
     def _remember(self, trace: Trace) -> None:
         with self._lock:

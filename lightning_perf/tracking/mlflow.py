@@ -34,7 +34,7 @@ from lightning_perf.tracking.summary import (
 from lightning_perf.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from mlflow import MlflowClient
 
@@ -155,7 +155,7 @@ class MlflowRun(Tracker):
     def upload_later(self, path: Path, remote: str) -> None:
         """Upload a file; the summary of a run that ended while the server was away ends the run."""
         self.upload(path, remote)
-        if path.name == FILE_NAME:
+        if remote.rpartition("/")[2] == FILE_NAME:
             with suppress(SummaryError):  # another file of this name
                 self._end(read_summary(path))
 
@@ -232,9 +232,18 @@ _PAUSE, _PAUSE_FACTOR, _LONGEST_PAUSE = 1.0, 20.0, 10.0
 _REFUSED = re.compile(r"[^A-Za-z0-9_\-. /:]+")
 
 
+#: MLflow's codes of an error that another attempt does not mend.
+_INVALID = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+
+
 def clean_key(key: str) -> str:
-    """A valid key: MLflow rejects all metrics of a call if one key is invalid."""
-    return re.sub(r"/{2,}", "/", _REFUSED.sub("_", key)).strip("/")[:250]
+    """A valid key: MLflow rejects all metrics of a call if one key is invalid.
+
+    A key must be a normal path, which has no empty part and no parts ``.`` and ``..``.
+    """
+    parts = _REFUSED.sub("_", key)[:250].split("/")
+    clean = "/".join(part for part in parts if part not in ("", ".", ".."))
+    return re.sub(r"^\.{2,}", "_", clean) or "_"
 
 
 class MlflowMetrics:
@@ -253,6 +262,8 @@ class MlflowMetrics:
         self._due = 0.0
         self._lost = 0
         self._queued = False
+        # Keys that the server does not take.
+        self._refused: set[str] = set()
         self._digest = WarningDigest()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -302,10 +313,7 @@ class MlflowMetrics:
             self._due = began + _PAUSE
             batch = list(islice(self._waiting, _BATCH))
             try:
-                from mlflow.entities import Metric
-
-                metrics = [Metric(*entry) for entry in batch]
-                self._run.client().log_batch(self._run.run_id, metrics=metrics)
+                self._deliver(batch)
             except Exception as error:
                 self._retry = min(max(2 * self._retry, _FIRST_RETRY), _LAST_RETRY)
                 self._warn("metrics", f"metrics wait for the server ({describe(error)})")
@@ -318,6 +326,28 @@ class MlflowMetrics:
                 self._waiting.popleft()
         if self._waiting:
             self._enqueue()
+
+    def _deliver(self, batch: Sequence[tuple[str, float, int, int]]) -> None:
+        """Send metrics in one call; those that the server calls invalid are dropped alone."""
+        from mlflow import MlflowException
+        from mlflow.entities import Metric
+
+        client, run_id = self._run.client(), self._run.run_id
+        batch = [entry for entry in batch if entry[0] not in self._refused]
+        try:
+            if batch:
+                client.log_batch(run_id, metrics=[Metric(*entry) for entry in batch])
+        except MlflowException as error:
+            active = client.get_run(run_id).info.lifecycle_stage == "active"
+            if error.error_code not in _INVALID or not active:
+                raise
+            if len(keys := sorted({entry[0] for entry in batch})) > 1:
+                half = set(keys[: len(keys) // 2])
+                for side in (True, False):
+                    self._deliver([entry for entry in batch if (entry[0] in half) is side])
+                return
+            self._refused.update(keys)
+            self._warn("key", f"the metric {keys[0]!r} is refused and left out ({describe(error)})")
 
     def _send_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param

@@ -47,9 +47,10 @@ from helpers.faults import (
 )
 from helpers.small import Records, Small, trainer
 
-from lightning_perf import Fixed, Profiler, PyTorch
+from lightning_perf import Fixed, Profiler, PyTorch, always_on
 from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.run import context, destination
+from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.slow
 
@@ -292,3 +293,74 @@ def test_a_run_that_ends_while_a_page_is_made_keeps_the_recording(
     await_files(tmp_path, {"paged/rank0.1.html"})  # which the worker is making
     found = {path.name: path.read_text() for path in (tmp_path / "paged").glob("[!.]*")}
     assert found == {"rank0.1.json": "recorded", "rank0.1.html": "recorded"}
+
+
+class Plain(Profiler):
+    """Records a constant. ``finish`` completes each file on the worker thread."""
+
+    def __init__(self, schedule: str, finish: Callable[[], None] = lambda: None) -> None:
+        super().__init__(schedule, None, None, "plain", "rank{rank}.{batch}.json")
+        self.finish = finish
+
+    def record(self, path: Path, context: Any, warmup: int) -> Recording:
+        path.write_text("recorded")
+        yield None
+        return Recorded(self.finish)
+
+
+def test_ctrl_c_during_the_final_wait_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the wait; recordings, the summary, the diagnosis and the times are placed."""
+    monkeypatch.setattr(destination, "SILENT", 0.0)
+    trained, pressed = Event(), Event()
+
+    def press() -> None:
+        trained.wait(PATIENCE)
+        time.sleep(0.3)
+        if not pressed.is_set():
+            pressed.set()
+            send(signal.SIGINT)
+            time.sleep(0.5)
+
+    end = Planted("on_train_end", trained.set, 16)
+    run = trainer(
+        tmp_path, end, Plain("every 4ba", press), always_on(show_summary=False), logger=Records()
+    )
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        run.fit(Small())
+    left = {"/".join(path.parts[-2:]) for path in tmp_path.rglob("[!.]*") if path.is_file()}
+    assert {f"plain/rank0.{batch}.json" for batch in (5, 9, 13)} <= left
+    pages = {"timings/timings.html", "diagnosis/diagnosis.json", "diagnosis/report.html"}
+    assert {"records-version_0/summary.json", *pages} <= left
+    assert not list(tmp_path.rglob(".spool*"))
+
+
+class Forks(Small):
+    """Forks a child in a batch; it leaves `fit` by an exception, as `sys.exit` raises."""
+
+    def training_step(self, batch: list[Any], batch_idx: int) -> Any:
+        if batch_idx == 8:
+            child = os.fork()
+            if child == 0:
+                raise SystemExit(0)
+            os.waitpid(child, 0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_forked_child_that_exits_leaves_the_run_alone(tmp_path: Path) -> None:
+    """The parent's recording, summary and diagnosis are those of a run without the child."""
+    parent = os.getpid()
+    try:
+        run = trainer(
+            tmp_path, Plain("at 5ba for 6ba"), always_on(show_summary=False), logger=Records()
+        )
+        run.fit(Forks())
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    left = {path.name for path in tmp_path.rglob("[!.]*") if path.is_file()}
+    assert "rank0.11.json" in left
+    assert not {name for name in left if "-2" in name or "rank0.9" in name}
+    summary = read_summary(tmp_path / "records-version_0" / "summary.json")
+    assert summary["status"] == "finished"

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from helpers.command import call
-from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, trainer
+from helpers.small import FLOPS_PER_SAMPLE, RANKS, Records, Small, left_in, trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
 from torch import Tensor
 
-from lightning_perf import Diagnosis, Flops, PyTorch, SpeedMonitor, Suite, Timings
+from lightning_perf import (
+    Diagnosis,
+    Flops,
+    Memray,
+    PerfWarning,
+    PyTorch,
+    SpeedMonitor,
+    Suite,
+    Timings,
+    always_on,
+)
 from lightning_perf.run.history import History, Point, table, table_totals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
 from lightning_perf.tracking.summary import SummaryError, read_summary
@@ -190,6 +201,127 @@ def test_a_description_of_the_user_stays(tmp_path: Path, mlflow_database: str) -
     assert note(mlflow_database, logger) == "my"
 
 
+# -- whose file it is -----------------------------------------------------------------------------
+
+
+def test_a_file_of_the_user_is_not_replaced(tmp_path: Path) -> None:
+    """A summary.json of another program stays, and the run's own gets a number."""
+    folder = tmp_path / "records-version_0"
+    folder.mkdir()
+    theirs = folder / "summary.json"
+    theirs.write_text('{"my": "precious"}')
+    trainer(tmp_path, *callbacks(), logger=Records()).fit(Small())
+    assert theirs.read_text() == '{"my": "precious"}'
+    assert list(read_summary(folder / "summary-2.json")["stages"]) == ["train"]
+
+
+def everything() -> list[Any]:
+    pytorch = PyTorch(schedule="first 2ba", key_averages=True)
+    return [pytorch, Memray(schedule="at 3ba for 2ba", flamegraph=True), always_on()]
+
+
+@pytest.mark.slow
+def test_no_file_is_replaced(tmp_path: Path) -> None:
+    """Every name of a run is taken by a file of the user, and then by an earlier run: all stay."""
+    trainer(tmp_path / "model", *everything(), logger=Records()).fit(Small())
+    names = [path.relative_to(tmp_path / "model") for path in left_in(tmp_path / "model")]
+    for name in names:
+        path = tmp_path / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"mine: {name}")
+    for callbacks in (everything(), [always_on()]):
+        earlier = {path: path.read_bytes() for path in left_in(tmp_path / "mine")}
+        trainer(tmp_path / "mine", *callbacks, logger=Records()).fit(Small())
+        changed = [path for path, content in earlier.items() if path.read_bytes() != content]
+        assert not changed
+        assert len(left_in(tmp_path / "mine")) > len(earlier)
+
+
+class FailsToStart(Small):
+    """Fails before the first batch."""
+
+    def on_fit_start(self) -> None:
+        raise ValueError("mine")
+
+
+def test_a_failed_start_changes_nothing_of_an_earlier_run(
+    tmp_path: Path, mlflow_database: str
+) -> None:
+    """The summary, the description and the artifacts of the finished run stay as they are."""
+
+    def run(model: Small) -> MLFlowLogger:
+        logger = MLFlowLogger("restarts", tracking_uri=mlflow_database, run_id=known)
+        trainer(tmp_path, *callbacks(), Diagnosis(terminal=False), logger=logger).fit(model)
+        return logger
+
+    known: str | None = None
+    logger = run(Small())
+    known = str(logger.run_id)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    described = note(mlflow_database, logger)
+    with pytest.raises(ValueError, match="mine"):
+        run(FailsToStart())
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert note(mlflow_database, logger) == described
+
+
+def test_a_later_test_of_the_run_adds_its_stage(tmp_path: Path, mlflow_database: str) -> None:
+    """Another Trainer with the run's id keeps what the training left, also in MLflow."""
+    logger = MLFlowLogger("tested", run_name="tested", tracking_uri=mlflow_database)
+    trainer(tmp_path, *callbacks(), logger=logger).fit(Small())
+    trained, described = summary_of(tmp_path), note(mlflow_database, logger)
+    again = MLFlowLogger("tested", tracking_uri=mlflow_database, run_id=str(logger.run_id))
+    tester = trainer(tmp_path, *callbacks(), logger=again, limit_test_batches=3)
+    tester.test(Small(), verbose=False)
+    both = summary_of(tmp_path)
+    assert list(both["stages"]) == ["train", "test"]
+    assert both["stages"]["train"] == trained["stages"]["train"]
+    assert both["ended"] == trained["ended"]
+    assert note(mlflow_database, logger).splitlines()[0] == described.splitlines()[0]
+    local = MlflowClient(mlflow_database).download_artifacts(str(logger.run_id), "tested")
+    assert list(read_summary(Path(local, "summary.json"))["stages"]) == ["train", "test"]
+
+
+def test_short_predictions_leave_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Packages call `predict` a thousand times: no file, and one line about missing loggers."""
+    run = trainer(tmp_path, *callbacks(), Diagnosis(terminal=False), limit_predict_batches=2)
+    model = Small()
+    for _ in range(3):
+        run.predict(model)
+    assert list(tmp_path.iterdir()) == []
+    run.fit(model)
+    (folder,) = tmp_path.iterdir()
+    run.predict(model)
+    run.test(model, verbose=False)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert summary_of(tmp_path)["status"] == "finished"
+
+
+def test_runs_that_start_in_the_same_second_have_their_own_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if their generated names are equal."""
+    urandom = os.urandom
+    monkeypatch.setattr(os, "urandom", lambda size: b"ab" if size == 2 else urandom(size))
+    monkeypatch.setattr(time, "strftime", lambda *_: "run-20260101-000000-")
+    for _ in range(2):
+        trainer(tmp_path, SpeedMonitor(window_size=4)).fit(Small())
+    folders = sorted(path.parent for path in tmp_path.rglob("summary.json"))
+    assert len(set(folders)) == 2
+
+
+def test_a_summary_that_cannot_be_written_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the folder cannot be made, the terminal has the whole summary."""
+    (tmp_path / "records-version_0").write_text("a file in place of the folder")
+    with pytest.warns(PerfWarning):
+        trainer(tmp_path, always_on(), logger=Records()).fit(Small())
+    shown = capsys.readouterr().out
+    assert "whole run" in shown
+    assert "MFU" in shown
+
+
 # -- reading --------------------------------------------------------------------------------------
 
 
@@ -291,7 +423,7 @@ def test_verdicts_are_in_the_summary_and_its_views(
 
 def test_a_summary_of_validation_alone(tmp_path: Path) -> None:
     """A run of another stage has a summary of that stage."""
-    run: L.Trainer = trainer(tmp_path, *callbacks(), limit_val_batches=5)
+    run: L.Trainer = trainer(tmp_path, *callbacks(), logger=Records(), limit_val_batches=5)
     run.validate(Small(), verbose=False)
     found = summary_of(tmp_path)
     assert list(found["stages"]) == ["validate"]

@@ -159,7 +159,12 @@ def test_the_path_of_a_url_is_the_remote_name():
         (".", "_"),
         ("...", "_"),
         ("", "_"),
-        ("../..", ".._.."),
+        ("../..", "__.."),
+        (".hidden", ".hidden"),
+        ("50% #2", "50_ _2"),
+        ("c:", "c_"),
+        ("File:x", "File_x"),
+        ("12:30", "12:30"),
         ("a\nb\x00c\x7f", "a_b_c_"),
         ("a\ud800b", "a_b"),
         ("two words", "two words"),
@@ -168,9 +173,20 @@ def test_the_path_of_a_url_is_the_remote_name():
     ],
 )
 def test_run_names_cannot_leave_the_folder(run_name, safe):
-    """Separators and control characters become underscores; other characters stay."""
+    """What no folder or artifact of MLflow may have becomes an underscore, and nothing else."""
     folder = folder_format("{run_name}/traces").render(run_values(run_name, RANKS))
     assert folder == f"{safe}/traces"
+
+
+@pytest.mark.parametrize("run_name", ["x" * 300, "\N{OWL}" * 64, "a/" * 200])
+def test_long_run_names_are_cut_and_stay_distinct(run_name):
+    """A folder's name has 200 bytes at most; names that differ at their ends stay different."""
+    pattern = folder_format("{run_name}")
+    names = [pattern.render(run_values(run_name + end, RANKS)) for end in ("", "a", "b")]
+    assert all(190 < len(name.encode()) <= 200 for name in names)
+    assert len(set(names)) == 3
+    whole = "x" * 200
+    assert pattern.render(run_values(whole, RANKS)) == whole
 
 
 def test_specifications_cannot_add_separators():

@@ -15,10 +15,12 @@ import pytest
 from helpers.pending import read_pending
 from helpers.recordings import CONTENT, PATIENCE, Server, after, files, record, tried
 
+from lightning_perf.background import Worker
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning, WarningDigest
 from lightning_perf.files import NotRegularError, compress, place
 from lightning_perf.traces import uploads
+from lightning_perf.traces.names import TakenNames
 from lightning_perf.traces.uploads import (
     NotHere,
     PendingUpload,
@@ -178,11 +180,31 @@ def test_a_taken_name_gets_a_number(make_writer, worker, tmp_path):
     assert (tmp_path / "run/traces/last.pt.json").read_bytes() == b"an earlier run's"
 
 
-def test_a_name_with_a_number_is_given_once(make_writer, tmp_path):
+def test_a_name_with_a_number_is_given_once(tmp_path):
     """A trace that is named as another one with its number gets a number itself, and vice versa."""
-    take = make_writer()._layout._take  # nothing is on the disk: all are still on their way
-    assert [take(tmp_path, name) for name in ("a.json", "a.json", "a-2.json")] == [1, 2, 2]
-    assert [take(tmp_path, name) for name in ("b-2.json", "b.json", "b.json")] == [1, 1, 3]
+    take = TakenNames().take  # nothing is on the disk: all are still on their way
+    assert [take(tmp_path / name, 9) for name in ("a.json", "a.json", "a-2.json")] == [1, 2, 2]
+    assert [take(tmp_path / name, 9) for name in ("b-2.json", "b.json", "b.json")] == [1, 1, 3]
+
+
+def test_two_recorders_never_share_a_name(make_writer, worker, tmp_path):
+    """Names of two recorders of a run that render alike are given once, before a file is there."""
+    paths = [record(make_writer(filename=name)) for name in ("rank{rank}.5.json", "rank0.5.json")]
+    assert [path.name for path in paths] == ["rank0.5.json", "rank0-2.5.json"]
+    assert worker.close(PATIENCE)
+    assert files(tmp_path) == ["run/traces/rank0-2.5.json", "run/traces/rank0.5.json"]
+
+
+def test_too_many_files_cost_no_page_on_the_training_thread(make_writer, tmp_path):
+    """Beyond the queue's capacity pages are left out, and recordings are placed as they are."""
+    full, made = Worker("full", capacity=0), []
+    pages = make_writer(filename="rank0.{batch}.html", optional=True, file_worker=full)
+    recordings = make_writer(compress=True, file_worker=full)
+    with pytest.warns(PerfWarning, match="rank0.5.html was not made: too many files wait"):
+        assert pages.write(pages.spool("train"), Timestamp(batch=5), "train", made.append) is None
+    assert record(recordings).name == "rank0.5.json"
+    assert files(tmp_path) == ["run/traces/rank0.5.json"]
+    assert not made
 
 
 def test_overwrite_replaces(make_writer, worker, tmp_path):
@@ -345,7 +367,7 @@ def test_a_closed_worker_places_the_file_on_the_calling_thread(make_writer, work
     """The file is placed at once; its upload is listed, with a warning."""
     assert worker.close(PATIENCE)
     server = Server()
-    with pytest.warns(PerfWarning, match="accepts no more jobs.*rank0.5.json"):
+    with pytest.warns(PerfWarning, match="too many files wait.*rank0.5.json"):
         written = record(make_writer(targets=[Target(server)]))
     assert written.read_bytes() == CONTENT
     assert server.attempts == 0

@@ -7,7 +7,6 @@ import tempfile
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -63,8 +62,8 @@ def fit(root: Any, *more: Any, **options: Any) -> PyTorch:
 
 
 def destination_of(logger: Any) -> tuple[Any, str, str]:
-    trainer: Any = SimpleNamespace(loggers=[logger])
-    return destination._destination(trainer, Worker("test"))
+    run = trainer(None, logger=logger)
+    return destination._destination(run, Worker("test"))
 
 
 def stored(under: str) -> list[str]:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from helpers.command import call
 from helpers.servers import free_port
-from helpers.small import Records, Small, trainer
+from helpers.small import Records, Small, ours, trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
+from mlflow.utils.validation import _validate_metric_name
 
-from lightning_perf import Flops, PyTorch, SpeedMonitor
+from lightning_perf import Flops, PerfWarning, PyTorch, SpeedMonitor, always_on
 from lightning_perf.background import Worker
 from lightning_perf.cli.runs import _show_run
 from lightning_perf.errors import describe
@@ -154,11 +155,55 @@ def test_reports_share_calls(
         ("//a//b", "a/b"),
         ("f(x)@1", "f_x_1"),
         ("k" * 300, "k" * 250),
+        ("k" * 249 + "/b", "k" * 249),
+        ("./exp-loss", "exp-loss"),
+        ("a/../b/./c", "a/b/c"),
+        ("..x", "_x"),
+        ("./..x", "_x"),
+        ("..", "_"),
+        ("", "_"),
+        (".x", ".x"),
     ],
 )
 def test_keys_are_valid_in_mlflow(key: str, clean: str) -> None:
     """Invalid characters are replaced: one invalid key would reject the whole call."""
     assert clean_key(key) == clean
+    _validate_metric_name(clean_key(key))
+
+
+def test_a_metric_that_the_server_refuses_is_left_out_alone(
+    mlflow_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others arrive, also later ones, with one warning; a deleted run keeps all waiting."""
+    client = MlflowClient(mlflow_database)
+    experiment = client.create_experiment(f"refused-{time.time_ns()}")
+    run = MlflowRun(mlflow_database, client.create_run(experiment).info.run_id)
+    worker = Worker("test")
+    metrics = MlflowMetrics(run, worker)
+    monkeypatch.setattr("lightning_perf.tracking.mlflow.clean_key", lambda key: key)
+
+    def log_thrice() -> None:
+        for step in range(3):
+            metrics.log({"a": 1.0, "a/./b": 2.0, "../c": 3.0, "d": 4.0, "e": 5.0}, step)
+            metrics.flush()
+            assert worker.drain(60)
+
+    def log_to_the_deleted_run() -> None:
+        metrics.log({"a": 6.0}, 3)
+        metrics.flush()
+        worker.call(lambda: None, 60)
+
+    with pytest.warns(PerfWarning, match="the metric '../c' is refused and left out") as caught:
+        log_thrice()
+    assert len(ours(caught)) == 1
+    assert client.get_run(run.run_id).data.metrics == {"a": 1.0, "d": 4.0, "e": 5.0}
+    assert len(client.get_metric_history(run.run_id, "d")) == 3
+    client.delete_run(run.run_id)
+    with pytest.warns(PerfWarning, match=r"metrics wait for the server .* deleted"):
+        log_to_the_deleted_run()
+    client.restore_run(run.run_id)
+    assert worker.close(60)
+    assert client.get_run(run.run_id).data.metrics["a"] == 6.0
 
 
 def test_an_artifact_has_its_remote_name(tmp_path: Path, mlflow_database: str) -> None:
@@ -215,3 +260,21 @@ def test_no_text_has_the_password_of_a_tracking_address(
     _show_run(Run("r", summary, (), address), new_console())
     texts += capsys.readouterr()
     assert not [text for text in texts if "hunt" in text or "er2" in text]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run_name", ["\N{OWL}" * 64, "../../etc", "50% #2"])
+def test_all_files_of_a_run_with_any_name_arrive(
+    tmp_path: Path, mlflow_server: str, run_name: str
+) -> None:
+    """A name that is too long for a folder, or that MLflow refuses as a path, loses no file."""
+    logger = MLFlowLogger("names", run_name=run_name, tracking_uri=mlflow_server)
+    watched(tmp_path, logger, callbacks=[always_on(False), PyTorch(schedule="first 2ba")])
+    client = MlflowClient(mlflow_server)
+    (folder,) = (each.path for each in client.list_artifacts(logger.run_id))
+    assert (tmp_path / folder / "summary.json").is_file()
+    for below in ("", "torch_traces", "timings", "diagnosis"):
+        here = {path.name for path in (tmp_path / folder / below).glob("[!.]*")}
+        there = client.list_artifacts(logger.run_id, f"{folder}/{below}".rstrip("/"))
+        assert here == {each.path.rpartition("/")[2] for each in there}
+        assert here
