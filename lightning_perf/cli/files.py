@@ -76,7 +76,8 @@ def trace(
         elif file is None and combine is not None:
             with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
                 target = Path(output)
-                if target.is_symlink():  # the user's own
+                # The user's own link; not /dev/stdout, which may be one to a file of the shell.
+                if target.is_symlink() and not target.is_relative_to("/dev"):
                     target = target.resolve()
                 check_own(target)  # before seconds of reading: a device is not replaced
                 _merge(_folder(combine, tracking_uri, Path(scratch)), window, target, json)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe, without_credentials
+from lightning_perf.files import opened
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import tracking_problem
 from lightning_perf.tracking.summary import (
@@ -162,12 +163,17 @@ def _trains(summary: Summary) -> bool:
 
 def read_folder(path: Path) -> Run:
     """Read a run from its folder, from the latest one below a folder, or from its summary."""
-    if path.is_file() and path.read_bytes()[:15] == b"SQLite format 3":
+    if path.is_file() and _begins_with(path, b"SQLite format 3"):
         raise SummaryError(f"{path} is a database. Try --tracking-uri sqlite:///{path}")
     folder = folder_of(path)
     summary = read_summary(path if path.is_file() else folder / FILE_NAME)
     files = tuple(sorted(str(each.resolve()) for each in folder.rglob("*") if each.is_file()))
     return Run(f"{summary['run']} ({folder})", summary, files)
+
+
+def _begins_with(path: Path, head: bytes) -> bool:
+    with opened(path) as file:
+        return file.read(len(head)) == head
 
 
 # -- MLflow -----------------------------------------------------------------------------------

@@ -234,9 +234,8 @@ def test_the_report_shows_the_time_by_category(
         client.log_metric(run.run_id, f"timings/{name}", seconds)
     _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
     printed = out
-    shares = [
-        line.split("%")[0].split()[-1] for line in printed.splitlines() if "per batch" in line
-    ]
+    rows = [line for line in printed.splitlines() if "%" in line and "per batch" in line]
+    shares = [row.split("%")[0].split()[-1] for row in rows]
     assert shares == ["50.0", "20.0", "10.0", "9.0", "6.0"]
     assert re.search(r"backward +│ +50.0%  500 ms per batch", printed)
     assert "train_batch" not in printed

@@ -131,7 +131,7 @@ def ours(caught: Any) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, PerfWarning)]
 
 
-OURS = {"README.md", "summary.json"}
+OURS = {".run", "README.md", "summary.json"}
 
 
 def left_in(folder: Path) -> list[Path]:

@@ -342,7 +342,7 @@ def test_a_run_without_mlflow_can_be_reported(
     for what in ([], [str(trained)], [str(file)], [trained.name], [str(trained.parent)]):
         code, out, err = call(capsys, "report", *what)
         assert (code, err) == (0, "")
-        assert out.startswith("mine-version_0\n")
+        assert out.startswith("mine-version_0 (")
         for part in ("MFU", "batches/s", "1 TFLOP/s per device (given)"):
             assert part in out
         assert "status" not in out
