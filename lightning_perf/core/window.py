@@ -245,14 +245,26 @@ def throughput(window: Window, prefix: str = "") -> dict[str, float]:
 
 
 def utilization(window: Window) -> dict[str, float]:
-    """The metrics of ``Flops`` from the columns ``flops/...``; what is unknown is left out."""
-    flops, peak = window.total("flops/batch"), window.total("flops/peak")
+    """The metrics of ``Flops`` from the columns ``flops/...``; what is unknown is left out.
+
+    FLOPs per batch and the peak are means of the timed batches, as are the rates; if there are none
+    on some rank, of all batches.
+    """
+    timed = window.least("flops/batches") > 0
+    sums, batches, ideal = (
+        ("flops/model", "flops/batches", "flops/ideal_seconds")
+        if timed
+        else ("flops/known", "flops/known_batches", "flops/known_ideal_seconds")
+    )
+    flops = window.rate(sums, batches)
     found = {
         "batch_flops": flops,
         "tracked_operations": window.total("flops/tracked_operations"),
         "untracked_operations": window.total("flops/untracked_operations"),
     }
-    if window.least("flops/peak") > 0:
+    if window.least(ideal) > 0:
+        # Rounded, because a sum of equal quotients is not exact.
+        peak = float(f"{window.rate(sums, ideal):.12g}")
         found |= {"total_flops": peak, "max_batches_per_sec": peak / flops}
     if window.least("flops/seconds") > 0:
         rates = {

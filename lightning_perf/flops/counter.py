@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,19 +28,30 @@ from lightning_perf.flops.operators import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
 
 _CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
 _RECOMPUTING = frozenset(["backward", "recompute_fn", "unpack_hook"])
 _AUTOGRAD_BACKWARD = torch.autograd.backward.__code__
+#: Whether the current backward keeps its graph, as it does to be differentiated itself.
+_keeps_graph: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
 
 
 def is_recomputation() -> bool:
-    """Whether activation checkpointing is recomputing a forward during a backward."""
+    """Whether a forward is recomputed during a backward, by any kind of activation checkpointing.
+
+    A backward runs with gradients disabled, unless it will be differentiated and therefore keeps
+    its graph. Where it does not keep it but gradients are enabled, a function of the graph has
+    enabled them to run a forward again. Otherwise only torch's own checkpointing is recognized.
+    """
     if torch._C._current_graph_task_id() == -1:
         return False
+    if torch.is_grad_enabled() and not _keeps_graph():
+        return True
     frame: FrameType | None = sys._getframe()
     callee = None
     while frame is not None:
@@ -97,14 +108,23 @@ class Counts:
 
 
 def mean(found: Sequence[Counts]) -> Counts:
-    """The mean FLOPs of several batches, with the operators of the first one."""
+    """The mean of several batches."""
+    return weighted((1 / len(found), each) for each in found)
 
-    def flops(batches: Sequence[Mapping[str, int]]) -> dict[str, int]:
-        total = sum(map(Counter, batches), Counter[str]())
-        return {dtype: round(value / len(batches)) for dtype, value in total.items()}
 
-    model, hardware = [each.model for each in found], [each.hardware for each in found]
-    return replace(found[0], model=flops(model), hardware=flops(hardware))
+def weighted(parts: Iterable[tuple[float, Counts]]) -> Counts:
+    """The sum of counts, each multiplied by a weight, in whole numbers."""
+    names = ("model", "hardware", "untracked_names")
+    sums: dict[str, dict[str, float]] = {name: {} for name in names}
+    operations = 0.0
+    for weight, counts in parts:
+        operations += weight * counts.tracked_operations
+        for name in names:
+            for key, value in getattr(counts, name).items():
+                sums[name][key] = sums[name].get(key, 0.0) + weight * value
+    whole = ({key: round(value) for key, value in sums[name].items()} for name in names)
+    model, hardware, untracked = whole
+    return Counts(model, hardware, round(operations), untracked)
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -132,7 +152,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._depth = 0
-        self._paused = False
+        #: Whether nothing is counted for now.
+        self.paused = False
         self._fake_mode: object = None
         self._model: Counter[str] = Counter()
         self._hardware: Counter[str] = Counter()
@@ -159,15 +180,6 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._depth == 0:
             self._pop()
             _CONSTRUCTION.restore()
-
-    @contextmanager
-    def paused(self, paused: bool = True) -> Iterator[None]:
-        """Count nothing inside, except inside of ``paused(False)``."""
-        before, self._paused = self._paused, paused
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def _push(self) -> None:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -208,7 +220,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, operator: Any, args: tuple[Any, ...], out: object) -> None:
         formula = formula_of(operator)
         # Another fake mode only computes shapes, as DTensor does for global shapes.
-        if formula is None or self._paused or _fake_mode() is not self._fake_mode:
+        if formula is None or self.paused or _fake_mode() is not self._fake_mode:
             return
         dtype, flops = _work(formula, args, out)
         self._tracked += 1

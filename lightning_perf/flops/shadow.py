@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Module = TypeVar("Module", bound=nn.Module)
 
 
-_MARK = "_torchdynamo_orig_callable"
+_MARK, _DISABLED = "_torchdynamo_orig_callable", "_torchdynamo_disable"
 _WRAPPERS = "external_utils.py"
 
 
@@ -72,7 +72,10 @@ def is_compiled_function(value: object) -> bool:
     """Whether a value is a function or method compiled by ``torch.compile``."""
     # Read from the dictionary: an attribute lookup would run the code of proxies and mocks.
     function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-    return isinstance(function, FunctionType) and _MARK in vars(function)
+    if not isinstance(function, FunctionType):
+        return False
+    # `torch.compiler.disable` marks functions too, which then are not compiled.
+    return _MARK in vars(function) and not vars(function).get(_DISABLED)
 
 
 _READABLE = (bool, int, float, str, Enum, torch.device, type(None))
@@ -95,16 +98,22 @@ class Sink:
 class IdleOptimizer:
     """An optimizer of the shadow's parameters that never changes them."""
 
-    def __init__(self, original: Any, shadow: nn.Module, copies: Mapping[int, Any]) -> None:
+    def __init__(
+        self, original: Any, shadow: nn.Module, copies: Mapping[int, Any], closures: list[Counts]
+    ) -> None:
         self._shadow: Any = shadow
+        self._closures = closures
         self.param_groups = [
             {**group, "params": [copies[id(one)] for one in group["params"] if id(one) in copies]}
             for group in original.param_groups
         ]
 
     def step(self, closure: Callable[[], Any] | None = None, **_: object) -> Any:
-        """Run the closure only."""
-        return closure() if closure is not None else None
+        """Run the closure only, once, and count it by itself."""
+        with FlopCounter() as counter:
+            loss = closure() if closure is not None else None
+        self._closures.append(counter.counts)
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the shadow runs a single step."""
@@ -131,13 +140,15 @@ class DetachedTrainer:
         raise AttributeError(f"trainer.{name} is not available while FLOPs are counted")
 
 
-def detach(shadow: nn.Module, module: Any, copies: dict[int, Any]) -> None:
+def detach(shadow: nn.Module, module: Any, copies: dict[int, Any], closures: list[Counts]) -> None:
     """Detach a shadow, a copy of the module, and its submodules from the trainer.
 
     ``copies`` are the copies of all objects by id of the original.
     """
     original = vars(module).get("_trainer")
-    optimizers = [IdleOptimizer(one, shadow, copies) for one in getattr(original, "optimizers", [])]
+    optimizers = [
+        IdleOptimizer(one, shadow, copies, closures) for one in getattr(original, "optimizers", [])
+    ]
     stubs: dict[str, Any] = dict.fromkeys(_SILENT, Sink())
     stubs["_trainer"] = None if original is None else DetachedTrainer(original, optimizers)
     stubs["_fabric"] = None
@@ -163,14 +174,18 @@ class ShadowError(RuntimeError):
 
 
 def count_on_shadow(
-    module: Module, batch: Any, step: Callable[[Module, Any], Tensor | None]
+    module: Module,
+    batch: Any,
+    step: Callable[[Module, Any], Tensor | None],
+    closures: list[Counts] | None = None,
 ) -> Counts:
     """Count the FLOPs of a step on fake tensors, without computing it.
 
     Parameters, gradients, buffers, random state and compiled code do not change, and no weights are
     copied. Side effects of the step on objects outside the module do happen. It is called with the
     shadow and a fake batch, in the current grad mode; the backward of the returned loss is counted
-    too, except with manual optimization.
+    too, except with manual optimization. The counts of each closure that the step gives to an
+    optimizer, which runs it once, are appended to ``closures``.
 
     Raises:
         ShadowError: If the module cannot be copied or its FLOPs depend on values.
@@ -180,7 +195,7 @@ def count_on_shadow(
         raise ShadowError(name, "the batch is an iterator, which a copy would consume")
     try:
         with _preserved_state():
-            counts = _count(module, batch, step)
+            counts = _count(module, batch, step, [] if closures is None else closures)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ShadowError(name, f"{type(error).__name__}: {reason}") from error
@@ -189,11 +204,13 @@ def count_on_shadow(
     return counts
 
 
-def _count(module: Any, batch: Any, step: Callable[[Any, Any], Any]) -> Counts:
+def _count(
+    module: Any, batch: Any, step: Callable[[Any, Any], Any], closures: list[Counts]
+) -> Counts:
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     # Refuse real tensors that were not copied: they would get fake gradients.
     mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=shapes)
-    shadow, fake = _copy(module, batch, mode)
+    shadow, fake = _copy(module, batch, mode, closures)
     # Runs compiled global functions, which cannot be found, without compilation.
     with torch.compiler.set_stance("force_eager"), mode, FlopCounter() as counter:
         loss = step(shadow, fake)
@@ -203,7 +220,7 @@ def _count(module: Any, batch: Any, step: Callable[[Any, Any], Any]) -> Counts:
     return counter.counts
 
 
-def _copy(module: Any, batch: Any, mode: FakeTensorMode) -> tuple[Any, Any]:
+def _copy(module: Any, batch: Any, mode: FakeTensorMode, closures: list[Counts]) -> tuple[Any, Any]:
     copies: dict[int, Any] = {
         id(value): None
         for part in module.modules()
@@ -217,7 +234,7 @@ def _copy(module: Any, batch: Any, mode: FakeTensorMode) -> tuple[Any, Any]:
         shadow, fake = deepcopy((module, batch), copies)
         for part in shadow.modules():
             _uncompile(part, copies)
-    detach(shadow, wrapped(module) or module, copies)
+    detach(shadow, wrapped(module) or module, copies, closures)
     return shadow, fake
 
 

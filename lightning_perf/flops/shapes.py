@@ -342,11 +342,19 @@ def _reduced(row: Row, rows: Mapping[int, Row]) -> Row:
 
 #: Shapes that are counted before others are predicted, and at most.
 _MIN_COUNTED, MOST_COUNTED = 16, 64
+#: Sizes up to this share beyond the counted ones are predicted. Farther ones are counted, because
+#: models may treat them differently: they truncate them, or attend to a part only.
+_BEYOND = 0.125
+#: Predictions of which one is verified by counting.
+_VERIFIED = 200
 #: Costs that are cached at most.
 _MOST_COSTS = 4096
 #: Batches that are counted again to see whether those of one signature differ, and if they do: GANs
 #: often train their generator with every fifth batch, and 30 is a multiple of most such numbers.
-_RECOUNTS, _MORE_RECOUNTS = 4, 29
+_RECOUNTS, _MORE_RECOUNTS = 4, 30
+#: Batches of known signatures before one is counted to see whether costs have changed: not the
+#: first ones of an epoch, which often do more.
+_CHECKED_AFTER = 3
 
 
 @dataclass(slots=True)
@@ -355,16 +363,20 @@ class FlopCache:
 
     #: Batches without FLOPs that are still counted before counting is given up.
     tries: int
-    #: Batches of counted signatures after which some are counted again; None if none ever is.
+    #: Batches of counted signatures after which some are counted again; None if none is.
     recount_after: int | None = None
     counts: dict[Signature, Counts] = field(default_factory=dict)
     costs: dict[Signature, BatchCost] = field(default_factory=dict)
     predictor: FlopModel | None = None
     #: Size of ``counts`` at the last fit.
     fitted_at: int = 0
+    # The counts of each signature, in the order of the batches.
+    _found: dict[Signature, list[Counts]] = field(default_factory=dict)
     _recounts: int = 0
     _differ: bool = False
-    _found: dict[Signature, list[Counts]] = field(default_factory=dict)
+    _checking: bool = False
+    #: Predictions since the last one that was verified.
+    _unverified: int = 0
 
     def cost(self, signature: Signature) -> BatchCost | None:
         """Return the cost of a signature, or None if it is new or must be counted again."""
@@ -375,16 +387,57 @@ class FlopCache:
         return self.costs.get(signature)
 
     def count(self, signature: Signature, counts: Counts) -> Counts:
-        """Add the counts of a batch; return the mean of its signature."""
+        """Add the counts of a batch; return what other batches of its signature cost on average.
+
+        The very first batch is left out if others were counted: it is the least typical one. Of
+        costs that repeat, whole cycles are averaged.
+        """
         found = self._found.setdefault(signature, [])
-        found.append(counts)
-        if len(found) > 1:
+        if self._checking and found:
+            self._checking, self.recount_after = False, None
+            if any(counts.model == each.model for each in found):
+                return self.counts[signature]
+            self._forget()
+            found = self._found.setdefault(signature, [])
+        elif found:
             self._recounts += 1
             self._differ = self._differ or counts.model != found[0].model
             if self._recounts == (_MORE_RECOUNTS if self._differ else _RECOUNTS):
                 self.recount_after = None
-        counts = self.counts[signature] = mean(found)
-        return counts
+        elif self.predictor is not None:
+            self._unverified = 0
+            predicted = self.predictor.predict(signature)
+            if predicted is not None and predicted.model != counts.model:
+                self.predictor = None
+                self.costs = {one: self.costs[one] for one in self.costs.keys() & self.counts}
+        found.append(counts)
+        first = signature == next(iter(self._found)) and len(found) > 1
+        self.counts[signature] = mean(_cycles(found[first:]))
+        return self.counts[signature]
+
+    @property
+    def full(self) -> bool:
+        """Whether no new signature is counted any more. Some verify the predictions."""
+        return len(self.counts) >= MOST_COUNTED * (1 if self.predictor is None else 2)
+
+    def skip(self) -> None:
+        """A batch was skipped before its signature was counted: some of the next may be, too."""
+        self.tries -= not self.counts
+        self._differ = True
+        if self.recount_after is not None:
+            self.recount_after = 0
+
+    def check(self) -> None:
+        """Count one more batch soon, to see whether the costs have changed."""
+        if self.recount_after is None and self._found:
+            self._checking, self.recount_after = True, _CHECKED_AFTER
+
+    def _forget(self) -> None:
+        """Start anew with what has changed."""
+        for known in (self.counts, self.costs, self._found):
+            known.clear()
+        self.predictor, self.fitted_at = None, 0
+        self.recount_after, self._recounts, self._differ = 0, 0, False
 
     def predict(self, signature: Signature) -> Counts | None:
         """Return the predicted FLOPs of a new signature, or None if it must be counted."""
@@ -394,10 +447,31 @@ class FlopCache:
         if len(self.counts) >= 2 * self.fitted_at:
             self.fitted_at = len(self.counts)
             self.predictor = fit(self.counts)
-        return self.predictor.predict(signature) if self.predictor is not None else None
+        self._unverified += 1
+        verifies = self._unverified > _VERIFIED and not self.full
+        if self.predictor is None or verifies or not _within(signature, self.counts):
+            return None
+        return self.predictor.predict(signature)
 
     def store(self, signature: Signature, cost: BatchCost) -> None:
         """Cache the cost of a signature."""
         if len(self.costs) >= _MOST_COSTS:
             self.costs.clear()
         self.costs[signature] = cost
+
+
+def _cycles(found: Sequence[Counts]) -> Sequence[Counts]:
+    """Counts without the last ones that do not complete a cycle, if they repeat."""
+    kinds = [(each.model, each.hardware) for each in found]
+    length = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
+    return found[: len(found) // length * length]
+
+
+def _within(signature: Signature, known: Iterable[Signature]) -> bool:
+    """Whether all sizes are near those of known signatures, which differ in sizes only."""
+    template = _template(signature)
+    counted = zip(*(_sizes(one) for one in known if _template(one) == template), strict=True)
+    return all(
+        min(column) * (1 - _BEYOND) <= size <= max(column) * (1 + _BEYOND)
+        for size, column in zip(_sizes(signature), counted, strict=False)
+    )

@@ -45,18 +45,22 @@ TIMED = (
     "flops/uncounted_batches",
 )
 #: Of the last batch with known FLOPs, whatever its time.
-LAST = ("flops/batch", "flops/peak", "flops/tracked_operations", "flops/untracked_operations")
+LAST = ("flops/tracked_operations", "flops/untracked_operations")
+#: Running totals of all batches with known FLOPs.
+KNOWN = ("flops/known_batches", "flops/known", "flops/known_ideal_seconds")
 
 
 class _Stage:
     """The totals of one stage, and the records that are not in them yet."""
 
-    __slots__ = ("edges", "known", "last_cost", "late", "records", "slowed")
+    __slots__ = ("edges", "known", "last_cost", "late", "records", "slowed", "untimed")
 
     def __init__(self, size: int) -> None:
         #: Batches with known FLOPs, and the cost of the last one.
         self.known = 0
         self.last_cost: BatchCost | None = None
+        #: The FLOPs and ideal seconds of batches whose time does not count.
+        self.untimed = 0.0, 0.0
         #: Totals after each of the latest batches: a rolling window is the difference of two.
         self.edges: deque[tuple[float, ...]] = deque([(0.0,) * len(TIMED)], maxlen=size + 1)
         #: The latest batches that counting slowed down, without their FLOPs.
@@ -72,7 +76,7 @@ class BatchTotals:
     Where the device has a clock of its own, a timer times batches there.
     """
 
-    columns = (*TIMED, "flops/known_batches", *LAST)
+    columns = (*TIMED, *KNOWN, *LAST)
     gauges = frozenset(LAST)
 
     def __init__(self, timer: DeviceTimer | None = None, sharing: int = 1) -> None:
@@ -141,11 +145,10 @@ class BatchTotals:
         """The totals of a stage since the run began."""
         found = self._stages[stage]
         totals, cost = self._part(found.edges[-1]), found.last_cost
-        if cost is None:
-            return (*totals, 0, 0.0, 0.0, 0.0, 0.0)
-        peak = cost.peak if cost.ideal_seconds else 0.0
-        operations = cost.tracked_operations, cost.untracked_operations
-        return (*totals, found.known, cost.total, peak, *operations)
+        operations = (cost.tracked_operations, cost.untracked_operations) if cost else (0, 0)
+        flops, ideal = found.edges[-1][4:6]
+        known = found.known, flops + found.untimed[0], ideal + found.untimed[1]
+        return (*totals, *known, *operations)
 
     def last_batches(self, stage: str, size: int) -> tuple[float, ...]:
         """The sums of ``TIMED`` over the last batches of a stage, ``size`` at most.
@@ -190,6 +193,9 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
             stage.known += 1
             stage.last_cost = cost
         if slowed or first:
+            if cost is not None:
+                flops, seconds_at_peak = stage.untimed
+                stage.untimed = flops + cost.total, seconds_at_peak + cost.ideal_seconds
             if spent and not first:
                 stage.slowed.append(
                     (spent, batch_samples, batch_tokens, None, False, False, begins)

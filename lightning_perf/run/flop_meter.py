@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
 from lightning_perf.errors import describe, warn
-from lightning_perf.flops.counter import Counts, FlopCounter
+from lightning_perf.flops.counter import Counts, FlopCounter, weighted
 from lightning_perf.flops.peaks import BatchCost as BatchCost
 from lightning_perf.flops.peaks import PeakResolver
 from lightning_perf.flops.shadow import ShadowError, count_on_shadow, is_compiled
 from lightning_perf.flops.shapes import MOST_COUNTED, FlopCache, Signature, signature
 from lightning_perf.patches import MethodPatch, PatchSet
+from lightning_perf.run import compat
 from lightning_perf.timing.clock import NOTHING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Hashable, Sequence
 
     from lightning.pytorch import LightningModule, Trainer
 
@@ -40,6 +46,8 @@ _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
 #: Batches of known shapes before some are counted again. With manual optimization one batch often
 #: trains another network than the next one; with automatic optimization short runs have one count.
 _RECOUNT = {False: 0, True: 16}
+#: Batches after which an epoch of training or the end of a validation has one counted again.
+_CHECKED_EVERY = 200
 #: Batches of known shapes in a row, after which a batch is only looked up at its end, because to
 #: announce each step takes a third of the time of all that we do per batch.
 _SETTLED = 64
@@ -52,14 +60,16 @@ class FlopMeter:
     The module's ``flops_per_batch`` takes precedence in training. Otherwise each new signature of
     input shapes is counted on the real batch while it runs; a compiled module is counted on a fake
     copy, so that it stays compiled. Some batches of known signatures are counted again, because
-    those of a model with random structure differ. Counting is repeated when layers are frozen or
-    unfrozen between epochs. After enough signatures, the FLOPs of new ones are predicted. After
+    those of a model with random structure differ; a counted batch has its own FLOPs, others have
+    the mean. Counting is repeated when layers are frozen or unfrozen between epochs, or one batch
+    in some hundred shows another cost. After enough signatures, the FLOPs of new ones are
+    predicted. Data loaders of validation are counted by themselves. After
     ``_SETTLED`` batches of known signatures, the meter is settled: a new signature is counted when
     it comes again.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
+        self._trainer, self.module = trainer, module
         self.peaks = PeakResolver(trainer.strategy.root_device, str(trainer.precision))
         self.wanted = False
         #: How many ranks train on each batch, whose declared FLOPs they share.
@@ -82,6 +92,10 @@ class FlopMeter:
         #: The costs of this stage's signatures; None until its next step.
         self._cache: FlopCache | None = None
         self._signature: Signature = ()
+        #: The number of the data loader, and whether there are several.
+        self._loader, self._several = 0, False
+        # The number of training batches from which on costs are checked.
+        self._checked_from = _CHECKED_EVERY
         #: Whether steps are not announced (any more): the cost of a batch follows from its shapes.
         self.settled = False
         # Batches of known signatures so far, and signatures that came too late to be counted.
@@ -90,12 +104,17 @@ class FlopMeter:
         self._warned_unpredictable = False
         #: Counts the FLOPs of the current batch, if they are not known.
         self.counter: FlopCounter | None = None
-        # Whether a backward ran under the counter.
-        self._backward_seen = False
+        # What a shadow counted of the current batch, and of each closure of its optimizers.
+        self._shadow: Counts | None = None
+        self._closures: list[Counts] = []
+        # The optimizers of the current batch, if it is counted.
+        self._optimizers: _Optimizers | None = None
         # Patches of each step, and patches during a counted batch.
         self._steps, self._counting = PatchSet(), PatchSet()
-        #: Whether the step of the current batch has started.
-        self._begun = False
+        # How often the step of the current batch has started: once per closure.
+        self._begun = 0
+        #: Whether the step returned nothing, so that Lightning skips the backward.
+        self.skipped = False
 
     def require(self, peak: float | str | None, name: str) -> None:
         """Request FLOPs, optionally with the device's peak, which an argument ``name`` gave.
@@ -111,16 +130,16 @@ class FlopMeter:
         """Prepare for a stage and resolve the peak, before any batch is timed."""
         if not self.wanted:
             return
-        self._declares = getattr(self._module, "flops_per_batch", None) is not None
+        self._declares = getattr(self.module, "flops_per_batch", None) is not None
         self._declared_flops = None
-        self._compiled = is_compiled(self._module)
+        self._compiled = is_compiled(self.module)
         self.resume(stage)
         self.peaks.get(self.peaks.dtype)
 
     def resume(self, stage: str) -> None:
         """Continue a stage or start its next epoch: frozen parameters may have changed."""
-        self._stage, self._cache = stage, None
-        self.work, self.counted, self._begun, self.settled = None, False, False, False
+        self._stage, self._cache, self._loader = stage, None, 0
+        self.work, self.counted, self._begun, self.settled = None, False, 0, False
         self.declared = stage == "train" and self._declares
         if self.declared:
             self.settled = True
@@ -139,36 +158,59 @@ class FlopMeter:
         self._stop_counting()
         self._steps.restore()
 
-    def on_step(self, stage: str, batch: Any) -> None:
-        """A step starts; a batch has several if its step has several closures. Never raises."""
-        # Sanity-check validation runs steps too, but is not a stage.
-        if self._begun or stage != self._stage:
-            return
-        self._begun, self.counted = True, False
-        self._look_up(batch)
+    def on_step(self, stage: str, arguments: Sequence[Any], loader: int | None) -> None:
+        """A step starts; a batch has several if its step has several closures. Never raises.
 
-    def _look_up(self, batch: Any) -> None:
-        """Find the cost of a batch that starts, or of one that ended without an announcement."""
+        ``loader`` is the number of the data loader, if there are several.
+        """
+        # Sanity-check validation runs steps too, but is not a stage.
+        if stage != self._stage:
+            return
+        self._begun += 1
+        if self._begun > 1:
+            return
+        self.counted, self._several = False, loader is not None
+        if loader is not None and loader != self._loader:
+            self._loader, self._cache = loader, None
+        self._look_up(arguments[0] if arguments else None, arguments[1:])
+
+    def _look_up(self, batch: Any, arguments: Sequence[Any] = ()) -> None:
+        """Find the cost of a batch that starts, or of one that ended without an announcement.
+
+        ``arguments`` are those of its step besides the batch.
+        """
         self.work = None
         try:
             if self._cache is None:
-                trainable = tuple(each.requires_grad for each in self._module.parameters())
-                recounts = self._stage == "train" and not self._compiled  # a shadow stays the same
-                automatic = self._module.automatic_optimization
-                cache = FlopCache(_TRIES[self._stage], _RECOUNT[automatic] if recounts else None)
-                self._cache = self._caches.setdefault((self._stage, trainable), cache)
+                self._cache = self._find_cache()
             self._signature = signature(batch)
             self.work = self._cache.cost(self._signature)
             if self.work is None:
-                self._find_cost(self._cache, batch)
+                self._find_cost(self._cache, batch, arguments)
         except Exception as error:
-            self.wanted = self.settled = self.counted = False
-            warn(
-                f"FLOPs are no longer counted ({describe(error)}): mfu is not reported. {_DEFINE} "
-                "Please report this."
-            )
+            self._fail(error)
 
-    def _find_cost(self, cache: FlopCache, batch: Any) -> None:
+    def _fail(self, error: Exception) -> None:
+        self.work = None
+        self.wanted = self.settled = self.counted = False
+        warn(
+            f"FLOPs are no longer counted ({describe(error)}): mfu is not reported. {_DEFINE} "
+            "Please report this."
+        )
+
+    def _find_cache(self) -> FlopCache:
+        """Return the costs of this stage, of its trainable parameters and its data loader."""
+        train = self._stage == "train"
+        trainable = tuple(each.requires_grad for each in self.module.parameters())
+        after = _RECOUNT[self.module.automatic_optimization or not train]
+        key = self._stage, trainable, 0 if train else self._loader
+        cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage], after))
+        if train and (done := compat.batches_seen(self._trainer)[0]) >= self._checked_from:
+            self._checked_from = done + _CHECKED_EVERY
+            cache.check()
+        return cache
+
+    def _find_cost(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
         """Predict the cost of a batch with a new signature, or start counting it."""
         predicted = cache.predict(self._signature)
         if predicted is not None:
@@ -178,37 +220,39 @@ class FlopMeter:
             self.counted = True  # excluded from rates, as if it had been counted
             self._missed.add(self._signature)
             self._announce()
-        elif len(cache.counts) >= MOST_COUNTED and self._signature not in cache.counts:
+        elif cache.full and self._signature not in cache.counts:
             self._warn_unpredictable(
                 f"the FLOPs of batches with new shapes could not be predicted from {MOST_COUNTED} "
                 "counted ones: such batches are excluded from mfu."
             )
-        elif cache.tries and self._compiled:
-            self._count_on_shadow(cache, batch)
-        elif cache.tries:
-            strategy, counter = self._trainer.strategy, FlopCounter()
-            self._counting.wrap_in_context(strategy, "backward", self._in_backward)
-            self._counting.wrap(strategy, "optimizer_step", partial(_Update, counter=counter))
+        elif not cache.tries:
+            pass
+        elif self._compiled:
+            self._count_on_shadow(cache, batch, arguments)
+        else:
+            counter = FlopCounter()
+            in_backward = lambda: self.counter or NOTHING  # noqa: E731
+            self._counting.wrap_in_context(self._trainer.strategy, "backward", in_backward)
+            self._optimizers = _Optimizers(counter)
             # Last, because nothing would stop it after an error above.
-            self.counter, self._backward_seen = counter, False
-
-    def _in_backward(self) -> AbstractContextManager[Any]:
-        self._backward_seen = True
-        return self.counter or NOTHING
+            self.counter = counter
 
     def _stop_counting(self) -> None:
-        self.counter = None
+        self.counter = self._shadow = None
         self._counting.restore()
+        if self._optimizers is not None:
+            self._optimizers.close()
 
     def _warn_unpredictable(self, message: str) -> None:
         if not self._warned_unpredictable:
             self._warned_unpredictable = True
             warn(f"{message} {_DEFINE}")
 
-    def _count_on_shadow(self, cache: FlopCache, batch: Any) -> None:
-        self.counted = True
+    def _count_on_shadow(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
+        self.counted, self._closures = True, []
+        step = partial(self._step, arguments=arguments)
         try:
-            counts = count_on_shadow(self._module, batch, self._step)
+            self._shadow = count_on_shadow(self.module, batch, step, self._closures)
         except ShadowError as error:
             cache.tries = 0
             self._warn_unpredictable(
@@ -216,18 +260,33 @@ class FlopMeter:
                 "reported."
             )
             return
-        self._store(cache, counts, whole=True)
+        self._optimizers = _Optimizers(None)
 
-    def _step(self, module: Any, batch: Any) -> Any:
+    def _step(self, module: Any, batch: Any, arguments: Sequence[Any]) -> Any:
         """Run the stage's step of a module in the precision plugin's context."""
         step, context = getattr(module, _STEPS[self._stage]), _CONTEXTS[self._stage]
-        arguments = len(inspect.signature(step).parameters)
         with getattr(self._trainer.precision_plugin, context)():
-            return step(*(batch, 0, 0)[:arguments])
+            return step(batch, *arguments)
+
+    @property
+    def _counted_flops(self) -> Counts | None:
+        """What was counted of the batch that has just ended; None if nothing was."""
+        if self.counter is not None:
+            return self.counter.counts
+        if self._shadow is None or self._optimizers is None:
+            return None
+        if self._automatic:
+            return weighted([(self._begun, self._shadow)])
+        # A shadow runs each closure once.
+        repeats = [max(runs - 1, 0) for runs in self._optimizers.closures]
+        return weighted([(1, self._shadow), *zip(repeats, self._closures, strict=False)])
 
     def after_batch(self, batch: Any) -> None:
         """Finish the batch that has just ended: set ``work`` and ``counted``."""
-        begun, self._begun = self._begun, False
+        begun, counts = self._begun, self._counted_flops
+        self._begun = 0
+        if counts is not None:
+            self._stop_counting()
         if batch is None:  # Lightning skipped it
             self.work, self.counted = None, False
         elif self.declared:
@@ -237,43 +296,59 @@ class FlopMeter:
             self._look_up(batch)
         elif not begun:
             self.work, self.counted = None, False
-        elif self.counter is not None:
-            counts, self.counted = self.counter.counts, True
-            self._stop_counting()
-            if self._cache is not None:
-                self._store(self._cache, counts, whole=self._backward_seen)
+        elif counts is not None:
+            self.counted = True
+            try:
+                self._store(counts)
+            except Exception as error:
+                self._fail(error)
         elif self.work is not None:
-            self._known += 1
-            if self._known >= _SETTLED and not self._missed:
-                # Once settled, batches are looked up when they end: steps must not change them.
-                self._known, self.settled = 0, signature(batch) == self._signature
-                if self.settled:
-                    self._steps.restore()
+            self._settle(batch)
 
-    def _store(self, cache: FlopCache, counts: Counts, whole: bool) -> None:
+    def _settle(self, batch: Any) -> None:
+        """Stop announcing steps after enough batches of known signatures."""
+        self._known += 1
+        if self._missed and self._cache is not None and self._known % _SETTLED == 0:
+            self._missed = {one for one in self._missed if self._cache.predict(one) is None}
+        if self._known >= _SETTLED and not (self._missed or self._several):
+            # Once settled, batches are looked up when they end: steps must not change them.
+            self._known, self.settled = 0, signature(batch) == self._signature
+            if self.settled:
+                self._steps.restore()
+
+    @property
+    def _automatic(self) -> bool:
+        """Whether Lightning runs a backward for each step."""
+        return self._stage == "train" and self.module.automatic_optimization
+
+    def _store(self, counts: Counts) -> None:
+        assert self._cache is not None  # found before the batch was counted
+        cache = self._cache
         self.untracked |= counts.untracked_names.keys()
-        # A skipped step has no backward: count the next batch instead.
-        skipped = self._stage == "train" and self._module.automatic_optimization and not whole
-        if counts.model_flops and not skipped:
+        known = self._signature in cache.counts
+        skipped = self._automatic and self.skipped
+        # A batch that was skipped costs what it computed. It is no sample of a new signature.
+        if known or (counts.model_flops and not skipped):
             self._missed.discard(self._signature)
-            self.work = self.peaks.cost_of(cache.count(self._signature, counts))
-            cache.store(self._signature, self.work)
-        elif self._signature not in cache.counts:
-            cache.tries -= 1
+            mean = cache.count(self._signature, counts)
+            cache.store(self._signature, self.peaks.cost_of(mean))
+        elif cache.tries:
+            cache.skip()
             if not cache.tries and self._stage == "train":
                 warn(f"no FLOPs were found in the first batches: mfu is not reported. {_DEFINE}")
+        self.work = self.peaks.cost_of(counts) if known or counts.model_flops or skipped else None
 
     @property
     def unchanged(self) -> bool:
         """Whether the module declares the same number as for the last batch that was examined."""
         try:
-            return bool(self._module.flops_per_batch == self._declared_flops)
+            return bool(self.module.flops_per_batch == self._declared_flops)
         except Exception:  # reported when the batch is examined
             return False
 
     def _declared_work(self, batch: Any) -> BatchCost | None:
         try:
-            value: Any = self._module.flops_per_batch
+            value: Any = self.module.flops_per_batch
             if callable(value):
                 value = value(batch)
             if type(value) in (int, float) and value == self._declared_flops:
@@ -304,32 +379,77 @@ class _Step(MethodPatch):
     def __init__(self, original: Callable[..., Any], stage: str, meter: FlopMeter) -> None:
         super().__init__(original)
         self._stage, self._meter = stage, meter
+        # Lightning passes the number of the data loader if there are several.
+        self._loader = 2
+        with suppress(TypeError, ValueError):  # the step's parameters are unknown, or have no such
+            names = [*inspect.signature(getattr(meter.module, _STEPS[stage])).parameters]
+            self._loader = names.index("dataloader_idx")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         meter = self._meter
-        meter.on_step(self._stage, args[0] if args else None)
+        several = self._stage != "train" and len(args) > self._loader
+        meter.on_step(self._stage, args, args[self._loader] if several else None)
         if meter.counter is None:
-            return self.original(*args, **kwargs)
-        with meter.counter:
-            return self.original(*args, **kwargs)
+            found = self.original(*args, **kwargs)
+        else:
+            with meter.counter:
+                found = self.original(*args, **kwargs)
+        meter.skipped = found is None
+        return found
 
 
-class _Update(MethodPatch):
-    """Excludes the operators of an optimizer, such as Muon's products, but not its closure.
+class _Optimizers:
+    """Watches all optimizers during a counted batch, however they are stepped.
 
-    With manual optimization it runs within the step, under the counter.
+    Excludes their operators, such as Muon's products, but not their closures', and counts how often
+    each step runs its closure.
     """
 
-    def __init__(self, original: Callable[..., Any], counter: FlopCounter) -> None:
-        super().__init__(original)
+    def __init__(self, counter: FlopCounter | None) -> None:
         self._counter = counter
+        #: For each step, how often it ran its closure.
+        self.closures: list[int] = []
+        # Steps that run now: one may run another one.
+        self._running = 0
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        )
 
-    def __call__(
-        self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        def counted() -> Any:
-            with self._counter.paused(False):
-                return closure()
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
 
-        with self._counter.paused():
-            return self.original(optimizer, counted, *args, **kwargs)
+    def _before(self, _: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._running += 1
+        if self._running == 1:
+            self.closures.append(0)
+        self._pause(True)
+        if len(args) > 1 and callable(args[1]):  # after the optimizer itself
+            args = (args[0], self._counted(args[1]), *args[2:])
+        elif callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._counted(kwargs["closure"])}
+        return args, kwargs
+
+    def _after(self, *_: object) -> None:
+        self._running -= 1
+        self._pause(self._running > 0)
+
+    def _pause(self, paused: bool) -> None:
+        if self._counter is not None:
+            self._counter.paused = paused
+
+    def _counted(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self._running == 1 and self.closures:
+                self.closures[-1] += 1
+            running, self._running = self._running, 0
+            self._pause(False)
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._running = running
+                self._pause(True)
+
+        return counted

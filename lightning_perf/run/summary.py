@@ -315,9 +315,11 @@ def _figures(first: int, window: Window) -> dict[str, Any]:
         }
         if "flops_per_sec" in rates:
             rates["flops_per_sec_per_device"] = rates["flops_per_sec"] / window.world_size
-    if "flops/batch" in columns and window.least("flops/known_batches"):
+    if "flops/known" in columns and window.least("flops/known_batches"):
         known = utilization(window)
         found["flops_per_batch"] = known["batch_flops"]
+        if "total_flops" in known:
+            found["peak_flops"] = known["total_flops"] / window.world_size
         if "mfu" in rates and "hfu" in known:
             rates["hfu"] = known["hfu"]
     if rates:

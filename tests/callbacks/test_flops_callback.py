@@ -158,7 +158,7 @@ def test_a_compiled_module_that_cannot_be_copied_trains_without_mfu(tmp_path: Pa
 
 
 def test_flops_of_ever_changing_lengths_are_predicted(tmp_path: Path) -> None:
-    """After sixteen shapes no batch is counted any more, and the predictions are exact."""
+    """After sixteen shapes only much larger ones are counted, and the predictions are exact."""
 
     class Varying(Small):
         def train_dataloader(self) -> Any:
@@ -171,7 +171,7 @@ def test_flops_of_ever_changing_lengths_are_predicted(tmp_path: Path) -> None:
     values = [value for _, value in records.of("batch_flops")]
     assert values == [n * FLOPS_PER_SAMPLE for n in range(3, 63)]
     assert records.of("throughput/device/mfu")
-    assert len(records.of("mfu")) == 60 - 16
+    assert len(records.of("mfu")) == 60 - 16 - 9  # those beyond an eighth of growth
 
 
 def collate(items: list[int]) -> list[Tensor] | None:

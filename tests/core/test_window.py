@@ -89,7 +89,7 @@ def test_a_rank_without_a_peak_leaves_mfu_out() -> None:
 def test_utilization_by_hand() -> None:
     """FLOPs and peaks add up over ranks; utilization is their mean."""
     columns = {
-        "flops/batch": [3e9, 1e9], "flops/peak": [1e12, 1e12], "flops/tracked_operations": [5, 5],
+        "flops/tracked_operations": [5, 5],
         "flops/untracked_operations": [0, 1], "flops/seconds": [2.0, 1.0],
         "flops/batches": [4.0, 2.0], "flops/model": [12e9, 2e9], "flops/ideal_seconds": [1.0, 0.25],
         "flops/hardware_ideal_seconds": [1.5, 0.25],
@@ -98,8 +98,8 @@ def test_utilization_by_hand() -> None:
         "batch_flops": 4e9,
         "tracked_operations": 10,
         "untracked_operations": 1,
-        "total_flops": 2e12,
-        "max_batches_per_sec": 500.0,
+        "total_flops": 12e9 + 8e9,
+        "max_batches_per_sec": 5.0,
         "actual_batches_per_sec": 2.0,
         "tflops_per_device": (6e9 + 2e9) / 2 / 1e12,
         "mfu": (0.5 + 0.25) / 2,

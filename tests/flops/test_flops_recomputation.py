@@ -81,3 +81,44 @@ def test_a_gradient_inside_a_checkpoint_is_recomputed():
     # Two products, each with two gradients, and both recomputed.
     assert counts.model_flops == 4 * 2 * ROWS * WIDTH
     assert counts.hardware_flops == counts.model_flops + 2 * 2 * ROWS * WIDTH
+
+
+class Recomputed(torch.autograd.Function):
+    """Runs a module again in its backward, as DeepSpeed, Megatron and reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.module(x)
+        torch.autograd.backward(out, gradient)
+        return x.grad, None
+
+
+def test_functions_that_run_a_forward_again():
+    """Their recomputation counts for hardware FLOPs only; their backward for both."""
+    layers = segment()
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    counts = count(lambda: Recomputed.apply(x, layers))
+    assert counts.model_flops == 6 * PRODUCT
+    assert counts.hardware_flops == 8 * PRODUCT
+
+
+def test_a_backward_that_is_differentiated_is_no_recomputation():
+    """A gradient penalty costs two backwards of the model."""
+    layer = nn.Linear(WIDTH, 1, bias=False)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def penalty():
+        out = layer(x).square().sum()
+        return torch.autograd.grad(out, x, create_graph=True)[0].square()
+
+    counts = count(penalty)
+    assert counts.model_flops == counts.hardware_flops

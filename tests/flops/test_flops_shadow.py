@@ -211,6 +211,17 @@ def test_modules_that_lightning_compiled_are_detected():
     assert is_compiled(module)
 
 
+def test_functions_excluded_from_compilation_are_not_compiled():
+    """`torch.compiler.disable` marks a function that stays eager, as Lightning's `log` may be."""
+
+    class Eager(nn.Module):
+        @torch.compiler.disable
+        def log(self):
+            pass
+
+    assert not is_compiled(Eager())
+
+
 @pytest.mark.slow
 def test_the_compiler_is_not_imported():
     """Detection does not import torch's compiler, which takes a second."""

@@ -129,12 +129,12 @@ class LayerDrop(Small):
 def test_layers_that_only_some_batches_use_count_with_their_share(
     tmp_path: Path, skips: bool
 ) -> None:
-    """So with automatic optimization, whatever batches are skipped; thirty batches are counted."""
+    """So with automatic optimization; batches that are skipped cost nothing."""
     found = counted(tmp_path, LayerDrop(skips), max_epochs=5)
     # Without ``more`` no gradient flows to the input of ``net``.
     more = 4 * 2 * (2 * WIDTH * WIDTH + WIDTH * HIDDEN)
-    share = (found["batch_flops"] - 4 * FLOPS_PER_SAMPLE) / more
-    assert share == pytest.approx(2 / 3 if skips else 1 / 2, abs=1e-3)  # whole FLOPs
+    share = (found["batch_flops"] - 4 * FLOPS_PER_SAMPLE * (3 / 4 if skips else 1)) / more
+    assert share == pytest.approx(1 / 2, abs=1e-3)  # whole FLOPs
 
 
 def test_few_batches_of_one_cost_are_counted(
@@ -193,6 +193,151 @@ class Manual(Small):
 def test_products_of_an_optimizer_are_not_counted(tmp_path: Path, closure: bool) -> None:
     """Under manual optimization, as otherwise, the products of an optimizer do not count."""
     assert counted(tmp_path, Manual(closure))["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_products_of_an_optimizer_that_lightning_does_not_step(
+    tmp_path: Path, automatic: bool
+) -> None:
+    """They do not count under manual optimization, nor if a hook of the backward steps."""
+
+    class Raw(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = automatic
+            self.own = [Orthogonal(self.net.parameters(), lr=0.01)]
+            if automatic:
+                last = next(self.net.parameters())
+                last.register_post_accumulate_grad_hook(lambda _: self.own[0].step())
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if automatic:
+                return loss
+            self.own[0].zero_grad()
+            loss.backward()
+            return self.own[0].step()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    assert counted(tmp_path, Raw())["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batches_without_a_loss_cost_what_they_compute(tmp_path: Path, compiled: bool) -> None:
+    """A third of the batches computes nothing, and a third the forward only."""
+
+    class Skips(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            if self.global_step >= 0 and batch_idx % 3 == 0:
+                return None
+            loss = super().training_step(batch, batch_idx)
+            return loss if batch_idx % 3 == 1 else None
+
+    model = Skips()
+    if compiled:
+        model.net.compile(backend="eager")
+    data = torch.utils.data.TensorDataset(torch.ones(4 * 60, WIDTH), torch.ones(4 * 60, 1))
+    flops = Flops(peak_flops=1e9)
+    trainer(tmp_path, flops).fit(model, torch.utils.data.DataLoader(data, 4))
+    assert flops.metrics["batch_flops"] == pytest.approx(4 * (FLOPS_PER_SAMPLE + FORWARD) / 3, 0.01)
+
+
+class Extra(Small):
+    """Runs further forwards in some batches."""
+
+    def __init__(self, when: Any, compiled: bool = False) -> None:
+        super().__init__()
+        self.when = when
+        if compiled:
+            self.net.compile(backend="eager")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.when(self, batch_idx):
+            with torch.no_grad():
+                for _ in range(20):
+                    self.net(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("every", "epochs"), [(4, 5), (8, 5), (1000, 5)])
+def test_extra_work_of_some_batches_has_its_share(
+    tmp_path: Path, compiled: bool, every: int, epochs: int
+) -> None:
+    """Eager or compiled, extra work counts with its share; that of the first batch not at all."""
+
+    def when(module: Any, batch_idx: int) -> bool:
+        return (16 * module.current_epoch + batch_idx) % every == 0
+
+    found = counted(tmp_path, Extra(when, compiled), max_epochs=epochs)
+    extra = 20 * 4 * FORWARD / every * (every < 1000)
+    assert found["batch_flops"] == pytest.approx(4 * FLOPS_PER_SAMPLE + extra, abs=1)
+
+
+def test_work_that_is_added_later_is_found(tmp_path: Path) -> None:
+    """One batch in some hundred is counted again, so that a later cost replaces the first one."""
+    model = Extra(lambda module, _: module.current_epoch >= 14)
+    found = counted(tmp_path, model, max_epochs=30)
+    assert found["batch_flops"] == 4 * FLOPS_PER_SAMPLE + 20 * 4 * FORWARD
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("manual", [False, True])
+def test_closures_count_as_often_as_they_run(tmp_path: Path, compiled: bool, manual: bool) -> None:
+    """An optimizer that calls its closure three times costs three forwards and backwards."""
+
+    class Thrice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            for _ in range(3):
+                loss = closure()
+            return loss
+
+    class Closures(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = not manual
+            if compiled:
+                self.net.compile(backend="eager")
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            step = super().training_step
+            if not manual:
+                return step(batch, batch_idx)
+            closure = lambda: self.manual_backward(step(batch, batch_idx))  # noqa: E731
+            return self.optimizers().step(closure=closure)
+
+        def configure_optimizers(self) -> Any:
+            return Thrice(self.parameters(), lr=0.0)
+
+    assert counted(tmp_path, Closures())["batch_flops"] == 3 * 4 * FLOPS_PER_SAMPLE
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_validation_loaders_of_one_shape_have_their_own_flops(
+    tmp_path: Path, compiled: bool
+) -> None:
+    """The step of the second loader runs ten forwards."""
+
+    class Two(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            if compiled:
+                self.net.compile(backend="eager")
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            for _ in range(10 if dataloader_idx else 1):
+                self.net(batch[0])
+
+        def val_dataloader(self) -> Any:
+            return [self.train_dataloader(), self.train_dataloader()]
+
+    flops = Flops("1000ba", peak_flops=1e9)
+    trainer(tmp_path, flops, limit_val_batches=10).validate(Two())
+    # Of 10 batches each, the first ones are counted, which excludes them.
+    assert flops.metrics["validate/batch_flops"] == pytest.approx(11 / 2 * 4 * FORWARD)
 
 
 class Dump(PerfCallback):
