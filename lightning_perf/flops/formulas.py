@@ -18,9 +18,9 @@ _ALIASES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "kv_heads": ("num_key_value_heads", "n_kv_heads", "n_query_groups", "num_query_groups"),
+    "kv_heads": ("num_key_value_heads", "n_kv_heads", "n_query_groups", "num_query_groups", "num_kv_heads"),
     "head_dim": ("head_dim", "head_size", "kv_channels"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size", "d_ff"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff"),
     "vocab": ("vocab_size", "padded_vocab_size"),
     "sequence": (
         "block_size", "n_positions", "max_position_embeddings", "max_seq_len", "encoder_seq_length",
@@ -31,6 +31,16 @@ _ALIASES = {
     "top_k": ("num_experts_per_tok", "n_expert_per_token", "moe_top_k", "moe_router_topk"),
     "tied": ("tie_word_embeddings",),
 }  # fmt: skip
+# Fields of architectures that no formula describes. The value names what the caller may give instead.
+_REFUSED = {
+    "moe_intermediate_size": "ffn", "shared_expert_intermediate_size": "", "n_shared_experts": "",
+    "num_shared_experts": "", "shared_intermediate_size": "", "interleave_moe_layer_step": "",
+    "ffn_config": "", "kv_lora_rank": "", "linear_num_key_heads": "", "mamba_d_state": "",
+    "is_encoder_decoder": "",
+}  # fmt: skip
+# Activations of gated feed-forward parts, also in models whose norms have a bias, and of plain ones in
+# models whose norms have none.
+_GATED, _PLAIN = ("silu", "swish", "swiglu", "geglu"), ("relu2", "xielu")
 _NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
 
 
@@ -83,7 +93,8 @@ class TransformerConfig:
                 ``sequence`` is often shorter than the maximum.
 
         Raises:
-            ConfigError: If a size is missing.
+            ConfigError: If a size is missing, or the architecture is another one, such as latent
+                attention or shared experts.
 
         Example:
             >>> sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "block_size": 32}
@@ -91,9 +102,12 @@ class TransformerConfig:
             118528
         """
         read: Any = config.get if isinstance(config, Mapping) else partial(getattr, config)
+        _refuse_others(read, known)
         # These go together since LLaMA; earlier models have none of them.
-        modern = read("rms_norm_eps", None) is not None
-        values: dict[str, Any] = {"swiglu": modern, "rms": modern}
+        rms = read("rms_norm_eps", None) is not None
+        activation = read("hidden_act", None)
+        modern = rms or activation in _GATED
+        values: dict[str, Any] = {"swiglu": modern and activation not in _PLAIN, "rms": rms}
         values |= dict.fromkeys(("bias", "positions", "tied"), not modern)
         for field in (one.name for one in fields(cls)):
             found = (read(name, None) for name in (field, *_ALIASES.get(field, ())))
@@ -101,6 +115,9 @@ class TransformerConfig:
                 values[field] = value
         if values.get("experts", 0) in (0, 1):  # dense, whatever the experts per token
             values |= {"experts": 1, "top_k": 1}
+        # Falcon's newer models have groups of heads instead, and the field as well.
+        if read("multi_query", None) and not read("new_decoder_architecture", None):
+            values["kv_heads"] = 1
         values |= known
         if missing := [field for field in _NEEDED if field not in values]:
             known = {field: values[field] for field in _NEEDED if field in values}
@@ -146,6 +163,17 @@ class TransformerConfig:
         layer = self._layer_matrices(self.experts) + self.bias * biases + 2 * norm
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.layers * layer + norm + embeddings + self.position_parameters
+
+
+def _refuse_others(read: Callable[[str, None], Any], known: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a configuration has a field that no formula describes."""
+    width, hidden = read("word_embed_proj_dim", None), read("hidden_size", None)
+    found = {name: read(name, None) for name, instead in _REFUSED.items() if instead not in known}
+    if width != hidden:
+        found["word_embed_proj_dim"] = width
+    if unknown := {name: value for name, value in found.items() if value}:
+        problem = f"has {', '.join(unknown)}, which no formula describes; batch_flops is counted"
+        raise ConfigError("config", unknown, problem, "a function of the batch")
 
 
 def palm(config: TransformerConfig, passes: int = 3) -> int:
