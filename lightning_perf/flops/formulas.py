@@ -18,7 +18,9 @@ _ALIASES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "kv_heads": ("num_key_value_heads", "n_kv_heads", "n_query_groups", "num_query_groups", "num_kv_heads"),
+    "kv_heads": (
+        "num_key_value_heads", "n_kv_heads", "n_query_groups", "num_query_groups", "num_kv_heads",
+    ),
     "head_dim": ("head_dim", "head_size", "kv_channels"),
     "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff"),
     "vocab": ("vocab_size", "padded_vocab_size"),
@@ -31,16 +33,17 @@ _ALIASES = {
     "top_k": ("num_experts_per_tok", "n_expert_per_token", "moe_top_k", "moe_router_topk"),
     "tied": ("tie_word_embeddings",),
 }  # fmt: skip
-# Fields of architectures that no formula describes. The value names what the caller may give instead.
+# Fields of architectures that no formula describes, and what the caller may give instead of each.
 _REFUSED = {
     "moe_intermediate_size": "ffn", "shared_expert_intermediate_size": "", "n_shared_experts": "",
     "num_shared_experts": "", "shared_intermediate_size": "", "interleave_moe_layer_step": "",
     "ffn_config": "", "kv_lora_rank": "", "linear_num_key_heads": "", "mamba_d_state": "",
     "is_encoder_decoder": "",
 }  # fmt: skip
-# Activations of gated feed-forward parts, also in models whose norms have a bias, and of plain ones in
-# models whose norms have none.
+# Activations of gated feed-forward parts, also of models with LayerNorm, and of plain ones, also of
+# models with RMSNorm.
 _GATED, _PLAIN = ("silu", "swish", "swiglu", "geglu"), ("relu2", "xielu")
+_EXAMPLE = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
 _NEEDED = ("layers", "hidden", "heads", "vocab", "sequence")
 
 
@@ -172,8 +175,8 @@ def _refuse_others(read: Callable[[str, None], Any], known: Mapping[str, Any]) -
     if width != hidden:
         found["word_embed_proj_dim"] = width
     if unknown := {name: value for name, value in found.items() if value}:
-        problem = f"has {', '.join(unknown)}, which no formula describes; batch_flops is counted"
-        raise ConfigError("config", unknown, problem, "a function of the batch")
+        problem = f"has {', '.join(unknown)}, which no formula describes"
+        raise ConfigError("config", unknown, problem, str(_EXAMPLE))
 
 
 def palm(config: TransformerConfig, passes: int = 3) -> int:

@@ -127,6 +127,77 @@ def test_a_model_without_experts_is_dense(experts):
     assert TransformerConfig.from_config({**SIZES, **experts}, sequence=32) == TINY
 
 
+#: Published configurations of models whose fields differ from LLaMA's.
+FALCON_7B = {
+    "hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32, "vocab_size": 65024,
+    "multi_query": True, "num_kv_heads": 71, "new_decoder_architecture": False, "bias": False,
+}  # fmt: skip
+FALCON_40B = {
+    "hidden_size": 8192, "num_attention_heads": 128, "num_hidden_layers": 60, "vocab_size": 65024,
+    "multi_query": True, "num_kv_heads": 8, "new_decoder_architecture": True, "bias": False,
+}  # fmt: skip
+OPT_6B = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 50272,
+    "ffn_dim": 16384, "word_embed_proj_dim": 4096, "max_position_embeddings": 2048,
+}  # fmt: skip
+OLMO_7B = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 50304,
+    "intermediate_size": 11008, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+NEMOTRON = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100,
+    "intermediate_size": 256, "hidden_act": "relu2", "rms_norm_eps": 1e-5,
+}  # fmt: skip
+QWEN3_MOE = {
+    "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 48, "vocab_size": 151936,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "rms_norm_eps": 1e-6,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "matrices"),
+    [
+        (FALCON_7B, 32 * (2 * 4544 * (4544 + 64) + 8 * 4544**2) + 65024 * 4544),
+        (FALCON_40B, 60 * (2 * 8192 * (8192 + 8 * 64) + 8 * 8192**2) + 65024 * 8192),
+        (OPT_6B, 32 * 12 * 4096**2 + 50272 * 4096),
+        (OLMO_7B, 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 50304 * 4096),
+        (NEMOTRON, 2 * (4 * 64**2 + 2 * 64 * 256) + 100 * 64),
+    ],
+    ids=["falcon-7b", "falcon-40b", "opt-6.7b", "olmo-7b", "nemotron"],
+)
+def test_families_with_other_fields(config, matrices):
+    """One head for keys and values, groups of heads, and gated and plain parts of any norm."""
+    assert TransformerConfig.from_config(config, sequence=2048).matmul_parameters == matrices
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (QWEN3_MOE, "moe_intermediate_size"),
+        ({**QWEN3_MOE, "shared_expert_intermediate_size": 5632}, "shared_expert"),
+        ({**OLMO_7B, "kv_lora_rank": 512}, "kv_lora_rank"),
+        ({**OLMO_7B, "n_shared_experts": 1}, "n_shared_experts"),
+        ({**OLMO_7B, "is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({**OPT_6B, "word_embed_proj_dim": 512}, "word_embed_proj_dim"),
+    ],
+)
+def test_other_architectures_are_refused(fields, named):
+    """A field that no formula describes is named, for objects as for mappings."""
+    for config in (fields, SimpleNamespace(**fields)):
+        with pytest.raises(ConfigError, match=f"has .*{named}.*no formula describes"):
+            formula_for({"kind": "palm", "config": config})
+
+
+def test_the_width_of_experts_can_be_given():
+    """Qwen3-30B-A3B has 30.5e9 parameters, of which 3.3e9 are active."""
+    config = TransformerConfig.from_config(QWEN3_MOE, sequence=2048, ffn=768)
+    assert config.parameters == pytest.approx(30.5e9, rel=0.01)
+    embeddings = config.vocab * config.hidden
+    assert config.matmul_parameters + embeddings == pytest.approx(3.35e9, rel=0.01)
+
+
 def test_a_missing_size_is_named():
     """The error for a missing size names it."""
     with pytest.raises(ConfigError, match="vocab"):
