@@ -157,7 +157,9 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
         yield "devices", f"{setup.get('world_size', 1)} x {setup['device']}{precision}"
     if "peak_flops" in setup:
         source = setup.get("peak_source", "")
-        yield "peak", f"{float(setup['peak_flops']) / 1e12:.3g} TFLOP/s per device ({source})"
+        # That of the mix of dtypes, which MFU uses.
+        peak = float(whole.get("peak_flops", setup["peak_flops"]))
+        yield "peak", f"{peak / 1e12:.3g} TFLOP/s per device ({source})"
     if flops := whole.get("flops_per_batch"):
         yield "FLOPs per batch", flops_text(flops)
     costs = [row for row in summary.get("culprits", ()) if row["share"] >= _LEAST_COST]

@@ -235,6 +235,23 @@ def test_graphs_of_any_size_are_predicted_exactly(tmp_path: Path) -> None:
     assert len(records.of("mfu")) >= 300 - 16 - 4
 
 
+def test_lengths_beyond_the_counted_ones_are_not_predicted(tmp_path: Path) -> None:
+    """A model that truncates its input is never charged for what it leaves out."""
+
+    class Truncating(Fed):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch[:64]).square().mean()
+
+    draw = random.Random(0)
+    short = [draw.randrange(8, 58) for _ in range(120)]
+    lengths = [n if i % 20 != 19 else draw.randrange(200, 250) for i, n in enumerate(short)]
+    records = reported(tmp_path, Truncating(rows(*lengths)))
+    found = records.of("batch_flops")[1:]
+    assert found == [(i, min(lengths[i], 64) * FLOPS_PER_SAMPLE) for i, _ in found]
+    # A new length after many known ones, and the first one again, wait for another occurrence.
+    assert len(found) >= 120 - 3
+
+
 @pytest.mark.parametrize("pack", [list, tuple, dict], ids=["list", "tuple", "dict"])
 def test_a_new_shape_after_many_known_ones_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any

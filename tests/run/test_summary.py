@@ -10,8 +10,18 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from helpers.command import call
-from helpers.small import FLOPS_PER_SAMPLE, RANKS, Records, Small, left_in, trainer
+from helpers.small import (
+    FLOPS_PER_SAMPLE,
+    HIDDEN,
+    RANKS,
+    WIDTH,
+    Records,
+    Small,
+    left_in,
+    trainer,
+)
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
 from torch import Tensor
@@ -27,9 +37,10 @@ from lightning_perf import (
     Timings,
     always_on,
 )
+from lightning_perf.flops.peaks import Peak, PeakResolver
 from lightning_perf.run.history import History, Point, table, table_totals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
-from lightning_perf.tracking.summary import SummaryError, read_summary
+from lightning_perf.tracking.summary import SummaryError, read_summary, rows
 
 PEAK = 1e12
 PLOTS = Action("train", "callbacks", "Plots.on_train_batch_end")
@@ -76,6 +87,25 @@ def test_the_end_of_a_run_calls_fsync_once(tmp_path: Path, monkeypatch: pytest.M
     assert synced == {files["summary.json"]}
 
 
+def test_the_shown_peak_is_the_one_of_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in two dtypes have one peak, between those of both."""
+
+    class Mixed(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                self.net(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    peaks = {"float32": 1e12, "bfloat16": 4e12}
+    monkeypatch.setattr(PeakResolver, "get", lambda self, dtype: Peak(peaks[dtype], "given"))
+    trainer(tmp_path, *callbacks(), log_every_n_steps=4).fit(Mixed())
+    facts, _ = rows(summary_of(tmp_path))
+    forward = 2 * (WIDTH * HIDDEN + HIDDEN)
+    flops = FLOPS_PER_SAMPLE + forward
+    peak = flops / (FLOPS_PER_SAMPLE / 1e12 + forward / 4e12)
+    assert f"{peak / 1e12:.3g} TFLOP/s per device (given)" == dict(facts)["peak"]
+
+
 @pytest.mark.parametrize("kind", ["none", "csv"])
 def test_a_run_leaves_its_metrics(tmp_path: Path, kind: str) -> None:
     """With any logger, the summary has the whole run and the last window, both with their steps."""
@@ -85,6 +115,7 @@ def test_a_run_leaves_its_metrics(tmp_path: Path, kind: str) -> None:
     found = summary_of(tmp_path)
     assert (found["version"], found["status"]) == (1, "finished")
     assert found["setup"]["peak_flops"] == PEAK
+    assert found["stages"]["train"]["whole_run"]["peak_flops"] == PEAK
     assert {"lightning_perf", "lightning", "torch", "python"} <= set(found["setup"]["versions"])
     whole, last = (found["stages"]["train"][name] for name in ("whole_run", "last_window"))
     assert (whole["first"], whole["last"], whole["batches"]) == (0, 15, 16)
