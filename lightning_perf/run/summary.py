@@ -340,7 +340,9 @@ def _finite(found: Mapping[str, Any]) -> dict[str, Any]:
 def _overhead(
     culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[PerfCallback]
 ) -> dict[str, float]:
-    """The time of our own callbacks, from a table of all costs."""
-    kinds = {type(each).__name__ for each in callbacks}
-    ours = [row for row in culprits if row["name"].partition(".")[0] in kinds]
-    return {key: sum(row[key] for row in ours) for key in ("seconds", "share")}
+    """The time of our own callbacks, and the share of recorders, from a table of all costs."""
+    kinds = {type(each).__name__: hasattr(each, "saved_traces") for each in callbacks}
+    rows = [(row, row["name"].partition(".")[0]) for row in culprits]
+    ours = [(row, kinds[kind]) for row, kind in rows if kind in kinds]
+    figures = {key: sum(row[key] for row, _ in ours) for key in ("seconds", "share")}
+    return figures | {"recording": sum(row["share"] for row, records in ours if records)}

@@ -169,7 +169,8 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
     if lines:
         yield "costs by name", "\n".join(lines[:_MOST_COSTS])
     if overhead := summary.get("overhead"):
-        advice = ": raise Trainer(log_every_n_steps)" if overhead["share"] > _COSTLY else ""
+        reports = overhead["share"] - overhead.get("recording", 0.0)
+        advice = ": raise Trainer(log_every_n_steps)" if reports > _COSTLY else ""
         yield "lightning_perf", f"{overhead['share']:.1%} of the time{advice}"
 
 

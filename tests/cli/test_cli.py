@@ -251,7 +251,7 @@ EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"
             [{"class_path": "lightning_perf.SpeedMonitor", "init_args": {"window_size": 0}}],
             "window",
         ),
-        ({"class_path": "lightning_perf.Flops", "init_args": {"schedule": "10it"}}, "schedule"),
+        ({"class_path": "lightning_perf.Flops", "init_args": {"schedule": "10bat"}}, "schedule"),
         ([{"class_path": "lightning_perf.Flops", "init_args": {"schedule": EVERY}}], "interval"),
     ],
     ids=["in a list", "alone", "in a schedule"],
@@ -273,7 +273,7 @@ def test_the_last_line_of_a_failed_cli_is_our_message(
 def catch_ours_and_raise() -> None:
     """Catch an error of ours, then raise another one."""
     with suppress(ConfigError):
-        Flops(schedule="10it")
+        Flops(schedule="10bat")
     raise ValueError("mine")
 
 

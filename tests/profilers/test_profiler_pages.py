@@ -109,7 +109,7 @@ def test_a_page_that_cannot_be_made_is_a_warning(
         trainer(tmp_path / "run", make(), logger=Records()).fit(Small())
     (message,) = ours(caught)
     assert further in message
-    assert [path.name for path in left_in(tmp_path / "run")] == [".run", recording]
+    assert [path.name for path in left_in(tmp_path / "run")] == [recording]
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_training_is_bitwise_identical(tmp_path: Path, make: Any) -> None:
     ("kind", "own", "tool"),
     [
         (Memray, {"flamegraph": True, "follow_fork": True}, {"trace_python_allocators": True}),
-        (VizTracer, {"patch": True, "html": True}, {"ignore_c_function": True}),
+        (VizTracer, {"patch": True}, {"ignore_c_function": True}),
     ],
 )
 def test_yaml(tmp_path: Path, kind: Any, own: dict[str, Any], tool: dict[str, Any]) -> None:
