@@ -60,7 +60,8 @@ def demo(session: nox.Session) -> None:
     train = ("examples/train_gpt.py", "fit", "--config", "configs/demo.yaml")
     # Threads that wait by spinning make a busy machine many times slower.
     session.run("python", *train, *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
-    session.run("lightning-perf", "report")
+    # With the caller's PATH, so that it names a command that works in the caller's shell.
+    session.run("lightning-perf", "report", env={"PATH": os.environ["PATH"]})
 
 
 @nox.session

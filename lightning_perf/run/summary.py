@@ -245,7 +245,7 @@ class RunSummary:
         console.print(panel(self._own))
         folder, name = self.path.parent, self.path.name
         place = f"{self._root.place}/{folder.name}" if self._root.place else folder
-        if self._written:
+        if self._written and not self._root.discards:
             console.print(f"{place}/{name}", soft_wrap=True)
         return True
 

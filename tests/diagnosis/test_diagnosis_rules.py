@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from lightning_perf.diagnosis import CODES, RULES, Verdict, diagnose
 from lightning_perf.diagnosis.report import evidence_text, headline, report_page
-from lightning_perf.diagnosis.rules.costs import checkpoint_bound
+from lightning_perf.diagnosis.rules.costs import checkpoint_bound, logger_bound
 from lightning_perf.diagnosis.signals import (
     GC,
     RECORDING,
@@ -605,6 +605,25 @@ def test_advised_checkpoints_are_rarer(seconds: float) -> None:
     assert int(advised) >= 2 * int(now)
 
 
+def test_advised_intervals_fit_into_the_run() -> None:
+    """A costly logger and costly checkpoints are written more than once after the advice."""
+    signals = signals_of(
+        {**FINE, "logging": 0.5, "checkpoint": 0.5},
+        named={
+            Action("train", "logging", "CSVLogger.log_metrics"): every(5.0, 2),
+            Action("train", "checkpoint", "checkpoint writing (Saver.on_train_batch_end)"):
+            every(5.0, 1),
+        },
+        setup=Setup(log_every_n_steps=5),
+    )  # fmt: skip
+    advices = [
+        impact.advice for rule in (logger_bound, checkpoint_bound) for impact in rule(signals)
+    ]
+    advised = [int(re.search(r"(?:log_every_n_steps=|Every )(\d+)", text)[1]) for text in advices]
+    assert len(advised) == 2
+    assert all(each <= STEPS / 2 for each in advised)
+
+
 def test_a_warmup_is_found_on_a_busy_machine() -> None:
     """If the thread waits equally in all windows, little of the wait was in the first step."""
     signals = signals_of(
@@ -1018,11 +1037,11 @@ def test_advice_on_busy_cpus_follows_its_evidence(
 
 
 def test_a_callback_s_start_is_not_the_first_batch() -> None:
-    """2 s in its ``on_train_start`` have its name, though they pass before the first batch ends."""
+    """2 s in its ``on_train_start`` have its name, and pass before the first batch begins."""
     start = Action("train", "callbacks", "Slow.on_train_start")
     signals = signals_of(
         {**FINE, "callbacks": window(0, seconds=2.0)}, named={start: rarely(2.0, 0)},
-        steps=steps(), first_step=2.05,
+        steps=steps(), first_step=0.05,
     )  # fmt: skip
     (verdict,) = diagnose(signals).verdicts
     assert (verdict.code, verdict.culprit, verdict.phase) == ("warmup", start.name, "callbacks")

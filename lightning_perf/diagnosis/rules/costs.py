@@ -43,6 +43,8 @@ _MORE_WORKERS = 0.1
 _CONTESTED = 0.15
 #: Shares of the wall time above which these give a warning.
 LOGGERS, CHECKPOINTS = 0.05, 0.05
+#: Reports and checkpoints that the advised interval leaves at least in a run of this length.
+_REPORTS_LEFT, _CHECKPOINTS_LEFT = 4, 2
 #: Categories of the computation of metrics, and of the steps of learning rate schedulers.
 _METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
 #: Our callback that holds those of `always_on`: a name that nobody may have written.
@@ -253,7 +255,7 @@ def logger_bound(signals: Signals) -> Iterable[Impact]:
             )
             yield replace(impact, advice=advice, evidence=evidence)
             continue
-        rarer = every * max(round(share / LOGGERS * 4), 2)
+        rarer = max(min(round(share / LOGGERS * 4), int(asked / _REPORTS_LEFT)), 2) * every
         faster = step * (1 - share * (1 - epochs / calls) * (1 - every / rarer))
         advice = (
             f"{impact.culprit} takes {each} per call. Trainer(log_every_n_steps={rarer}) instead "
@@ -275,7 +277,8 @@ def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
     each = float(seconds.sum() / saves)
     interval = signals.batches / saves
     step, share = signals.step_seconds, signals.share(seconds)
-    rarer = max(round(interval * max(share / CHECKPOINTS * 2, 2)), 2)
+    times = max(min(share / CHECKPOINTS * 2, saves / _CHECKPOINTS_LEFT), 2)
+    rarer = max(round(interval * times), 2)
     faster = step * (1 - share * (1 - interval / rarer))
     slowest = max(rows, key=signals.seconds).name
     advice = (

@@ -47,17 +47,17 @@ def warmup(signals: Signals) -> Iterable[Impact]:
     if first is None or not np.isfinite(signals.steps).any():
         raise Unknown("the first batch or the others were not timed")
     median = float(np.nanmedian(signals.steps))
-    # Hooks that run once before it are timed with it if their callback comes after ours.
+    # Hooks that run once before it are not part of it.
     hooks = [row for row in signals.rows("callbacks", "other") if row.name.endswith(_BEFORE)]
     spent = {row: float(signals.actions[row].seconds[:1].sum()) for row in hooks}
-    before = min(sum(spent.values()), first)
+    before = sum(spent.values())
     hook = max(hooks, key=spent.__getitem__, default=None)
     # The start of the data pipeline has a rule of its own.
-    lost = first - median - float(signals.restarts.seconds[:1].sum())
+    lost = before + first - median - float(signals.restarts.seconds[:1].sum())
     # Waiting for a CPU meanwhile, beyond the usual wait, is not part of the warm-up.
     usually = signals.counts[:1] * signals.per_batch(signals.waiting)
     certain = lost - float(np.maximum(signals.waiting[:1] - usually, 0.0).sum())
-    if first < _WARMUP_RATIO * median or certain < max(_WARMUP * wall, _WARMUP_SECONDS):
+    if before + first < _WARMUP_RATIO * median or certain < max(_WARMUP * wall, _WARMUP_SECONDS):
         return
     over = dict.fromkeys(IN_BATCHES, 0.0)
     if len(signals.windows) > (signals.start or 1):
@@ -75,10 +75,7 @@ def warmup(signals: Signals) -> Iterable[Impact]:
         culprit, phase = hook.name, hook.category
         advice = f"{culprit} takes {duration(spent[hook])} before the first batch. {fades}"
     else:
-        advice = (
-            f"The first batch takes {duration(first - before)}, the others {duration(median)}. "
-            f"{fades}"
-        )
+        advice = f"The first batch takes {duration(first)}, the others {duration(median)}. {fades}"
     if compiling > 0.5 * first:
         advice += " Most of it is compilation, which torch.compile's cache can save."
     yield Impact(
