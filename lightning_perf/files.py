@@ -162,7 +162,7 @@ def place(source: Path, target: Path, *, durable: bool = True) -> None:
 
 def appended(path: Path) -> BinaryIO:
     """Open a file to append to it, unbuffered, and not through a link, which may point anywhere."""
-    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    how = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     return os.fdopen(_open_regular(str(path), how), "ab", buffering=0)
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from errno import ENOSPC
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -123,7 +124,13 @@ def _append(root: Path, line: bytes) -> None:
     path = root / FILE_NAME
     for _ in range(3):
         with appended(path) as file:
-            file.write(line + b"\n")  # a single write, so that lines of several ranks do not mix
+            # A line that a full disk cut must not spoil this one.
+            size = os.fstat(file.fileno()).st_size
+            start = b"\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else b""
+            # A single write, so that lines of several ranks do not mix.
+            whole = start + line + b"\n"
+            if file.write(whole) < len(whole):
+                raise OSError(ENOSPC, os.strerror(ENOSPC), str(path))
             # `taken_pending` may have moved the list and read it before the line was there.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):

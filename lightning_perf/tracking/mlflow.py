@@ -19,7 +19,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from typing_extensions import override
 
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     from lightning_perf.tracking.summary import Summary
 
 _CONNECT_SECONDS = 3.0
+#: Schemes of artifacts that MLflow requests from a server, with the user's password.
+_SERVERS = ("mlflow-artifacts", "http", "https", "dbfs", "databricks")
 #: The tag that MLflow shows as the description of a run.
 _DESCRIPTION = "mlflow.note.content"
 #: MLflow's status by that of a summary, if the run has ended.
@@ -102,19 +103,19 @@ class MlflowRun(Tracker):
         server, which would get the credentials. Those of a database that is ``trusted`` may be in
         any folder; those of the default one are in the current folder.
         """
+        from mlflow.utils.file_utils import local_file_uri_to_path
+
         place = str(self.client().get_run(self.run_id).info.artifact_uri or "")
-        parts, server = urlsplit(place), urlsplit(self.tracking_uri)
-        if parts.scheme.lower() in ("mlflow-artifacts", "http", "https"):
-            other = (parts.hostname, parts.port) != (server.hostname, server.port)
-            return place if parts.netloc and other else ""
-        if parts.scheme.lower() not in ("", "file"):
+        scheme = urlsplit(place).scheme
+        if scheme in _SERVERS:
+            return place if is_on_other_server(place, self.tracking_uri) else ""
+        if scheme not in ("", "file"):
             return "" if trusted else place
-        if trusted and server.scheme not in ("http", "https"):
+        if trusted and urlsplit(self.tracking_uri).scheme not in ("http", "https"):
             return ""
-        if parts.netloc:
-            return place
-        path = Path(url2pathname(parts.path) if parts.scheme else place).resolve()
-        return f"file://{path}"
+        # As MLflow reads it: percent signs are decoded, also without a scheme.
+        path: str = local_file_uri_to_path(place)  # type: ignore[no-untyped-call]
+        return f"file://{Path(path).resolve()}"
 
     def client(self) -> MlflowClient:
         """MLflow's client, after a check that the server is reachable."""
@@ -172,6 +173,14 @@ class MlflowRun(Tracker):
         from mlflow import MlflowClient
 
         return MlflowClient(self.tracking_uri)
+
+
+def is_on_other_server(artifact_uri: str, tracking_uri: str) -> bool:
+    """Whether a run's files are on another server than its own, which would get the credentials."""
+    place, server = urlsplit(artifact_uri), urlsplit(tracking_uri)
+    if place.scheme not in _SERVERS or not place.netloc:
+        return False
+    return (place.hostname, place.port) != (server.hostname, server.port)
 
 
 def is_default_database(tracking_uri: str) -> bool:

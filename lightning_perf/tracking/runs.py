@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_perf.errors import describe, without_credentials
 from lightning_perf.files import opened
 from lightning_perf.timing.totals import CATEGORIES
-from lightning_perf.tracking.mlflow import tracking_problem
+from lightning_perf.tracking.mlflow import is_on_other_server, tracking_problem
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     RATES,
@@ -191,10 +191,13 @@ def _address() -> str:
 def download(what: str, tracking_uri: str | None, folder: Path, names: re.Pattern[str]) -> None:
     """Download the files of a run with such names into a folder, below their paths in MLflow."""
     with _connected(tracking_uri or default_tracking_uri()) as client:
-        run_id = _find(client, what)[0].info.run_id
-        for path in _paths(client, run_id):
+        run = _find(client, what)[0]
+        if is_on_other_server(run.info.artifact_uri or "", client.tracking_uri):
+            place = without_credentials(run.info.artifact_uri)
+            raise LookupError(f"the files of {what} are on another server, {place}")
+        for path in _paths(client, run.info.run_id):
             if names.fullmatch(path.rpartition("/")[2]):
-                client.download_artifacts(run_id, path, str(folder))
+                client.download_artifacts(run.info.run_id, path, str(folder))
 
 
 @contextmanager
@@ -248,7 +251,9 @@ def _find(client: MlflowClient, what: str | None) -> Sequence[Any]:
 
 
 def _read(client: MlflowClient, run: Any) -> Run:
-    paths = tuple(sorted(_paths(client, run.info.run_id)))
+    # Whoever made the run may have named any server, which would get the user's password.
+    elsewhere = is_on_other_server(run.info.artifact_uri or "", client.tracking_uri)
+    paths = () if elsewhere else tuple(sorted(_paths(client, run.info.run_id)))
     summary = _summary(client, run.info.run_id, paths) or _from_metrics(client, run)
     root = without_credentials(run.info.artifact_uri or "").removeprefix("file://").rstrip("/")
     return Run(

@@ -103,8 +103,12 @@ def _problem(content: object) -> str:
     for name in ("run", "status"):
         if not isinstance(content.get(name), str):
             return f"is damaged (it has no {name})"
-    if not isinstance(content.get("process", {}), dict):
-        return "is damaged (its process is not a mapping)"
+    stages = content.get("stages", {})
+    mappings = {"process": content.get("process", {}), "setup": content.get("setup", {})}
+    mappings |= {"stages": stages} | (stages if isinstance(stages, dict) else {})
+    for name, value in mappings.items():
+        if not isinstance(value, dict):
+            return f"is damaged (its {name} is not a mapping)"
     try:
         description(content)
         panel(content)

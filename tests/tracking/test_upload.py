@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
@@ -21,7 +25,7 @@ from mlflow import MlflowClient
 
 from lightning_perf import PyTorch, always_on
 from lightning_perf.errors import PerfWarning
-from lightning_perf.traces.uploads import PendingUpload, Target, append_pending
+from lightning_perf.traces.uploads import PendingUpload, Target, append_pending, taken_pending
 from lightning_perf.tracking.mlflow import MlflowRun
 
 
@@ -335,6 +339,65 @@ def test_a_database_of_a_stranger_chooses_no_folder(
     assert exit_code("upload") == 1
     assert "--tracking-uri sqlite:///below/evil.db" in capsys.readouterr().err
     assert not list((folder / "below").iterdir())
+
+
+@pytest.mark.parametrize("place", ["{}/%2e%2e/home", "FILE://{}/#/..", "file://{}/%2e%2e/home"])
+def test_an_odd_address_of_artifacts_chooses_no_folder(
+    in_tmp: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is read as MLflow reads it, which decodes percent signs and knows no other schemes."""
+    (home := in_tmp / "home").mkdir()
+    (folder := in_tmp / "work").mkdir()
+    os.chdir(folder)
+    run_id = run_with_artifacts(folder, place.format(folder))
+    append_pending(folder, listed(folder, "a.json", f"sqlite:///{folder}/mlflow.db", run_id))
+    code = exit_code("upload")
+    assert list(home.rglob("*")) == []
+    assert code == 1 or place.startswith("FILE")  # a folder of that name below this one
+
+
+def run_with_artifacts(folder: Path, artifact_uri: str) -> str:
+    """A run in the default database whose artifacts are anywhere, as a stranger may write it."""
+    database = folder / "mlflow.db"
+    client = MlflowClient(f"sqlite:///{database}")
+    run_id = client.create_run(client.create_experiment("e"), run_name="owl").info.run_id
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.execute("update runs set artifact_uri = ?", (artifact_uri,))
+    return run_id
+
+
+def test_reports_request_no_artifacts_of_other_servers(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would get the password of the environment: the report shows the run without files."""
+    port = free_port()  # a request fails, and the command with it
+    run_with_artifacts(in_tmp, f"http://127.0.0.1:{port}/api/2.0/mlflow-artifacts/artifacts/x")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+    database = f"--tracking-uri=sqlite:///{in_tmp}/mlflow.db"
+    assert exit_code("report", "owl", database) == 0
+    assert exit_code("trace", "--combine", "owl", database) == 2
+    assert "are on another server" in capsys.readouterr().err
+
+
+def test_a_list_on_a_full_disk_keeps_its_entries(tmp_path: Path) -> None:
+    """What cannot be written whole stays in the list before, and spoils no later line."""
+    for name in ("a", "b", "c"):
+        append_pending(tmp_path, listed(tmp_path, name, "http://host", "1"))
+    size = (tmp_path / "pending_uploads.jsonl").stat().st_size - 20
+    code = f"""
+import resource, signal, sys
+from pathlib import Path
+from lightning_perf.traces.uploads import taken_pending
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))
+with taken_pending(Path(sys.argv[1])):
+    pass
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, check=False)
+    assert b"OSError" in done.stderr
+    append_pending(tmp_path, listed(tmp_path, "d", "http://host", "1"))
+    with pytest.warns(PerfWarning, match="damaged"), taken_pending(tmp_path) as entries:
+        assert {Path(each.path).name for each in entries.values()} == {"a", "b", "c", "d"}
 
 
 @pytest.mark.slow
