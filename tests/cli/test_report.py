@@ -241,18 +241,22 @@ def written(folder: Path, run: str = "owl", **more: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_file_of_another_tool_is_not_a_run(
-    in_tmp: Path, capsys: pytest.CaptureFixture[str], default_database: str
+    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newer summary.json of something else hides neither a folder nor a run in MLflow."""
-    client = MlflowClient(default_database)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow sets it in other tests
+    address = f"sqlite:///{in_tmp}/own.db"  # without the runs of other tests, which may be later
+    monkeypatch.setattr(lightning_perf.tracking.runs, "default_tracking_uri", lambda: address)
+    client = MlflowClient(address)
     run = client.create_run(client.create_experiment("another tool"), run_name="mine").info.run_id
     client.set_terminated(run)
     (in_tmp / "results").mkdir()
     (in_tmp / "results" / "summary.json").write_text('{"accuracy": 0.9}')
-    assert run in call(capsys, "report")[1]
+    assert call(capsys, "report")[1].startswith(f"mine ({run})")
     (in_tmp / "mine").mkdir()
-    for args in (["mine"], ["mine", "--tracking-uri", default_database]):
+    for args in (["mine"], ["mine", "--tracking-uri", address]):
         assert run in call(capsys, "report", *args)[1]
     os.utime(written(in_tmp / "elk", "elk") / "summary.json", (2e9, 2e9))
     assert call(capsys, "report")[1].startswith("elk (elk)")
