@@ -244,7 +244,7 @@ def upload(
     """
     if not Path(folder).is_dir():
         raise Failure(f"there is no folder {folder}")
-    send = partial(_send, outside=outside, places=_Places(tracking_uri, to or ()))
+    send = partial(_send, outside=outside, places=_NamedPlaces(tracking_uri, to or ()))
     forgotten = _MISSING if forget_missing else ""
     sent, unread = list[tuple[str, str]](), list[OSError]()
     places = [*_places(folder, unread.append)]
@@ -302,7 +302,7 @@ def _places(folder: str, failed: Callable[[OSError], None]) -> Iterator[Path]:
             yield Path(place)
 
 
-class _Places:
+class _NamedPlaces:
     """The places that the user names, by the environment or an option: files go nowhere else.
 
     A list is data of a stranger. It may ask to overwrite any file through a store that is a folder,
@@ -401,7 +401,7 @@ def _is_below(place: str, root: str) -> bool:
     return mine == named and PurePosixPath(path).is_relative_to(above.rstrip("/"))
 
 
-def _send(entry: PendingUpload, place: Path, outside: bool, places: _Places) -> str:
+def _send(entry: PendingUpload, place: Path, outside: bool, places: _NamedPlaces) -> str:
     """Upload a file listed in the folder ``place``; returns why it stays listed, or nothing."""
     try:
         path = Path(entry.path).resolve()

@@ -150,7 +150,9 @@ class RunContext:
             return
         del _CONTEXTS[id(self.trainer)]
         interrupt: KeyboardInterrupt | None = None
-        for step in self._end(reason):  # each may hold recordings, whatever the one before did
+        for step in self._closing_steps(
+            reason
+        ):  # each may hold recordings, whatever the one before did
             try:
                 step()
             except KeyboardInterrupt as error:
@@ -160,7 +162,7 @@ class RunContext:
         if interrupt is not None:
             raise interrupt
 
-    def _end(self, reason: str) -> Iterator[Callable[[], object]]:
+    def _closing_steps(self, reason: str) -> Iterator[Callable[[], object]]:
         """The steps of the end of the run; further ones may be registered by earlier ones."""
         summary: list[RunSummary | None] = []
         yield self._patches.restore
@@ -218,7 +220,7 @@ class RunContext:
         return [part for member in self.members for part in member.parts]
 
     @property
-    def counts(self) -> bool:
+    def leaves_files(self) -> bool:
         """Whether this run has something to leave: files, and a description.
 
         Not before its first batch, so that a failed start changes nothing of an earlier run. Not

@@ -312,7 +312,7 @@ def write_files(
     string, and ``stage`` what they describe, as for traces. ``remote`` is the name of the artifact
     if that differs. Only ``durable`` files wait for the disk, which takes milliseconds per file.
     """
-    for filename, write in files.items() if context.counts else ():
+    for filename, write in files.items() if context.leaves_files else ():
         options = TraceOptions(
             folder=folder,
             filename=filename,

@@ -86,7 +86,9 @@ def end_summary(
     except Exception as error:
         warn(f"the summary of the run was not made ({describe(error)}).")
         return None
-    recorded = destination.saved_by(callbacks) or (context.counts and summary.path.parent.exists())
+    recorded = destination.saved_by(callbacks) or (
+        context.leaves_files and summary.path.parent.exists()
+    )
     if not (summary.content["stages"] or recorded):
         return None
     try:
@@ -115,7 +117,7 @@ class LiveSummary:
         root = context.reporting.root(None)
         # A trial leaves no file, and a store would get each version.
         local = not root.discards and root.mirror is None
-        if context.ranks.global_rank == 0 and local and context.counts:
+        if context.ranks.global_rank == 0 and local and context.leaves_files:
             job = partial(self._write, context, _windows(context), time.monotonic() - began)
             if not context.file_worker.submit(job, "the summary so far"):
                 self.due = began + REFRESH
@@ -198,7 +200,7 @@ class RunSummary:
     def write(self) -> None:
         """Write the file after all others of the run, and the description in MLflow."""
         self.join()
-        if not self._context.counts:
+        if not self._context.leaves_files:
             return
         _EARLIER[self._context.trainer] = self.content
         destination.write_files(
