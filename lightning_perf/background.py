@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Job = Callable[[], object]
+#: Seconds between two looks at what may end a wait.
+_POLL = 0.1
 
 
 class Worker:
@@ -86,22 +88,33 @@ class Worker:
         finally:
             future.cancel()
 
-    def drain(self, timeout: float, progress: Callable[[int], None] | None = None) -> bool:
+    def drain(
+        self,
+        timeout: float,
+        progress: Callable[[int], None] | None = None,
+        until: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Wait at most ``timeout`` seconds until all jobs are done; return whether they are.
 
-        ``progress`` is called with the number of jobs left, first and at each change.
+        ``progress`` is called with the number of jobs left, first and at each change. When
+        ``until`` is true, the wait ends.
         """
         deadline, shown = time.monotonic() + timeout, -1
         while True:
             if (left := self.pending) != shown and progress is not None:
                 self._perform("progress", partial(progress, left), Exception)
             shown, seconds = left, deadline - time.monotonic()
-            if not left or seconds <= 0:
+            if not left or seconds <= 0 or until():
                 return not left
             with self._guard():
-                self._changed.wait_for(lambda: self.pending != shown, seconds)  # noqa: B023
+                self._changed.wait_for(lambda: self.pending != shown, min(seconds, _POLL))  # noqa: B023
 
-    def close(self, timeout: float, progress: Callable[[int], None] | None = None) -> bool:
+    def close(
+        self,
+        timeout: float,
+        progress: Callable[[int], None] | None = None,
+        until: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Refuse new jobs, run delayed ones now, and wait as `drain` does. May be called again.
 
         Jobs left after `timeout` seconds continue in the background.
@@ -109,7 +122,7 @@ class Worker:
         with self._guard():
             self._closed = True
             self._changed.notify_all()
-        return self.drain(timeout, progress)
+        return self.drain(timeout, progress, until)
 
     def abandon(self, timeout: float) -> bool:
         """Refuse new jobs, drop all that wait, and wait as `drain` does for the running one."""

@@ -13,6 +13,7 @@ from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_crede
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext
 from lightning_perf.run.hooks import HOOKS, UNUSED, install_stage_hooks, with_ours
+from lightning_perf.run.termination import signals_held
 from lightning_perf.schedule import Schedule, walk
 
 if TYPE_CHECKING:
@@ -290,15 +291,19 @@ class PerfCallback(Callback):
             return
         if context.is_forked:
             return
-        self._run_shared(context.tracker.count)
-        self._run_shared(context.windows.gatherer.flush)
-        for part in self.parts:
-            part.call(part.close, context, reason)
-        self._detach()
         try:
-            context.leave(self, reason)
+            with signals_held():
+                self._run_shared(context.tracker.count)
+                self._run_shared(context.windows.gatherer.flush)
+                for part in self.parts:
+                    part.call(part.close, context, reason)
+                self._detach()
+                context.leave(self, reason)
         except Exception as error:
             self.disable("leave", error)
+        finally:
+            if not context.members:
+                context.termination.restore()
 
     def _begin(self, stage: str, word: str) -> None:
         context = self._driven

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_perf.background import wait_until
 from lightning_perf.errors import describe, warn
+from lightning_perf.run.termination import hurried
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -141,7 +142,7 @@ class Gatherer:
     def finish(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds for messages in flight, at the end of the run."""
         self.flush()
-        wait_until(self.poll, timeout)
+        wait_until(lambda: self.poll() or hurried(), timeout)
         if self.pending:
             self._give_up("another rank did not answer at the end of the run")
 

@@ -322,6 +322,11 @@ def training_epoch_loop(trainer: Trainer) -> Any:
     return getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
 
 
+def signal_connector(trainer: Trainer) -> Any:
+    """Return what handles signals while the trainer runs, or None."""
+    return getattr(trainer, "_signal_connector", None)
+
+
 def evaluation_ends(trainer: Trainer, stage: str, nested: bool) -> bool:
     """Whether the current batch is the last one of a stage other than training."""
     loop = validation_loop(trainer) if nested else getattr(trainer, f"{stage}_loop", None)

@@ -26,6 +26,7 @@ from lightning_perf.run.profiler import Spans
 from lightning_perf.run.signals import sources
 from lightning_perf.run.stages import Counters, Progress, StageStack
 from lightning_perf.run.summary import LONG, LiveSummary, end_summary, log_locations
+from lightning_perf.run.termination import Termination
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceTimer, clocked
@@ -96,6 +97,9 @@ class RunContext:
         self._patches = PatchSet()
         this = weakref.ref(self)
         self._patches.wrap_in_context(trainer.strategy, "on_exception", partial(_end, this))
+        self.termination = Termination(partial(_abandon, this))
+        handled = partial(_handled_by_lightning, this)
+        self._patches.wrap_in_context(compat.signal_connector(trainer), "teardown", handled)
         epoch = compat.training_epoch_loop(trainer)
         self._patches.wrap_in_context(epoch, "run", partial(_batches_of_epoch, this))
         for loop, *stages in compat.evaluation_loops(trainer):
@@ -149,18 +153,11 @@ class RunContext:
         if self.members or _CONTEXTS.get(id(self.trainer)) is not self:
             return
         del _CONTEXTS[id(self.trainer)]
-        interrupt: KeyboardInterrupt | None = None
-        for step in self._closing_steps(
-            reason
-        ):  # each may hold recordings, whatever the one before did
+        for step in self._closing_steps(reason):
             try:
                 step()
-            except KeyboardInterrupt as error:
-                interrupt = error
-            except Exception as error:
+            except Exception as error:  # the other steps may hold recordings
                 warn(f"the end of the run failed ({describe(error)}).")
-        if interrupt is not None:
-            raise interrupt
 
     def _closing_steps(self, reason: str) -> Iterator[Callable[[], object]]:
         """The steps of the end of the run; further ones may be registered by earlier ones."""
@@ -375,11 +372,23 @@ class RunContext:
 
 def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:
     """End a run before the strategy handles an exception, which then propagates."""
+    _abandon(reference)
+    return nullcontext()
+
+
+def _abandon(reference: weakref.ref[RunContext]) -> None:
     context = reference()
     with suppress(Exception):
         if context is not None:
             context.abandon()
-    return nullcontext()
+
+
+@contextmanager
+def _handled_by_lightning(reference: weakref.ref[RunContext]) -> Iterator[None]:
+    """Lightning handles SIGTERM up to now; from now on, until its end, the run does."""
+    yield
+    if (context := reference()) is not None:
+        context.termination.handle()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from lightning_perf.background import waiting
 from lightning_perf.errors import describe, warn
+from lightning_perf.run.termination import hurried
 from lightning_perf.traces.folder import RunFolder, TraceOptions, folder_of
 from lightning_perf.traces.uploads import TraceRun
 from lightning_perf.traces.writer import TraceWriter
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 #: Seconds for MLflow to return the run's name at set-up, and for the file that is being made when
 #: all other waits are over.
 _NAME_TIMEOUT, _LAST_FILE_TIMEOUT = 10.0, 300.0
-#: Seconds that it waits for a file after Ctrl-C.
+#: Seconds that it waits for a file after a signal.
 _INTERRUPTED_TIMEOUT = 10.0
 #: Seconds before a wait at the end of the run is shown.
 SILENT = 2.0
@@ -169,31 +170,24 @@ class Reporting:
     def close(self, file_worker: Worker, file_timeout: float, timeout: float) -> None:
         """Wait at most so many seconds for files and uploads; warn about metrics not sent.
 
-        Ctrl-C ends the waiting, and is raised again at the end.
+        A signal ends the waiting.
         """
-        interrupt: KeyboardInterrupt | None = None
         for worker, what, seconds, last in (
             (file_worker, "finishing files", file_timeout, _LAST_FILE_TIMEOUT),
             (self._worker, "uploading", timeout, 0.0),
         ):
-            try:
-                for target in self._own:
-                    target.flush()
-                if interrupt is None and not worker.close(SILENT):
-                    # Only rank 0 shows its progress.
-                    wait = waiting(what, worker.pending, seconds) if self._first else nullcontext()
-                    with wait as progress:
-                        if not worker.close(seconds, progress):
-                            worker.abandon(last)
-            except KeyboardInterrupt as error:
-                interrupt = error
-            if interrupt is not None:
-                worker.abandon(min(last, _INTERRUPTED_TIMEOUT))
+            for target in self._own:
+                target.flush()
+            if not worker.close(SILENT, until=hurried):
+                # Only rank 0 shows its progress.
+                shows = self._first and not hurried()
+                wait = waiting(what, worker.pending, seconds) if shows else nullcontext()
+                with wait as progress:
+                    if not worker.close(seconds, progress, hurried):
+                        worker.abandon(min(last, _INTERRUPTED_TIMEOUT) if hurried() else last)
         for target in self._own:
             target.warn_lost()
         self.deliver()
-        if interrupt is not None:
-            raise interrupt
 
     def remove_temporary(self) -> None:
         """Remove temporary folders, after all files are moved or uploaded."""

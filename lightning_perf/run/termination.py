@@ -1,0 +1,72 @@
+"""SIGINT and SIGTERM at the end of a run: they act after what was recorded is named."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_SIGNALS: tuple[int, ...] = signal.SIGINT, signal.SIGTERM
+# Signals that are held back.
+_came: list[int] = []
+
+
+def hurried() -> bool:
+    """Whether a signal waits for the end of the run, which then waits for nothing itself."""
+    return bool(_came)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM in the block, and deliver them after it.
+
+    Otherwise Ctrl-C would raise between any two lines, and SIGTERM, which Lightning handles only
+    while it trains, would end the process. Only the main thread receives signals.
+    """
+    handlers: dict[int, Any] = {}
+    try:
+        for number in _SIGNALS if _in_main_thread() else ():
+            if (handler := signal.getsignal(number)) is not None:  # made by Python
+                handlers[number] = handler
+                signal.signal(number, lambda number, _: _came.append(number))
+        yield
+    finally:
+        while handlers:  # the last one first: Ctrl-C raises here
+            number, handler = handlers.popitem()
+            signal.signal(number, handler)
+            if number in _came:
+                _came[:] = [other for other in _came if other != number]
+                signal.raise_signal(number)
+
+
+class Termination:
+    """Calls a function before SIGTERM ends the process, if nothing else handles the signal."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self._end = end
+
+    def handle(self) -> None:
+        """Start."""
+        if _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self)
+
+    def __call__(self, number: int, frame: object) -> None:  # noqa: ARG002
+        """Handle the signal."""
+        try:
+            self._end()
+        finally:
+            self.restore()
+            signal.raise_signal(number)
+
+    def restore(self) -> None:
+        """Stop; may be called more than once."""
+        if _in_main_thread() and signal.getsignal(signal.SIGTERM) is self:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,170 @@
+"""Signals at any moment of a training: it ends as without us, and what was recorded is named.
+
+A moment is a number of Python's calls, so that it is the same in each run. Set
+``LIGHTNING_PERF_MOMENTS`` to sweep more of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from helpers.faults import Ended, ForkServer
+from helpers.small import Records, Small, trainer
+
+from lightning_perf import Profiler, always_on
+from lightning_perf.profilers.windows import Recorded, Recording
+from lightning_perf.tracking.summary import read_summary
+
+pytestmark = pytest.mark.slow
+
+#: Moments per signal, with our callbacks.
+MOMENTS = int(os.environ.get("LIGHTNING_PERF_MOMENTS", "8"))
+SIGNALS = {
+    "SIGINT": [signal.SIGINT],
+    "SIGTERM": [signal.SIGTERM],
+    "SIGINT twice": [signal.SIGINT, signal.SIGINT],
+    "SIGINT, SIGTERM": [signal.SIGINT, signal.SIGTERM],
+}
+#: Calls between two signals.
+APART = 3000
+
+
+class Plain(Profiler):
+    """Records a constant, and completes each file slowly on the worker thread."""
+
+    further_files = {"page": ("rank{rank}.{batch}.html", None)}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__("every 4ba", None, None, "plain", "rank{rank}.{batch}.json")
+
+    def record(self, path: Path, context: Any, warmup: int) -> Recording:
+        path.write_text("recorded")
+        yield None
+        return Recorded(lambda: time.sleep(0.05), further={"page": _draw})
+
+
+def _draw(page: Path) -> None:
+    time.sleep(0.05)
+    page.write_text("drawn</html>")
+
+
+class Counts(L.Callback):
+    """Writes a byte per batch that has ended."""
+
+    def __init__(self) -> None:
+        self.file = os.open("batches", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        os.write(self.file, b".")
+
+
+class Sender:
+    """Sends signals to this process at some numbers of calls, and notes what must follow."""
+
+    def __init__(self, signals: list[int], first: int, run: L.Trainer) -> None:
+        self.due = {first + APART * at: number for at, number in enumerate(signals)}
+        self.calls, self.run = 0, run
+        #: Exit codes, and where the first signal came.
+        self.codes: list[int] = []
+        self.where = ""
+        #: The first call of these functions.
+        self.marks = dict.fromkeys(("setup", "on_train_batch_end", "_teardown"), 0)
+
+    def __call__(self, frame: Any, event: str, argument: object) -> None:
+        self.calls += 1
+        if not self.marks.get(frame.f_code.co_name, 1):
+            self.marks[frame.f_code.co_name] = self.calls
+        if self.calls in self.due:
+            number = self.due.pop(self.calls)
+            self.note(frame, number)
+            os.kill(os.getpid(), number)
+
+    def note(self, frame: Any, number: int) -> None:
+        stack = []
+        while frame is not None:
+            stack.append(frame.f_code.co_name)
+            frame = frame.f_back
+        self.where = self.where or " < ".join(stack[:8])
+        if number == signal.SIGINT:
+            self.codes.append(1 if "_call_and_handle_interrupt" in stack else -number)
+        else:
+            handled = bool(self.run._signal_connector._original_handlers)
+            self.codes.append(0 if handled else -number)
+        Path("sent").write_text(json.dumps([self.codes, self.where]))
+
+
+def train(signals: list[int], first: int, with_ours: bool) -> None:
+    """Train in this process, and send signals to it."""
+    ours = [Plain(), always_on(show_summary=False)] if with_ours else []
+    options = {"max_epochs": 2, "limit_val_batches": 2, "enable_checkpointing": True}
+    run = trainer(Path("out"), *ours, Counts(), logger=Records(), **options)
+    model = Small()
+    send = Sender(signals, first, run)
+    sys.setprofile(send)
+    run.fit(model)
+    sys.setprofile(None)
+    Path("calls").write_text(json.dumps([1, *send.marks.values(), send.calls]))
+
+
+def check(folder: Path, ended: Ended, with_ours: bool) -> None:
+    """The process ended as Lightning alone would have, and nothing recorded is lost."""
+    codes, where = [0], ""
+    if (folder / "sent").exists():
+        codes, where = json.loads((folder / "sent").read_text())
+    said = where, ended.stderr[-1500:]
+    assert ended.code in codes, (ended.code, codes, said)
+    if not with_ours:
+        return
+    out = folder / "out"
+    spools = [path for path in out.rglob(".spool*") if path.stat().st_size]
+    assert not spools, (spools, said)
+    batches = folder / "batches"
+    if batches.exists() and batches.stat().st_size:
+        summary = out / "records-version_0" / "summary.json"
+        assert summary.exists(), said
+        assert read_summary(summary)["status"] != "running", said
+
+
+def sweep(
+    server: ForkServer, folder: Path, signals: list[int], moments: int, with_ours: bool
+) -> None:
+    whole = server.run(folder / "whole", train, [], 0, with_ours)
+    check(folder / "whole", whole, with_ours)
+    marks = json.loads((folder / "whole" / "calls").read_text())
+    parts = pairwise(marks)
+    # As many during imports, set-up, training and the end.
+    each = moments // (len(marks) - 1)
+    calls = [a + (b - a) * number // each for a, b in parts for number in range(each)]
+    for some in batched(calls, 4):
+        at_once = [server.start(folder / str(at), train, signals, at, with_ours) for at in some]
+        for child in at_once:
+            check(child.folder, child.wait(), with_ours)
+
+
+def batched(values: list[int], size: int) -> list[list[int]]:
+    return [values[at : at + size] for at in range(0, len(values), size)]
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_at_any_moment_loses_nothing(
+    fork_server: ForkServer, tmp_path: Path, name: str
+) -> None:
+    """The exit code is Lightning's, the summary is there, and no recording lacks its name."""
+    sweep(fork_server, tmp_path, SIGNALS[name], MOMENTS, True)
+
+
+def test_the_exit_codes_are_those_of_lightning_alone(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """The codes that the tests expect are right without us."""
+    for name in ("SIGINT", "SIGTERM"):
+        sweep(fork_server, tmp_path / name, SIGNALS[name], MOMENTS // 2, False)
