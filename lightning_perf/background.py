@@ -12,13 +12,14 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_perf.errors import warn
 from lightning_perf.terminal import new_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 T = TypeVar("T")
 Job = Callable[[], object]
@@ -133,7 +134,9 @@ class Worker:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._changed = threading.Condition(threading.RLock())
+        # Entered itself: Ctrl-C can raise in the methods of a Condition, which then stays locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         #: When they are due, their number (so that no jobs are compared), labels and jobs.
         self._queue: list[tuple[float, int, str, Job]] = []
         self._numbers = count()
@@ -141,11 +144,11 @@ class Worker:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def _guard(self) -> threading.Condition:
+    def _guard(self) -> AbstractContextManager[Any]:
         """The lock of this process; after a fork the parent's may stay locked."""
         if self._pid != os.getpid():
             self._reset()
-        return self._changed
+        return self._lock
 
     def _start(self) -> bool:
         if self._thread is None:

@@ -21,6 +21,7 @@ from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.compat import evaluation_ends, resumes, validates_next
 from lightning_perf.run.destination import new_writer
+from lightning_perf.run.termination import signals_held
 from lightning_perf.schedule import (
     FOREVER,
     Cyclic,
@@ -335,6 +336,7 @@ class Profiler(PerfCallback):
         if not self.schedule.watches:
             self._asleep_until = quiet_until - lead
 
+    @signals_held()  # Ctrl-C between two lines would lose a recording
     def _start(self, context: RunContext, window: Hashable, warmup: int = 0) -> None:
         assert self._writer is not None  # otherwise no window would be searched
         self._opened = self._opened or not warmup
@@ -368,6 +370,7 @@ class Profiler(PerfCallback):
             ):
                 other._stop(context)
 
+    @signals_held()
     def _stop(self, context: RunContext, cut_short: bool = False) -> None:
         """Close the open recording and save it, including the part of an interrupted batch."""
         running, self._open = self._open, None

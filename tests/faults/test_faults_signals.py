@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from helpers.faults import Ended, ForkServer
+from helpers.faults import Ended, ForkServer, Planted, raises
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import Profiler, always_on
@@ -35,7 +35,7 @@ SIGNALS = {
     "SIGINT, SIGTERM": [signal.SIGINT, signal.SIGTERM],
 }
 #: Calls between two signals.
-APART = 3000
+APART = 1000
 
 
 class Plain(Profiler):
@@ -80,6 +80,8 @@ class Sender:
         self.marks = dict.fromkeys(("setup", "on_train_batch_end", "_teardown"), 0)
 
     def __call__(self, frame: Any, event: str, argument: object) -> None:
+        if event != "call":  # there Python handles signals, not where a function in C returns
+            return
         self.calls += 1
         if not self.marks.get(frame.f_code.co_name, 1):
             self.marks[frame.f_code.co_name] = self.calls
@@ -89,16 +91,18 @@ class Sender:
             os.kill(os.getpid(), number)
 
     def note(self, frame: Any, number: int) -> None:
-        stack = []
+        stack, files = [], set()
         while frame is not None:
             stack.append(frame.f_code.co_name)
+            files.add(Path(frame.f_code.co_filename).name)
             frame = frame.f_back
         self.where = self.where or " < ".join(stack[:8])
         if number == signal.SIGINT:
             self.codes.append(1 if "_call_and_handle_interrupt" in stack else -number)
         else:
             handled = bool(self.run._signal_connector._original_handlers)
-            self.codes.append(0 if handled else -number)
+            changing = "signal_connector.py" in files
+            self.codes += [0, -number] if changing else [0 if handled else -number]
         Path("sent").write_text(json.dumps([self.codes, self.where]))
 
 
@@ -121,6 +125,8 @@ def check(folder: Path, ended: Ended, with_ours: bool) -> None:
     if (folder / "sent").exists():
         codes, where = json.loads((folder / "sent").read_text())
     said = where, ended.stderr[-1500:]
+    if "Exception ignored in" in ended.stderr:  # by Python, where it deletes an object
+        codes = [*codes, 0]
     assert ended.code in codes, (ended.code, codes, said)
     if not with_ours:
         return
@@ -168,3 +174,38 @@ def test_the_exit_codes_are_those_of_lightning_alone(
     """The codes that the tests expect are right without us."""
     for name in ("SIGINT", "SIGTERM"):
         sweep(fork_server, tmp_path / name, SIGNALS[name], MOMENTS // 2, False)
+
+
+class Late(L.Callback):
+    """Sends SIGTERM after Lightning has stopped to handle it."""
+
+    def on_fit_end(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_late() -> None:
+    run = trainer(Path("out"), Plain(), always_on(show_summary=False), Late(), logger=Records())
+    run.fit(Small())
+
+
+def test_sigterm_between_training_and_teardown_loses_nothing(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """The run ends first, then the process, by the signal."""
+    ended = fork_server.run(tmp_path, train_late)
+    assert ended.code == -signal.SIGTERM
+    assert (tmp_path / "out" / "records-version_0" / "summary.json").exists()
+    names = {path.name for path in (tmp_path / "out" / "plain").glob("*")}
+    assert {f"rank0.{batch}.json" for batch in (5, 9, 13)} <= names
+    assert not [name for name in names if name.startswith(".spool")]
+
+
+def test_handlers_are_as_before_a_fit(tmp_path: Path) -> None:
+    """Neither a fit nor one that raises leaves a handler of ours."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    trainer(tmp_path, always_on(show_summary=False)).fit(Small())
+    with pytest.raises(RuntimeError):
+        trainer(tmp_path, always_on(show_summary=False), Planted("on_fit_end", raises, 16)).fit(
+            Small()
+        )
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

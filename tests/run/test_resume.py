@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.faults import ForkServer
-from helpers.small import Small, trainer
+from helpers.small import Records, Small, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_perf import Cyclic, Every, Fixed, SpeedMonitor, Suite
+from lightning_perf import Cyclic, Every, Fixed, SpeedMonitor, Suite, WindowCallback
 from lightning_perf.run.callback import PerfCallback
 
 pytestmark = pytest.mark.slow
@@ -121,3 +121,63 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
     code, after = train(fork_server, tmp_path, 0, tmp_path / f"step={killed_at - 1}.ckpt")
     assert code == 0
     assert after == uninterrupted[killed_at - 1 :]
+
+
+class Logged(Small):
+    """Logs by ``self.log`` wherever our callbacks log."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("theirs", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("validate/theirs", float(batch_idx))
+
+
+class Batches(WindowCallback):
+    columns = ("progress/batches",)
+
+    def on_window(self, window: Any) -> dict[str, float]:
+        return {"ours": window.total("progress/batches")}
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming")
+@pytest.mark.parametrize(
+    ("saved", "options"),
+    [
+        ({"every_n_epochs": 1}, {}),
+        ({"save_on_train_epoch_end": True}, {"accumulate_grad_batches": 3}),
+        ({"every_n_train_steps": 6}, {"val_check_interval": 8}),
+        ({"every_n_train_steps": 8}, {"val_check_interval": 8}),
+        (
+            {"monitor": "validate/theirs", "save_on_train_epoch_end": False},
+            {"val_check_interval": 4},
+        ),
+    ],
+)
+def test_steps_are_those_of_self_log(
+    tmp_path: Path, saved: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Metrics of one moment have one step, also in validation and after any checkpoint."""
+
+    def train(epochs: int, checkpoint: Path | None = None) -> None:
+        logs, saves = Records(), ModelCheckpoint(tmp_path / "saved", save_top_k=-1, **saved)
+        run = trainer(
+            tmp_path, Batches(), saves, logger=logs, max_epochs=epochs, limit_val_batches=2,
+            enable_checkpointing=True, log_every_n_steps=2, num_sanity_val_steps=0, **options,
+        )  # fmt: skip
+        run.fit(Logged(), ckpt_path=checkpoint)
+        for name in ("", "validate/"):
+            ours = dict.fromkeys(step for step, _ in logs.of(f"{name}ours"))
+            theirs = [step for step, _ in logs.of(f"{name}theirs")]
+            # The end of training is reported, too.
+            assert theirs
+            assert [step for step in ours if step in theirs] == theirs
+            assert len(ours) <= len(theirs) + (not name)
+
+    train(1)
+    checkpoints = sorted((tmp_path / "saved").glob("*.ckpt"))
+    assert checkpoints
+    for checkpoint in checkpoints:
+        train(2, checkpoint=checkpoint)
