@@ -221,6 +221,8 @@ class RunSummary:
         # Meanwhile another process of the run may have added its stages.
         _, self._earlier = _file(path.parent, self._own["run"])
         self.join()
+        if self._root.mirror is None:  # the store has what is no longer here
+            found = {each for each in found if each.exists()}
         found |= {each for each in path.parent.rglob("*") if each.is_file()}
         files = sorted(
             each.relative_to(root).as_posix() if each.is_relative_to(root) else str(each)

@@ -158,6 +158,11 @@ class TraceWriter:
             else:
                 self._leave_out(trace, "the run ended first")
         self._uploads.park(self._uploads.unsent, "the run ended first")
+        gone = [path for path in self.saved_in_run if not path.exists()]
+        if gone and not self._is_mirrored(gone[0]):
+            why = "they were moved or deleted after they were written"
+            message = f"files of this run are gone, {gone[0]} and {len(gone) - 1} more: {why}."
+            self._run.digest.once(f"kinds of files are gone: {why}", message)
 
     def _leave_out(self, trace: Trace, why: str) -> None:
         if self._queued.pop(trace.spooled, None) is not None:

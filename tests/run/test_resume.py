@@ -142,7 +142,7 @@ class Batches(WindowCallback):
         return {"ours": window.total("progress/batches")}
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming")
+@pytest.mark.filterwarnings("ignore:(You're resuming|Checkpoint directory)")
 @pytest.mark.parametrize(
     ("saved", "options"),
     [
