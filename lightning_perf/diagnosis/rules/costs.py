@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import Impact, called, without_none
+from lightning_perf.diagnosis.rules import PROMISE, Impact, called, without_none
 from lightning_perf.diagnosis.signals import (
     COMPILE,
     COMPUTE,
@@ -64,16 +64,16 @@ def input_bound(signals: Signals) -> Iterable[Impact]:
         waits = np.maximum(waits - excess, 0.0)
     wait, loader = signals.per_batch(waits), signals.setup.loader
     workers = None if loader is None else loader.num_workers
-    advice, step = _faster_loader(signals, wait)
+    advice, saves = _faster_loader(signals, wait)
     evidence = without_none(
         wait_seconds=wait, step_seconds=signals.step_seconds,
         cpu_percent=signals.average("system/cpu_util_simple"),
         iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
-        usable_cpus=signals.setup.cpus, advised_step_seconds=step,
+        usable_cpus=signals.setup.cpus,
     )  # fmt: skip
     yield Impact(
         waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
-        certain=signals.cpus_left if workers else 1.0,
+        saves=saves, certain=signals.cpus_left if workers else 1.0,
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def _cpu_seconds(signals: Signals) -> float | None:
 
 
 def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
-    """DataLoader settings that hide the loading, and the resulting time of a batch."""
+    """DataLoader settings that hide the loading, and the part of the wait that they save."""
     setup, loader, step = signals.setup, signals.setup.loader, signals.step_seconds
     if loader is None:
         return (
@@ -132,10 +132,9 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
             "a shard of its own loads nothing."
         )
         return (
-            f"{measured}. num_workers={workers} {hides}: {duration(faster)} per batch instead "
-            f"of {duration(step)}. {setup.cpus} CPUs are usable."
+            f"{measured}. num_workers={workers} {hides}: {PROMISE}. {setup.cpus} CPUs are usable."
             f"{shards if loader.iterable and workers > 1 else ''}"
-        ), faster
+        ), (step - faster) / wait
     why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
     less = "load less per batch, or prepare the data ahead of training (decoded, resized, cached)"
     if setup.batches_per_epoch == 1:
@@ -237,7 +236,7 @@ def callback_bound(
 
 def logger_bound(signals: Signals) -> Iterable[Impact]:
     """Writing metrics takes long: one impact per logger."""
-    every, step = signals.setup.log_every_n_steps, signals.step_seconds
+    every = signals.setup.log_every_n_steps
     batches, epochs = (
         float(signals.steady(each).sum()) for each in (signals.counts, signals.restarts.calls)
     )
@@ -256,13 +255,12 @@ def logger_bound(signals: Signals) -> Iterable[Impact]:
             yield replace(impact, advice=advice, evidence=evidence)
             continue
         rarer = max(min(round(share / LOGGERS * 4), int(asked / _REPORTS_LEFT)), 2) * every
-        faster = step * (1 - share * (1 - epochs / calls) * (1 - every / rarer))
         advice = (
             f"{impact.culprit} takes {each} per call. Trainer(log_every_n_steps={rarer}) instead "
-            f"of {every} gives {duration(faster)} per batch instead of {duration(step)}."
+            f"of {every} gives {PROMISE}."
         )
-        evidence["advised_step_seconds"] = faster
-        yield replace(impact, advice=advice, evidence=evidence)
+        saves = (1 - epochs / calls) * (1 - every / rarer)
+        yield replace(impact, advice=advice, saves=saves, evidence=evidence)
 
 
 def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
@@ -276,23 +274,20 @@ def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
     saves = max(float(signals.total(writes).calls.sum()), 1.0)
     each = float(seconds.sum() / saves)
     interval = signals.batches / saves
-    step, share = signals.step_seconds, signals.share(seconds)
-    times = max(min(share / CHECKPOINTS * 2, saves / _CHECKPOINTS_LEFT), 2)
+    times = max(min(signals.share(seconds) / CHECKPOINTS * 2, saves / _CHECKPOINTS_LEFT), 2)
     rarer = max(round(interval * times), 2)
-    faster = step * (1 - share * (1 - interval / rarer))
     slowest = max(rows, key=signals.seconds).name
     advice = (
         f"A checkpoint takes {duration(each)} and is written every {interval:.0f} batches. "
-        f"Every {rarer} batches gives {duration(faster)} per batch instead of {duration(step)} "
+        f"Every {rarer} batches gives {PROMISE} "
         "(ModelCheckpoint(every_n_train_steps=...)); save_weights_only=True writes less."
     )
     evidence = {
         "checkpoints": saves, "seconds_per_checkpoint": each, "batches_between": interval,
-        "advised_step_seconds": faster,
     }  # fmt: skip
     yield Impact(
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),
-        "checkpoint", evidence=evidence, advice=advice, whole_run=True,
+        "checkpoint", evidence=evidence, advice=advice, saves=1 - interval / rarer, whole_run=True,
     )  # fmt: skip
 
 
@@ -305,20 +300,17 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
     costs = {name: float(each.sum()) for name, each in signals.within(rows).items()}
     phase = max(costs, key=costs.__getitem__, default="validation")
-    share = float(seconds.sum() / signals.wall.sum())
-    faster = signals.step_seconds * (1 - share / 2)
     advice = (
         "Validate half as often (val_check_interval, check_val_every_n_epoch) or on half as many "
-        f"batches (limit_val_batches): training is then {1 / (1 - share / 2):.2f}x faster."
+        f"batches (limit_val_batches): {PROMISE}, validation included."
     )
     if phase == "dataloader_next":
         starts = sum(signals.seconds(row) for row in rows if row.name == "iter")
         advice += _faster_validation(signals.setup.validation_loader, starts > costs[phase] / 2)
     yield Impact(  # too rare for a bootstrap
-        seconds, 1.0, f"validate.{phase}", "validation", advice=advice, whole_run=True,
+        seconds, 1.0, f"validate.{phase}", "validation", advice=advice, saves=0.5, whole_run=True,
         on_host=False, evidence={
             "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
-            "advised_step_seconds": faster,
         },
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import LEAST, Impact, graded
+from lightning_perf.diagnosis.rules import LEAST, Impact
 from lightning_perf.diagnosis.signals import STRATEGY, Unknown
 from lightning_perf.units import duration
 
@@ -58,8 +58,6 @@ _LEAST_ONCE = 0.1
 _UNIFORM = 0.5
 #: Phases in which a GPU computes. One counts if its excess is at least this share of the largest.
 _COMPUTED, _COUNTS = ("forward", "backward", "optimizer"), 0.25
-#: Share of the time that the others wait for a straggler, for a warning.
-_STRAGGLER = 0.10
 #: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
 _TIME_SLICE = 4e-3
 
@@ -280,7 +278,7 @@ def straggler(signals: Signals) -> Iterable[Impact]:
     """One rank, or one node, makes the others wait."""
     windows = _windows(signals)[signals.start :]
     found = straggler_of([work_of(window) for window in windows if window.batches])
-    if found is None or found.seconds < LEAST or found.share < _STRAGGLER / 2:
+    if found is None or found.seconds < LEAST:
         return
     who = f"node {found.node}" if found.rank is None else f"rank {found.rank}"
     evidence: dict[str, float | str] = {
@@ -294,11 +292,10 @@ def straggler(signals: Signals) -> Iterable[Impact]:
         "of the data and its callbacks with those of the others."
     )
     # With other programs on the CPUs, any rank is late occasionally.
-    certain = found.share * (1 if found.chronic else 1 - _taken(signals))
-    severity = graded(certain, certain >= _STRAGGLER)
+    certain = 1.0 if found.chronic else 1 - _taken(signals)
     yield Impact(
-        found.share * signals.wall, None, who, found.phase, found.rank, evidence, advice,
-        whole_run=True, on_host=False, severity=severity, within={},
+        found.share * signals.wall, 1.0, who, found.phase, found.rank, evidence, advice,
+        whole_run=True, on_host=False, certain=certain, inferred=True, within={},
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from lightning_perf.diagnosis.rules import (
     Impact,
     Verdict,
     called,
-    graded,
     without_none,
 )
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, IN_BATCHES, Signals, Unknown
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Minimum share of the run, and seconds, of a warm-up for a warning; minimum ratio of the first
 #: step to the median.
-_WARMUP, _WARMUP_SECONDS, _WARMUP_RATIO = 0.05, 0.4, 10.0
+WARMUP, _WARMUP_SECONDS, _WARMUP_RATIO = 0.05, 0.4, 10.0
 #: Hooks that callbacks and modules run once before the first batch.
 _BEFORE = (".on_train_start", ".on_train_epoch_start")
 #: Stalls are further optimizer steps if the numbers of both differ by this share at most.
@@ -34,9 +33,8 @@ _ALIKE = 0.2
 _FEWEST_COMPILATIONS, _FEWEST_STALLS = 3, 3
 #: Stalls of which a larger share are adjacent are a series of slow batches.
 _CONTIGUOUS = 0.8
-#: Minimum share of the run of a slowdown for a warning, minimum ratio of the step times, and
-#: minimum steps on both sides.
-_SLOWDOWN, _SLOWER, _SUSTAINED = 0.10, 1.10, 50
+#: Minimum ratio of the step times of a slowdown, and minimum steps on both sides.
+_SLOWER, _SUSTAINED = 1.10, 50
 #: The minimum share of the model's own work, and the MFU below which it may be faster.
 _COMPUTE, _LOW_MFU = 0.8, 0.4
 
@@ -57,7 +55,7 @@ def warmup(signals: Signals) -> Iterable[Impact]:
     # Waiting for a CPU meanwhile, beyond the usual wait, is not part of the warm-up.
     usually = signals.counts[:1] * signals.per_batch(signals.waiting)
     certain = lost - float(np.maximum(signals.waiting[:1] - usually, 0.0).sum())
-    if before + first < _WARMUP_RATIO * median or certain < max(_WARMUP * wall, _WARMUP_SECONDS):
+    if before + first < _WARMUP_RATIO * median or certain < max(WARMUP * wall, _WARMUP_SECONDS):
         return
     over = dict.fromkeys(IN_BATCHES, 0.0)
     if len(signals.windows) > (signals.start or 1):
@@ -79,8 +77,9 @@ def warmup(signals: Signals) -> Iterable[Impact]:
     if compiling > 0.5 * first:
         advice += " Most of it is compilation, which torch.compile's cache can save."
     yield Impact(
-        np.where(np.arange(len(signals.windows)) > 0, 0.0, lost), None, culprit, phase, None,
-        evidence, advice, whole_run=True, on_host=False, severity="warning", within={},
+        np.where(np.arange(len(signals.windows)) > 0, 0.0, lost), 1.0, culprit, phase, None,
+        evidence, advice, whole_run=True, on_host=False, inferred=True, highest="warning",
+        within={},
     )  # fmt: skip
 
 
@@ -109,12 +108,12 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
         return
     seconds, calls = signals.total(rows)
     count = max(float(calls.sum()), 1.0)
-    advice = (
-        f"Collections take {duration(signals.per_batch(seconds))} per batch, mostly during "
-        f"{called(most.name)}. Do not call gc.collect() there; keep fewer Python objects alive, "
-        "call gc.freeze() after set-up, or raise gc.set_threshold()."
-    )
     each = float(seconds.sum() / count)
+    advice = (
+        f"A collection takes {duration(each)}, mostly during {called(most.name)}. Do not call "
+        "gc.collect() there; keep fewer Python objects alive, call gc.freeze() after set-up, or "
+        "raise gc.set_threshold()."
+    )
     events = count if count < 0.5 * signals.batches else None
     yield Impact(
         seconds, events, most.name, most.category, advice=advice,
@@ -144,7 +143,7 @@ def periodic_stall(signals: Signals) -> Iterable[Impact]:
         )
         yield Impact(
             excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False,
-            severity="info",
+            highest="info",
         )  # fmt: skip
         return
     where = f", in {phase}" if phase else ""
@@ -199,8 +198,7 @@ def slowdown(signals: Signals) -> Iterable[Impact]:
         .clip(0, len(signals.windows) - 1),
         weights=over, minlength=len(signals.windows),
     )  # fmt: skip
-    share = float(over.sum() / signals.wall.sum())
-    if share < _SLOWDOWN / 3 or after - before < LEAST:
+    if after - before < LEAST:
         return
     if _growth(signals, signals.waiting, window) > 0.5 * (after - before):
         return  # other programs took the CPU: `cpu-saturated` reports it
@@ -216,12 +214,11 @@ def slowdown(signals: Signals) -> Iterable[Impact]:
         f"{duration(before)}.{where} Look for state that grows, for throttling, and "
         "for other programs on the machine."
     )
-    severity = graded(share, share >= _SLOWDOWN or after >= 2 * before)
     grown = {name: max(_growth(signals, signals.category(name), window), 0) for name in IN_BATCHES}
     total = sum(grown.values())
     yield Impact(
-        np.maximum(lost, 0.0), None, culprit, phase, None, evidence, advice, whole_run=True,
-        on_host=False, severity=severity,
+        np.maximum(lost, 0.0), 1.0, culprit, phase, None, evidence, advice, whole_run=True,
+        on_host=False, inferred=True,
         within={n: each / total * np.maximum(lost, 0.0) for n, each in grown.items() if total},
     )  # fmt: skip
 
