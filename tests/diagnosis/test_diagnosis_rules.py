@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from lightning_perf.diagnosis import CODES, RULES, FunctionRule, Verdict, diagnose
 from lightning_perf.diagnosis.report import evidence_text, headline, report_page
 from lightning_perf.diagnosis.rules import severity_of
+from lightning_perf.diagnosis.rules import steps as steps_rules
 from lightning_perf.diagnosis.rules.costs import checkpoint_bound, logger_bound
 from lightning_perf.diagnosis.signals import (
     GC,
@@ -1246,6 +1247,51 @@ def test_memory_of_our_own_recorders_is_not_the_users(
     )  # fmt: skip
     codes = [each.code for each in diagnose(signals).verdicts]
     assert ("host-memory-growth" in codes) is blamed
+
+
+def test_collections_of_our_own_recorders_are_not_the_users() -> None:
+    """Windows in which a profiler records, and the next ones, do not count."""
+    collections = Action("gc", "forward", "training_step")
+    recorded = [(0.0, int(number in (3, 7))) for number in range(WINDOWS)]
+    named = {collections: rarely(0.4, 3, 4, 7, 8), RECORDING: recorded}
+    signals = signals_of({**FINE, "forward": window(3, 4, 7, 8, seconds=0.5)}, named=named)
+    assert "gc-pauses" not in [each.code for each in diagnose(signals).verdicts]
+    signals = replace(signals, costs=[{collections: each[collections]} for each in signals.costs])
+    assert "gc-pauses" in [each.code for each in diagnose(signals).verdicts]
+
+
+@pytest.mark.parametrize("columns", [{}, {"timings/device/batches": [10.0] * 2}])
+def test_the_largest_phase_is_that_of_usual_batches(columns: dict[str, list[float]]) -> None:
+    """The first window of two does not decide, nor how long a host takes to start kernels."""
+    if columns:
+        device = {"forward": 0.1, "backward": 0.3, "optimizer_step": 0.05}
+        columns |= {f"timings/device/{name}": [each] * 2 for name, each in device.items()}
+    forward = 0.04 if columns else [0.2, 0.02]
+    times = {"forward": forward, "backward": 0.03, "optimizer_step": 0.01}
+    signals = signals_of(times, 2, columns=columns, mfu=0.1)
+    (found,) = steps_rules.compute_bound(signals)
+    assert found.phase == "backward"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_short_epochs_may_need_no_workers(persistent: bool) -> None:
+    """Starting workers is not loading, and the cost at which none are faster is known."""
+    starts = Action("train", "dataloader_next", "iter")
+    loader = Loader(2, 16, persistent_workers=persistent)
+    signals = signals_of(
+        {**FINE, "dataloader_next": 0.03},
+        named={
+            starts: every(0.2, 1), FETCHES: every(0.1, 9),
+            Action("train", "dataloader_next", "first fetch"): every(0.0, 1),
+        },
+        setup=Setup(cpus=8, loader=loader, batches_per_epoch=10),
+    )  # fmt: skip
+    found = {each.code: each for each in diagnose(signals).verdicts}
+    advice = found["epoch-restart"].advice
+    assert "num_workers=0 is faster if it loads a batch in less than 30.0 ms." in advice
+    assert ("persistent_workers=True" in advice) is not persistent
+    # Two workers load two batches in the 120 ms of two batches without the starts.
+    assert "Loading a batch of 16 takes a worker up to 1" in found["input-bound"].advice
 
 
 def test_our_own_callbacks_have_a_name_that_users_know() -> None:

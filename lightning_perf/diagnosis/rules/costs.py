@@ -100,7 +100,9 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
             "the training data does not come from a DataLoader."
         ), None
     rest = max(step - wait, 1e-6)
-    fetch = wait if loader.num_workers == 0 else loader.num_workers * step  # of one worker
+    # Workers that start, or that validation waits for, do not load batches of training.
+    apart = signals.per_batch(signals.restarts.seconds + signals.category("validation"))
+    fetch = loader.num_workers * (step - apart) or wait  # of one worker
     needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) >= _BUSY
     most = max(setup.cpus if needs_cpu else _WORKERS_PER_CPU * setup.cpus, 1)
     # Workers need CPUs that the model and other programs use, too.
@@ -113,10 +115,10 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
         # the idle CPU time can be used.
         floor, worthwhile = (on_cpus + max(step, on_cpus)) / 2, _CONTESTED
     # A tenth more than needed: workers do not finish in step.
-    workers = min(max(ceil(1.1 * fetch / floor), 1), most)
+    workers = min(max(ceil(1.1 * fetch / max(floor - apart, 1e-6)), 1), most)
     # Nothing loads the first batch of an epoch ahead.
     first = fetch / setup.batches_per_epoch if setup.batches_per_epoch else 0.0
-    faster = max(floor, fetch / workers) + (0.0 if loader.num_workers else first)
+    faster = max(floor, apart + fetch / workers) + (0.0 if loader.num_workers else first)
     batch = f"a batch of {loader.batch_size}" if loader.batch_size else "a batch"
     item = f", {duration(fetch / loader.batch_size)} per item" if loader.batch_size else ""
     # If training waits for the handover only, workers load faster than it asks.
@@ -141,7 +143,14 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
         less = "an epoch has one batch, and workers load ahead within an epoch. Use longer epochs"
     elif floor >= (1 - worthwhile) * step and foreign > FOREIGN:
         less = f"other programs use {foreign:.0f}% of the CPUs. End them first, or {less}"
-    return f"{measured} ({why}). More workers would not help: {less}.", None
+    none = f" {_no_workers(signals)}." if loader.num_workers else ""
+    return f"{measured} ({why}). More workers would not help: {less}.{none}", None
+
+
+def _no_workers(signals: Signals) -> str:
+    """When loading without workers is faster: how long it may take is not measured with them."""
+    cost = signals.per_batch(signals.waits + signals.restarts.seconds)
+    return f"num_workers=0 is faster if it loads a batch in less than {duration(cost)}"
 
 
 def transfer_bound(signals: Signals) -> Iterable[Impact]:
@@ -172,16 +181,19 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     loader = signals.setup.loader
     each = float(seconds.sum() / epochs.sum())
     advice = f"An epoch begins with {duration(each)} of waiting. Use longer epochs."
+    workers = 0 if loader is None else loader.num_workers
     if signals.setup.reloads:
         advice = (
             f"An epoch begins with {duration(each)} of waiting for a new DataLoader: reload it "
             "less often (reload_dataloaders_every_n_epochs)."
         )
-    elif loader is not None and loader.num_workers and not loader.persistent_workers:
+    elif loader is not None and workers and not loader.persistent_workers:
         advice = (
-            f"An epoch begins with {duration(each)} of waiting for {loader.num_workers} new "
+            f"An epoch begins with {duration(each)} of waiting for {workers} new "
             "workers: set persistent_workers=True in the DataLoader."
         )
+    if workers:
+        advice += f" {_no_workers(signals)}."
     slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
                   key=signals.seconds)  # fmt: skip
     yield Impact(
@@ -299,7 +311,11 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     # Checkpoints that are written meanwhile are apart.
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
     costs = {name: float(each.sum()) for name, each in signals.within(rows).items()}
+    compilations = [r for r in signals.actions if (r.stage, r.category) == (COMPILE, "validation")]
+    if "forward" in costs:
+        costs["forward"] -= float(signals.total(compilations).seconds.sum())
     phase = max(costs, key=costs.__getitem__, default="validation")
+    culprit = f"validate.{phase}"
     advice = (
         "Validate half as often (val_check_interval, check_val_every_n_epoch) or on half as many "
         f"batches (limit_val_batches): {PROMISE}, validation included."
@@ -307,8 +323,17 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     if phase == "dataloader_next":
         starts = sum(signals.seconds(row) for row in rows if row.name == "iter")
         advice += _faster_validation(signals.setup.validation_loader, starts > costs[phase] / 2)
+    # A callback, a logger or a hook of the module that makes up the time.
+    named = [row for row in rows if row.category == phase and "." in row.name]
+    slowest = max(named, key=signals.seconds, default=None)
+    if phase not in COMPUTE and slowest and signals.seconds(slowest) > costs[phase] / 2:
+        culprit, calls = slowest.name, float(signals.actions[slowest].calls.sum())
+        advice = (
+            f"{culprit} takes {duration(signals.seconds(slowest) / max(calls, 1.0))} per call in "
+            f"validation: do its work less often. {advice}"
+        )
     yield Impact(  # too rare for a bootstrap
-        seconds, 1.0, f"validate.{phase}", "validation", advice=advice, saves=0.5, whole_run=True,
+        seconds, 1.0, culprit, "validation", advice=advice, saves=0.5, whole_run=True,
         on_host=False, evidence={
             "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
         },

@@ -62,8 +62,8 @@ def warmup(signals: Signals) -> Iterable[Impact]:
         batches, categories = signals.counts[0], {n: signals.category(n) for n in IN_BATCHES}
         over = {n: each[0] - batches * signals.per_batch(each) for n, each in categories.items()}
     phase = max(over, key=over.__getitem__) if any(over.values()) else None
-    compilations = signals.total([row for row in signals.actions if row.stage == COMPILE])
-    compiling = float(compilations.seconds.sum())
+    compilations = [r for r in signals.actions if (r.stage, r.category) == (COMPILE, "forward")]
+    compiling = float(signals.total(compilations).seconds[:1].sum())
     evidence = {
         "first_step_seconds": first, "median_step_seconds": median, "compile_seconds": compiling,
     }  # fmt: skip
@@ -85,7 +85,8 @@ def warmup(signals: Signals) -> Iterable[Impact]:
 
 def recompile(signals: Signals) -> Iterable[Impact]:
     """The module is compiled repeatedly after the warm-up."""
-    seconds, calls = signals.total([row for row in signals.actions if row.stage == COMPILE])
+    rows = [row for row in signals.actions if row.stage == COMPILE]
+    seconds, calls = signals.total(rows)
     times = float(signals.steady(calls).sum())
     if times < _FEWEST_COMPILATIONS:
         return
@@ -97,6 +98,7 @@ def recompile(signals: Signals) -> Iterable[Impact]:
     yield Impact(
         seconds, times, "torch.compile", "forward", advice=advice,
         evidence={"compilations": times, "compile_seconds": float(seconds.sum())},
+        within=signals.within(rows),
     )  # fmt: skip
 
 
@@ -106,7 +108,9 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     most = signals.slowest(rows)
     if most is None:
         return
-    seconds, calls = signals.total(rows)
+    # A profiler of ours collects, and makes more objects to collect.
+    kept = ~signals.recorded
+    seconds, calls = (kept * values for values in signals.total(rows))
     count = max(float(calls.sum()), 1.0)
     each = float(seconds.sum() / count)
     advice = (
@@ -119,7 +123,7 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
         seconds, events, most.name, most.category, advice=advice,
         evidence={"collections": count, "seconds_per_collection": each, "mostly_in": most.name},
         certain=1 - 1 / count,  # a single one may not come again
-        within=signals.within(rows),
+        within={name: kept * values for name, values in signals.within(rows).items()},
     )  # fmt: skip
 
 
@@ -275,11 +279,11 @@ def compute_bound(signals: Signals) -> Iterable[Verdict]:
     """The model's own work takes most of the time, at a low MFU, with free CPUs."""
     if signals.mfu is None:
         raise Unknown("the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted")
-    phases = {name: signals.share(signals.category(name)) for name in COMPUTE}
-    share = sum(phases.values()) - signals.share(signals.waiting)
+    share = sum(signals.share(signals.category(name)) for name in COMPUTE)
+    share -= signals.share(signals.waiting)
     if share < _COMPUTE or signals.mfu >= _LOW_MFU:
         return
-    setup, phase = signals.setup, max(phases, key=phases.__getitem__)
+    setup, phase = signals.setup, max(COMPUTE, key=signals.typical)
     tips = ["fused=True in the optimizer"] if phase == "optimizer_step" else []
     if setup.device == "cuda" and setup.precision.startswith("32"):
         tips.append('precision="bf16-mixed"')
