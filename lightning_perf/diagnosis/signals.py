@@ -323,8 +323,9 @@ class Signals:
     @cached_property
     def recorded(self) -> NDArray[np.bool_]:
         """The windows in which one of our profilers recorded, or handled a recording afterwards."""
-        recording = np.diff(self.recordings, prepend=0.0) > 0
-        return recording | np.append(False, recording)[: len(recording)]
+        before = np.append(0.0, self.recordings)  # at each window's end
+        found: NDArray[np.bool_] = before[1:] > np.append(0.0, before)[: len(before) - 1]
+        return found
 
     # -- input ----------------------------------------------------------------------------------
 
