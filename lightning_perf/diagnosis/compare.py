@@ -28,7 +28,7 @@ _RATES = {
 _STEP, _SAMPLE, _SIZE = ("step", "batch"), ("step", "sample"), ("size", "batch")
 #: All of the time per batch, and that of timed batches alone.
 _WHOLE, _TIMED = ("step", "whole"), ("step", "timed")
-_KINDS = ("step", "phase", "culprit", "rate")
+_KINDS, _RATIOS = ("step", "phase", "culprit", "rate"), ("step", "rate")
 
 
 class Incomparable(ValueError):
@@ -53,7 +53,7 @@ class Change:
     #: The mean of the baselines.
     before: float
     after: float
-    #: 95 % interval of ``after - before``; None if a run has too few windows.
+    #: 95 % interval of ``after - before``, at least ``-before``; None if a run has too few windows.
     low: float | None = None
     high: float | None = None
 
@@ -219,6 +219,9 @@ def _change(key: tuple[str, str], figures: Sequence[_Figures]) -> Change:
             resampled_ratios(*ratio, _RESAMPLES, seed) for seed, ratio in enumerate(ratios)
         )
         chosen = np.random.default_rng(len(others)).integers(len(others), size=_RESAMPLES)
-        differences = now - np.stack(others)[chosen, np.arange(_RESAMPLES)]
-        low, high = map(float, np.quantile(differences, _INTERVAL))
+        then, mean = np.stack(others)[chosen, np.arange(_RESAMPLES)], float(np.mean(before))
+        # Steps and rates are compared by their ratio, which is never negative. Parts of a step may
+        # be 0 in a resample.
+        changes = mean * (now / then - 1) if key[0] in _RATIOS and then.all() else now - then
+        low, high = (max(float(each), -mean) for each in np.quantile(changes, _INTERVAL))
     return Change(*key, float(np.mean(before)), after, low, high)
