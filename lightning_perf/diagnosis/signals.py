@@ -52,8 +52,8 @@ FULL = 90.0
 FOREIGN = 20.0
 #: Actions that occur in fewer than this share of batches are rare: not in each of them.
 _RARE = 0.9
-#: Steps of the optimizer per stall, up to which a step is the stall.
-_MOST_STEPS_PER_STALL = 1.5
+#: Steps of the optimizer per stall, up to which the steps are the stalls.
+_STEPS_PER_STALL = 2
 #: The minimum of further windows for the first one to be dropped as warm-up.
 _FEWEST_WINDOWS = 2
 #: Maximum windows, and numbers in all of them; maximum steps whose times are kept.
@@ -386,19 +386,16 @@ class Signals:
 
         Steps of the optimizer are such events if each of them stalls.
         """
-        batches = max(self.counts.sum(), 1.0)
+        most = _RARE * max(self.counts.sum(), 1.0)
+        limits = {"optimizer_step": min(most, _STEPS_PER_STALL * stalls)}
         rare = [
             row
             for row, series in self.actions.items()
             if (row.stage in (GC, COMPILE) and row.category != "validation")
             or row.category == "checkpoint"
             or (
-                series.calls.sum() < _RARE * batches
-                and ("." in row.name or row.category == "optimizer_step")
-                and (
-                    row.category != "optimizer_step"
-                    or series.calls.sum() <= _MOST_STEPS_PER_STALL * stalls
-                )
+                ("." in row.name or row.category in limits)
+                and series.calls.sum() < limits.get(row.category, most)
             )
         ]
         return self.total([row for row in rare if row.stage != "validate"]).seconds

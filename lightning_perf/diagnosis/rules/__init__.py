@@ -160,10 +160,10 @@ class FunctionRule:
 
 
 class Claim(NamedTuple):
-    """Seconds that a verdict takes."""
+    """Seconds that a verdict takes, in each window."""
 
-    #: By category, and their sum, in each window.
     parts: Mapping[str, Numbers]
+    #: The sum of the parts.
     seconds: Numbers
     #: As of the `Impact`.
     contended: bool
@@ -269,12 +269,11 @@ def judge(
         return
     unclaimed.take(claim)
     evidence = {"seconds_per_batch": each, "lower_bound_share": certain, **impact.evidence}
-    speedup, advice = 1 / (1 - min(share, 0.99)), impact.advice
+    speedup, advice = 0.0, impact.advice
     if impact.saves is not None:
-        speedup = 1 / (1 - min(share * impact.saves, 0.99))
-        now, advised = signals.step_seconds, signals.step_seconds / speedup
-        evidence["advised_step_seconds"] = advised
-        promise = f"{duration(advised)} per batch instead of {duration(now)}"
+        speedup, now = 1 / (1 - min(share * impact.saves, 0.99)), signals.step_seconds
+        evidence["advised_step_seconds"] = now / speedup
+        promise = f"{duration(now / speedup)} per batch instead of {duration(now)}"
         advice = advice.replace(PROMISE, promise)
     yield Verdict(
         code, min(severity, impact.highest, key=SEVERITIES.index), share, speedup, impact.culprit,
