@@ -372,14 +372,14 @@ class Signals:
         and loggers that work occasionally, steps of the optimizer after accumulated batches,
         collections, compilations and starts of epochs.
         """
-        found, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
-        window = np.searchsorted(ends, found.positions + self.dropped, side="right")
+        stalls, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
+        window = np.searchsorted(ends, stalls.positions + self.dropped, side="right")
         window = window.clip(0, max(len(ends) - 1, 0))
-        excess = np.bincount(window, weights=found.excess, minlength=len(ends)).astype(float)
-        excess -= self._rare(len(found.positions))
+        excess = np.bincount(window, weights=stalls.excess, minlength=len(ends)).astype(float)
+        excess -= self._rare(len(stalls.positions))
         if not len(self.firsts):  # otherwise the first batches of epochs are left out
             excess -= self.restarts.seconds
-        return found, np.maximum(excess, 0.0)
+        return stalls, np.maximum(excess, 0.0)
 
     def _rare(self, stalls: int) -> Numbers:
         """Seconds per window of named events that do not occur in each batch.

@@ -152,11 +152,11 @@ class FunctionRule:
     def __call__(self, signals: Signals, unclaimed: Unclaimed | None = None) -> Iterable[Verdict]:
         """The verdicts on what the function finds, as far as no other verdict claims it."""
         unclaimed = unclaimed or Unclaimed(signals)
-        for found in self.find(signals):
-            if isinstance(found, Verdict):
-                yield unclaimed.limited(found)
+        for cause in self.find(signals):
+            if isinstance(cause, Verdict):
+                yield unclaimed.limited(cause)
             else:
-                yield from judge(self.code, self.threshold, signals, found, unclaimed)
+                yield from judge(self.code, self.threshold, signals, cause, unclaimed)
 
 
 class Claim(NamedTuple):
@@ -258,17 +258,17 @@ def judge(
         return
     claim = unclaimed.claim(parts, steady=start > 0, contended=impact.contended)
     share = claim.share
-    each = share * float(signals.wall.sum()) / signals.batches
-    if not each >= _INFO * LEAST:
+    per_batch = share * float(signals.wall.sum()) / signals.batches
+    if not per_batch >= _INFO * LEAST:
         return  # before the bootstrap, which takes most of the time
     waiting = signals.waiting[start:] if impact.contended else None
     certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
     certain = min(certain, share)
-    severity = severity_of(share, certain, threshold, each)
+    severity = severity_of(share, certain, threshold, per_batch)
     if severity is None:
         return
     unclaimed.take(claim)
-    evidence = {"seconds_per_batch": each, "lower_bound_share": certain, **impact.evidence}
+    evidence = {"seconds_per_batch": per_batch, "lower_bound_share": certain, **impact.evidence}
     speedup, advice = 0.0, impact.advice
     if impact.saves is not None:
         speedup, now = 1 / (1 - min(share * impact.saves, 0.99)), signals.step_seconds
@@ -281,9 +281,9 @@ def judge(
     )  # fmt: skip
 
 
-def severity_of(share: float, certain: float, threshold: float, each: float) -> str | None:
+def severity_of(share: float, certain: float, threshold: float, per_batch: float) -> str | None:
     """The severity of a share, its lower bound and its seconds per batch; None if it is small."""
-    if certain >= threshold and each >= LEAST:
+    if certain >= threshold and per_batch >= LEAST:
         critical = certain >= max(CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
         return "critical" if critical else "warning"
     return "info" if certain > 0.0 and share >= _INFO * threshold else None

@@ -179,17 +179,17 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     if epochs.sum() < 2:
         return
     loader = signals.setup.loader
-    each = float(seconds.sum() / epochs.sum())
-    advice = f"An epoch begins with {duration(each)} of waiting. Use longer epochs."
+    per_epoch = float(seconds.sum() / epochs.sum())
+    advice = f"An epoch begins with {duration(per_epoch)} of waiting. Use longer epochs."
     workers = 0 if loader is None else loader.num_workers
     if signals.setup.reloads:
         advice = (
-            f"An epoch begins with {duration(each)} of waiting for a new DataLoader: reload it "
-            "less often (reload_dataloaders_every_n_epochs)."
+            f"An epoch begins with {duration(per_epoch)} of waiting for a new DataLoader: reload "
+            "it less often (reload_dataloaders_every_n_epochs)."
         )
     elif loader is not None and workers and not loader.persistent_workers:
         advice = (
-            f"An epoch begins with {duration(each)} of waiting for {workers} new "
+            f"An epoch begins with {duration(per_epoch)} of waiting for {workers} new "
             "workers: set persistent_workers=True in the DataLoader."
         )
     if workers:
@@ -199,7 +199,7 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     yield Impact(
         seconds, float(epochs.sum()), slowest.name, "dataloader_next", advice=advice,
         whole_run=True,
-        evidence={"epochs": float(epochs.sum()), "seconds_per_epoch": each},
+        evidence={"epochs": float(epochs.sum()), "seconds_per_epoch": per_epoch},
     )  # fmt: skip
 
 
@@ -224,25 +224,25 @@ def callback_bound(
         measured = (*signals.actions[slowest], signals.counts)
         cost, calls, batches = (float(signals.steady(each).sum()) for each in measured)
         calls = max(calls, 1.0)
-        each = cost / calls
+        per_call = cost / calls
         advice = (
-            f"{called(slowest.name)} takes {duration(each)} per call. Call its work less often, or "
-            "move it off the training thread."
+            f"{called(slowest.name)} takes {duration(per_call)} per call. Call its work less "
+            "often, or move it off the training thread."
         )
         culprit = slowest.name
         if owner == _SUITE and owner in signals.setup.ours:
             culprit = f"lightning_perf.{slowest.name.partition('.')[2]}"
         if owner in signals.setup.ours:
             advice = (
-                f"{culprit} takes {duration(each)} per call. It is lightning_perf's own: "
+                f"{culprit} takes {duration(per_call)} per call. It is lightning_perf's own: "
                 "record or report less often (schedule), or leave it out."
             )
         elif owner in _BARS:
-            advice = f"{owner} takes {duration(each)} per update: raise its refresh_rate."
+            advice = f"{owner} takes {duration(per_call)} per update: raise its refresh_rate."
         yield Impact(
             seconds, calls if calls < 0.5 * batches else None,
             culprit, slowest.category, advice=advice,
-            evidence={"calls": calls, "seconds_per_call": each}, within=within,
+            evidence={"calls": calls, "seconds_per_call": per_call}, within=within,
         )  # fmt: skip
 
 
@@ -254,13 +254,13 @@ def logger_bound(signals: Signals) -> Iterable[Impact]:
     )
     for impact in callback_bound(signals, ("logging",)):
         share, calls = signals.share(impact.seconds), float(impact.evidence["calls"])
-        each = duration(float(impact.evidence["seconds_per_call"]))
+        per_call = duration(float(impact.evidence["seconds_per_call"]))
         evidence = {**impact.evidence, "log_every_n_steps": float(every)}
         # Lightning logs at ends of epochs as well.
         asked = batches / max(every, 1)
         if not _FEWEST_CALLS * asked <= calls - epochs <= _MOST_CALLS * asked:
             advice = (
-                f"{impact.culprit} takes {each} per call and is called {calls:.0f} times in "
+                f"{impact.culprit} takes {per_call} per call and is called {calls:.0f} times in "
                 f"{batches:.0f} batches, which Trainer(log_every_n_steps={every}) does not decide: "
                 "log less often where it is called."
             )
@@ -268,8 +268,8 @@ def logger_bound(signals: Signals) -> Iterable[Impact]:
             continue
         rarer = max(min(round(share / LOGGERS * 4), int(asked / _REPORTS_LEFT)), 2) * every
         advice = (
-            f"{impact.culprit} takes {each} per call. Trainer(log_every_n_steps={rarer}) instead "
-            f"of {every} gives {PROMISE}."
+            f"{impact.culprit} takes {per_call} per call. Trainer(log_every_n_steps={rarer}) "
+            f"instead of {every} gives {PROMISE}."
         )
         saves = (1 - epochs / calls) * (1 - every / rarer)
         yield replace(impact, advice=advice, saves=saves, evidence=evidence)
@@ -284,18 +284,18 @@ def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
         return
     seconds = signals.category("checkpoint")
     saves = max(float(signals.total(writes).calls.sum()), 1.0)
-    each = float(seconds.sum() / saves)
+    per_checkpoint = float(seconds.sum() / saves)
     interval = signals.batches / saves
     times = max(min(signals.share(seconds) / CHECKPOINTS * 2, saves / _CHECKPOINTS_LEFT), 2)
     rarer = max(round(interval * times), 2)
     slowest = max(rows, key=signals.seconds).name
     advice = (
-        f"A checkpoint takes {duration(each)} and is written every {interval:.0f} batches. "
-        f"Every {rarer} batches gives {PROMISE} "
+        f"A checkpoint takes {duration(per_checkpoint)} and is written every {interval:.0f} "
+        f"batches. Every {rarer} batches gives {PROMISE} "
         "(ModelCheckpoint(every_n_train_steps=...)); save_weights_only=True writes less."
     )
     evidence = {
-        "checkpoints": saves, "seconds_per_checkpoint": each, "batches_between": interval,
+        "checkpoints": saves, "seconds_per_checkpoint": per_checkpoint, "batches_between": interval,
     }  # fmt: skip
     yield Impact(
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),

@@ -112,16 +112,18 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     kept = ~signals.recorded
     seconds, calls = (kept * values for values in signals.total(rows))
     count = max(float(calls.sum()), 1.0)
-    each = float(seconds.sum() / count)
+    per_collection = float(seconds.sum() / count)
     advice = (
-        f"A collection takes {duration(each)}, mostly during {called(most.name)}. Do not call "
-        "gc.collect() there; keep fewer Python objects alive, call gc.freeze() after set-up, or "
-        "raise gc.set_threshold()."
+        f"A collection takes {duration(per_collection)}, mostly during {called(most.name)}. Do not "
+        "call gc.collect() there; keep fewer Python objects alive, call gc.freeze() after set-up, "
+        "or raise gc.set_threshold()."
     )
     events = count if count < 0.5 * signals.batches else None
+    evidence: dict[str, float | str] = {
+        "collections": count, "seconds_per_collection": per_collection, "mostly_in": most.name,
+    }  # fmt: skip
     yield Impact(
-        seconds, events, most.name, most.category, advice=advice,
-        evidence={"collections": count, "seconds_per_collection": each, "mostly_in": most.name},
+        seconds, events, most.name, most.category, evidence=evidence, advice=advice,
         certain=1 - 1 / count,  # a single one may not come again
         within={name: kept * values for name, values in signals.within(rows).items()},
     )  # fmt: skip
@@ -129,21 +131,21 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
 
 def periodic_stall(signals: Signals) -> Iterable[Impact]:
     """Some batches take many times as long as the others, and no named event explains it."""
-    found, excess = signals.stalls
-    count = len(found.positions)
-    if count < _FEWEST_STALLS or np.mean(np.diff(found.positions) == 1) > _CONTIGUOUS:
+    stalls, excess = signals.stalls
+    count = len(stalls.positions)
+    if count < _FEWEST_STALLS or np.mean(np.diff(stalls.positions) == 1) > _CONTIGUOUS:
         return
     phase = signals.phase_of(excess)
     if phase in ("callbacks", "logging", "checkpoint"):
         return  # the rules on callbacks, loggers and checkpoints name it
-    each = float(excess.sum() / count)
+    per_stall = float(excess.sum() / count)
     evidence = without_none(
-        stalls=float(count), seconds_per_stall=each, period_batches=found.period
+        stalls=float(count), seconds_per_stall=per_stall, period_batches=stalls.period
     )
-    if found.period is not None and (more := _further_steps(signals, count)):
+    if stalls.period is not None and (more := _further_steps(signals, count)):
         advice = (
-            f"Every {found.period:.0f} batches one has a further {more}, which takes "
-            f"{duration(each)}: this is the module's own work, in manual optimization."
+            f"Every {stalls.period:.0f} batches one has a further {more}, which takes "
+            f"{duration(per_stall)}: this is the module's own work, in manual optimization."
         )
         yield Impact(
             excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False,
@@ -151,14 +153,14 @@ def periodic_stall(signals: Signals) -> Iterable[Impact]:
         )  # fmt: skip
         return
     where = f", in {phase}" if phase else ""
-    advice = f"A batch takes {duration(each)} longer than usual"
-    if found.period is None:
+    advice = f"A batch takes {duration(per_stall)} longer than usual"
+    if stalls.period is None:
         advice += (
             f" at irregular intervals{where}. Look for other programs and slow storage; "
             "PyTorch(schedule=OnSlowBatch()) records the batches after a slow one."
         )
     else:
-        period = f"{found.period:.0f}"
+        period = f"{stalls.period:.0f}"
         advice += (
             f" every {period} batches{where}. Look for work that is done at this interval; "
             f'PyTorch(schedule="at 100ba for {period}ba") records one of them.'
@@ -170,10 +172,10 @@ def _further_steps(signals: Signals, stalls: int) -> str:
     """What manual optimization does in as many batches as there are stalls, beyond all others."""
     if signals.setup.automatic_optimization:
         return ""
-    for category, what in (("optimizer_step", "optimizer step"), ("backward", "backward")):
+    for category, step in (("optimizer_step", "optimizer step"), ("backward", "backward")):
         calls = float(signals.total(signals.rows(category)).calls.sum())
         if abs(calls % max(signals.batches, 1) - stalls) <= _ALIKE * stalls:
-            return what
+            return step
     return ""
 
 
