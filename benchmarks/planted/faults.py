@@ -251,6 +251,19 @@ def slow_validation(run: Run) -> None:
     run.module.places["validation"] = lambda index: run.sleep(50 * run.extra / 8)
 
 
+@fault("validation-bound", culprit="Plots.on_validation_batch_end")
+def slow_callback_in_validation(run: Run) -> None:
+    run.options["limit_val_batches"] = 8 if run.active else 0
+    run.callbacks.append(
+        plots("on_validation_batch_end", lambda step: run.sleep(50 * run.extra / 8))
+    )
+
+
+@fault("epoch-restart", culprit="iter", epochs=10)
+def workers_of_short_epochs(run: Run) -> None:
+    run.module.loader = {"num_workers": 2} if run.active else {}
+
+
 # -- changes of step times -------------------------------------------------------------------------
 
 

@@ -139,8 +139,10 @@ class Diagnosis(WindowCallback):
         self._record = Record()
         self._setup = Setup()
         self._gc: GcTimer | None = None
-        # Compilations before the current validation inside of fit, and in all of them so far.
-        self._compiled = self._compiled_within = Cost(0.0, 0)
+        # torch's list of compilations, how many of them are counted, and their cost so far by
+        # category of training.
+        self._compiled: Sequence[float] = ()
+        self._counted, self._compilations = 0, dict[str, Cost]()
         # The named costs up to each report in flight.
         self._costs: deque[Costs] = deque()
         self._next = self._diagnosed = 0
@@ -185,8 +187,7 @@ class Diagnosis(WindowCallback):
     @override
     def on_start(self, context: RunContext) -> None:
         super().on_start(context)
-        if context.stages.nested:
-            self._compiled = _compilations()
+        self._add_compilations("forward")
         if context.stage == "train" and self._start is None:
             self._start = time.monotonic()
             self._opened = OpenRecording.opened
@@ -207,12 +208,7 @@ class Diagnosis(WindowCallback):
 
     @override
     def window_ended(self, context: RunContext) -> None:
-        if context.stages.nested:
-            now, before, within = _compilations(), self._compiled, self._compiled_within
-            self._compiled_within = Cost(
-                within.seconds + now.seconds - before.seconds,
-                within.calls + now.calls - before.calls,
-            )
+        self._add_compilations("validation" if context.stages.nested else "forward")
         if context.stage == "train" and context.ranks.global_rank == 0:
             opened, self._opened = self._opened, OpenRecording.opened
             self._recordings += opened != self._opened or OpenRecording.current is not None
@@ -260,15 +256,22 @@ class Diagnosis(WindowCallback):
         """The costs of compilations, waits for a CPU, recordings and collections so far."""
         collections = self._gc.costs if self._gc is not None else {}
         recordings = {RECORDING: Cost(0.0, self._recordings)}
-        now, within = _compilations(), self._compiled_within
-        outside = Cost(now.seconds - within.seconds, now.calls - within.calls)
-        parts = {"forward": outside, "validation": within}
         compilations = {
             Action(COMPILE, category, "torch.compile"): cost
-            for category, cost in parts.items()
+            for category, cost in self._compilations.items()
             if cost.calls
         }
         return {**compilations, **run_queue(), **recordings, **collections}
+
+    def _add_compilations(self, category: str) -> None:
+        """Add the compilations since the last call."""
+        utils: Any = sys.modules.get("torch._dynamo.utils")
+        compiled = getattr(utils, "compilation_time_metrics", {}).get(_COMPILED, ())
+        # torch.compiler.reset() begins another list.
+        new = compiled[self._counted if compiled is self._compiled else 0 :]
+        self._compiled, self._counted = compiled, len(compiled)
+        seconds, calls = self._compilations.get(category, (0.0, 0))
+        self._compilations[category] = Cost(seconds + sum(new), calls + len(new))
 
     def _signals(self, context: RunContext) -> Signals:
         mfu = None
@@ -389,10 +392,3 @@ def _loader(loader: Any) -> Loader | None:
         persistent_workers=bool(getattr(loader, "persistent_workers", False)),
         iterable=isinstance(getattr(loader, "dataset", None), IterableDataset),
     )
-
-
-def _compilations() -> Cost:
-    """Seconds and number of torch.compile's compilations in this process so far."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    times = getattr(utils, "compilation_time_metrics", {}).get(_COMPILED, ())
-    return Cost(float(sum(times)), len(times))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.diagnosis.rules import (
     LEAST,
+    PROMISE,
     SEVERITIES,
     FunctionRule,
     Impact,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CODES",
+    "PROMISE",
     "RULES",
     "SEVERITIES",
     "Findings",
@@ -59,10 +61,10 @@ RULES: tuple[Rule, ...] = (
     FunctionRule("periodic-stall", steps.periodic_stall, 0.10),
     FunctionRule("input-bound", costs.input_bound, 0.10),
     FunctionRule("sync-bound", machine.sync_bound, 0.10),
-    FunctionRule("warmup", steps.warmup),
-    FunctionRule("slowdown", steps.slowdown),
+    FunctionRule("warmup", steps.warmup, steps.WARMUP),
+    FunctionRule("slowdown", steps.slowdown, 0.10),
     FunctionRule("communication-bound", ranks.communication_bound, 0.10),
-    FunctionRule("straggler", ranks.straggler),
+    FunctionRule("straggler", ranks.straggler, 0.10),
     FunctionRule("host-memory-growth", machine.host_memory_growth),
     FunctionRule("device-memory-growth", machine.device_memory_growth),
     FunctionRule("throttled", machine.throttled),
@@ -101,23 +103,23 @@ def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
         return Findings(abstained={"all": why})
     if not signals.wall.sum() > 0:
         return Findings(abstained={"all": "the time of the batches was not measured"})
-    found: list[Verdict] = []
+    verdicts: list[Verdict] = []
     abstained: dict[str, str] = {}
     unclaimed = Unclaimed(signals)
     for rule in rules:
         try:
             if isinstance(rule, FunctionRule):
-                found += rule(signals, unclaimed)
+                verdicts += rule(signals, unclaimed)
             else:
-                found += map(unclaimed.limited, rule(signals))
+                verdicts += map(unclaimed.limited, rule(signals))
         except Unknown as why:
             abstained[rule.code] = str(why)
         except Exception as error:
             abstained[rule.code] = f"the rule failed ({describe(error)})"
-    found.sort(key=lambda verdict: (verdict.severity == "info", -verdict.share))
-    if not found or found[0].severity == "info":
+    verdicts.sort(key=lambda verdict: (verdict.severity == "info", -verdict.share))
+    if not verdicts or verdicts[0].severity == "info":
         advice = "No cause is worth a warning."
-        if not found:
+        if not verdicts:
             own = sum(signals.share(signals.category(name)) for name in COMPUTE)
             advice = (
                 f"No cause was found. Forward, backward and the optimizer take {own:.0%} of the "
@@ -128,5 +130,5 @@ def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
                 f"No cause is worth a warning. Batches of {duration(signals.step_seconds)} are "
                 "mostly overhead of Python and Lightning: larger ones do more work each."
             )
-        found.insert(0, Verdict("healthy", "info", advice=advice))
-    return Findings(found, abstained)
+        verdicts.insert(0, Verdict("healthy", "info", advice=advice))
+    return Findings(verdicts, abstained)

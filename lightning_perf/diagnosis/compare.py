@@ -28,7 +28,7 @@ _RATES = {
 _STEP, _SAMPLE, _SIZE = ("step", "batch"), ("step", "sample"), ("size", "batch")
 #: All of the time per batch, and that of timed batches alone.
 _WHOLE, _TIMED = ("step", "whole"), ("step", "timed")
-_KINDS = ("step", "phase", "culprit", "rate")
+_KINDS, _RATIOS = ("step", "phase", "culprit", "rate"), ("step", "rate")
 
 
 class Incomparable(ValueError):
@@ -53,7 +53,7 @@ class Change:
     #: The mean of the baselines.
     before: float
     after: float
-    #: 95 % interval of ``after - before``; None if a run has too few windows.
+    #: 95 % interval of ``after - before``, at least ``-before``; None if a run has too few windows.
     low: float | None = None
     high: float | None = None
 
@@ -110,40 +110,40 @@ def compare(run: Measured, baselines: Sequence[Measured]) -> Comparison:
         (0.1, 0.15, True)
     """
     runs = [run, *baselines]
-    figures = [_figures(each) for each in runs]
-    common = [key for key in (_WHOLE, _TIMED) if all(key in each for each in figures)]
+    figures = [_figures(one_run) for one_run in runs]
+    common = [key for key in (_WHOLE, _TIMED) if all(key in ratios for ratios in figures)]
     if not common:
         raise Incomparable("the runs have no time per batch in common: add Timings to them")
     notes = []
-    if any(_WHOLE in each for each in figures) and _WHOLE not in common:
+    if any(_WHOLE in ratios for ratios in figures) and _WHOLE not in common:
         notes.append("not all runs have timings: a step is without validation and first batches")
-    for each in figures:
-        each[_STEP] = each[common[0]]
+    for ratios in figures:
+        ratios[_STEP] = ratios[common[0]]
         for key in (_WHOLE, _TIMED):
-            each.pop(key, None)
+            ratios.pop(key, None)
     notes += [
-        f"{each.name} has {windows} windows after the warm-up, and an interval needs "
+        f"{one_run.name} has {windows} windows after the warm-up, and an interval needs "
         f"{_FEWEST_WINDOWS}: train longer, or lower log_every_n_steps"
-        for each, found in zip(runs, figures, strict=True)
-        if (windows := len(found[_STEP].parts)) < _FEWEST_WINDOWS
+        for one_run, ratios in zip(runs, figures, strict=True)
+        if (windows := len(ratios[_STEP].parts)) < _FEWEST_WINDOWS
     ]
     # Phases and culprits that a run does not list cost nothing, if it has phases.
-    timed = all(any(kind == "phase" for kind, _ in each) for each in figures)
+    timed = all(any(kind == "phase" for kind, _ in ratios) for ratios in figures)
     keys = [
         key
-        for key in dict.fromkeys(key for each in figures for key in each)
-        if (timed if key[0] in ("phase", "culprit") else all(key in each for each in figures))
+        for key in dict.fromkeys(key for ratios in figures for key in ratios)
+        if (timed if key[0] in ("phase", "culprit") else all(key in ratios for ratios in figures))
     ]
     decides, per_sample = _STEP, {_SAMPLE, _SIZE}
     if per_sample <= set(keys):
-        sizes = [each[_SIZE].value for each in figures]
+        sizes = [ratios[_SIZE].value for ratios in figures]
         if max(sizes) > (1 + _SAME_BATCH) * min(sizes):
             notes.append("batch sizes differ: times are compared per sample")
             decides = _SAMPLE
     shown = (key for key in keys if key == decides or key not in per_sample)
     changes = {key: _change(key, figures) for key in shown}
     order = sorted(
-        changes.values(), key=lambda each: (_KINDS.index(each.kind), -abs(each.difference))
+        changes.values(), key=lambda change: (_KINDS.index(change.kind), -abs(change.difference))
     )
     return Comparison(order, changes[decides], notes)
 
@@ -190,28 +190,28 @@ def _ratios(windows: Mapping[str, Any], known: Mapping[str, Any]) -> _Figures:
     series = dict(zip(keys, table, strict=True))
     times = [row for (group, _), row in series.items() if group == "timings"]
     batches, timed = series["", "batches"], series.get(("", "timed_seconds"))
-    found: _Figures = {}
+    ratios: _Figures = {}
     if times:
-        found[_WHOLE] = _Ratio(np.sum(times, axis=0), batches)
+        ratios[_WHOLE] = _Ratio(np.sum(times, axis=0), batches)
     if timed is not None:
-        found[_TIMED] = _Ratio(timed, series["", "timed_batches"])
+        ratios[_TIMED] = _Ratio(timed, series["", "timed_batches"])
     for (group, name), row in series.items():
         if group:
-            found["phase" if group == "timings" else "culprit", name] = _Ratio(row, batches)
+            ratios["phase" if group == "timings" else "culprit", name] = _Ratio(row, batches)
     if timed is not None:
         rates = {rate: name for rate, name in _RATES.items() if rate in known}
-        found |= {("rate", rate): _Ratio(series["", name], timed) for rate, name in rates.items()}
+        ratios |= {("rate", rate): _Ratio(series["", name], timed) for rate, name in rates.items()}
         if "samples_per_sec" in rates:
-            found[_SAMPLE] = _Ratio(timed, series["", "samples"])
-            found[_SIZE] = _Ratio(series["", "samples"], series["", "timed_batches"])
-    return {key: ratio for key, ratio in found.items() if ratio.wholes.sum() > 0}
+            ratios[_SAMPLE] = _Ratio(timed, series["", "samples"])
+            ratios[_SIZE] = _Ratio(series["", "samples"], series["", "timed_batches"])
+    return {key: ratio for key, ratio in ratios.items() if ratio.wholes.sum() > 0}
 
 
 def _change(key: tuple[str, str], figures: Sequence[_Figures]) -> Change:
     ratios = []
-    for each in figures:
-        step = each[_STEP]
-        ratios.append(each.get(key, step._replace(parts=np.zeros_like(step.parts))))
+    for of_run in figures:
+        step = of_run[_STEP]
+        ratios.append(of_run.get(key, step._replace(parts=np.zeros_like(step.parts))))
     after, *before = (ratio.value for ratio in ratios)
     low = high = None
     if min(len(ratio.parts) for ratio in ratios) >= _FEWEST_WINDOWS:
@@ -219,6 +219,9 @@ def _change(key: tuple[str, str], figures: Sequence[_Figures]) -> Change:
             resampled_ratios(*ratio, _RESAMPLES, seed) for seed, ratio in enumerate(ratios)
         )
         chosen = np.random.default_rng(len(others)).integers(len(others), size=_RESAMPLES)
-        differences = now - np.stack(others)[chosen, np.arange(_RESAMPLES)]
-        low, high = map(float, np.quantile(differences, _INTERVAL))
+        then, mean = np.stack(others)[chosen, np.arange(_RESAMPLES)], float(np.mean(before))
+        # Steps and rates are compared by their ratio, which is never negative. Parts of a step may
+        # be 0 in a resample.
+        changes = mean * (now / then - 1) if key[0] in _RATIOS and then.all() else now - then
+        low, high = (max(float(bound), -mean) for bound in np.quantile(changes, _INTERVAL))
     return Change(*key, float(np.mean(before)), after, low, high)

@@ -264,9 +264,9 @@ def _actions(signals: Signals) -> Table:
 
 
 def _machine(signals: Signals) -> Iterator[tuple[str, str]]:
-    for name, what, text in _SENSORS:
+    for name, label, text in _SENSORS:
         value = signals.average(f"system/{name}")
         if value is not None:
-            yield what, text(value)
+            yield label, text(value)
     if signals.gpu_idle is not None:
         yield "GPUs in use", f"{1 - signals.gpu_idle:.0%}"

@@ -52,6 +52,8 @@ FULL = 90.0
 FOREIGN = 20.0
 #: Actions that occur in fewer than this share of batches are rare: not in each of them.
 _RARE = 0.9
+#: Steps of the optimizer per stall, up to which the steps are the stalls.
+_STEPS_PER_STALL = 2
 #: The minimum of further windows for the first one to be dropped as warm-up.
 _FEWEST_WINDOWS = 2
 #: Maximum windows, and numbers in all of them; maximum steps whose times are kept.
@@ -254,6 +256,18 @@ class Signals:
         """Wall seconds per batch, warm-up excluded."""
         return self.per_batch(self.wall)
 
+    def typical(self, name: str) -> float:
+        """Seconds of a category in a batch: the median of windows; of a GPU where it is timed.
+
+        The first window is left out even if there are only two.
+        """
+        device, batches = self.column(f"timings/device/{name}"), self.column(_DEVICE_BATCHES)
+        seconds, counts = self.category(name), self.counts
+        if device is not None and batches is not None and batches.any():
+            seconds, counts = device, batches
+        per_batch = (seconds / np.maximum(counts, 1.0))[min(1, len(counts) - 1) :]
+        return float(np.median(per_batch[counts[-len(per_batch) :] > 0]))
+
     # -- named costs on rank 0 ----------------------------------------------------------------
 
     @cached_property
@@ -306,6 +320,13 @@ class Signals:
         calls = self.actions[RECORDING].calls if RECORDING in self.actions else self.nothing
         return np.cumsum(calls)
 
+    @cached_property
+    def recorded(self) -> NDArray[np.bool_]:
+        """The windows in which one of our profilers recorded, or handled a recording afterwards."""
+        before = np.append(0.0, self.recordings)  # at each window's end
+        found: NDArray[np.bool_] = before[1:] > np.append(0.0, before)[: len(before) - 1]
+        return found
+
     # -- input ----------------------------------------------------------------------------------
 
     @cached_property
@@ -351,27 +372,30 @@ class Signals:
         and loggers that work occasionally, steps of the optimizer after accumulated batches,
         collections, compilations and starts of epochs.
         """
-        found, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
-        window = np.searchsorted(ends, found.positions + self.dropped, side="right")
+        stalls, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
+        window = np.searchsorted(ends, stalls.positions + self.dropped, side="right")
         window = window.clip(0, max(len(ends) - 1, 0))
-        excess = np.bincount(window, weights=found.excess, minlength=len(ends)).astype(float)
-        excess -= self._rare
+        excess = np.bincount(window, weights=stalls.excess, minlength=len(ends)).astype(float)
+        excess -= self._rare(len(stalls.positions))
         if not len(self.firsts):  # otherwise the first batches of epochs are left out
             excess -= self.restarts.seconds
-        return found, np.maximum(excess, 0.0)
+        return stalls, np.maximum(excess, 0.0)
 
-    @cached_property
-    def _rare(self) -> Numbers:
-        """Seconds per window of named events that do not occur in each batch."""
-        batches = max(self.counts.sum(), 1.0)
+    def _rare(self, stalls: int) -> Numbers:
+        """Seconds per window of named events that do not occur in each batch.
+
+        Steps of the optimizer are such events if each of them stalls.
+        """
+        most = _RARE * max(self.counts.sum(), 1.0)
+        limits = {"optimizer_step": min(most, _STEPS_PER_STALL * stalls)}
         rare = [
             row
             for row, series in self.actions.items()
             if (row.stage in (GC, COMPILE) and row.category != "validation")
             or row.category == "checkpoint"
             or (
-                ("." in row.name or row.category == "optimizer_step")
-                and series.calls.sum() < _RARE * batches
+                ("." in row.name or row.category in limits)
+                and series.calls.sum() < limits.get(row.category, most)
             )
         ]
         return self.total([row for row in rare if row.stage != "validate"]).seconds

@@ -60,6 +60,8 @@ _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 _TRACES, _PAGES = (".json", ".cvf", ".bin", ".pickle"), (".html",)
 #: Own files that are not traces.
 _OTHERS = re.compile(r"(?:summary|diagnosis)(?:-\d+)?\.json")
+#: The stage of ``trainer.validate()`` in a run that has a fit as well.
+_ALONE = "validate_alone"
 #: Minimum seconds after which functions other than fit show their summary.
 LONG = 10.0
 #: Files listed at most, the latest by name.
@@ -194,7 +196,15 @@ class RunSummary:
             if content["status"] == RUNNING:
                 kept.pop("ended", None)
                 kept["status"] = RUNNING
-        self.content = {**content, **kept, "stages": earlier["stages"] | content["stages"]}
+        both = earlier["stages"], content["stages"]
+        fitted = any("train" in stages for stages in both)
+        # The validation of a fit is that within it; a function of its own does not replace it.
+        stages = {
+            _ALONE if fitted and name == "validate" and "train" not in stages else name: figures
+            for stages in both
+            for name, figures in stages.items()
+        }
+        self.content = {**content, **kept, "stages": stages}
         return bool(self.content.get("process") != content["process"])
 
     def write(self) -> None:

@@ -177,6 +177,114 @@ def test_a_cause_planted_in_the_module_is_found(
     assert culprit in (None, found.culprit)
 
 
+class Optimizer(torch.optim.SGD):
+    """Takes longer in each step, or in each fourth one."""
+
+    every, count = 1, 0
+
+    def step(self, *args: Any, **options: Any) -> Any:
+        self.count += 1
+        if self.count % self.every == 0:
+            CLOCK.sleep(2 * NAP)
+        return super().step(*args, **options)
+
+
+class OwnOptimizer(Model):
+    every = 4
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Optimizer(self.parameters(), lr=0.01)
+        optimizer.every = self.every
+        return optimizer
+
+
+class LongSteps(OwnOptimizer):
+    every = 1
+
+
+@pytest.mark.parametrize(
+    ("model", "accumulated", "phase"),
+    [
+        (OwnOptimizer, 1, "optimizer_step"),
+        (OwnOptimizer, 2, "optimizer_step"),
+        (LongSteps, 4, None),
+    ],
+)
+def test_an_optimizer_that_stalls_is_told_from_accumulation(
+    tmp_path: Path, model: type[Model], accumulated: int, phase: str | None
+) -> None:
+    """Each fourth step takes longer, or only each fourth batch has one."""
+    options = {"accumulate_grad_batches": accumulated, "max_epochs": 4}
+    found = blamed(diagnose(tmp_path, model(), **options))
+    assert {code: each.phase for code, each in found.items()} == (
+        {"periodic-stall": phase} if phase else {}
+    )
+
+
+class SlowPlots(L.Callback):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        CLOCK.sleep(NAP)
+
+
+class SlowInValidation(Records):
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if "loss" in metrics:
+            CLOCK.sleep(40 * NAP)
+
+
+class Measures(Model):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "logger", "culprit", "cost"),
+    [
+        ([SlowPlots()], False, "SlowPlots.on_validation_batch_end", "20.0 ms"),
+        ([], SlowInValidation(), "SlowInValidation.log_metrics", "800 ms"),
+    ],
+)
+def test_what_is_slow_within_validation_is_named(
+    tmp_path: Path, callbacks: Any, logger: Any, culprit: str, cost: str
+) -> None:
+    """A callback or a logger that makes up the time of validation is its culprit."""
+    options = {"limit_val_batches": 40, "logger": logger}
+    (found,) = blamed(diagnose(tmp_path, Measures(), *callbacks, **options)).values()
+    assert (found.code, found.culprit) == ("validation-bound", culprit)
+    assert found.advice.startswith(f"{culprit} takes {cost} per call in validation")
+
+
+class CompiledAgain(Model):
+    """Its validation compiles again, as after `torch.compiler.reset`, which takes long."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.compiler.reset()
+        torch.compile(lambda x: x + 1, backend=self.slow)(batch[0])
+
+    def slow(self, graph: Any, inputs: Any) -> Any:
+        CLOCK.sleep(10 * NAP)
+        return graph.forward
+
+
+@pytest.mark.slow
+def test_compilations_within_validation_are_not_training_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither training's forward nor the rest of validation has their time."""
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * CLOCK()))  # as torch times them
+    options = {"limit_val_batches": 1, "max_epochs": 4}
+    found = diagnose(tmp_path, CompiledAgain(), **options)
+    document = json.loads(next(tmp_path.rglob("diagnosis.json")).read_text())
+    seconds = document["timings"]["seconds"]
+    assert seconds["forward"] == pytest.approx(4 * 40 * STEP)
+    assert seconds["validation"] < 0.1
+    codes = {each.code for each in found.verdicts}
+    assert "validation-bound" not in codes
+    recompile = next(each for each in found.verdicts if each.code == "recompile")
+    assert recompile.evidence["compile_seconds"] == pytest.approx(4 * 10 * NAP, rel=0.1)
+    assert recompile.share == pytest.approx(0.8 / 2.4, rel=0.1)
+
+
 class WebLoader(IterableDataset[Any]):
     """Like webdataset's: a pipeline of stages, the first of which is a DataLoader."""
 

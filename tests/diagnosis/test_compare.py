@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_perf.diagnosis.compare import Comparison, Incomparable, Measured, compare
@@ -73,6 +74,47 @@ def test_equal_runs_rarely_differ() -> None:
     pairs = [(stage(noise=0.05, seed=2 * n), stage(noise=0.05, seed=2 * n + 1)) for n in range(50)]
     certain = sum(compared(*pair).slowdown.certain for pair in pairs)
     assert certain <= 7
+
+
+def uneven(mean: float, seed: int, windows: int = 20) -> dict[str, Any]:
+    """A stage with windows of very different speed, of which some are ten times as slow."""
+    draw = random.Random(seed)
+    found = stage(windows=windows)
+    slow = [10 if draw.random() < 0.15 else 1 for _ in range(windows)]
+    seconds = [mean / 2.35 * factor * draw.lognormvariate(0, 0.05) for factor in slow]
+    found["windows"] |= {"timed_seconds": seconds, "timings": {"forward": seconds}, "culprits": {}}
+    return found
+
+
+def test_no_interval_is_below_zero() -> None:
+    """However uneven runs are, none can be slower than standing still, or take less than 0 s."""
+    for seed in range(8):
+        found = compared(uneven(0.1, seed), uneven(0.3, seed + 1, 6), uneven(0.1, seed + 2))
+        for change in found.changes:
+            assert change.low is not None
+            assert change.high is not None
+            assert -change.before <= change.low <= change.high
+            assert change.relative(change.low) >= -1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio", [1.0, 1.3])
+def test_intervals_contain_the_true_ratio(ratio: float) -> None:
+    """Of 200 pairs most do, and an interval is as wide as one computed without resampling."""
+    covered, wider = 0, []
+    for seed in range(200):
+        runs = [stage(0.010 * ratio, noise=0.1, seed=2 * seed), stage(noise=0.1, seed=2 * seed + 1)]
+        found = next(each for each in compared(*runs).changes if each.kind == "rate")
+        assert found.low is not None
+        assert found.high is not None
+        # Steps take 2 ms besides.
+        covered += found.low <= found.before * (12 / (10 * ratio + 2) - 1) <= found.high
+        # The delta method: the variance of a logarithm of means.
+        times = [np.array(each["windows"]["timed_seconds"]) for each in runs]
+        variance = sum(each.var(ddof=1) / each.mean() ** 2 / len(each) for each in times)
+        wider.append((found.high - found.low) / found.after / (2 * 1.96 * variance**0.5))
+    assert 0.88 <= covered / 200 <= 0.98
+    assert 0.8 <= np.median(wider) <= 1.1
 
 
 def test_several_baselines_show_the_normal_spread() -> None:

@@ -193,7 +193,10 @@ def test_a_straggler_is_named_with_its_cost() -> None:
         "critical", "rank 2", 2, "forward",
     )  # fmt: skip
     assert found.share == pytest.approx(5 / 16)
-    assert evidence_text(found) == "Measured: waited 500 ms, node 0, slow in most windows."
+    assert evidence_text(found) == (
+        "It takes 500 ms per batch and at least 31.2% of the time. "
+        "Measured: waited 500 ms, node 0, slow in most windows."
+    )
     assert found.predicted_speedup == pytest.approx(16 / 11)
 
 

@@ -319,6 +319,24 @@ def test_a_later_test_of_the_run_adds_its_stage(tmp_path: Path, mlflow_database:
     assert list(read_summary(Path(local, "summary.json"))["stages"]) == ["train", "test"]
 
 
+def test_validation_of_its_own_does_not_replace_that_of_the_fit(tmp_path: Path) -> None:
+    """Before or after a fit it has a stage of its own, the latest one."""
+    run = trainer(tmp_path, *callbacks(), logger=Records(), max_epochs=2, limit_val_batches=5)
+    run.validate(Small(), verbose=False)
+    assert list(summary_of(tmp_path)["stages"]) == ["validate"]
+    run.fit(Small())
+    fitted = summary_of(tmp_path)
+    assert sorted(fitted["stages"]) == ["train", "validate", "validate_alone"]
+    assert fitted["stages"]["validate"]["whole_run"]["batches"] == 10
+    assert fitted["stages"]["validate_alone"]["whole_run"]["batches"] == 5
+    run.limit_val_batches = 3
+    run.validate(Small(), verbose=False)
+    found = summary_of(tmp_path)
+    assert found["stages"]["validate"] == fitted["stages"]["validate"]
+    alone = found["stages"]["validate_alone"]["whole_run"]
+    assert (alone["batches"], alone["last"] - alone["first"]) == (3, 2)
+
+
 def test_short_predictions_leave_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Packages call `predict` a thousand times: no file, and one line about missing loggers."""
     run = trainer(tmp_path, *callbacks(), Diagnosis(terminal=False), limit_predict_batches=2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from lightning_perf.diagnosis.signals import FETCH, IN_BATCHES
 from lightning_perf.diagnosis.stats import lower_share
+from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -24,8 +25,10 @@ _INFO = 1 / 3
 _NOISE = 0.9
 #: A share of this many times the threshold, and of ``CRITICAL``, is critical.
 _CRITICAL_RATIO, CRITICAL = 2.0, 0.2
-#: A verdict of given severity keeps at least this part of its seconds, or it is another's.
+#: What follows from other measurements keeps at least this part of its seconds, or it is another's.
 _KEPT = 0.5
+#: In advice: the time per batch that it gives, instead of the present one.
+PROMISE = "{promise}"
 SEVERITIES = ("info", "warning", "critical")
 #: What actions are called in texts if their name is that of Lightning's code.
 _CALLED = {
@@ -53,7 +56,7 @@ class Verdict:
     #: Fraction of the run's wall time that the cause takes. No second is in two verdicts.
     share: float = 0.0
     #: Wall time now divided by wall time with the advice followed, if the evidence has
-    #: ``advised_step_seconds``, and otherwise without the cause: ``1 / (1 - share)``.
+    #: ``advised_step_seconds``, and otherwise without the cause: ``1 / (1 - share)``, the maximum.
     predicted_speedup: float = 0.0
     #: ``Class.hook``, ``Class.method`` or another name.
     culprit: str | None = None
@@ -105,7 +108,10 @@ class Impact:
     phase: str | None = None
     rank: int | None = None
     evidence: Mapping[str, float | str] = field(default_factory=dict)
+    #: May contain `PROMISE` if ``saves`` is given.
     advice: str = ""
+    #: The fraction of the seconds that the advice saves; None if it is unknown.
+    saves: float | None = None
     #: Whether the first window, which holds the warm-up, counts.
     whole_run: bool = False
     #: Whether the seconds may include waiting for a CPU that other threads use. If not, they are
@@ -118,8 +124,11 @@ class Impact:
     #: The seconds by category; empty if they may be in any, in proportion to what other verdicts
     #: leave there. By default they are in the category ``phase``, if that is one.
     within: Mapping[str, Numbers] | None = None
-    #: The severity, if the rule decides it; otherwise the share does.
-    severity: str | None = None
+    #: Whether the seconds are inferred, and not measured in a category: if other verdicts claim
+    #: most of them, they explain it.
+    inferred: bool = False
+    #: The highest severity.
+    highest: str = "critical"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +152,23 @@ class FunctionRule:
     def __call__(self, signals: Signals, unclaimed: Unclaimed | None = None) -> Iterable[Verdict]:
         """The verdicts on what the function finds, as far as no other verdict claims it."""
         unclaimed = unclaimed or Unclaimed(signals)
-        for found in self.find(signals):
-            if isinstance(found, Verdict):
-                yield unclaimed.limited(found)
+        for cause in self.find(signals):
+            if isinstance(cause, Verdict):
+                yield unclaimed.limited(cause)
             else:
-                yield from judge(self.code, self.threshold, signals, found, unclaimed)
+                yield from judge(self.code, self.threshold, signals, cause, unclaimed)
+
+
+class Claim(NamedTuple):
+    """Seconds that a verdict takes, in each window."""
+
+    parts: Mapping[str, Numbers]
+    #: The sum of the parts.
+    seconds: Numbers
+    #: As of the `Impact`.
+    contended: bool
+    #: Of the run's wall time.
+    share: float
 
 
 class Unclaimed:
@@ -174,8 +195,8 @@ class Unclaimed:
         fraction = np.minimum(impact.seconds / np.maximum(total, 1e-12), 1.0)
         return {name: fraction * each for name, each in left.items()}
 
-    def claim(self, parts: Mapping[str, Numbers], steady: bool, contended: bool = True) -> float:
-        """Take seconds by category; return their share of the run's wall time.
+    def claim(self, parts: Mapping[str, Numbers], steady: bool, contended: bool = True) -> Claim:
+        """What a verdict on seconds by category would claim.
 
         A ``steady`` cause takes as much per batch in the first window as in the others, at most.
         """
@@ -186,24 +207,30 @@ class Unclaimed:
             first = np.where(np.arange(len(seconds)) > 0, 1.0, min(usual / seconds[0], 1.0))
             parts = {name: first * each for name, each in parts.items()}
             seconds = first * seconds
-        if contended:
-            self._seconds |= {name: self._seconds[name] - each for name, each in parts.items()}
-            seconds = seconds * self._running
+        running = self._running if contended else 1.0
+        share = float((seconds * running).sum() / signals.wall.sum())
+        return Claim(parts, seconds, contended, self._left(share))
+
+    def take(self, claim: Claim) -> None:
+        """Give seconds to a verdict."""
+        if claim.contended:
+            self._seconds |= {n: self._seconds[n] - each for n, each in claim.parts.items()}
         else:
-            self._running = 1 - np.minimum(seconds / np.maximum(signals.wall, 1e-12), 1.0)
-        return self._taken(float(seconds.sum() / signals.wall.sum()))
+            wall = np.maximum(self._signals.wall, 1e-12)
+            self._running = 1 - np.minimum(claim.seconds / wall, 1.0)
+        self._share -= claim.share
 
     def limited(self, verdict: Verdict) -> Verdict:
         """A verdict whose seconds are unknown, with what is left of its share."""
-        share = self._taken(verdict.share)
+        share = self._left(verdict.share)
+        self._share -= share
         if share == verdict.share:
             return verdict
-        return replace(verdict, share=share, predicted_speedup=0.0)
+        severity = verdict.severity if share >= _KEPT * verdict.share else "info"
+        return replace(verdict, share=share, severity=severity, predicted_speedup=0.0)
 
-    def _taken(self, share: float) -> float:
-        share = min(share, self._share) if share > 0 else 0.0  # not NaN, from a rule of the user's
-        self._share -= share
-        return share
+    def _left(self, share: float) -> float:
+        return min(share, self._share) if share > 0 else 0.0  # not NaN, from a rule of the user's
 
 
 def judge(
@@ -221,43 +248,42 @@ def judge(
     unclaimed = unclaimed or Unclaimed(signals)
     start = 0 if impact.whole_run else signals.start
     parts, wall = unclaimed.part(impact), signals.wall[start:]
-    seconds, idle = sum(parts.values(), signals.nothing)[start:], 1.0
+    seconds = sum(parts.values(), signals.nothing)[start:]
     if impact.on_host and signals.gpu_idle is not None and signals.setup.world_size == 1:
         # Only time in which the GPU is idle can be saved. With several ranks this is unknown,
         # because a GPU that waits for another one counts as busy.
         idle = min(1.0, signals.gpu_idle * wall.sum() / max(seconds.sum(), 1e-12))
         parts, seconds = {name: idle * each for name, each in parts.items()}, idle * seconds
-    severity, bounds = impact.severity, {}
-    if severity is not None:
-        if not seconds.sum() >= _KEPT * impact.seconds[start:].sum() > 0:
-            return
-    else:
-        each = float(seconds.sum() / max(signals.counts[start:].sum(), 1.0))
-        if not each >= _INFO * LEAST:
-            return  # before the bootstrap, which takes most of the time
-        share = float(seconds.sum() / wall.sum())
-        waiting = signals.waiting[start:] if impact.contended else None
-        certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
-        severity = _severity(share, certain, threshold, each)
-        if severity is None:
-            return
-        bounds = {"seconds_per_batch": each, "lower_bound_share": min(certain, share)}
-    share = unclaimed.claim(parts, steady=start > 0, contended=impact.contended)
-    if bounds:
-        bounds["lower_bound_share"] = min(bounds["lower_bound_share"], share)
-    speedup, advised = 0.0, impact.evidence.get("advised_step_seconds")
-    if isinstance(advised, float):  # the number of the advice, which does not know of idle GPUs
-        speedup = signals.step_seconds / advised
-        speedup = speedup if idle == 1.0 else min(speedup, 1 / (1 - min(share, 0.99)))
+    if impact.inferred and seconds.sum() < _KEPT * impact.seconds[start:].sum():
+        return
+    claim = unclaimed.claim(parts, steady=start > 0, contended=impact.contended)
+    share = claim.share
+    per_batch = share * float(signals.wall.sum()) / signals.batches
+    if not per_batch >= _INFO * LEAST:
+        return  # before the bootstrap, which takes most of the time
+    waiting = signals.waiting[start:] if impact.contended else None
+    certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
+    certain = min(certain, share)
+    severity = severity_of(share, certain, threshold, per_batch)
+    if severity is None:
+        return
+    unclaimed.take(claim)
+    evidence = {"seconds_per_batch": per_batch, "lower_bound_share": certain, **impact.evidence}
+    speedup, advice = 0.0, impact.advice
+    if impact.saves is not None:
+        speedup, now = 1 / (1 - min(share * impact.saves, 0.99)), signals.step_seconds
+        evidence["advised_step_seconds"] = now / speedup
+        promise = f"{duration(now / speedup)} per batch instead of {duration(now)}"
+        advice = advice.replace(PROMISE, promise)
     yield Verdict(
-        code, severity, share, speedup, impact.culprit, impact.rank, impact.phase,
-        {**bounds, **impact.evidence}, impact.advice,
+        code, min(severity, impact.highest, key=SEVERITIES.index), share, speedup, impact.culprit,
+        impact.rank, impact.phase, evidence, advice,
     )  # fmt: skip
 
 
-def _severity(share: float, certain: float, threshold: float, each: float) -> str | None:
-    """The severity of a share and its lower bound; None if it is not worth mentioning."""
-    if certain >= threshold and each >= LEAST:
+def severity_of(share: float, certain: float, threshold: float, per_batch: float) -> str | None:
+    """The severity of a share, its lower bound and its seconds per batch; None if it is small."""
+    if certain >= threshold and per_batch >= LEAST:
         critical = certain >= max(CRITICAL, _CRITICAL_RATIO * threshold) * _NOISE
         return "critical" if critical else "warning"
     return "info" if certain > 0.0 and share >= _INFO * threshold else None
@@ -266,11 +292,6 @@ def _severity(share: float, certain: float, threshold: float, each: float) -> st
 def called(name: str) -> str:
     """What an action is called in texts."""
     return _CALLED.get(name, name)
-
-
-def graded(share: float, worth: bool = True) -> str:
-    """The severity of a share of the wall time; ``info`` if it is not worth a warning."""
-    return "info" if not worth else "critical" if share >= CRITICAL else "warning"
 
 
 def without_none(**values: float | str | None) -> dict[str, float | str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import Impact, called, without_none
+from lightning_perf.diagnosis.rules import PROMISE, Impact, called, without_none
 from lightning_perf.diagnosis.signals import (
     COMPILE,
     COMPUTE,
@@ -64,16 +64,16 @@ def input_bound(signals: Signals) -> Iterable[Impact]:
         waits = np.maximum(waits - excess, 0.0)
     wait, loader = signals.per_batch(waits), signals.setup.loader
     workers = None if loader is None else loader.num_workers
-    advice, step = _faster_loader(signals, wait)
+    advice, saves = _faster_loader(signals, wait)
     evidence = without_none(
         wait_seconds=wait, step_seconds=signals.step_seconds,
         cpu_percent=signals.average("system/cpu_util_simple"),
         iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
-        usable_cpus=signals.setup.cpus, advised_step_seconds=step,
+        usable_cpus=signals.setup.cpus,
     )  # fmt: skip
     yield Impact(
         waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
-        certain=signals.cpus_left if workers else 1.0,
+        saves=saves, certain=signals.cpus_left if workers else 1.0,
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def _cpu_seconds(signals: Signals) -> float | None:
 
 
 def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
-    """DataLoader settings that hide the loading, and the resulting time of a batch."""
+    """DataLoader settings that hide the loading, and the part of the wait that they save."""
     setup, loader, step = signals.setup, signals.setup.loader, signals.step_seconds
     if loader is None:
         return (
@@ -100,7 +100,9 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
             "the training data does not come from a DataLoader."
         ), None
     rest = max(step - wait, 1e-6)
-    fetch = wait if loader.num_workers == 0 else loader.num_workers * step  # of one worker
+    # Workers that start, or that validation waits for, do not load batches of training.
+    apart = signals.per_batch(signals.restarts.seconds + signals.category("validation"))
+    fetch = loader.num_workers * (step - apart) or wait  # of one worker
     needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) >= _BUSY
     most = max(setup.cpus if needs_cpu else _WORKERS_PER_CPU * setup.cpus, 1)
     # Workers need CPUs that the model and other programs use, too.
@@ -113,10 +115,10 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
         # the idle CPU time can be used.
         floor, worthwhile = (on_cpus + max(step, on_cpus)) / 2, _CONTESTED
     # A tenth more than needed: workers do not finish in step.
-    workers = min(max(ceil(1.1 * fetch / floor), 1), most)
+    workers = min(max(ceil(1.1 * fetch / max(floor - apart, 1e-6)), 1), most)
     # Nothing loads the first batch of an epoch ahead.
     first = fetch / setup.batches_per_epoch if setup.batches_per_epoch else 0.0
-    faster = max(floor, fetch / workers) + (0.0 if loader.num_workers else first)
+    faster = max(floor, apart + fetch / workers) + (0.0 if loader.num_workers else first)
     batch = f"a batch of {loader.batch_size}" if loader.batch_size else "a batch"
     item = f", {duration(fetch / loader.batch_size)} per item" if loader.batch_size else ""
     # If training waits for the handover only, workers load faster than it asks.
@@ -132,17 +134,23 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
             "a shard of its own loads nothing."
         )
         return (
-            f"{measured}. num_workers={workers} {hides}: {duration(faster)} per batch instead "
-            f"of {duration(step)}. {setup.cpus} CPUs are usable."
+            f"{measured}. num_workers={workers} {hides}: {PROMISE}. {setup.cpus} CPUs are usable."
             f"{shards if loader.iterable and workers > 1 else ''}"
-        ), faster
+        ), (step - faster) / wait
     why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
     less = "load less per batch, or prepare the data ahead of training (decoded, resized, cached)"
     if setup.batches_per_epoch == 1:
         less = "an epoch has one batch, and workers load ahead within an epoch. Use longer epochs"
     elif floor >= (1 - worthwhile) * step and foreign > FOREIGN:
         less = f"other programs use {foreign:.0f}% of the CPUs. End them first, or {less}"
-    return f"{measured} ({why}). More workers would not help: {less}.", None
+    none = f" {_no_workers(signals)}." if loader.num_workers else ""
+    return f"{measured} ({why}). More workers would not help: {less}.{none}", None
+
+
+def _no_workers(signals: Signals) -> str:
+    """When loading without workers is faster: how long it may take is not measured with them."""
+    cost = signals.per_batch(signals.waits + signals.restarts.seconds)
+    return f"num_workers=0 is faster if it loads a batch in less than {duration(cost)}"
 
 
 def transfer_bound(signals: Signals) -> Iterable[Impact]:
@@ -171,24 +179,27 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     if epochs.sum() < 2:
         return
     loader = signals.setup.loader
-    each = float(seconds.sum() / epochs.sum())
-    advice = f"An epoch begins with {duration(each)} of waiting. Use longer epochs."
+    per_epoch = float(seconds.sum() / epochs.sum())
+    advice = f"An epoch begins with {duration(per_epoch)} of waiting. Use longer epochs."
+    workers = 0 if loader is None else loader.num_workers
     if signals.setup.reloads:
         advice = (
-            f"An epoch begins with {duration(each)} of waiting for a new DataLoader: reload it "
-            "less often (reload_dataloaders_every_n_epochs)."
+            f"An epoch begins with {duration(per_epoch)} of waiting for a new DataLoader: reload "
+            "it less often (reload_dataloaders_every_n_epochs)."
         )
-    elif loader is not None and loader.num_workers and not loader.persistent_workers:
+    elif loader is not None and workers and not loader.persistent_workers:
         advice = (
-            f"An epoch begins with {duration(each)} of waiting for {loader.num_workers} new "
+            f"An epoch begins with {duration(per_epoch)} of waiting for {workers} new "
             "workers: set persistent_workers=True in the DataLoader."
         )
+    if workers:
+        advice += f" {_no_workers(signals)}."
     slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
                   key=signals.seconds)  # fmt: skip
     yield Impact(
         seconds, float(epochs.sum()), slowest.name, "dataloader_next", advice=advice,
         whole_run=True,
-        evidence={"epochs": float(epochs.sum()), "seconds_per_epoch": each},
+        evidence={"epochs": float(epochs.sum()), "seconds_per_epoch": per_epoch},
     )  # fmt: skip
 
 
@@ -213,56 +224,55 @@ def callback_bound(
         measured = (*signals.actions[slowest], signals.counts)
         cost, calls, batches = (float(signals.steady(each).sum()) for each in measured)
         calls = max(calls, 1.0)
-        each = cost / calls
+        per_call = cost / calls
         advice = (
-            f"{called(slowest.name)} takes {duration(each)} per call. Call its work less often, or "
-            "move it off the training thread."
+            f"{called(slowest.name)} takes {duration(per_call)} per call. Call its work less "
+            "often, or move it off the training thread."
         )
         culprit = slowest.name
         if owner == _SUITE and owner in signals.setup.ours:
             culprit = f"lightning_perf.{slowest.name.partition('.')[2]}"
         if owner in signals.setup.ours:
             advice = (
-                f"{culprit} takes {duration(each)} per call. It is lightning_perf's own: "
+                f"{culprit} takes {duration(per_call)} per call. It is lightning_perf's own: "
                 "record or report less often (schedule), or leave it out."
             )
         elif owner in _BARS:
-            advice = f"{owner} takes {duration(each)} per update: raise its refresh_rate."
+            advice = f"{owner} takes {duration(per_call)} per update: raise its refresh_rate."
         yield Impact(
             seconds, calls if calls < 0.5 * batches else None,
             culprit, slowest.category, advice=advice,
-            evidence={"calls": calls, "seconds_per_call": each}, within=within,
+            evidence={"calls": calls, "seconds_per_call": per_call}, within=within,
         )  # fmt: skip
 
 
 def logger_bound(signals: Signals) -> Iterable[Impact]:
     """Writing metrics takes long: one impact per logger."""
-    every, step = signals.setup.log_every_n_steps, signals.step_seconds
+    every = signals.setup.log_every_n_steps
     batches, epochs = (
         float(signals.steady(each).sum()) for each in (signals.counts, signals.restarts.calls)
     )
     for impact in callback_bound(signals, ("logging",)):
         share, calls = signals.share(impact.seconds), float(impact.evidence["calls"])
-        each = duration(float(impact.evidence["seconds_per_call"]))
+        per_call = duration(float(impact.evidence["seconds_per_call"]))
         evidence = {**impact.evidence, "log_every_n_steps": float(every)}
         # Lightning logs at ends of epochs as well.
         asked = batches / max(every, 1)
         if not _FEWEST_CALLS * asked <= calls - epochs <= _MOST_CALLS * asked:
             advice = (
-                f"{impact.culprit} takes {each} per call and is called {calls:.0f} times in "
+                f"{impact.culprit} takes {per_call} per call and is called {calls:.0f} times in "
                 f"{batches:.0f} batches, which Trainer(log_every_n_steps={every}) does not decide: "
                 "log less often where it is called."
             )
             yield replace(impact, advice=advice, evidence=evidence)
             continue
         rarer = max(min(round(share / LOGGERS * 4), int(asked / _REPORTS_LEFT)), 2) * every
-        faster = step * (1 - share * (1 - epochs / calls) * (1 - every / rarer))
         advice = (
-            f"{impact.culprit} takes {each} per call. Trainer(log_every_n_steps={rarer}) instead "
-            f"of {every} gives {duration(faster)} per batch instead of {duration(step)}."
+            f"{impact.culprit} takes {per_call} per call. Trainer(log_every_n_steps={rarer}) "
+            f"instead of {every} gives {PROMISE}."
         )
-        evidence["advised_step_seconds"] = faster
-        yield replace(impact, advice=advice, evidence=evidence)
+        saves = (1 - epochs / calls) * (1 - every / rarer)
+        yield replace(impact, advice=advice, saves=saves, evidence=evidence)
 
 
 def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
@@ -274,25 +284,22 @@ def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
         return
     seconds = signals.category("checkpoint")
     saves = max(float(signals.total(writes).calls.sum()), 1.0)
-    each = float(seconds.sum() / saves)
+    per_checkpoint = float(seconds.sum() / saves)
     interval = signals.batches / saves
-    step, share = signals.step_seconds, signals.share(seconds)
-    times = max(min(share / CHECKPOINTS * 2, saves / _CHECKPOINTS_LEFT), 2)
+    times = max(min(signals.share(seconds) / CHECKPOINTS * 2, saves / _CHECKPOINTS_LEFT), 2)
     rarer = max(round(interval * times), 2)
-    faster = step * (1 - share * (1 - interval / rarer))
     slowest = max(rows, key=signals.seconds).name
     advice = (
-        f"A checkpoint takes {duration(each)} and is written every {interval:.0f} batches. "
-        f"Every {rarer} batches gives {duration(faster)} per batch instead of {duration(step)} "
+        f"A checkpoint takes {duration(per_checkpoint)} and is written every {interval:.0f} "
+        f"batches. Every {rarer} batches gives {PROMISE} "
         "(ModelCheckpoint(every_n_train_steps=...)); save_weights_only=True writes less."
     )
     evidence = {
-        "checkpoints": saves, "seconds_per_checkpoint": each, "batches_between": interval,
-        "advised_step_seconds": faster,
+        "checkpoints": saves, "seconds_per_checkpoint": per_checkpoint, "batches_between": interval,
     }  # fmt: skip
     yield Impact(
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),
-        "checkpoint", evidence=evidence, advice=advice, whole_run=True,
+        "checkpoint", evidence=evidence, advice=advice, saves=1 - interval / rarer, whole_run=True,
     )  # fmt: skip
 
 
@@ -304,21 +311,31 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     # Checkpoints that are written meanwhile are apart.
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
     costs = {name: float(each.sum()) for name, each in signals.within(rows).items()}
+    compilations = [r for r in signals.actions if (r.stage, r.category) == (COMPILE, "validation")]
+    if "forward" in costs:
+        costs["forward"] -= float(signals.total(compilations).seconds.sum())
     phase = max(costs, key=costs.__getitem__, default="validation")
-    share = float(seconds.sum() / signals.wall.sum())
-    faster = signals.step_seconds * (1 - share / 2)
+    culprit = f"validate.{phase}"
     advice = (
         "Validate half as often (val_check_interval, check_val_every_n_epoch) or on half as many "
-        f"batches (limit_val_batches): training is then {1 / (1 - share / 2):.2f}x faster."
+        f"batches (limit_val_batches): {PROMISE}, validation included."
     )
     if phase == "dataloader_next":
         starts = sum(signals.seconds(row) for row in rows if row.name == "iter")
         advice += _faster_validation(signals.setup.validation_loader, starts > costs[phase] / 2)
+    # A callback, a logger or a hook of the module that makes up the time.
+    named = [row for row in rows if row.category == phase and "." in row.name]
+    slowest = max(named, key=signals.seconds, default=None)
+    if phase not in COMPUTE and slowest and signals.seconds(slowest) > costs[phase] / 2:
+        culprit, calls = slowest.name, float(signals.actions[slowest].calls.sum())
+        advice = (
+            f"{culprit} takes {duration(signals.seconds(slowest) / max(calls, 1.0))} per call in "
+            f"validation: do its work less often. {advice}"
+        )
     yield Impact(  # too rare for a bootstrap
-        seconds, 1.0, f"validate.{phase}", "validation", advice=advice, whole_run=True,
+        seconds, 1.0, culprit, "validation", advice=advice, saves=0.5, whole_run=True,
         on_host=False, evidence={
             "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
-            "advised_step_seconds": faster,
         },
     )  # fmt: skip
 

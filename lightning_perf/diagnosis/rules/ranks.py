@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import LEAST, Impact, graded
+from lightning_perf.diagnosis.rules import LEAST, Impact
 from lightning_perf.diagnosis.signals import STRATEGY, Unknown
 from lightning_perf.units import duration
 
@@ -58,8 +58,6 @@ _LEAST_ONCE = 0.1
 _UNIFORM = 0.5
 #: Phases in which a GPU computes. One counts if its excess is at least this share of the largest.
 _COMPUTED, _COUNTS = ("forward", "backward", "optimizer"), 0.25
-#: Share of the time that the others wait for a straggler, for a warning.
-_STRAGGLER = 0.10
 #: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
 _TIME_SLICE = 4e-3
 
@@ -279,26 +277,25 @@ def _taken(signals: Signals) -> float:
 def straggler(signals: Signals) -> Iterable[Impact]:
     """One rank, or one node, makes the others wait."""
     windows = _windows(signals)[signals.start :]
-    found = straggler_of([work_of(window) for window in windows if window.batches])
-    if found is None or found.seconds < LEAST or found.share < _STRAGGLER / 2:
+    late = straggler_of([work_of(window) for window in windows if window.batches])
+    if late is None or late.seconds < LEAST:
         return
-    who = f"node {found.node}" if found.rank is None else f"rank {found.rank}"
+    who = f"node {late.node}" if late.rank is None else f"rank {late.rank}"
     evidence: dict[str, float | str] = {
-        "waited_seconds": found.seconds,
-        "node": float(found.node),
-        "slow_in": "most windows" if found.chronic else "some windows",
+        "waited_seconds": late.seconds,
+        "node": float(late.node),
+        "slow_in": "most windows" if late.chronic else "some windows",
     }
     advice = (
-        f"The other ranks wait {duration(found.seconds)} per batch for {who}, which is slow in "
-        f"{found.phase}{' on its GPU' if found.on_gpu else ''}. Compare its machine, its share "
+        f"The other ranks wait {duration(late.seconds)} per batch for {who}, which is slow in "
+        f"{late.phase}{' on its GPU' if late.on_gpu else ''}. Compare its machine, its share "
         "of the data and its callbacks with those of the others."
     )
     # With other programs on the CPUs, any rank is late occasionally.
-    certain = found.share * (1 if found.chronic else 1 - _taken(signals))
-    severity = graded(certain, certain >= _STRAGGLER)
+    certain = 1.0 if late.chronic else 1 - _taken(signals)
     yield Impact(
-        found.share * signals.wall, None, who, found.phase, found.rank, evidence, advice,
-        whole_run=True, on_host=False, severity=severity, within={},
+        late.share * signals.wall, 1.0, who, late.phase, late.rank, evidence, advice,
+        whole_run=True, on_host=False, certain=certain, inferred=True, within={},
     )  # fmt: skip
 
 

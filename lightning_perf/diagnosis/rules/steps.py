@@ -12,7 +12,6 @@ from lightning_perf.diagnosis.rules import (
     Impact,
     Verdict,
     called,
-    graded,
     without_none,
 )
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, IN_BATCHES, Signals, Unknown
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Minimum share of the run, and seconds, of a warm-up for a warning; minimum ratio of the first
 #: step to the median.
-_WARMUP, _WARMUP_SECONDS, _WARMUP_RATIO = 0.05, 0.4, 10.0
+WARMUP, _WARMUP_SECONDS, _WARMUP_RATIO = 0.05, 0.4, 10.0
 #: Hooks that callbacks and modules run once before the first batch.
 _BEFORE = (".on_train_start", ".on_train_epoch_start")
 #: Stalls are further optimizer steps if the numbers of both differ by this share at most.
@@ -34,9 +33,8 @@ _ALIKE = 0.2
 _FEWEST_COMPILATIONS, _FEWEST_STALLS = 3, 3
 #: Stalls of which a larger share are adjacent are a series of slow batches.
 _CONTIGUOUS = 0.8
-#: Minimum share of the run of a slowdown for a warning, minimum ratio of the step times, and
-#: minimum steps on both sides.
-_SLOWDOWN, _SLOWER, _SUSTAINED = 0.10, 1.10, 50
+#: Minimum ratio of the step times of a slowdown, and minimum steps on both sides.
+_SLOWER, _SUSTAINED = 1.10, 50
 #: The minimum share of the model's own work, and the MFU below which it may be faster.
 _COMPUTE, _LOW_MFU = 0.8, 0.4
 
@@ -57,15 +55,15 @@ def warmup(signals: Signals) -> Iterable[Impact]:
     # Waiting for a CPU meanwhile, beyond the usual wait, is not part of the warm-up.
     usually = signals.counts[:1] * signals.per_batch(signals.waiting)
     certain = lost - float(np.maximum(signals.waiting[:1] - usually, 0.0).sum())
-    if before + first < _WARMUP_RATIO * median or certain < max(_WARMUP * wall, _WARMUP_SECONDS):
+    if before + first < _WARMUP_RATIO * median or certain < max(WARMUP * wall, _WARMUP_SECONDS):
         return
     over = dict.fromkeys(IN_BATCHES, 0.0)
     if len(signals.windows) > (signals.start or 1):
         batches, categories = signals.counts[0], {n: signals.category(n) for n in IN_BATCHES}
         over = {n: each[0] - batches * signals.per_batch(each) for n, each in categories.items()}
     phase = max(over, key=over.__getitem__) if any(over.values()) else None
-    compilations = signals.total([row for row in signals.actions if row.stage == COMPILE])
-    compiling = float(compilations.seconds.sum())
+    compilations = [r for r in signals.actions if (r.stage, r.category) == (COMPILE, "forward")]
+    compiling = float(signals.total(compilations).seconds[:1].sum())
     evidence = {
         "first_step_seconds": first, "median_step_seconds": median, "compile_seconds": compiling,
     }  # fmt: skip
@@ -79,14 +77,16 @@ def warmup(signals: Signals) -> Iterable[Impact]:
     if compiling > 0.5 * first:
         advice += " Most of it is compilation, which torch.compile's cache can save."
     yield Impact(
-        np.where(np.arange(len(signals.windows)) > 0, 0.0, lost), None, culprit, phase, None,
-        evidence, advice, whole_run=True, on_host=False, severity="warning", within={},
+        np.where(np.arange(len(signals.windows)) > 0, 0.0, lost), 1.0, culprit, phase, None,
+        evidence, advice, whole_run=True, on_host=False, inferred=True, highest="warning",
+        within={},
     )  # fmt: skip
 
 
 def recompile(signals: Signals) -> Iterable[Impact]:
     """The module is compiled repeatedly after the warm-up."""
-    seconds, calls = signals.total([row for row in signals.actions if row.stage == COMPILE])
+    rows = [row for row in signals.actions if row.stage == COMPILE]
+    seconds, calls = signals.total(rows)
     times = float(signals.steady(calls).sum())
     if times < _FEWEST_COMPILATIONS:
         return
@@ -98,6 +98,7 @@ def recompile(signals: Signals) -> Iterable[Impact]:
     yield Impact(
         seconds, times, "torch.compile", "forward", advice=advice,
         evidence={"compilations": times, "compile_seconds": float(seconds.sum())},
+        within=signals.within(rows),
     )  # fmt: skip
 
 
@@ -107,55 +108,59 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     most = signals.slowest(rows)
     if most is None:
         return
-    seconds, calls = signals.total(rows)
+    # A profiler of ours collects, and makes more objects to collect.
+    kept = ~signals.recorded
+    seconds, calls = (kept * values for values in signals.total(rows))
     count = max(float(calls.sum()), 1.0)
+    per_collection = float(seconds.sum() / count)
     advice = (
-        f"Collections take {duration(signals.per_batch(seconds))} per batch, mostly during "
-        f"{called(most.name)}. Do not call gc.collect() there; keep fewer Python objects alive, "
-        "call gc.freeze() after set-up, or raise gc.set_threshold()."
+        f"A collection takes {duration(per_collection)}, mostly during {called(most.name)}. Do not "
+        "call gc.collect() there; keep fewer Python objects alive, call gc.freeze() after set-up, "
+        "or raise gc.set_threshold()."
     )
-    each = float(seconds.sum() / count)
     events = count if count < 0.5 * signals.batches else None
+    evidence: dict[str, float | str] = {
+        "collections": count, "seconds_per_collection": per_collection, "mostly_in": most.name,
+    }  # fmt: skip
     yield Impact(
-        seconds, events, most.name, most.category, advice=advice,
-        evidence={"collections": count, "seconds_per_collection": each, "mostly_in": most.name},
+        seconds, events, most.name, most.category, evidence=evidence, advice=advice,
         certain=1 - 1 / count,  # a single one may not come again
-        within=signals.within(rows),
+        within={name: kept * values for name, values in signals.within(rows).items()},
     )  # fmt: skip
 
 
 def periodic_stall(signals: Signals) -> Iterable[Impact]:
     """Some batches take many times as long as the others, and no named event explains it."""
-    found, excess = signals.stalls
-    count = len(found.positions)
-    if count < _FEWEST_STALLS or np.mean(np.diff(found.positions) == 1) > _CONTIGUOUS:
+    stalls, excess = signals.stalls
+    count = len(stalls.positions)
+    if count < _FEWEST_STALLS or np.mean(np.diff(stalls.positions) == 1) > _CONTIGUOUS:
         return
     phase = signals.phase_of(excess)
     if phase in ("callbacks", "logging", "checkpoint"):
         return  # the rules on callbacks, loggers and checkpoints name it
-    each = float(excess.sum() / count)
+    per_stall = float(excess.sum() / count)
     evidence = without_none(
-        stalls=float(count), seconds_per_stall=each, period_batches=found.period
+        stalls=float(count), seconds_per_stall=per_stall, period_batches=stalls.period
     )
-    if found.period is not None and (more := _further_steps(signals, count)):
+    if stalls.period is not None and (more := _further_steps(signals, count)):
         advice = (
-            f"Every {found.period:.0f} batches one has a further {more}, which takes "
-            f"{duration(each)}: this is the module's own work, in manual optimization."
+            f"Every {stalls.period:.0f} batches one has a further {more}, which takes "
+            f"{duration(per_stall)}: this is the module's own work, in manual optimization."
         )
         yield Impact(
             excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False,
-            severity="info",
+            highest="info",
         )  # fmt: skip
         return
     where = f", in {phase}" if phase else ""
-    advice = f"A batch takes {duration(each)} longer than usual"
-    if found.period is None:
+    advice = f"A batch takes {duration(per_stall)} longer than usual"
+    if stalls.period is None:
         advice += (
             f" at irregular intervals{where}. Look for other programs and slow storage; "
             "PyTorch(schedule=OnSlowBatch()) records the batches after a slow one."
         )
     else:
-        period = f"{found.period:.0f}"
+        period = f"{stalls.period:.0f}"
         advice += (
             f" every {period} batches{where}. Look for work that is done at this interval; "
             f'PyTorch(schedule="at 100ba for {period}ba") records one of them.'
@@ -167,10 +172,10 @@ def _further_steps(signals: Signals, stalls: int) -> str:
     """What manual optimization does in as many batches as there are stalls, beyond all others."""
     if signals.setup.automatic_optimization:
         return ""
-    for category, what in (("optimizer_step", "optimizer step"), ("backward", "backward")):
+    for category, step in (("optimizer_step", "optimizer step"), ("backward", "backward")):
         calls = float(signals.total(signals.rows(category)).calls.sum())
         if abs(calls % max(signals.batches, 1) - stalls) <= _ALIKE * stalls:
-            return what
+            return step
     return ""
 
 
@@ -199,8 +204,7 @@ def slowdown(signals: Signals) -> Iterable[Impact]:
         .clip(0, len(signals.windows) - 1),
         weights=over, minlength=len(signals.windows),
     )  # fmt: skip
-    share = float(over.sum() / signals.wall.sum())
-    if share < _SLOWDOWN / 3 or after - before < LEAST:
+    if after - before < LEAST:
         return
     if _growth(signals, signals.waiting, window) > 0.5 * (after - before):
         return  # other programs took the CPU: `cpu-saturated` reports it
@@ -216,12 +220,11 @@ def slowdown(signals: Signals) -> Iterable[Impact]:
         f"{duration(before)}.{where} Look for state that grows, for throttling, and "
         "for other programs on the machine."
     )
-    severity = graded(share, share >= _SLOWDOWN or after >= 2 * before)
     grown = {name: max(_growth(signals, signals.category(name), window), 0) for name in IN_BATCHES}
     total = sum(grown.values())
     yield Impact(
-        np.maximum(lost, 0.0), None, culprit, phase, None, evidence, advice, whole_run=True,
-        on_host=False, severity=severity,
+        np.maximum(lost, 0.0), 1.0, culprit, phase, None, evidence, advice, whole_run=True,
+        on_host=False, inferred=True,
         within={n: each / total * np.maximum(lost, 0.0) for n, each in grown.items() if total},
     )  # fmt: skip
 
@@ -278,11 +281,11 @@ def compute_bound(signals: Signals) -> Iterable[Verdict]:
     """The model's own work takes most of the time, at a low MFU, with free CPUs."""
     if signals.mfu is None:
         raise Unknown("the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted")
-    phases = {name: signals.share(signals.category(name)) for name in COMPUTE}
-    share = sum(phases.values()) - signals.share(signals.waiting)
+    share = sum(signals.share(signals.category(name)) for name in COMPUTE)
+    share -= signals.share(signals.waiting)
     if share < _COMPUTE or signals.mfu >= _LOW_MFU:
         return
-    setup, phase = signals.setup, max(phases, key=phases.__getitem__)
+    setup, phase = signals.setup, max(COMPUTE, key=signals.typical)
     tips = ["fused=True in the optimizer"] if phase == "optimizer_step" else []
     if setup.device == "cuda" and setup.precision.startswith("32"):
         tips.append('precision="bf16-mixed"')
