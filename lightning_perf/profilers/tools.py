@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,6 +136,18 @@ def check_whole(path: Path) -> None:
 
 
 @contextmanager
+def utf8_name(path: Path) -> Iterator[str]:
+    """The path for tools that take UTF-8 only: through a link where its folder is named otherwise."""
+    if (name := str(path)).encode(errors="ignore").decode() == name:
+        yield name
+        return
+    with TemporaryDirectory(prefix="lightning_perf-") as folder:
+        link = Path(folder, "link")
+        link.symlink_to(path.parent.absolute())
+        yield str(link / path.name)
+
+
+@contextmanager
 def no_collection(timeout: float = 5.0) -> Iterator[None]:
     """Disable garbage collection while a profiler starts or stops.
 
@@ -168,21 +181,25 @@ def _nothing_collects() -> bool:
 
 def run_program(command: str, *arguments: Path | str) -> str:
     """Run a command of ``lightning_perf.profilers.programs``; returns what it prints."""
-    return run_python("-m", "lightning_perf.profilers.programs", command, *map(str, arguments))
+    return run_python("-m", "lightning_perf.profilers.programs", command, *arguments)
 
 
-def run_python(*arguments: str) -> str:
+def run_python(*arguments: Path | str) -> str:
     """Run a Python program in a process of its own, so that training keeps the GIL.
 
     Returns its standard output. OSError has the last line of its error message.
     """
-    command = [sys.executable, "-P", *arguments]
-    done = subprocess.run(  # noqa: S603
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-        timeout=_TIMEOUT, check=False,
-    )  # fmt: skip
+    with ExitStack() as links:
+        named = (
+            links.enter_context(utf8_name(each)) if isinstance(each, Path) else each
+            for each in arguments
+        )
+        done = subprocess.run(  # noqa: S603
+            [sys.executable, "-P", *named], stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, errors="replace", timeout=_TIMEOUT, check=False,
+        )  # fmt: skip
     if done.returncode:
         # A reader written in C may crash on a damaged file without a message.
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit {done.returncode}"]
-        raise OSError(f"{' '.join(arguments[:2])}: {lines[-1][-200:]}")
+        raise OSError(f"{' '.join(map(str, arguments[:2]))}: {lines[-1][-200:]}")
     return done.stdout

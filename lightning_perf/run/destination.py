@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from lightning_perf.background import waiting
-from lightning_perf.errors import describe, warn
+from lightning_perf.errors import describe, printable, warn
+from lightning_perf.files import write_text
 from lightning_perf.traces.folder import RunFolder, TraceOptions, folder_of
 from lightning_perf.traces.uploads import TraceRun
 from lightning_perf.traces.writer import TraceWriter
@@ -84,7 +85,9 @@ class Reporting:
         destination = _destination(trainer, worker) if first else ((), "", "")
         if trainer.world_size > 1:
             destination = trainer.strategy.broadcast(destination, src=0)
-        runs, self.run_name, self.identity = destination
+        runs, *named = destination
+        # A logger's folder may be no UTF-8.
+        self.run_name, self.identity = map(printable, named)
         self._runs_as_targets = [run.target for run in runs]
         mlflow = [run for run in runs if isinstance(run, MlflowRun)]
         self.tags = TagReader(mlflow[0], worker) if mlflow else None
@@ -291,7 +294,7 @@ def text_file(text: Callable[[], str]) -> Callable[[Path], None]:
     """For `write_files`: a file with a text, which is made on the worker thread."""
 
     def write(path: Path) -> None:
-        path.write_text(text(), encoding="utf-8")
+        write_text(path, text())
 
     return write
 
