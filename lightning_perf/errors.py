@@ -149,14 +149,12 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-#: The user and the password of a URL, of servers and of others. Databases and stores take passwords
-#: with unescaped ``/``, ``?``, ``#`` and spaces, after which an ``@`` may follow, too.
-_SERVERS_USER = re.compile(
-    r"\b(https?://)(?:[^\s/?#@:]*:(?!\d*(?:[/?#]|$))[^\s@'\"]*@(?:[^\s/?#]*@)?|[^\s/?#]*@)",
-    re.IGNORECASE,
-)
+#: The user and the password of a URL. Passwords may have any unescaped character, so that one ends
+#: at the last ``@`` of the line or before the next URL: rather too much is removed than too little.
+#: Digits after the colon are a port of a server, but never of a database.
 _USER = re.compile(
-    r"\b((?!https?:)[\w+.-]+://)(?:[^\s/?#@:]*:[^\n@]*@(?:[^\s/?#]*@)?|[^\s/?#]*@)",
+    r"((?<!http)(?<!https)://|://(?![^\s/?#@:]*:\d+(?:[/?#\s'\"),]|$)))"
+    r"(?:[^\s/?#@:\[]*:(?:(?![\s'\"(][\w+.-]{1,30}://)[^\n])*@|[^\s/?#]*@)",
     re.IGNORECASE,
 )
 _SECRET = re.compile(
@@ -167,7 +165,7 @@ _SECRET = re.compile(
 
 def without_credentials(address: str) -> str:
     """Remove user names and passwords from the URLs in a text, also those in their queries."""
-    address = _USER.sub(r"\1", _SERVERS_USER.sub(r"\1", address))
+    address = _USER.sub(r"\1", address)
     start, mark, query = address.partition("?")
     if not mark or "://" not in start:
         return address
@@ -176,7 +174,7 @@ def without_credentials(address: str) -> str:
 
 
 def _redacted(text: str) -> str:
-    text = _USER.sub(r"\1", _SERVERS_USER.sub(r"\1", text))
+    text = _USER.sub(r"\1", text)
     # From urllib3: "Max retries exceeded with url: /x?signature=abc".
     return re.sub(r"((?:://|\burl: )[^\s?]*)\?[^\s'\"]*", r"\1", text)
 

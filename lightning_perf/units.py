@@ -48,7 +48,7 @@ def flops_text(flops: float) -> str:
         >>> flops_text(2.476e10), flops_text(512)
         ('24.8 GFLOP', '512 FLOP')
     """
-    power = min(max(floor(log10(flops)) // 3, 0), 6) if flops else 0
+    power = min(max(floor(log10(abs(flops))) // 3, 0), 6) if flops else 0
     return f"{three_digits(flops / 1000**power)} {('', 'K', 'M', 'G', 'T', 'P', 'E')[power]}FLOP"
 
 

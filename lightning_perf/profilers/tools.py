@@ -137,7 +137,7 @@ def check_whole(path: Path) -> None:
 
 @contextmanager
 def utf8_name(path: Path) -> Iterator[str]:
-    """The path for tools that take UTF-8 only: through a link where its folder is named otherwise."""
+    """The path for tools that take UTF-8 only: through a link if its folder has another name."""
     if (name := str(path)).encode(errors="ignore").decode() == name:
         yield name
         return

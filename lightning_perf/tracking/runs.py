@@ -298,10 +298,13 @@ def _from_metrics(client: MlflowClient, run: Any) -> Summary:
         }
     prefix = "lightning_perf/"
     params = {key.removeprefix(prefix): value for key, value in run.data.params.items()}
+    setup: dict[str, Any] = {key: params[key] for key in _SETUP if key in params}
+    with suppress(KeyError, ValueError):  # the user may have another value there
+        setup["peak_flops"] = float(setup.pop("peak_flops"))
     return {
         "version": VERSION,
         "run": run.info.run_name or run_id,
         "status": run.info.status.lower(),
-        "setup": {key: params[key] for key in _SETUP if key in params},
+        "setup": setup,
         "stages": {"train": windows} if windows else {},
     }
