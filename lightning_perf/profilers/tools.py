@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from inspect import Parameter, signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,7 @@ import torch
 
 from lightning_perf.background import wait_until
 from lightning_perf.checks import flag, whole
-from lightning_perf.errors import ConfigError, RecorderBusy, describe
+from lightning_perf.errors import ConfigError, RecorderBusy, describe, did_you_mean
 from lightning_perf.run import compat
 
 if TYPE_CHECKING:
@@ -59,18 +58,15 @@ def check_options(
         >>> class Tracer: ...
         >>> check_options(Tracer, {"log_gz": True}, {"log_gc": False}, "viztracer")
         Traceback (most recent call last):
-        lightning_perf.errors.ConfigError: log_gz=True is not an option of Tracer: did you mean \
+        lightning_perf.errors.ConfigError: log_gz=True is not an option of Tracer. Did you mean \
 log_gc?
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name not in known:
             own = set(signature(profiler).parameters) - {"kwargs"}
-            near = get_close_matches(name, sorted({*known, *own}), n=1)
-            hint = (
-                f": did you mean {near[0]}?" if near else f"; {tool} has {', '.join(sorted(known))}"
-            )
-            raise ConfigError(name, value, f"is not an option of {profiler.__name__}{hint}", None)
+            hint = did_you_mean(name, {*known, *own}, f"{tool} has {', '.join(sorted(known))}")
+            raise ConfigError(name, value, f"is not an option of {profiler.__name__}. {hint}", None)
         if isinstance(known[name], bool):
             flag(name, value)
         elif isinstance(known[name], int) and not isinstance(value, float):

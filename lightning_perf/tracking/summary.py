@@ -85,7 +85,7 @@ _SERIES = {"*": [float]}
 _VERDICT = {
     "code!": str, "severity!": str, "share": float, "predicted_speedup": float,
     "culprit": str | None, "rank": int | None, "phase": str | None, "advice": str,
-    "evidence": {"*": float | str},
+    "evidence": {"*": int | float | str},
 }  # fmt: skip
 #: What the views read: kinds of values, mappings by key, and lists. ``*`` is any other key, and
 #: ``!`` a key that must be there.
@@ -102,7 +102,7 @@ _SHAPE = {
     "overhead": {"share!": float, "*": float},
     "verdicts": [_VERDICT], "abstained": {"*": str}, "traces": [str], "pages": [str],
 }  # fmt: skip
-_KINDS = {dict: "mapping", list: "list", float: "number", int: "number"}
+_KINDS = {dict: "mapping", list: "list", float: "plausible number", int: "plausible number"}
 
 
 def read_summary(path: Path) -> Summary:
@@ -137,10 +137,8 @@ def _problem(content: object) -> str:
 def _damage(value: Any, shape: Any, name: str) -> str:
     """The first part of a value that has not the kind that `_SHAPE` says; empty if all have it."""
     kind: Any = type(shape) if isinstance(shape, dict | list) else shape
-    if not isinstance(value, int | float if kind is float else kind):
+    if not _is_of(value, kind):
         return f"its {name} is not a {_KINDS.get(kind, 'text')}"
-    if isinstance(value, int | float) and value and not _LEAST < abs(value) < _MOST:
-        return f"its {name} is out of range"
     parts: Iterable[tuple[str, Any, Any]] = ()
     if isinstance(shape, dict):
         if missing := [key for key in shape if key[-1] == "!" and key[:-1] not in value]:
@@ -151,6 +149,12 @@ def _damage(value: Any, shape: Any, name: str) -> str:
         parts = ((f"item {number}", each, shape[0]) for number, each in enumerate(value))
     found = (_damage(each, inner, f"{name}, {part}") for part, each, inner in parts if inner)
     return next(filter(None, found), "")
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    if isinstance(value, int | float) and value and not _LEAST < abs(value) < _MOST:
+        return False
+    return isinstance(value, int | float if kind is float else kind)
 
 
 # -- views ----------------------------------------------------------------------------------------
