@@ -47,7 +47,7 @@ Try window_size=100.
 
 def closest(name: object, known: Iterable[str], otherwise: str = "") -> str:
     """The known name that was probably meant, or another text if none is near."""
-    return (get_close_matches(str(name), [*known], n=1) or [otherwise])[0]
+    return (get_close_matches(str(name), [*known], n=1, cutoff=0.5) or [otherwise])[0]
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:

@@ -71,4 +71,5 @@ def counted(number: int, noun: str) -> str:
         >>> counted(1, "call"), counted(1200, "call")
         ('1 call', '1,200 calls')
     """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"

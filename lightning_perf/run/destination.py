@@ -299,6 +299,11 @@ def text_file(text: Callable[[], str]) -> Callable[[Path], None]:
     return write
 
 
+#: By trainer: the names of files about its evaluations since its last fit, by what they describe. A
+#: later evaluation replaces them: packages run a thousand predictions.
+_EVALUATED: WeakKeyDictionary[Trainer, dict[tuple[str | None, ...], str]] = WeakKeyDictionary()
+
+
 def write_files(
     context: RunContext,
     folder: str,
@@ -315,14 +320,22 @@ def write_files(
     string, and ``stage`` what they describe, as for traces. ``remote`` is the name of the artifact
     if that differs. Only ``durable`` files wait for the disk, which takes milliseconds per file.
     """
+    function, earlier = context.trainer.state.fn, _EVALUATED.setdefault(context.trainer, {})
+    if function == "fit":
+        earlier.clear()
     for filename, write in files.items() if context.leaves_files else ():
+        key = (function, folder, filename, stage)
+        name = earlier.get(key, filename)
         options = TraceOptions(
             folder=folder,
-            filename=filename,
-            remote_file_name=f"{folder}/{remote or filename}",
-            overwrite=overwrite,
+            filename=name,
+            remote_file_name=f"{folder}/{remote or name}",
+            overwrite=overwrite or key in earlier,
             durable=durable,
         )
         writer = new_writer(context, options)
         spooled = writer.spool(stage)
-        writer.write(spooled, context.progress.timestamp(stage), stage, partial(write, spooled))
+        make = partial(write, spooled)
+        path = writer.write(spooled, context.progress.timestamp(stage), stage, make)
+        if path is not None and function != "fit":
+            earlier[key] = path.name
