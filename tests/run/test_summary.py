@@ -551,7 +551,7 @@ def test_costly_reports_are_named(share: float, recording: float, advised: bool)
 
 
 def test_evaluations_of_one_trainer_share_their_pages(tmp_path: Path) -> None:
-    """Five predictions leave the page of the last; those after another fit have one of their own."""
+    """Five predictions leave the page of the last; those after another fit have their own."""
     (user := tmp_path / "records-version_0" / "timings" / "predict").mkdir(parents=True)
     (user / "timings.html").write_text("the user's")
     run = trainer(tmp_path, Timings(), logger=Records())

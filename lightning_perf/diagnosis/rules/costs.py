@@ -251,7 +251,8 @@ def logger_bound(signals: Signals) -> Iterable[Impact]:
             advice = (
                 f"{impact.culprit} takes {each} per call and is called {calls:.0f} times in "
                 f"{counted(round(batches), 'batch')}, which "
-                f"Trainer(log_every_n_steps={every}) does not decide: log less often where it is called."
+                f"Trainer(log_every_n_steps={every}) does not decide: log less often where it is "
+                "called."
             )
             yield replace(impact, advice=advice, evidence=evidence)
             continue
