@@ -130,7 +130,7 @@ def _closest(word: str, known: Mapping[str, str]) -> str | None:
     """Return the meaning of the closest word; words under 3 letters must match exactly."""
     if word in known or len(word) < 3:
         return known.get(word)
-    return known.get(closest(word, (each for each in known if len(each) > 2)))
+    return known.get(closest(word, (each for each in known if len(each) > 2), cutoff=0.6))
 
 
 ALL_UNITS = frozenset(TimeUnit)

@@ -45,9 +45,9 @@ Try window_size=100.
         return text if self.example is None else f"{text} Try {self.field}={self.example}."
 
 
-def closest(name: object, known: Iterable[str], otherwise: str = "") -> str:
+def closest(name: object, known: Iterable[str], otherwise: str = "", cutoff: float = 0.5) -> str:
     """The known name that was probably meant, or another text if none is near."""
-    return (get_close_matches(str(name), [*known], n=1, cutoff=0.5) or [otherwise])[0]
+    return (get_close_matches(str(name), [*known], n=1, cutoff=cutoff) or [otherwise])[0]
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:
