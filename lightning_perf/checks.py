@@ -6,19 +6,21 @@ import json
 import re
 from collections.abc import Sequence, Set
 from contextlib import suppress
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.time import Time, TimeUnit
-from lightning_perf.errors import ConfigError
+from lightning_perf.errors import ConfigError, closest, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 #: All units, for messages.
@@ -128,8 +130,7 @@ def _closest(word: str, known: Mapping[str, str]) -> str | None:
     """Return the meaning of the closest word; words under 3 letters must match exactly."""
     if word in known or len(word) < 3:
         return known.get(word)
-    near = get_close_matches(word, [each for each in known if len(each) > 2], n=1)
-    return known[near[0]] if near else None
+    return known.get(closest(word, (each for each in known if len(each) > 2), cutoff=0.6))
 
 
 ALL_UNITS = frozenset(TimeUnit)
@@ -196,30 +197,27 @@ def times(
     return time
 
 
-def name_arguments(cls: type) -> None:
-    """Let the constructor of a class answer an unknown argument with the nearest of its own.
+def name_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a function or a constructor answer an unknown argument with the nearest of its own.
 
-    Called once for each class, by the base of schedules and that of callbacks.
+    Constructors of schedules and callbacks are passed here by their base classes.
     """
-    init = vars(cls).get("__init__")
-    if init is None:
-        return
-    parameters = signature(init).parameters
+    parameters = signature(function).parameters
+    names = [name for name in parameters if name != "self"]
     if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
-        return
-    names = [*parameters][1:]
+        return function
 
-    @wraps(init)
-    def named(self: object, *args: Any, **arguments: Any) -> None:
+    @wraps(function)
+    def named(*args: _P.args, **arguments: _P.kwargs) -> _T:
         for name in arguments:
             if name not in names:
-                near = get_close_matches(name, names, n=1, cutoff=0.4)
-                hint = f"Did you mean {near[0]}?" if near else f"It has {', '.join(names)}."
-                problem = f"{cls.__name__}() has no argument {name!r}. "
-                raise TypeError(problem + (hint if names else "It takes none."))
-        init(self, *args, **arguments)
+                has = f"It has {', '.join(names)}." if names else "It takes none."
+                hint = did_you_mean(name, names, has)
+                called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+                raise TypeError(f"{called}() has no argument {name!r}. {hint}")
+        return function(*args, **arguments)
 
-    cls.__init__ = named  # type: ignore[misc]
+    return named
 
 
 def is_list(value: object) -> bool:
@@ -231,8 +229,7 @@ def stage_list(field: str, value: list[str] | str) -> list[str]:
     """Return one or more names of stages as a list."""
     names: list[str] = list(value) if is_list(value) else [str(value)]
     if not names or any(name not in STAGES for name in names):
-        found = [get_close_matches(str(name).lower(), STAGES, n=1, cutoff=0.5) for name in names]
-        near = [each[0] if each else "train" for each in found] or ["train"]
+        near = [closest(str(name).lower(), STAGES, "train") for name in names] or ["train"]
         example = json.dumps(near if is_list(value) else near[0])
         problem = f"is not valid, expected one of {', '.join(STAGES)}"
         raise ConfigError(field, value, problem, example)

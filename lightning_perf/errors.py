@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import warnings
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
+    from collections.abc import Iterable
 
 _log = logging.getLogger("lightning_perf.warnings")
 _MESSAGE_LENGTH, _VALUE_LENGTH = 300, 200
@@ -40,8 +38,6 @@ Try window_size=100.
             value = _redacted(value)
         super().__init__(field, value, problem, example)
         self.field, self.value, self.problem, self.example = field, value, problem, example
-        if "jsonargparse" in sys.modules:
-            _LastLine.announce(str(self))
 
     def __str__(self) -> str:
         text = f"{self.field}={shown(self.value)} {self.problem}"
@@ -49,28 +45,15 @@ Try window_size=100.
         return text if self.example is None else f"{text} Try {self.field}={self.example}."
 
 
-class _LastLine:
-    """An excepthook that repeats a message after the traceback of an error that contains it.
+def closest(name: object, known: Iterable[str], otherwise: str = "", cutoff: float = 0.5) -> str:
+    """The known name that was probably meant, or another text if none is near."""
+    return (get_close_matches(str(name), [*known], n=1, cutoff=cutoff) or [otherwise])[0]
 
-    LightningCLI constructs callbacks with jsonargparse, which wraps constructor errors in one of a
-    hundred lines, with ours in the middle. The error and earlier hooks are unchanged.
-    """
 
-    def __init__(self, message: str, previous: Callable[..., object]) -> None:
-        self._message, self._previous = message, previous
-
-    @classmethod
-    def announce(cls, message: str) -> None:
-        """Install the hook for this message, in place of that for an earlier one."""
-        hook = sys.excepthook
-        sys.excepthook = cls(message, hook._previous if isinstance(hook, cls) else hook)
-
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        self._previous(kind, error, trace)
-        if not isinstance(error, ConfigError) and self._message in str(error):
-            print(f"\nlightning_perf: {self._message}", file=sys.stderr)  # noqa: T201
+def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:
+    """A hint at the known name that was probably meant, or another text if none is near."""
+    near = closest(name, known)
+    return f"Did you mean {near}?" if near else otherwise
 
 
 def shown(value: object) -> str:
@@ -149,14 +132,12 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-#: The user and the password of a URL, of servers and of others. Databases and stores take passwords
-#: with unescaped ``/``, ``?``, ``#`` and spaces, after which an ``@`` may follow, too.
-_SERVERS_USER = re.compile(
-    r"\b(https?://)(?:[^\s/?#@:]*:(?!\d*(?:[/?#]|$))[^\s@'\"]*@(?:[^\s/?#]*@)?|[^\s/?#]*@)",
-    re.IGNORECASE,
-)
+#: The user and the password of a URL. Passwords may have any unescaped character, so that one ends
+#: at the last ``@`` of the line or before the next URL: rather too much is removed than too little.
+#: Digits after the colon are a port of a server, but never of a database.
 _USER = re.compile(
-    r"\b((?!https?:)[\w+.-]+://)(?:[^\s/?#@:]*:[^\n@]*@(?:[^\s/?#]*@)?|[^\s/?#]*@)",
+    r"((?<!http)(?<!https)://|://(?![^\s/?#@:]*:\d+(?:[/?#\s'\"),]|$)))"
+    r"(?:[^\s/?#@:\[]*:(?:(?![\s'\"(][\w+.-]{1,30}://)[^\n])*@|[^\s/?#]*@)",
     re.IGNORECASE,
 )
 _SECRET = re.compile(
@@ -167,7 +148,7 @@ _SECRET = re.compile(
 
 def without_credentials(address: str) -> str:
     """Remove user names and passwords from the URLs in a text, also those in their queries."""
-    address = _USER.sub(r"\1", _SERVERS_USER.sub(r"\1", address))
+    address = _USER.sub(r"\1", address)
     start, mark, query = address.partition("?")
     if not mark or "://" not in start:
         return address
@@ -176,7 +157,7 @@ def without_credentials(address: str) -> str:
 
 
 def _redacted(text: str) -> str:
-    text = _USER.sub(r"\1", _SERVERS_USER.sub(r"\1", text))
+    text = _USER.sub(r"\1", text)
     # From urllib3: "Max retries exceeded with url: /x?signature=abc".
     return re.sub(r"((?:://|\burl: )[^\s?]*)\?[^\s'\"]*", r"\1", text)
 

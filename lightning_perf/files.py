@@ -143,6 +143,11 @@ def gzipped_whole(target: Path) -> Iterator[BinaryIO]:
         yield cast("BinaryIO", packed)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text as UTF-8, with escapes for what a name on the disk may have besides."""
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
 def compress(source: Path, target: Path) -> None:
     """Move a file and compress it; if that raises `OSError`, the source stays."""
     with source.open("rb") as raw, gzipped_whole(target) as packed:

@@ -48,7 +48,7 @@ def flops_text(flops: float) -> str:
         >>> flops_text(2.476e10), flops_text(512)
         ('24.8 GFLOP', '512 FLOP')
     """
-    power = min(max(floor(log10(flops)) // 3, 0), 6) if flops else 0
+    power = min(max(floor(log10(abs(flops))) // 3, 0), 6) if flops else 0
     return f"{three_digits(flops / 1000**power)} {('', 'K', 'M', 'G', 'T', 'P', 'E')[power]}FLOP"
 
 
@@ -71,4 +71,5 @@ def counted(number: int, noun: str) -> str:
         >>> counted(1, "call"), counted(1200, "call")
         ('1 call', '1,200 calls')
     """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,6 +78,10 @@ def in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     """A working directory for each test, so that no test writes into the checkout."""
     folder = tmp_path_factory.mktemp("cwd")
     monkeypatch.chdir(folder)
+    # Nor reads or writes the user's cache.
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{folder}-cache")
+    if measure := sys.modules.get("lightning_perf.flops.measure"):
+        measure.best_peak.cache_clear()
     return folder
 
 

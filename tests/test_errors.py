@@ -1,9 +1,12 @@
 """Texts of errors and warnings, which never contain secrets."""
 
 import pickle
+import re
 import warnings
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_perf.errors import (
     ConfigError,
@@ -90,3 +93,17 @@ def test_warning_filters_of_tests_do_not_match_our_modules(module, kind):
         warnings.warn_explicit("planted", kind, "file.py", 1, module)
     if kind is DeprecationWarning:
         warnings.warn_explicit("planted", kind, "file.py", 1, module.replace("_perf", ""))
+
+
+@given(
+    scheme=st.sampled_from(["http", "HTTPS", "postgresql", "mysql+pymysql", "s3"]),
+    password=st.text("Zé/?#@:\"' )%.-", max_size=9),
+    rest=st.sampled_from(["", ":5000/x", "/db?password=S3CRET&sslmode=x", "/a b"]),
+)
+def test_no_password_of_an_address_is_shown(scheme: str, password: str, rest: str) -> None:
+    """Unescaped characters, also those that end an address, do not let a part of it through."""
+    address = f"{scheme}://me:S3{password}CR@host{rest}"
+    for text in (address, f"'{address}'", f"cannot read {address}: refused"):
+        for shown in (without_credentials(address), str(ConfigError("uri", text, "is", None))):
+            assert not re.search("S3|CR|Z", shown), shown
+        assert not re.search("S3|CR|Z", describe(OSError(text)))

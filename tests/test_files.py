@@ -47,6 +47,13 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
     "deeper": lambda path: path.write_text("[" * 500 + "]" * 500),
     "nan": lambda path: path.write_text('{"version": NaN, "traceEvents": [NaN]}'),
     "huge": lambda path: path.write_text(f'{{"version": 1{"0" * 4000}, "traceEvents": [1e999]}}'),
+    "aliases": lambda path: path.write_text(
+        "\n".join(
+            f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else ['x'])}]" for i in range(30)
+        )
+        + "\ncallbacks: *a29"
+    ),
+    "itself": lambda path: path.write_text("callbacks: &a [*a]"),
     "digits": lambda path: path.write_text("1" * 1_000_000),
 }
 #: Every reader of files that others may have made: the file's name, and what it may raise.

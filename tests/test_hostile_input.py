@@ -10,7 +10,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +98,21 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @fuzzed
 @given(mutations())
 @example(lambda content: content | {"abstained": 1})
+@example(lambda content: content | {"setup": {"versions": "x"}})
+@example(lambda content: content | {"setup": {"peak_flops": "x"}})
+@example(lambda content: content | {"stages": {"train": {"windows": {"batches": [1e308] * 9}}}})
 def test_a_damaged_summary_is_refused_or_shown(
     tmp_path: Path, run_folder: Path, mutate: Callable[[Any], Any]
 ) -> None:
-    """Every view works for a summary that the reader accepts; a refused one gives one line."""
+    """Every view and command works for a summary that the reader accepts, else gives one line."""
     content = json.loads((run_folder / "summary.json").read_text())
     (tmp_path / "summary.json").write_text(json.dumps(mutate(content)))
+    whole = str(run_folder)
+    for command in (["report"], ["compare", whole], ["compare", whole, "--threshold=5%"]):
+        said = io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            exit_code(command[0], str(tmp_path), *command[1:])
+        assert "Traceback" not in said.getvalue()
     try:
         run = read_folder(tmp_path)
     except SummaryError as refused:
@@ -157,7 +166,7 @@ def test_a_summary_without_its_run_is_refused(tmp_path: Path, run_folder: Path, 
     content = json.loads((run_folder / "summary.json").read_text())
     del content[name]
     (tmp_path / "summary.json").write_text(json.dumps(content))
-    with pytest.raises(SummaryError, match=f"is damaged .it has no {name}"):
+    with pytest.raises(SummaryError, match=f"is damaged .its summary has no {name}"):
         read_folder(tmp_path)
 
 

@@ -146,6 +146,7 @@ print("imported:", *{name.partition(".")[0] for name in set(sys.modules) - befor
         (lambda: lightning_perf.SpeedMonitor(window=10), "Did you mean window_size?"),
         (lambda: lightning_perf.Cyclic(skip=5), "Did you mean skip_first?"),
         (lambda: lightning_perf.Suite(callback=[]), "Did you mean callbacks?"),
+        (lambda: lightning_perf.always_on(show_sumary=True), "Did you mean show_summary?"),
         (lambda: lightning_perf.Elapsed(time="10m"), "It has duration."),
     ],
 )

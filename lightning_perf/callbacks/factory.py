@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _VARIABLE = "LIGHTNING_PERF"
+#: Values in a file of callbacks: aliases of aliases could make any number of them.
+_MOST_VALUES = 10_000
 
 
 def callbacks() -> list[Any]:
@@ -67,7 +70,10 @@ def written_callbacks(file: str) -> list[Any]:
         problem = f"is neither 1 nor a YAML file (looked in {os.getcwd()})"  # noqa: PTH109
         raise ConfigError(_VARIABLE, file, problem, "1")
     try:
-        content = yaml.safe_load(read_bytes(Path(file)).decode())
+        text = read_bytes(Path(file)).decode()
+        if not _values(yaml.compose(text, yaml.SafeLoader), {}) < _MOST_VALUES:
+            raise ValueError(f"with its aliases it has more than {_MOST_VALUES:,} values")
+        content = yaml.safe_load(text)
     except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise ConfigError(_VARIABLE, file, f"cannot be used: {why}", None) from error
@@ -78,6 +84,16 @@ def written_callbacks(file: str) -> list[Any]:
         problem = "is a file without a list of callbacks"
         raise ConfigError(_VARIABLE, file, problem, "configs/always_on.yaml")
     return content
+
+
+def _values(node: Any, known: dict[int, float]) -> float:
+    """The values of a node of YAML if each alias is a copy; infinite if it contains itself."""
+    if id(node) not in known:
+        known[id(node)] = inf
+        parts = node.value if isinstance(getattr(node, "value", None), list) else ()
+        flat = (each for part in parts for each in (part if isinstance(part, tuple) else (part,)))
+        known[id(node)] = 1 + sum(_values(each, known) for each in flat)
+    return known[id(node)]
 
 
 @cache

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_perf.callbacks.factory import written_callbacks
-from lightning_perf.checks import flag, is_list, whole
+from lightning_perf.checks import flag, is_list, name_arguments, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hooks import ENDS
@@ -145,6 +145,7 @@ def _overrides(part: PerfCallback, hook: str) -> bool:
     return callable(own) and getattr(own, "__func__", None) is not getattr(PerfCallback, hook)
 
 
+@name_arguments
 def always_on(show_summary: bool = True) -> Suite:
     """A `Suite` of the callbacks that cost little: throughput, MFU, times, hardware, diagnosis.
 

@@ -264,7 +264,7 @@ def _walk(root: Frame) -> Iterator[tuple[str, int, int, float]]:
 
 def _frame(name: str, value: str, depth: int, left: float, share: float) -> str:
     # An inner SVG clips the name at its edge, at any width of the picture.
-    name, hue = escape(name), crc32(name.encode()) % 55
+    name, hue = escape(name), crc32(name.encode(errors="replace")) % 55
     return (
         f'<svg x="{left:.4%}" y="{_TOP + depth * _ROW}" width="{share:.4%}" height="{_ROW - 1}" '
         f'data-x="{left:.6f}" data-w="{share:.6f}"><title>{name} ({escape(value)})</title>'

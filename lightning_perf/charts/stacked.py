@@ -25,6 +25,7 @@ from lightning_perf.charts import (
     page,
     ticks,
 )
+from lightning_perf.files import write_text
 from lightning_perf.units import duration, three_digits, time_unit
 
 #: A step, and the mean seconds per batch of each category since the row before.
@@ -49,7 +50,7 @@ def stacked_html(
     parts: list[Part] = [stack(rows, first)]
     if table:
         parts += [Heading("Callbacks and loggers"), _costs(table)]
-    Path(path).write_text(page(_TITLE, parts), encoding="utf-8")
+    write_text(Path(path), page(_TITLE, parts))
 
 
 def stack(rows: Sequence[Row], first: int = 0) -> Areas:
@@ -184,7 +185,7 @@ def heatmap_html(path: str | Path, steps: Sequence[int], lateness: Sequence[Numb
         ),
         notes=(f"Each row is the latest of {each} ranks.",) if each > 1 else (),
     )
-    Path(path).write_text(page(_RANKS_TITLE, [part]), encoding="utf-8")
+    write_text(Path(path), page(_RANKS_TITLE, [part]))
 
 
 def _image(alpha: NDArray[np.uint8]) -> bytes:

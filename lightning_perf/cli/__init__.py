@@ -9,14 +9,13 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.checks import install_command
-from lightning_perf.errors import PerfWarning
+from lightning_perf.errors import PerfWarning, did_you_mean
 from lightning_perf.terminal import say
 
 if TYPE_CHECKING:
@@ -211,8 +210,8 @@ class _Parser(ArgumentParser):
             message = f"there is no command {choice[1]}"
         known = _COMMANDS if choice else self._option_string_actions
         wrong = choice or option
-        if wrong and (near := get_close_matches(wrong[1], known, n=1)):
-            advice = f"Did you mean {near[0]}?"
+        if wrong:
+            advice = did_you_mean(wrong[1], known, advice)
         self.exit(2, f"{self.prog}: {message}. {advice}\n")
 
 

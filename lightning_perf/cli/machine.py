@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import asdict
-from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.checks import install_command
 from lightning_perf.cli import JSON, Failure, argument, command, flag, print_json
-from lightning_perf.errors import ConfigError, without_credentials
+from lightning_perf.errors import ConfigError, closest, without_credentials
 from lightning_perf.terminal import new_console
 
 if TYPE_CHECKING:
@@ -101,10 +100,22 @@ def _supported() -> dict[str, SpecifierSet]:
 
 def _hardware() -> Iterator[Finding]:
     from lightning_perf.cgroup import usable_cpus
-    from lightning_perf.flops import cuda_devices, device_name, lookup
+    from lightning_perf.flops import (
+        cuda_devices,
+        device_name,
+        kept_file,
+        kept_peaks,
+        lookup,
+        trusted_peak,
+    )
     from lightning_perf.system.gpus import nvidia_driver
 
     yield Finding("hardware", "CPU", f"{device_name('cpu')}, {usable_cpus()} usable")
+    for setting, rows in kept_peaks().items():
+        if best := trusted_peak(rows):
+            here = "" if setting.startswith(device_name("cpu")) else " of another machine"
+            text = f"{best[0] / 1e12:.3g} TFLOP/s, measured on {best[1]}; {setting}"
+            yield Finding("hardware", f"peak{here}", f"{text}; delete {kept_file()} to forget it")
     build, gpus = cuda_devices()
     yield Finding("hardware", "CUDA", f"torch is built for {build or 'CPUs'}")
     for number, name in enumerate(gpus):
@@ -266,8 +277,8 @@ def _check_measurable(device: str, dtype: str) -> None:
 
     if not is_dtype(dtype):
         known = [*_DTYPES, *_DTYPES.values(), "tf32"]
-        near = get_close_matches(dtype, known, n=1) or ["bfloat16"]
-        raise Failure(f"{dtype} is not a dtype of torch. Try --dtype {near[0]}")
+        near = closest(dtype, known, "bfloat16")
+        raise Failure(f"{dtype} is not a dtype of torch. Try --dtype {near}")
     if not is_device(device):
         raise Failure(f"{device} is not a device of torch. Try --device cuda")
     build, gpus = cuda_devices()

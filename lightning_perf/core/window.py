@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from lightning_perf.errors import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -212,9 +213,8 @@ class Window:
         try:
             return self.columns[name]
         except KeyError:
-            near = get_close_matches(name, self.columns, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise KeyError(f"the window has no column {name!r}{hint}") from None
+            hint = did_you_mean(name, self.columns)
+            raise KeyError(f"the window has no column {name!r}. {hint}".rstrip()) from None
 
 
 def throughput(window: Window, prefix: str = "") -> dict[str, float]:

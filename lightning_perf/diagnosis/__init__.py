@@ -25,7 +25,7 @@ from lightning_perf.diagnosis.rules import (
 )
 from lightning_perf.diagnosis.signals import COMPUTE, Signals, Unknown
 from lightning_perf.errors import describe
-from lightning_perf.units import duration
+from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -96,10 +96,11 @@ def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
 
     Example:
         >>> diagnose(Signals(windows=[])).abstained
-        {'all': '0 batches were measured, and a diagnosis needs 30'}
+        {'all': '0 measured batches, and a diagnosis needs 30'}
     """
     if signals.batches < _FEWEST_BATCHES:
-        why = f"{signals.batches} batches were measured, and a diagnosis needs {_FEWEST_BATCHES}"
+        measured = counted(signals.batches, "measured batch")
+        why = f"{measured}, and a diagnosis needs {_FEWEST_BATCHES}"
         return Findings(abstained={"all": why})
     if not signals.wall.sum() > 0:
         return Findings(abstained={"all": "the time of the batches was not measured"})

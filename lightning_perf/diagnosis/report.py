@@ -13,7 +13,7 @@ from lightning_perf.diagnosis.rules import called, without_none
 from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.summary import facts, tables
-from lightning_perf.units import bytes_text, duration, three_digits
+from lightning_perf.units import bytes_text, counted, duration, three_digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -234,7 +234,7 @@ def _speed(signals: Signals) -> str:
     """How fast the training is, on what."""
     setup, mfu = signals.setup, signals.mfu
     utilization = "" if mfu is None else f"MFU {mfu:.1%}, "
-    each, batches = duration(signals.step_seconds), f"{signals.batches:,} batches"
+    each, batches = duration(signals.step_seconds), counted(signals.batches, "batch")
     devices = f"{setup.world_size} x {setup.device}, {setup.precision}"
     return f"{utilization}{each} per batch after the warm-up, {batches} ({devices})."
 

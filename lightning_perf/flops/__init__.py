@@ -2,7 +2,14 @@
 
 from lightning_perf.flops.counter import FlopCounter
 from lightning_perf.flops.formulas import TransformerConfig, check_formula, formula_for, palm
-from lightning_perf.flops.measure import is_device, is_dtype, measure_peak
+from lightning_perf.flops.measure import (
+    is_device,
+    is_dtype,
+    kept_file,
+    kept_peaks,
+    measure_peak,
+    trusted_peak,
+)
 from lightning_perf.flops.operators import tf32_is_on
 from lightning_perf.flops.peaks import (
     DevicePeaks,
@@ -28,10 +35,13 @@ __all__ = [
     "is_compiled",
     "is_device",
     "is_dtype",
+    "kept_file",
+    "kept_peaks",
     "lookup",
     "measure_peak",
     "palm",
     "peak_flops",
     "table",
     "tf32_is_on",
+    "trusted_peak",
 ]

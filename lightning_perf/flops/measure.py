@@ -7,19 +7,23 @@ slower than a single thread. A single thread is therefore measured too, as a low
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import threading
 import time
 from bisect import insort
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_perf.cgroup import usable_cpus
+from lightning_perf.errors import DAMAGE
+from lightning_perf.files import parsed, read_bytes, written_whole
 from lightning_perf.flops.operators import tf32, tf32_is_on
 
 if TYPE_CHECKING:
@@ -46,6 +50,9 @@ _PATIENCE, _GAIN = 2, 1.02
 # Lowest plausible rate of all cores relative to single cores: clocks drop under load, and two
 # hardware threads share a core.
 _SHARED = 0.5
+# What is kept of CPUs: measurements per setting, settings, bytes, and plausible FLOP/s. The largest
+# one is trusted if another one is within this factor.
+_KEPT, _MOST_SETTINGS, _MOST_KEPT_BYTES, _LEAST, _MOST, _CONFIRMED = 3, 100, 1 << 16, 1e8, 1e15, 4.0
 # FLOP/s per core that every CPU exceeds.
 _MIN_PER_CORE = 1e8
 
@@ -74,6 +81,50 @@ def measure_peak(
         except (RuntimeError, TypeError, AssertionError, AttributeError):
             _measured[key] = None
     return _measured[key]
+
+
+def kept_file() -> Path:
+    """Where the best measured peaks of this user's CPUs are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    folder = cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")  # noqa: PTH111, PTH117
+    return Path(folder, "lightning_perf", "peaks.json")
+
+
+def kept_peaks() -> dict[str, list[tuple[float, str]]]:
+    """The largest measured FLOP/s by setting, each with its date, the largest first."""
+    kept: dict[str, list[tuple[float, str]]] = {}
+    with suppress(OSError, *DAMAGE):
+        for setting, rows in parsed(read_bytes(kept_file(), _MOST_KEPT_BYTES)).items():
+            with suppress(*DAMAGE):
+                found = [(float(value), str(date)) for value, date in rows]
+                kept[setting] = sorted((x for x in found if _LEAST < x[0] < _MOST), reverse=True)
+    return kept
+
+
+def trusted_peak(kept: Sequence[tuple[float, str]]) -> tuple[float, str] | None:
+    """The largest of some measurements, unless it is much larger than all others."""
+    pairs = pairwise(kept)
+    last = kept[-1] if kept else None
+    return next((high for high, low in pairs if high[0] <= _CONFIRMED * low[0]), last)
+
+
+@cache
+def best_peak(setting: str, measured: float | None) -> float | None:
+    """The best FLOP/s that this user measured on such a machine, which are kept in a file.
+
+    One measurement on a busy machine may be much too low. Each counts once per process; several
+    processes may call this at the same time.
+    """
+    kept = kept_peaks()
+    rows = earlier = kept.pop(setting, [])
+    if measured is not None:
+        rows = sorted([*earlier, (measured, time.strftime("%Y-%m-%d"))], reverse=True)[:_KEPT]
+    if rows != earlier:
+        kept = dict([*kept.items(), (setting, rows)][-_MOST_SETTINGS:])
+        with suppress(OSError), written_whole(kept_file(), durable=False) as file:
+            file.write(json.dumps(kept, indent=1).encode())
+    trusted = trusted_peak(rows)
+    return trusted and trusted[0]
 
 
 def is_dtype(name: str) -> bool:

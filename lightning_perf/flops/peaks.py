@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_perf.cgroup import usable_cpus
 from lightning_perf.errors import ConfigError, warn
-from lightning_perf.flops.measure import measure_peak
+from lightning_perf.flops.measure import best_peak, measure_peak
 from lightning_perf.flops.operators import tf32_is_on
 
 if TYPE_CHECKING:
@@ -198,15 +199,18 @@ def check_peak(given: object, field: str = "peak_flops") -> None:
 
 
 def resolve_peak(
-    device: torch.device, dtype_name: str, given: float | str | None = None
+    device: torch.device, dtype_name: str, given: float | str | None = None, processes: int = 1
 ) -> Peak | None:
     """Return the peak of a device: the given one, else from the table, else an estimate.
 
-    A CPU is measured, and so is any device with ``given="measure"``. For float32 on CUDA the peak
+    A CPU is measured, and so is any device with ``given="measure"``; ``processes`` measure at the
+    same time. For float32 on CUDA the peak
     is that of TensorFloat-32 if it is enabled. None if the peak is unknown.
     """
     if given == "measure" or (given is None and device.type == "cpu"):
         measured = measure_peak(device, dtype_name)
+        if device.type == "cpu":
+            measured = best_peak(cpu_setting(dtype_name, processes), measured)
         return None if measured is None else Peak(measured, "measured")
     if given is not None:
         return Peak(float(given), "given")
@@ -227,6 +231,13 @@ def resolve_peak(
         geforce="GeForce" in properties.name,
     )
     return Peak(value, f"estimated: {properties.name}") if value else None
+
+
+def cpu_setting(dtype: str, processes: int = 1) -> str:
+    """What measurements of CPUs have to have in common, for their best to be that of each."""
+    name, threads = device_name("cpu"), torch.get_num_threads()
+    shared = f"{usable_cpus()} usable CPUs, {processes} processes of {threads} threads"
+    return f"{name}, {shared}, {dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +264,8 @@ class PeakResolver:
     ``precision`` is Lightning's name of the precision, such as ``bf16-mixed``.
     """
 
-    def __init__(self, device: torch.device, precision: str) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, precision: str, processes: int = 1) -> None:
+        self._device, self._processes = device, processes
         self._mixed = precision.endswith("-mixed")
         base = precision.removesuffix("-mixed").removesuffix("-true")
         #: The dtype of the operands of matrix products, by the precision.
@@ -283,7 +294,7 @@ class PeakResolver:
         """Return the peak for a dtype such as ``"bfloat16"``; if unknown, None and a warning."""
         if dtype in self._peaks:
             return self._peaks[dtype]
-        self._peaks[dtype] = peak = resolve_peak(self._device, dtype, self._given)
+        self._peaks[dtype] = peak = resolve_peak(self._device, dtype, self._given, self._processes)
         if peak is None:
             problem, remedy = "is unknown", ", or use peak_flops='measure'"
             if self._given == "measure":
@@ -302,7 +313,7 @@ class PeakResolver:
         if self._given == "measure":
             # Autocast leaves some products in float32.
             for dtype in sorted({self.dtype, "float32"} if self._mixed else {self.dtype}):
-                measure_peak(self._device, dtype)
+                resolve_peak(self._device, dtype, "measure", self._processes)
 
     def cost_of(self, counts: Counts) -> BatchCost:
         """Return the cost of a batch on this device."""

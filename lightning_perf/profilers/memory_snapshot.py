@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_perf.charts import FlameGraph, fold, read_folded
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
+from lightning_perf.files import write_text
 from lightning_perf.profilers.base import Profiler, shared
 from lightning_perf.profilers.tools import run_program
 from lightning_perf.profilers.windows import Recorded, Recording
@@ -180,7 +181,7 @@ def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Pa
 
     snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
     # PyTorch's own page downloads a script.
-    picture.write_text(stacks_of(snapshot, format_flamegraph=draw), encoding="utf-8")
+    write_text(picture, stacks_of(snapshot, format_flamegraph=draw))
 
 
 _segments = partial(_flames, "Contents of each segment", _memory_viz.segments)

@@ -65,7 +65,7 @@ class Children:
         folder = path.with_name(f"{path.name}.children").absolute()
         folder.mkdir()
         self._folders.append(folder)
-        self._marker.with_suffix(".next").write_text(str(folder), encoding="utf-8")
+        self._marker.with_suffix(".next").write_bytes(os.fsencode(folder))
         self._marker.with_suffix(".next").replace(self._marker)
 
     def shut(self) -> Files:
@@ -189,7 +189,7 @@ class _Watch:
 
     def _read_window(self) -> str:
         try:
-            return self._marker.read_text(encoding="utf-8")
+            return os.fsdecode(self._marker.read_bytes())
         except OSError:
             return ""
 

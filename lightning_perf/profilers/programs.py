@@ -26,6 +26,7 @@ from stat import S_ISREG
 from typing import Any, TextIO
 
 from lightning_perf.charts.memory import history, memory_page, of_points, segments
+from lightning_perf.files import write_text
 from lightning_perf.traces.events import read
 from lightning_perf.traces.operators import key_averages, table
 from lightning_perf.units import bytes_text
@@ -154,7 +155,7 @@ def _main(command: str, first: str, *others: str) -> None:
         sys.exit(main([command, "--no-web", "--force", "--output", *others, first]))
     else:
         target, *device = others
-        Path(target).write_text(_text(command, source, *device), encoding="utf-8")
+        write_text(Path(target), _text(command, source, *device))
 
 
 def _text(command: str, source: Path, device: str = "") -> str:

@@ -66,7 +66,8 @@ def _activity(named: Any) -> Any:
 
 def _export(profiler: profile, path: Path) -> None:
     """Write the trace."""
-    profiler.export_chrome_trace(str(path))
+    with tools.utf8_name(path) as name:
+        profiler.export_chrome_trace(name)
     if path.exists():  # otherwise the writer reports it
         tools.check_whole(path)
 

@@ -7,17 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from difflib import get_close_matches
+from contextlib import ExitStack, contextmanager
 from inspect import Parameter, signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_perf.background import wait_until
 from lightning_perf.checks import flag, whole
-from lightning_perf.errors import ConfigError, RecorderBusy, describe
+from lightning_perf.errors import ConfigError, RecorderBusy, describe, did_you_mean
 from lightning_perf.run import compat
 
 if TYPE_CHECKING:
@@ -58,18 +58,15 @@ def check_options(
         >>> class Tracer: ...
         >>> check_options(Tracer, {"log_gz": True}, {"log_gc": False}, "viztracer")
         Traceback (most recent call last):
-        lightning_perf.errors.ConfigError: log_gz=True is not an option of Tracer: did you mean \
+        lightning_perf.errors.ConfigError: log_gz=True is not an option of Tracer. Did you mean \
 log_gc?
     """
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name not in known:
             own = set(signature(profiler).parameters) - {"kwargs"}
-            near = get_close_matches(name, sorted({*known, *own}), n=1)
-            hint = (
-                f": did you mean {near[0]}?" if near else f"; {tool} has {', '.join(sorted(known))}"
-            )
-            raise ConfigError(name, value, f"is not an option of {profiler.__name__}{hint}", None)
+            hint = did_you_mean(name, {*known, *own}, f"{tool} has {', '.join(sorted(known))}")
+            raise ConfigError(name, value, f"is not an option of {profiler.__name__}. {hint}", None)
         if isinstance(known[name], bool):
             flag(name, value)
         elif isinstance(known[name], int) and not isinstance(value, float):
@@ -135,6 +132,18 @@ def check_whole(path: Path) -> None:
 
 
 @contextmanager
+def utf8_name(path: Path) -> Iterator[str]:
+    """The path for tools that take UTF-8 only: through a link if its folder has another name."""
+    if (name := str(path)).encode(errors="ignore").decode() == name:
+        yield name
+        return
+    with TemporaryDirectory(prefix="lightning_perf-") as folder:
+        link = Path(folder, "link")
+        link.symlink_to(path.parent.absolute())
+        yield str(link / path.name)
+
+
+@contextmanager
 def no_collection(timeout: float = 5.0) -> Iterator[None]:
     """Disable garbage collection while a profiler starts or stops.
 
@@ -168,21 +177,25 @@ def _nothing_collects() -> bool:
 
 def run_program(command: str, *arguments: Path | str) -> str:
     """Run a command of ``lightning_perf.profilers.programs``; returns what it prints."""
-    return run_python("-m", "lightning_perf.profilers.programs", command, *map(str, arguments))
+    return run_python("-m", "lightning_perf.profilers.programs", command, *arguments)
 
 
-def run_python(*arguments: str) -> str:
+def run_python(*arguments: Path | str) -> str:
     """Run a Python program in a process of its own, so that training keeps the GIL.
 
     Returns its standard output. OSError has the last line of its error message.
     """
-    command = [sys.executable, "-P", *arguments]
-    done = subprocess.run(  # noqa: S603
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-        timeout=_TIMEOUT, check=False,
-    )  # fmt: skip
+    with ExitStack() as links:
+        named = (
+            links.enter_context(utf8_name(each)) if isinstance(each, Path) else each
+            for each in arguments
+        )
+        done = subprocess.run(  # noqa: S603
+            [sys.executable, "-P", *named], stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, errors="replace", timeout=_TIMEOUT, check=False,
+        )  # fmt: skip
     if done.returncode:
         # A reader written in C may crash on a damaged file without a message.
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit {done.returncode}"]
-        raise OSError(f"{' '.join(arguments[:2])}: {lines[-1][-200:]}")
+        raise OSError(f"{' '.join(map(str, arguments[:2]))}: {lines[-1][-200:]}")
     return done.stdout

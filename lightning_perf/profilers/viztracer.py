@@ -97,7 +97,8 @@ def stop(tracer: Any, path: Path) -> None:
     # VizTracer selects the format by the suffix.
     raw = path.with_name(f"{path.name}.json")
     try:
-        tracer.save(str(raw), verbose=0)
+        with tools.utf8_name(raw) as name:
+            tracer.save(name, verbose=0)
     except ValueError as error:  # the file cannot be opened
         raise OSError(str(error)) from error
     finally:  # free the data of the window; the tracer itself is reused
@@ -261,9 +262,7 @@ def _finish(path: Path, children: Files, compress: bool) -> None:
         raw, packed = (path.with_name(f"{path.name}{suffix}") for suffix in (".json", ".cvf"))
         path.replace(raw)
         try:
-            tools.run_python(
-                "-m", "viztracer", "--quiet", "--compress", str(raw), "-o", str(packed)
-            )
+            tools.run_python("-m", "viztracer", "--quiet", "--compress", raw, "-o", packed)
             tools.run_program("check", packed)
         finally:
             raw.replace(path)

@@ -52,7 +52,8 @@ class PerfCallback(Callback):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        name_arguments(cls)
+        if "__init__" in vars(cls):
+            cls.__init__ = name_arguments(cls.__init__)  # type: ignore[method-assign]
         for name in HOOKS & vars(cls).keys():
             setattr(cls, name, with_ours(getattr(PerfCallback, name), vars(cls)[name]))
 

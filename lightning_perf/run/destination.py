@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from lightning_perf.background import waiting
-from lightning_perf.errors import describe, warn
+from lightning_perf.errors import describe, printable, warn
+from lightning_perf.files import write_text
 from lightning_perf.run.termination import hurried
 from lightning_perf.traces.folder import RunFolder, TraceOptions, folder_of
 from lightning_perf.traces.uploads import TraceRun
@@ -85,7 +86,9 @@ class Reporting:
         destination = _destination(trainer, worker) if first else ((), "", "")
         if trainer.world_size > 1:
             destination = trainer.strategy.broadcast(destination, src=0)
-        runs, self.run_name, self.identity = destination
+        runs, *named = destination
+        # A logger's folder may be no UTF-8.
+        self.run_name, self.identity = map(printable, named)
         self._runs_as_targets = [run.target for run in runs]
         mlflow = [run for run in runs if isinstance(run, MlflowRun)]
         self.tags = TagReader(mlflow[0], worker) if mlflow else None
@@ -285,9 +288,14 @@ def text_file(text: Callable[[], str]) -> Callable[[Path], None]:
     """For `write_files`: a file with a text, which is made on the worker thread."""
 
     def write(path: Path) -> None:
-        path.write_text(text(), encoding="utf-8")
+        write_text(path, text())
 
     return write
+
+
+#: By trainer: the names of files about its evaluations since its last fit, by what they describe. A
+#: later evaluation replaces them: packages run a thousand predictions.
+_EVALUATED: WeakKeyDictionary[Trainer, dict[tuple[str | None, ...], str]] = WeakKeyDictionary()
 
 
 def write_files(
@@ -306,14 +314,22 @@ def write_files(
     string, and ``stage`` what they describe, as for traces. ``remote`` is the name of the artifact
     if that differs. Only ``durable`` files wait for the disk, which takes milliseconds per file.
     """
+    function, earlier = context.trainer.state.fn, _EVALUATED.setdefault(context.trainer, {})
+    if function == "fit":
+        earlier.clear()
     for filename, write in files.items() if context.leaves_files else ():
+        key = (function, folder, filename, stage)
+        name = earlier.get(key, filename)
         options = TraceOptions(
             folder=folder,
-            filename=filename,
-            remote_file_name=f"{folder}/{remote or filename}",
-            overwrite=overwrite,
+            filename=name,
+            remote_file_name=f"{folder}/{remote or name}",
+            overwrite=overwrite or key in earlier,
             durable=durable,
         )
         writer = new_writer(context, options)
         spooled = writer.spool(stage)
-        writer.write(spooled, context.progress.timestamp(stage), stage, partial(write, spooled))
+        make = partial(write, spooled)
+        path = writer.write(spooled, context.progress.timestamp(stage), stage, make)
+        if path is not None and function != "fit":
+            earlier[key] = path.name

@@ -70,7 +70,11 @@ class FlopMeter:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self.module = trainer, module
-        self.peaks = PeakResolver(trainer.strategy.root_device, str(trainer.precision))
+        self.peaks = PeakResolver(
+            trainer.strategy.root_device,
+            str(trainer.precision),
+            compat.ranks_of(trainer).local_world_size,
+        )
         self.wanted = False
         #: How many ranks train on each batch, whose declared FLOPs they share.
         self.sharing = 1

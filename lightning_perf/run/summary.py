@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
-from lightning_perf.files import finite, written_whole
+from lightning_perf.files import finite, write_text, written_whole
 from lightning_perf.run import destination
 from lightning_perf.run.history import table
 from lightning_perf.terminal import new_console
@@ -242,7 +242,7 @@ class RunSummary:
         for kind, endings in {"traces": _TRACES, "pages": _PAGES}.items():
             listed = [file for file in files if file.removesuffix(".gz").endswith(endings)]
             self.content[kind] = listed[-_MOST_FILES:]
-        path.write_text(text_of(self.content), encoding="utf-8")
+        write_text(path, text_of(self.content))
 
     def show(self) -> bool:
         """Print the summary if a callback of the run wants that; returns whether it was printed.

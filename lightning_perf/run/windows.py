@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import filter as matching
 from functools import cache, partial
 from itertools import pairwise
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import numpy as np
 
 from lightning_perf.core.window import Increase, Rows, Window
-from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.errors import ConfigError, closest, describe, warn
 from lightning_perf.run.collective import LAST, Gatherer
 from lightning_perf.run.history import History, Point, table_totals
 from lightning_perf.timing.totals import Totals
@@ -85,8 +84,7 @@ _NESTED_END = -1
 
 
 def _unknown_column(name: str, known: Iterable[str]) -> ConfigError:
-    near = get_close_matches(name, list(known), n=1)
-    return ConfigError("columns", name, "matches no column", repr(near[0] if near else "batch/*"))
+    return ConfigError("columns", name, "matches no column", repr(closest(name, known, "batch/*")))
 
 
 class Windows:

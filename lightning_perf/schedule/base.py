@@ -77,7 +77,8 @@ class Schedule(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        name_arguments(cls)
+        if "__init__" in vars(cls):
+            cls.__init__ = name_arguments(cls.__init__)  # type: ignore[method-assign]
 
     @abstractmethod
     def window(self, moment: Moment) -> Hashable | None:

@@ -248,6 +248,9 @@ class Every(_Milestones):
     ) -> None:
         every = checks.times("interval", interval, "100ba")
         length = checks.times("lasting", lasting, "3ba")
+        if length.unit is every.unit and length.value > every.value:
+            problem = f"is longer than the interval, {every}"
+            raise ConfigError("lasting", str(length), problem, f'"{every}"')
         begin = checks.times("start", start, f"10{every.unit}", positive=False)
         if begin.value and begin.unit is not every.unit:
             problem = f"has another unit than interval, expected {every.unit}"

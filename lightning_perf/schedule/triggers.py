@@ -11,14 +11,13 @@ from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from contextlib import suppress
-from difflib import get_close_matches
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf import checks
 from lightning_perf.core.time import Time, TimeUnit
-from lightning_perf.errors import ConfigError, warn
+from lightning_perf.errors import ConfigError, closest, warn
 from lightning_perf.schedule.base import Context, Schedule
 from lightning_perf.schedule.intervals import Latch
 
@@ -267,7 +266,7 @@ class OnVerdict(Trigger):
             if context.ranks.global_rank == 0:
                 warn(f"{self!r} is never true: add Diagnosis() to the callbacks of the Trainer.")
         elif unknown:
-            near = [(get_close_matches(code, known, n=1) or known)[0] for code in self.codes]
+            near = [closest(code, known, known[0]) for code in self.codes]
             problem = f"has {unknown[0]!r}, but verdicts of this run are {', '.join(known)}"
             raise ConfigError("codes", self.codes, problem, json.dumps(near))
 

@@ -6,11 +6,10 @@ import os
 import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import describe, without_credentials
+from lightning_perf.errors import describe, did_you_mean, without_credentials
 from lightning_perf.files import opened
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import is_on_other_server, tracking_problem
@@ -25,7 +24,7 @@ from lightning_perf.tracking.summary import (
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from mlflow import MlflowClient
 
@@ -80,18 +79,13 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
             place = "" if what is None else f"in a folder {what} "
             missing = f"there is no {FILE_NAME} {place}below the current folder"
             names = [] if what is None else [each.name for each in folders_of(Path())]
-            raise LookupError(f"{missing}, and {error}{did_you_mean(what, names)}") from error
+            hint = did_you_mean(what, names)
+            raise LookupError(f"{missing}, and {error}. {hint}".rstrip()) from error
     return read_folder(folder)
 
 
 def _note(count: int) -> str:
     return f"{count} runs have this name: this is the latest one" if count > 1 else ""
-
-
-def did_you_mean(what: str | None, names: Collection[str]) -> str:
-    """A hint at the nearest name, if one is near."""
-    near = get_close_matches(what or "", names, n=1)
-    return f". Did you mean {near[0]}?" if near else ""
 
 
 # -- folders ----------------------------------------------------------------------------------
@@ -243,8 +237,8 @@ def _find(client: MlflowClient, what: str | None) -> Sequence[Any]:
     found: Sequence[Any] = client.search_runs(experiments, named, order_by=newest, max_results=most)
     if not found and what is not None:
         others = client.search_runs(experiments, order_by=newest, max_results=_MOST_COUNTED)
-        near = did_you_mean(what, {each.info.run_name for each in others})
-        raise LookupError(f"there is no run with the id or name {what}{near}")
+        hint = did_you_mean(what, {each.info.run_name for each in others})
+        raise LookupError(f"there is no run with the id or name {what}. {hint}".rstrip())
     if not found:
         raise LookupError("there is no run yet")
     return found
@@ -298,10 +292,13 @@ def _from_metrics(client: MlflowClient, run: Any) -> Summary:
         }
     prefix = "lightning_perf/"
     params = {key.removeprefix(prefix): value for key, value in run.data.params.items()}
+    setup: dict[str, Any] = {key: params[key] for key in _SETUP if key in params}
+    with suppress(KeyError, ValueError):  # the user may have another value there
+        setup["peak_flops"] = float(setup.pop("peak_flops"))
     return {
         "version": VERSION,
         "run": run.info.run_name or run_id,
         "status": run.info.status.lower(),
-        "setup": {key: params[key] for key in _SETUP if key in params},
+        "setup": setup,
         "stages": {"train": windows} if windows else {},
     }

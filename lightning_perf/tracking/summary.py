@@ -8,12 +8,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import DAMAGE, describe
+from lightning_perf.errors import describe, shown
 from lightning_perf.files import finite, read_json
 from lightning_perf.units import counted, duration, flops_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import RenderableType
@@ -74,6 +74,36 @@ def text_of(summary: Summary) -> str:
 
 # -- reading --------------------------------------------------------------------------------------
 
+#: Sizes of numbers, so that no product or quotient of some is infinite.
+_LEAST, _MOST = 1e-30, 1e30
+_FIGURES = {"*": float}
+_WINDOW = {
+    "first!": float, "last!": float, "batches!": float, "seconds": float, "flops_per_batch": float,
+    "peak_flops": float, "throughput": _FIGURES, "timings": _FIGURES,
+}  # fmt: skip
+_SERIES = {"*": [float]}
+_VERDICT = {
+    "code!": str, "severity!": str, "share": float, "predicted_speedup": float,
+    "culprit": str | None, "rank": int | None, "phase": str | None, "advice": str,
+    "evidence": {"*": int | float | str},
+}  # fmt: skip
+#: What the views read: kinds of values, mappings by key, and lists. ``*`` is any other key, and
+#: ``!`` a key that must be there.
+_SHAPE = {
+    "run!": str, "status!": str, "process": {"host": str, "pid": int},
+    "setup": {"peak_flops": float, "versions": {"*": str | None}, "*": int | float | str | None},
+    "stages!": {
+        "*": {
+            "whole_run": _WINDOW, "last_window": _WINDOW,
+            "windows": {"timings": _SERIES, "culprits": _SERIES, "*": [float]},
+        },
+    },
+    "culprits": [{"name!": str, "share!": float, "calls!": float}],
+    "overhead": {"share!": float, "*": float},
+    "verdicts": [_VERDICT], "abstained": {"*": str}, "traces": [str], "pages": [str],
+}  # fmt: skip
+_KINDS = {dict: "mapping", list: "list", float: "plausible number", int: "plausible number"}
+
 
 def read_summary(path: Path) -> Summary:
     """Read a summary; raises `SummaryError` if there is none that this version can read."""
@@ -100,22 +130,31 @@ def _problem(content: object) -> str:
             f"has version {content['version']}, which is newer than this lightning_perf can read "
             f"({VERSION}). Try pip install --upgrade lightning_perf"
         )
-    for name in ("run", "status"):
-        if not isinstance(content.get(name), str):
-            return f"is damaged (it has no {name})"
-    stages = content.get("stages", {})
-    mappings = {"process": content.get("process", {}), "setup": content.get("setup", {})}
-    mappings |= {"stages": stages} | (stages if isinstance(stages, dict) else {})
-    for name, value in mappings.items():
-        if not isinstance(value, dict):
-            return f"is damaged (its {name} is not a mapping)"
-    try:
-        description(content)
-        panel(content)
-        progress(content)
-    except DAMAGE as error:
-        return f"is damaged ({describe(error)})"
-    return ""
+    damage = _damage(content, _SHAPE, "summary")
+    return f"is damaged ({damage})" if damage else ""
+
+
+def _damage(value: Any, shape: Any, name: str) -> str:
+    """The first part of a value that has not the kind that `_SHAPE` says; empty if all have it."""
+    kind: Any = type(shape) if isinstance(shape, dict | list) else shape
+    if not _is_of(value, kind):
+        return f"its {name} is not a {_KINDS.get(kind, 'text')}"
+    parts: Iterable[tuple[str, Any, Any]] = ()
+    if isinstance(shape, dict):
+        if missing := [key for key in shape if key[-1] == "!" and key[:-1] not in value]:
+            return f"its {name} has no {missing[0][:-1]}"
+        known = {key.removesuffix("!"): each for key, each in shape.items()}
+        parts = ((shown(key), each, known.get(key, known.get("*"))) for key, each in value.items())
+    if isinstance(shape, list):
+        parts = ((f"item {number}", each, shape[0]) for number, each in enumerate(value))
+    found = (_damage(each, inner, f"{name}, {part}") for part, each, inner in parts if inner)
+    return next(filter(None, found), "")
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    if isinstance(value, int | float) and value and not _LEAST < abs(value) < _MOST:
+        return False
+    return isinstance(value, int | float if kind is float else kind)
 
 
 # -- views ----------------------------------------------------------------------------------------
@@ -199,7 +238,7 @@ def _per_batch(window: Mapping[str, Any]) -> str:
 def _largest(window: Mapping[str, Any], most: int) -> list[str]:
     """The categories with the most time."""
     times: Mapping[str, float] = window.get("timings") or {}
-    order = sorted(times, key=times.__getitem__, reverse=True)[:most]
+    order = sorted(times, key=times.__getitem__, reverse=True)[:most] if sum(times.values()) else []
     return [name for name in order if times[name] > 0]
 
 

@@ -11,19 +11,23 @@ from typing import Any
 
 import lightning as L
 import pytest
-from helpers.small import Records, Small, trainer
+import torch
+from helpers.small import WIDTH, Records, Small, left_in, trainer
 from helpers.small import ours as ours_among
-from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_perf import (
     ConfigError,
     Flops,
+    Memray,
     PerfWarning,
     PyTorch,
     SpeedMonitor,
     Suite,
     Timings,
+    VizTracer,
     always_on,
 )
 from lightning_perf.callbacks.factory import (
@@ -268,3 +272,30 @@ def test_an_unchanged_script_is_measured(in_tmp: Path) -> None:
     assert "argument --lr $HOME; ls" in done.stdout
     assert "MFU" in done.stdout
     assert list(in_tmp.glob("out/*/summary.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_name_that_is_no_utf8_loses_no_file(tmp_path: Path) -> None:
+    """A folder and a run with Latin-1 names get every file of every profiler."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    torch_pages = {"with_stack": True, "record_shapes": True, "key_averages": True}
+    profilers = [
+        PyTorch(schedule="at 2ba", memory_filename="memory.html", **torch_pages),
+        VizTracer(schedule="at 5ba", patch=True),
+        VizTracer(schedule="at 7ba", compress=True, folder=f"{folder}/{{run_name}}/cvf"),
+        Memray(schedule="at 9ba", flamegraph=True),
+    ]
+    logger = CSVLogger(folder, name=os.fsdecode(b"l\xf6ss"))
+    run = trainer(folder, always_on(show_summary=False), *profilers, logger=logger)
+    data = TensorDataset(torch.ones(64, WIDTH), torch.ones(64, 1))
+    run.fit(Small(), DataLoader(data, 4, num_workers=1))
+    files = [path for path in left_in(folder) if path.name != "metrics.csv"]
+    left = {path.relative_to(folder / "l_udcf6ss-version_0").as_posix() for path in files}
+    assert left == {
+        "cvf/rank0.8.cvf", "diagnosis/diagnosis.json", "diagnosis/report.html",
+        "memray/rank0.10.bin", "memray/rank0.10.html", "memray/rank0.10.txt",
+        "timings/timings.html", "torch_traces/memory.html", "torch_traces/rank0.3.pt.trace.json.gz",
+        "torch_traces/rank0.3.pt.trace.txt", "viztracer/rank0.6.json.gz",
+    }  # fmt: skip

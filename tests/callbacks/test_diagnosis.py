@@ -574,7 +574,7 @@ def test_the_end_shows_a_panel(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "callback-bound (critical): Plots.on_train_batch_end" in shown
     assert "per call" in shown
     trainer(tmp_path, Diagnosis(), limit_train_batches=5).fit(Model())
-    assert "5 batches were measured, and a diagnosis needs 30" in capsys.readouterr().out
+    assert "5 measured batches, and a diagnosis needs 30" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_rank_reads_its_own_values() -> None:
 
 def test_an_unknown_column_is_named_with_the_nearest() -> None:
     """The error names the column that was probably meant."""
-    with pytest.raises(KeyError, match=r"no column 'timings/forwrd'; did you mean 'timings/forw"):
+    with pytest.raises(KeyError, match=r"no column 'timings/forwrd'. Did you mean timings/forw"):
         window_of({"timings/forward": [1.0]}).total("timings/forwrd")
 
 

@@ -396,7 +396,7 @@ def test_rules_are_unknown_if_a_signal_is_missing() -> None:
     assert [each.code for each in found.verdicts] == ["input-bound"]
     assert found.abstained == {
         "warmup": "the first batch or the others were not timed",
-        "slowdown": "0 batches were measured, and a slowdown needs 100",
+        "slowdown": "0 measured batches, and a slowdown needs 100",
         "host-memory-growth": "memory/rss is not measured",
         "cpu-saturated": "the kernel does not say how long a thread waits for a CPU",
         "compute-bound": "the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted",
@@ -779,7 +779,7 @@ def test_short_runs_and_missing_times_are_reported() -> None:
     """With too few batches there is no verdict, not even healthy."""
     found = diagnose(signals_of(FINE, windows=2))
     assert not found.verdicts
-    assert found.abstained == {"all": "20 batches were measured, and a diagnosis needs 30"}
+    assert found.abstained == {"all": "20 measured batches, and a diagnosis needs 30"}
     assert "not measured" in diagnose(signals_of({})).abstained["all"]
 
 

@@ -1,5 +1,7 @@
 """Measuring a device: a plausible rate, once, without side effects."""
 
+import json
+import multiprocessing
 import random
 
 import pytest
@@ -216,3 +218,62 @@ def test_a_gpu_is_timed_on_the_device():
     rate = measure_peak(device, "float16")
     assert rate is not None
     assert 1e12 < rate < 3e15
+
+
+#: As in processes of their own.
+best_peak = measure.best_peak.__wrapped__
+
+
+def test_the_best_measurement_of_a_machine_is_used():
+    """Busy moments do not lower it, and an outlier counts once another measurement confirms it."""
+    used = [best_peak("cpu", value) for value in (1e11, 1.8e11, 9e10, None, 9e13, 1e11, 8e13)]
+    assert used == [1e11, 1.8e11, 1.8e11, 1.8e11, 1.8e11, 1.8e11, 9e13]
+    assert best_peak("another cpu", None) is None
+    assert len(measure.kept_peaks()["cpu"]) == 3
+
+
+ROWS = ["x", None, {}, [1], [["1e12", []]], [[1e300, ""]], [[-1, ""]], [[True, ""]], [[1e12]]]
+
+
+@pytest.mark.parametrize("content", [b"\x00", b"[]", b"1", b"[" * 10**5, b'{"cpu": NaN}', *ROWS])
+def test_a_damaged_file_of_peaks_is_replaced(content):
+    """What it has that cannot be a peak is ignored."""
+    path = measure.kept_file()
+    path.parent.mkdir(parents=True)
+    text = content if isinstance(content, bytes) else json.dumps({"cpu": content}).encode()
+    path.write_bytes(text)
+    assert best_peak("cpu", 2e12) == 2e12
+    assert measure.kept_peaks()["cpu"][0][0] == 2e12
+
+
+def test_a_home_that_takes_no_file_is_no_error(monkeypatch):
+    """The measurement of this process is used."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert best_peak("cpu", 1e11) == 1e11
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
+    assert measure.kept_file().is_absolute()
+
+
+@pytest.mark.slow
+def test_processes_keep_their_peaks_at_the_same_time():
+    """The file is whole at all times, and has a measurement of each setting in the end."""
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=keep, args=(number,)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    assert measure.kept_peaks()["cpu"]
+
+
+def keep(number):
+    for each in range(50):
+        assert best_peak("cpu", 1e11 + number * each) >= 1e11
+
+
+def test_a_peak_counts_for_processes_that_share_the_cores_alike(monkeypatch):
+    """A CPU that two ranks share is not measured by one process alone."""
+    for processes, rate in ((1, 4e11), (2, 1e11)):
+        measure._measured[CPU, "float32", torch.get_num_threads(), tf32_is_on()] = rate
+        assert resolve_peak(CPU, "float32", "measure", processes).value == rate

@@ -39,7 +39,7 @@ from lightning_perf import (
 from lightning_perf.flops.peaks import Peak, PeakResolver
 from lightning_perf.run.history import History, Point, table, table_totals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
-from lightning_perf.tracking.summary import SummaryError, read_summary, rows
+from lightning_perf.tracking.summary import SummaryError, description, read_summary, rows
 
 PEAK = 1e12
 PLOTS = Action("train", "callbacks", "Plots.on_train_batch_end")
@@ -546,3 +546,39 @@ def test_reports_with_other_columns_are_left_out() -> None:
         found.add(Point(batch - 1, batch, totals, costs(batch)))
     assert table(found)["batches"] == [10]
     assert table(History()) == {}
+
+
+def test_no_logger_gets_an_empty_row(tmp_path: Path) -> None:
+    """A diagnosis of too few batches, or without a share of the time, logs nothing."""
+    for batches in (5, 64):
+        records = Records()
+        options = {"limit_train_batches": min(batches, 16), "max_epochs": -(-batches // 16)}
+        trainer(tmp_path, Diagnosis(terminal=False), logger=records, **options).fit(Small())
+        assert all(row for _, row in records.rows)
+
+
+@pytest.mark.parametrize(
+    ("share", "recording", "advised"), [(0.14, 0, 1), (0.14, 0.13, 0), (0.01, 0, 0)]
+)
+def test_costly_reports_are_named(share: float, recording: float, advised: bool) -> None:
+    """With log_every_n_steps=1 our callbacks may take 14 % of the time: the summary says so."""
+    overhead = {"seconds": 1.0, "share": share, "recording": recording}
+    text = description({"run": "r", "status": "finished", "stages": {}, "overhead": overhead})
+    assert f"lightning_perf: {share:.1%} of the time" in text
+    assert ("raise Trainer(log_every_n_steps)" in text) == advised
+
+
+def test_evaluations_of_one_trainer_share_their_pages(tmp_path: Path) -> None:
+    """Five predictions leave the page of the last; those after another fit have their own."""
+    (user := tmp_path / "records-version_0" / "timings" / "predict").mkdir(parents=True)
+    (user / "timings.html").write_text("the user's")
+    run = trainer(tmp_path, Timings(), logger=Records())
+    model = Small()
+    for fit in (1, 2):
+        run.fit_loop.max_epochs = fit
+        run.fit(model)
+        for _ in range(5):
+            run.predict(model)
+        pages = sorted(path.name for path in (user.parent).rglob("*.html"))
+        assert len(pages) == 1 + 2 * fit, pages
+    assert (user / "timings.html").read_text() == "the user's"

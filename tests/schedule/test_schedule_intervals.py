@@ -304,3 +304,11 @@ def test_refuses(make, arguments, field):
     with pytest.raises(ConfigError) as caught:
         make(**arguments)
     assert caught.value.field == field
+
+
+def test_a_window_is_no_longer_than_its_interval():
+    """Windows that overlap would be one that never ends; those that touch are allowed."""
+    with pytest.raises(ConfigError, match=r"lasting=.10ba. is longer than the interval, 3ba. Try"):
+        Every("3ba", lasting="10ba")
+    Every("3ba", lasting="3ba")
+    Every("1ep", lasting="10ba")

@@ -20,7 +20,7 @@ from lightning_perf.diagnosis.signals import (
     RUNNING,
     STRATEGY,
 )
-from lightning_perf.units import duration
+from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -261,8 +261,9 @@ def logger_bound(signals: Signals) -> Iterable[Impact]:
         if not _FEWEST_CALLS * asked <= calls - epochs <= _MOST_CALLS * asked:
             advice = (
                 f"{impact.culprit} takes {per_call} per call and is called {calls:.0f} times in "
-                f"{batches:.0f} batches, which Trainer(log_every_n_steps={every}) does not decide: "
-                "log less often where it is called."
+                f"{counted(round(batches), 'batch')}, which "
+                f"Trainer(log_every_n_steps={every}) does not decide: log less often where it is "
+                "called."
             )
             yield replace(impact, advice=advice, evidence=evidence)
             continue
@@ -290,8 +291,8 @@ def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
     rarer = max(round(interval * times), 2)
     slowest = max(rows, key=signals.seconds).name
     advice = (
-        f"A checkpoint takes {duration(per_checkpoint)} and is written every {interval:.0f} "
-        f"batches. Every {rarer} batches gives {PROMISE} "
+        f"A checkpoint takes {duration(per_checkpoint)} and is written every "
+        f"{counted(round(interval), 'batch')}. Every {rarer} batches gives {PROMISE} "
         "(ModelCheckpoint(every_n_train_steps=...)); save_weights_only=True writes less."
     )
     evidence = {

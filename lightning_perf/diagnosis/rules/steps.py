@@ -15,7 +15,7 @@ from lightning_perf.diagnosis.rules import (
     without_none,
 )
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, IN_BATCHES, Signals, Unknown
-from lightning_perf.units import duration
+from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -184,7 +184,7 @@ def slowdown(signals: Signals) -> Iterable[Impact]:
     steps = signals.within_epochs
     measured = np.flatnonzero(np.isfinite(steps))
     if len(measured) < 2 * _SUSTAINED:
-        found = f"{len(measured)} batches were measured"
+        found = counted(len(measured), "measured batch")
         raise Unknown(f"{found}, and a slowdown needs {2 * _SUSTAINED}")
     change = stats.change_point(steps[measured], _SLOWER, _SUSTAINED)
     if change is None:
