@@ -112,8 +112,12 @@ class Files:
 class RecordsChildren(Profiler):
     """A profiler that can record child processes, too."""
 
-    _of_a_run = (*Profiler._of_a_run, "_children")
+    #: Of the run.
     _children: Children | None = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_children": None}
 
     @staticmethod
     def check_supported(field: str, wanted: bool) -> None:

@@ -355,7 +355,7 @@ def test_data_loader_workers_are_captured_in_each_window(tmp_path: Path) -> None
     """Each worker leaves one capture per window."""
     schedule = Cyclic(wait=2, warmup=0, active=5, repeat=2)
     profiler = Capture(schedule=schedule, follow_fork=True)
-    trainer(tmp_path, profiler, logger=Records()).fit(Loading(profiler, "fork"))
+    trainer(tmp_path, profiler, logger=Records()).fit(Loading("fork"))
     assert files(tmp_path) == [
         f"rank0.{batch}{child}.bin" for batch in (14, 7) for child in ("", ".child1", ".child2")
     ]

@@ -201,14 +201,14 @@ def test_profilers_can_be_copied_at_any_time(tmp_path: Path, make: Any) -> None:
     [
         (Memray, "native_trace", "of Memray: did you mean native_traces?"),
         (Memray, "trace_python_allocator", "did you mean trace_python_allocators?"),
-        (Memray, "zzz", "is not an option of Memray; memray has file_format"),
+        (Memray, "zzz", "is not an option of Memray; it has batches_per_trace"),
         (PyTorch, "record_shape", "of PyTorch: did you mean record_shapes?"),
         (PyTorch, "num_trace_to_keep", "did you mean num_traces_to_keep?"),
         (PyTorch, "acc_event", "did you mean acc_events?"),
-        (PyTorch, "zzz", "is not an option of PyTorch; torch.profiler has acc_events"),
+        (PyTorch, "zzz", "is not an option of PyTorch; it has acc_events"),
         (VizTracer, "log_torchs", "of VizTracer: did you mean log_torch?"),
         (VizTracer, "batch_per_trace", "did you mean batches_per_trace?"),
-        (VizTracer, "zzz", "is not an option of VizTracer; viztracer has exclude_files"),
+        (VizTracer, "zzz", "is not an option of VizTracer; it has batches_per_trace"),
         (VizTracer, "register_global", "is not an option of VizTracer"),
     ],
 )
