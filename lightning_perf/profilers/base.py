@@ -237,8 +237,7 @@ class Profiler(PerfCallback):
             return
         # Closed before the writer of recordings, which moves the source of these files.
         further = {name: self.new_writer(context, *of) for name, of in self.further_files.items()}
-        filename, remote, compress = self.own_file
-        writer = self._new_writer(context, filename, remote, compress)
+        writer = self.new_writer(context, *self.own_file)
         self._session = _Session(writer, further)
         if earlier is not None:
             writer.follow(earlier.writer)
@@ -423,20 +422,13 @@ class Profiler(PerfCallback):
 
     # -- files ------------------------------------------------------------------------------------
 
-    def new_writer(self, context: RunContext, filename: str, remote: str | None) -> TraceWriter:
-        """The writer of a further file."""
-        own = self.remote_file_name or ""
-        elsewhere = posixpath.dirname(remote or own) != posixpath.dirname(own)
-        return self._new_writer(context, filename, remote, explains=elsewhere)
-
-    def _new_writer(
-        self,
-        context: RunContext,
-        filename: str,
-        remote: str | None,
-        compress: bool = False,
-        explains: bool = True,
+    def new_writer(
+        self, context: RunContext, filename: str, remote: str | None, compress: bool = False
     ) -> TraceWriter:
+        """The writer of recordings, or of files that are made of them."""
+        own, own_remote, _ = self.own_file
+        folder = posixpath.dirname(own_remote or "")
+        explains = filename == own or posixpath.dirname(remote or folder + "/") != folder
         options = TraceOptions(
             folder=self.folder,
             filename=filename,

@@ -125,7 +125,7 @@ class MemorySnapshot(Profiler):
     def prepare(self, context: RunContext) -> None:
         super().prepare(context)
         self._oom, self._ran_out = None, False
-        if _has_cuda():
+        if has_cuda():
             _watching.add(self)
             _attach()
         else:
@@ -170,7 +170,8 @@ class MemorySnapshot(Profiler):
         return Recorded(further={name: partial(_FURTHER[name][1], path) for name in names})
 
 
-def _has_cuda() -> bool:
+def has_cuda() -> bool:
+    """Whether there is a device whose memory can be recorded."""
     return torch.cuda.is_available()
 
 

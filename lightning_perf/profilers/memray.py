@@ -233,10 +233,10 @@ class Memray(RecordsChildren):
 
 
 def _take(files: Files, number: int, target: Path) -> None:
-    found = files.wait()
-    if number not in found:
+    paths = files.wait()
+    if number not in paths:
         raise OSError("the child process ended without leaving its file")
-    shutil.move(found[number], target)
+    shutil.move(paths[number], target)
 
 
 def _summarize(

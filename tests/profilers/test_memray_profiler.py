@@ -270,9 +270,8 @@ def test_the_summary_shows_the_source_of_python_files_only(tmp_path: Path) -> No
     assert "password" not in found
 
 
-def test_a_pipe_is_not_read_for_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_is_not_read_for_its_source(tmp_path: Path) -> None:
     """If code names a pipe as its file, its page and summary are still made."""
-    monkeypatch.setattr("lightning_perf.profilers.tools._TIMEOUT", 120)
     pipe = tmp_path / "pipe.py"
     os.mkfifo(pipe)
     model = Hungry()
@@ -378,7 +377,7 @@ def test_a_worker_started_in_a_window_is_captured(tmp_path: Path) -> None:
 
     profiler = Capture(schedule=Fixed(19, 3), follow_fork=True)
     options = {"max_epochs": 2, "logger": Records()}
-    trainer(tmp_path, profiler, **options).fit(Renewed(profiler, "fork"))
+    trainer(tmp_path, profiler, **options).fit(Renewed("fork"))
     folder = tmp_path / "records-version_0" / "memray"
     assert "rank0.22.bin" in files(tmp_path)
     captures = list(folder.glob("*.child*"))
