@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from typing_extensions import override
 
@@ -48,6 +48,16 @@ _OPTIONAL = (".html", ".txt", ".svg")
 _RANK = re.compile(r"\{(local_)?rank[:}]")
 #: Maximum number of warm-up batches.
 _MOST_WARMUP = 100
+
+
+class Names(NamedTuple):
+    """Format strings of the names of a file, here and at the upload targets."""
+
+    local: str
+    #: None disables the upload.
+    remote: str | None
+    #: Whether the file is gzipped.
+    compress: bool = False
 
 
 @dataclass(eq=False)
@@ -187,25 +197,25 @@ class Profiler(PerfCallback):
         return {}
 
     @property
-    def own_file(self) -> tuple[str, str | None, bool]:
-        """Local and remote name of a recording, and whether it is gzipped."""
+    def own_file(self) -> Names:
+        """The names of a recording."""
         names = self.filename, self.remote_file_name
         # A file must be what its name says.
-        return *names, self.compress or any(name and name.endswith(".gz") for name in names)
+        return Names(*names, self.compress or any(n and n.endswith(".gz") for n in names))
 
     @property
-    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        """Local and remote names of files made of a recording, such as pages.
+    def further_files(self) -> Mapping[str, Names]:
+        """The names of files made of a recording, such as pages.
 
         The keys are those of ``Recorded.further``. For names like those of the recording, see
         ``beside``.
         """
         return {}
 
-    def beside(self, suffix: str) -> tuple[str, str | None]:
-        """Local and remote name of a recording, with another suffix, such as ``.html``."""
+    def beside(self, suffix: str) -> Names:
+        """The names of a recording, with another suffix, such as ``.html``."""
         remote = self.remote_file_name
-        return _with_suffix(self.filename, suffix), remote and _with_suffix(remote, suffix)
+        return Names(_with_suffix(self.filename, suffix), remote and _with_suffix(remote, suffix))
 
     @cached_property
     @override
@@ -236,8 +246,10 @@ class Profiler(PerfCallback):
         if self.ranks is not None and context.ranks.global_rank not in self.ranks:
             return
         # Closed before the writer of recordings, which moves the source of these files.
-        further = {name: self.new_writer(context, *of) for name, of in self.further_files.items()}
-        writer = self.new_writer(context, *self.own_file)
+        further = {
+            key: self.new_writer(context, names) for key, names in self.further_files.items()
+        }
+        writer = self.new_writer(context, self.own_file)
         self._session = _Session(writer, further)
         if earlier is not None:
             writer.follow(earlier.writer)
@@ -422,22 +434,19 @@ class Profiler(PerfCallback):
 
     # -- files ------------------------------------------------------------------------------------
 
-    def new_writer(
-        self, context: RunContext, filename: str, remote: str | None, compress: bool = False
-    ) -> TraceWriter:
+    def new_writer(self, context: RunContext, names: Names) -> TraceWriter:
         """The writer of recordings, or of files that are made of them."""
-        own, own_remote, _ = self.own_file
-        folder = posixpath.dirname(own_remote or "")
-        explains = filename == own or posixpath.dirname(remote or folder + "/") != folder
+        own, remote = self.own_file, names.remote or self.own_file.remote or ""
+        elsewhere = posixpath.dirname(remote) != posixpath.dirname(own.remote or "")
         options = TraceOptions(
             folder=self.folder,
-            filename=filename,
-            remote_file_name=remote,
-            compress=compress,
+            filename=names.local,
+            remote_file_name=names.remote,
+            compress=names.compress,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
-            readme=self.how_to_open if explains else None,
-            optional=filename.endswith(_OPTIONAL),
+            readme=self.how_to_open if names == own or elsewhere else None,
+            optional=names.local.endswith(_OPTIONAL),
         )
         return new_writer(context, options, self.output_path_prefix)
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_perf.charts import FlameGraph, fold, read_folded
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
-from lightning_perf.profilers.base import Profiler
+from lightning_perf.profilers.base import Names, Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import run_program
 from lightning_perf.schedule import Schedule
@@ -114,7 +114,7 @@ class MemorySnapshot(Profiler):
 
     @property
     @override
-    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
+    def further_files(self) -> Mapping[str, Names]:
         return {
             name: self.beside(suffix)
             for name, (suffix, _) in _FURTHER.items()

@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_perf.checks import flag, needs
 from lightning_perf.errors import ConfigError, RecorderBusy
 from lightning_perf.profilers import tools
+from lightning_perf.profilers.base import Names
 from lightning_perf.profilers.processes import Children, Files, RecordsChildren
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
@@ -166,7 +167,7 @@ class Memray(RecordsChildren):
 
     @property
     @override
-    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
+    def further_files(self) -> Mapping[str, Names]:
         suffixes = {"flamegraph": ".html"} if self.flamegraph else {}
         if self.summary:
             suffixes["summary"] = ".txt"
@@ -220,7 +221,7 @@ class Memray(RecordsChildren):
             name = f"child{place}"
             writers = self._open_session.further
             if name not in writers:
-                writers[name] = self.new_writer(context, *self.beside(f".{name}.bin"))
+                writers[name] = self.new_writer(context, self.beside(f".{name}.bin"))
             further[name] = partial(_take, files, number)
         return further
 

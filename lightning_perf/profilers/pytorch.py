@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_perf.checks import flag
 from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import tools
-from lightning_perf.profilers.base import Profiler
+from lightning_perf.profilers.base import Names, Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
 from lightning_perf.traces.names import file_format, remote_format
@@ -206,12 +206,13 @@ class PyTorch(Profiler):
 
     @property
     @override
-    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        files: dict[str, tuple[str, str | None]] = {}
+    def further_files(self) -> Mapping[str, Names]:
+        files: dict[str, Names] = {}
         if self.key_averages:
             files["key_averages"] = self.beside(".txt")
         if self.memory_filename is not None:  # the slowest file last
-            files["memory_timeline"] = (self.memory_filename, self.memory_remote_file_name)
+            names = Names(self.memory_filename, self.memory_remote_file_name)
+            files["memory_timeline"] = names
         return files
 
     @override

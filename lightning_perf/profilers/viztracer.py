@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_perf.checks import flag, needs, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import tools
+from lightning_perf.profilers.base import Names
 from lightning_perf.profilers.processes import Children, Files, RecordsChildren
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
@@ -229,11 +230,11 @@ class VizTracer(RecordsChildren):
 
     @property
     @override
-    def own_file(self) -> tuple[str, str | None, bool]:
-        if not self.compress:
-            return self.filename, self.remote_file_name, True
+    def own_file(self) -> Names:
         remote = self.remote_file_name
-        return _cvf(self.filename), None if remote is None else _cvf(remote), False
+        if not self.compress:
+            return Names(self.filename, remote, compress=True)
+        return Names(_cvf(self.filename), None if remote is None else _cvf(remote))
 
     @override
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:

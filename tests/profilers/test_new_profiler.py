@@ -23,7 +23,7 @@ from lightning_perf import (
     Suite,
     VizTracer,
 )
-from lightning_perf.extend import Recorded, Recording, refuse_python_profiler
+from lightning_perf.extend import Names, Recorded, Recording, refuse_python_profiler
 from lightning_perf.profilers.tools import has_python_profiler
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class CProfile(Profiler):
         self.top = top
 
     @property
-    def further_files(self) -> dict[str, tuple[str, str | None]]:
+    def further_files(self) -> dict[str, Names]:
         """A text with the most costly functions."""
         return {"table": self.beside(".txt")} if self.top else {}
 
@@ -159,7 +159,7 @@ class Undeclared(CProfile):
     """Returns a further file that has no name."""
 
     @property
-    def further_files(self) -> dict[str, tuple[str, str | None]]:
+    def further_files(self) -> dict[str, Names]:
         """None."""
         return {}
 
