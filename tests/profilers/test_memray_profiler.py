@@ -392,9 +392,9 @@ def test_writers_for_children_are_made_on_demand(tmp_path: Path) -> None:
     made = []
 
     class Counting(Memray):
-        def _new_writer(self, *args: Any, **kwargs: Any) -> Any:
-            made.append(args[1])
-            return super()._new_writer(*args, **kwargs)
+        def new_writer(self, context: Any, names: Any) -> Any:
+            made.append(names.local)
+            return super().new_writer(context, names)
 
     profiler = Counting(schedule="first 2ba", follow_fork=True)
     trainer(tmp_path, profiler, logger=Records()).fit(Small())
