@@ -65,7 +65,7 @@ from lightning_perf import (
 from lightning_perf.profilers.base import Profiler
 from lightning_perf.run import context as contexts
 from lightning_perf.run.window_callback import WindowCallback
-from lightning_perf.tracking import tracker as trackers
+from lightning_perf.tracking import installed as trackers
 
 #: Batches of a training.
 BATCHES = 48
@@ -337,7 +337,7 @@ class _Tracked(trackers.Tracker):
 def bad_network(chance: Chance, _: Path) -> Iterator[None]:
     """Uploads fail, take long, or hang."""
     _Tracked.chance = chance
-    with _patched(trackers, "_kinds", lambda _: lambda: (_Tracked,)):
+    with _patched(trackers, "installed", lambda _: lambda: (_Tracked,)):
         yield
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence, Set
-from contextlib import suppress
 from fractions import Fraction
 from functools import wraps
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.errors import ConfigError, closest, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -52,15 +51,6 @@ _SECONDS: dict[str, Fraction | int] = {
 }
 #: Words for one unit, as in "every epoch".
 ONE = {name: f"1{_UNIT[name]}" for name in ("epoch", "batch", "step", "second", "minute", "hour")}
-_WORD = {
-    **{word: word for word in ("every", "for", "first", "at", "always", "never")},
-    **dict.fromkeys(("each", "interval"), "every"),
-    **dict.fromkeys(("lasting", "during"), "for"),
-    **dict.fromkeys(("after", "from"), "at"),
-    **{name: f"1{unit}" for name, unit in _UNIT.items() if len(name) > 2},
-}
-# A number with its unit, or a word.
-_PIECE = re.compile(r"(\d[\d.,_]*|\.\d+)\s*((?!for\b)[a-z]+|%)?|([a-z]+)", re.ASCII)
 
 
 def percent_as_dur(word: str) -> str:
@@ -86,51 +76,6 @@ def worded(text: str) -> str:
     if seconds.denominator > 1:
         return text
     return f"{seconds}sec" if seconds else f"{number}{unit}"
-
-
-def nearest(text: str) -> str:
-    """Return the schedule or time that was probably meant. It may still be invalid.
-
-    Example:
-        >>> nearest("evry 10 batches for 3step"), nearest("10setp"), nearest("100")
-        ('every 10ba for 3step', '10step', '100ba')
-        >>> nearest("100ms"), nearest("1.5h"), nearest("50 %")
-        ('1sec', '5400sec', '0.5dur')
-    """
-    words = [""]
-    for number, unit, word in _PIECE.findall(text.lower()):
-        if word:
-            words.append(_closest(word, _WORD) or word)
-            continue
-        last = words[-1]
-        time = _nearest_time(number, unit or ("m" if last.endswith("h") else ""))
-        if re.fullmatch(r"(\d+[hm])+", last) and time[-1] in "ms":  # a part of 1h20m40s
-            words[-1] += time
-        else:
-            words.append(time)
-    return " ".join(words).strip()
-
-
-def _nearest_time(number: str, name: str) -> str:
-    try:
-        amount = Fraction(re.sub("[,_]", "", number))
-        unit = _closest(name, _UNIT)
-        if not name:
-            unit = "dur" if amount < 1 else "ba"
-        if unit == "%":
-            return f"{float(amount / 100)}dur"
-        if unit in _SECONDS and (amount.denominator > 1 or unit in ("ms", "d")):
-            return f"{max(1, round(amount * _SECONDS[unit]))}sec"
-        return f"{float(amount) if amount.denominator > 1 else amount}{unit or name}"
-    except (ValueError, OverflowError):
-        return number + name
-
-
-def _closest(word: str, known: Mapping[str, str]) -> str | None:
-    """Return the meaning of the closest word; words under 3 letters must match exactly."""
-    if word in known or len(word) < 3:
-        return known.get(word)
-    return known.get(closest(word, (each for each in known if len(each) > 2), cutoff=0.6))
 
 
 ALL_UNITS = frozenset(TimeUnit)
@@ -180,10 +125,6 @@ def times(
         time = Time.from_input(worded(value) if isinstance(value, str) else value)
     except (RuntimeError, TypeError, ValueError):
         problem = f"is not a valid time (units: {UNITS}; only dur can be a fraction)"
-        with suppress(TypeError, ValueError):
-            near = nearest(str(value))
-            time = Time.from_timestring(near)
-            example = near if time.unit in units and time.value > 0 else example
         raise ConfigError(field, value, problem, f'"{example}"') from None
     example = f'"{example}"'
     if time.unit not in units:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "lightning_perf"
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"callbacks"},
+    {"callbacks", "extend"},
     {"profilers"},
     {"run"},
     {"tracking"},

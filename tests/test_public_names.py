@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import lightning_perf
+from lightning_perf import extend
 
 NAMES = """
 All Always AnyOf At ConfigError Cyclic Diagnosis Elapsed Every Fixed Flops GlobalRank HasTag
@@ -26,6 +27,21 @@ def test_public_names_are_frozen() -> None:
     """Users write these names in code and in YAML, so that a change must be intended."""
     assert lightning_perf.__all__ == sorted(NAMES.split())
     assert dir(lightning_perf) == lightning_perf.__all__
+
+
+FOR_AUTHORS = """
+ConfigError Context FOREVER FunctionRule Impact Limits Moment Names NotHere PerfWarning Profiler
+RULES Ranks Recorded RecorderBusy Recording Rule Schedule Signal Signals Time TimeUnit Timestamp
+Tracker Trigger Unknown Verdict Window WindowCallback as_schedule defaults flag needs rank_list
+refuse_python_profiler refuse_torch_profiler stage_list times whole
+"""
+
+
+def test_names_for_authors_are_frozen() -> None:
+    """Extensions import these names, so that a change must be intended."""
+    assert sorted(extend.__all__) == sorted(FOR_AUTHORS.split())
+    for name in extend.__all__:
+        assert name in ("FOREVER", "RULES", "Recording") or getattr(extend, name).__doc__
 
 
 def test_every_public_name_is_imported_for_type_checkers() -> None:

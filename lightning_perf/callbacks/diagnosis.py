@@ -28,7 +28,7 @@ from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record,
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.flops import is_compiled
 from lightning_perf.profilers.pytorch import PyTorch
-from lightning_perf.profilers.windows import OpenRecording
+from lightning_perf.profilers.recording import OpenRecording
 from lightning_perf.run import compat, destination
 from lightning_perf.run.batches import TIMED
 from lightning_perf.run.callback import PerfCallback

@@ -26,8 +26,9 @@ from lightning_perf.files import check_own
 from lightning_perf.terminal import new_console, say
 from lightning_perf.traces.names import remote_format, split_url
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, taken_pending
+from lightning_perf.tracking.installed import tracker_at
 from lightning_perf.tracking.mlflow import MlflowRun, is_default_database
-from lightning_perf.tracking.tracker import STORE, check_store, store_target, tracker_at
+from lightning_perf.tracking.tracker import STORE, check_store, store_target
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from lightning_perf.traces.combine import Collective, Trace
+    from lightning_perf.traces.combine import Collective, RankTrace
 
 #: Collectives that are shown.
 _MOST_SHOWN = 5
@@ -177,7 +178,7 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
     _show_collectives(console, found, len(traces))
 
 
-def _shift(trace: Trace, first: Trace) -> float:
+def _shift(trace: RankTrace, first: RankTrace) -> float:
     """Microseconds by which a rank's clock was shifted."""
     return trace.shift - (trace.base - first.base)
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import posixpath
 import re
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from typing_extensions import override
 
 from lightning_perf.checks import flag, rank_list, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
-from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording
+from lightning_perf.profilers import tools
+from lightning_perf.profilers.recording import OpenRecording, Recorded, Recording
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.compat import evaluation_ends, resumes, validates_next
 from lightning_perf.run.destination import new_writer
@@ -50,6 +51,38 @@ _RANK = re.compile(r"\{(local_)?rank[:}]")
 _MOST_WARMUP = 100
 
 
+class Names(NamedTuple):
+    """Format strings of the names of a file, here and at the upload targets."""
+
+    local: str
+    #: None disables the upload.
+    remote: str | None
+    #: Whether the file is gzipped.
+    compress: bool = False
+
+
+@dataclass(eq=False)
+class _Session:
+    """The state of one run, on a rank that records."""
+
+    writer: TraceWriter
+    #: The writers of files that are made of a recording, by their name in `further_files`.
+    further: dict[str, TraceWriter]
+    recording: OpenRecording | None = None
+    #: Whether there was a window, recorded or not.
+    opened: bool = False
+    #: Whether the next batch comes after validation inside of fit.
+    reopens: bool = False
+    #: No window begins before this batch.
+    asleep_until: float = math.inf
+    #: Stage and number of the last batch that was counted.
+    counted: tuple[str, int] = ("", 0)
+    #: Kinds of errors that were reported.
+    warned: set[str] = field(default_factory=set)
+    #: The end of training.
+    ended: Moment | None = None
+
+
 class Profiler(PerfCallback):
     """Records the batches of each window of a schedule; subclasses implement ``record``.
 
@@ -75,9 +108,10 @@ class Profiler(PerfCallback):
         compress: Whether the file is gzipped; a file whose name ends in ``.gz`` always is.
         num_traces_to_keep: Number of local files to keep once they are uploaded; -1 keeps all.
         batches_per_trace: Maximum number of batches per file.
+        **kwargs: Options of the tool, if a subclass has such: see ``tool_options``.
 
     Raises:
-        ConfigError: An invalid value.
+        ConfigError: An invalid value, or an argument that the profiler does not have.
 
     Example:
         >>> from time import perf_counter
@@ -95,32 +129,11 @@ class Profiler(PerfCallback):
     #: Markdown about the files, for a README beside them.
     how_to_open: ClassVar[str | None] = None
 
-    #: Attributes of a run; copies of a profiler do not have them, and each run starts without.
-    _of_a_run: ClassVar[tuple[str, ...]] = (
-        "_writer", "_further", "_open", "_opened", "_reopen", "_asleep_until", "_counted",
-        "_warned", "_ended",
-    )  # fmt: skip
-    #: None on ranks that do not record.
-    _writer: TraceWriter | None = None
-    _further: Mapping[str, TraceWriter] = {}
-    _open: OpenRecording | None = None
-    #: Whether there was a window, recorded or not.
-    _opened = False
-    #: Whether the next batch comes after validation inside of fit.
-    _reopen = False
-    #: No window begins before this batch.
-    _asleep_until: float = math.inf
-    #: Stage and number of the last batch that was counted.
-    _counted = ("", 0)
-    #: Kinds of errors that were reported.
-    _warned: frozenset[str] = frozenset()
-    #: The end of training.
-    _ended: Moment | None = None
-
     def __init__(
         self,
         schedule: Schedule | str | None = None,
         ranks: list[int] | int | None = None,
+        *,
         output_path_prefix: str | None = None,
         folder: str = "{run_name}/traces",
         filename: str = "rank{rank}.{batch}",
@@ -129,8 +142,11 @@ class Profiler(PerfCallback):
         compress: bool = False,
         num_traces_to_keep: int = -1,
         batches_per_trace: int = 20,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
+        self._session: _Session | None = None
+        self.options = tools.check_options(type(self), kwargs, self.tool_options())
         self.schedule = as_schedule(schedule, default=Cyclic())
         self.ranks = None if ranks is None else rank_list("ranks", ranks)
         folder, output_path_prefix = _text(folder), _text(output_path_prefix)
@@ -151,11 +167,13 @@ class Profiler(PerfCallback):
         self.num_traces_to_keep = num_traces_to_keep
         self.batches_per_trace = whole("batches_per_trace", batches_per_trace, 1, "20")
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = tools.signature_of(cls)  # type: ignore[attr-defined]
+
     @override
     def __getstate__(self) -> dict[str, Any]:
-        own = super().__getstate__()
-        # The state key contains the id of this object.
-        return {k: v for k, v in own.items() if k not in self._of_a_run and k != "state_key"}
+        return super().__getstate__() | {"_session": None}
 
     # -- for subclasses ---------------------------------------------------------------------------
 
@@ -175,26 +193,30 @@ class Profiler(PerfCallback):
             RecorderBusy: Another recorder is active; the window is skipped.
         """
 
-    @property
-    def own_file(self) -> tuple[str, str | None, bool]:
-        """Local and remote name of a recording, and whether it is gzipped."""
-        names = self.filename, self.remote_file_name
-        # A file must be what its name says.
-        return *names, self.compress or any(name and name.endswith(".gz") for name in names)
+    def tool_options(self) -> Mapping[str, Any]:
+        """The arguments of the tool that the constructor passes on, with their defaults."""
+        return {}
 
     @property
-    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        """Local and remote names of files made of a recording, such as pages.
+    def own_file(self) -> Names:
+        """The names of a recording."""
+        names = self.filename, self.remote_file_name
+        # A file must be what its name says.
+        return Names(*names, self.compress or any(n and n.endswith(".gz") for n in names))
+
+    @property
+    def further_files(self) -> Mapping[str, Names]:
+        """The names of files made of a recording, such as pages.
 
         The keys are those of ``Recorded.further``. For names like those of the recording, see
         ``beside``.
         """
         return {}
 
-    def beside(self, suffix: str) -> tuple[str, str | None]:
-        """Local and remote name of a recording, with another suffix, such as ``.html``."""
+    def beside(self, suffix: str) -> Names:
+        """The names of a recording, with another suffix, such as ``.html``."""
         remote = self.remote_file_name
-        return _with_suffix(self.filename, suffix), remote and _with_suffix(remote, suffix)
+        return Names(_with_suffix(self.filename, suffix), remote and _with_suffix(remote, suffix))
 
     @cached_property
     @override
@@ -208,82 +230,83 @@ class Profiler(PerfCallback):
 
         At most ``num_traces_to_keep`` of all runs of this profiler, the latest last.
         """
-        return self._writer.saved_traces if self._writer is not None else []
+        return [] if self._session is None else self._session.writer.saved_traces
 
     @property
     def saved_in_run(self) -> list[Path]:
         """The paths of this rank's traces of the current or last run."""
-        return self._writer.saved_in_run if self._writer is not None else []
+        return [] if self._session is None else self._session.writer.saved_in_run
 
     # -- lifecycle --------------------------------------------------------------------------------
 
     @override
     def prepare(self, context: RunContext) -> None:
-        earlier = self._writer
-        for name in self._of_a_run:
-            self.__dict__.pop(name, None)
+        earlier, self._session = self._session, None
         self._check(context)
         self.schedule.setup(context.schedule_context)
         if self.ranks is not None and context.ranks.global_rank not in self.ranks:
             return
         # Closed before the writer of recordings, which moves the source of these files.
-        for name, (filename, remote) in self.further_files.items():
-            self._add_writer(context, name, filename, remote)
-        self._writer = self._new_writer(context, *self.own_file)
+        further = {
+            key: self.new_writer(context, names) for key, names in self.further_files.items()
+        }
+        writer = self.new_writer(context, self.own_file)
+        self._session = _Session(writer, further)
         if earlier is not None:
-            self._writer.follow(earlier)
+            writer.follow(earlier.writer)
 
     @override
     def on_start(self, context: RunContext) -> None:
-        if self._writer is None:
+        if (session := self._session) is None:
             return
         self._stop(context)  # validation inside of fit ends the training window
         if not context.stages.nested:
             inside = ["validate"] if context.stage == "train" else []
             now = {stage: context.progress.timestamp(stage) for stage in [context.stage, *inside]}
-            self._writer.check(now, resumes(context.trainer))
+            session.writer.check(now, resumes(context.trainer))
         self.schedule.observe(context.moment)
         self._turn(context)
 
     @override
     def on_epoch(self, context: RunContext) -> None:
-        if self._writer is None:
+        if (session := self._session) is None:
             return
-        moment, running, most = context.moment, self._open, self.batches_per_trace
+        moment, running, most = context.moment, session.recording, self.batches_per_trace
         if context.counters.cut_short:  # the schedule has not seen the end of the last epoch
             self.schedule.observe(moment)
         continues = running is not None and running.includes(self.schedule.window(moment), most)
-        if not (continues or self._reopen):
+        if not (continues or session.reopens):
             self._turn(context)
 
     @override
     def before_batch(self, context: RunContext, batch: Any) -> None:
-        if self._reopen:
-            self._reopen = False
+        if (session := self._session) is not None and session.reopens:
+            session.reopens = False
             self.schedule.observe(context.moment)
             self._turn(context)
 
     @override
     def after_batch(self, context: RunContext, batch: Any) -> None:
-        if context.counters.batch >= self._asleep_until:
+        session = self._session
+        if session is not None and context.counters.batch >= session.asleep_until:
             self._end_batch(context)
 
     @override
     def on_end(self, context: RunContext) -> None:
-        if self._writer is not None:
+        if (session := self._session) is not None:
             self._stop(context)
             if context.stage == "train":
-                self._ended = context.moment
+                session.ended = context.moment
             # After validation inside of fit, the training window continues with the next batch.
-            self._reopen = context.stages.nested
+            session.reopens = context.stages.nested
 
     @override
     def close(self, context: RunContext, reason: str) -> None:
         try:
             self._stop(context, cut_short=reason == "exception")
-            if reason == "teardown" and self._writer is not None and not self._opened:
-                self._warn_of_no_window(context)
-            if reason == "teardown" and self._writer is not None:
+            if reason == "teardown" and (session := self._session) is not None:
+                if not session.opened:
+                    self._warn_of_no_window(context, session.ended)
                 self._warn_of_late_signal()
         finally:  # a schedule may have replaced a signal handler
             self.schedule.close()
@@ -292,17 +315,19 @@ class Profiler(PerfCallback):
 
     def _end_batch(self, context: RunContext) -> None:
         """Count a batch, once, and decide about the next one."""
-        before, self._counted = self._counted, (context.stage, context.counters.batch)
-        if before == self._counted:
+        session, counted = self._open_session, (context.stage, context.counters.batch)
+        if session.counted == counted:
             return
-        if self._open is not None:
-            self._open.count()
+        session.counted = counted
+        if session.recording is not None:
+            session.recording.count()
         self.schedule.observe(context.moment)
         self._turn(context)
 
     def _turn(self, context: RunContext) -> None:
         """Open, continue or close a recording, as the schedule says about the next batch."""
-        moment, running, self._asleep_until = context.moment, self._open, 0
+        moment, session = context.moment, self._open_session
+        session.asleep_until, running = 0, session.recording
         stage, nested = context.stage, context.stages.nested
         trained = stage == "train" and moment.fraction == 1.0
         evaluated = stage != "train" and evaluation_ends(context.trainer, stage, nested)
@@ -334,48 +359,50 @@ class Profiler(PerfCallback):
                     self._start(context, window, warmup=batches)
                     return
         if not self.schedule.watches:
-            self._asleep_until = quiet_until - lead
+            self._open_session.asleep_until = quiet_until - lead
 
     @signals_held()  # Ctrl-C between two lines would lose a recording
     def _start(self, context: RunContext, window: Hashable, warmup: int = 0) -> None:
-        assert self._writer is not None  # otherwise no window would be searched
-        self._opened = self._opened or not warmup
-        self._finish_other(context, warmup)
+        session, stage = self._open_session, context.stage
+        session.opened = session.opened or not warmup
+        if (other := OpenRecording.current) is not None:
+            other.give_way(context, warmup)
         with context.stages.exclude_from_batch_time():
             try:
-                path = self._writer.spool(context.stage)
+                path = session.writer.spool(stage)
                 recording = self.record(path, context, warmup)
-                self._open = OpenRecording(self, recording, path, context.stage, window, warmup)
+                session.recording = OpenRecording(
+                    type(self).__name__, self.give_way, recording, path, stage, window, warmup
+                )
             except (RecorderBusy, OSError) as error:
                 # A window that finds no time to warm up opens without.
                 if not (warmup and isinstance(error, RecorderBusy)):
                     self._skip(error)
 
-    def _finish_other(self, context: RunContext, warmup: int) -> None:
-        """Close a recording of another profiler that ends with the last batch.
+    def give_way(self, context: RunContext, warmup: int) -> None:
+        """Another profiler starts a recording: close one of this profiler that ends here.
 
-        This is needed because Lightning calls that profiler after this one. A window also ends the
-        warm-up of another profiler.
+        Lightning calls that profiler first at the end of a batch. Its window, but not its
+        ``warmup``, also ends a warm-up of this one.
         """
-        running = OpenRecording.current
-        if running is None:
+        session = self._session
+        if session is None or session.recording is None or self._context is not context:
             return
-        other = running.owner
-        if isinstance(other, Profiler) and other is not self and other._context is context:
-            if running.stage == context.stage:
-                other.call(other._end_batch, context)
-            theirs = other._open
-            if theirs is not None and (
-                theirs.stage != context.stage or (theirs.warmup and not warmup)
-            ):
-                other._stop(context)
+        if session.recording.stage == context.stage:
+            self.call(self._end_batch, context)
+        running = session.recording
+        if running is not None and (
+            running.stage != context.stage or (running.warmup and not warmup)
+        ):
+            self._stop(context)
 
     @signals_held()
     def _stop(self, context: RunContext, cut_short: bool = False) -> None:
         """Close the open recording and save it, including the part of an interrupted batch."""
-        running, self._open = self._open, None
-        if running is None:
+        session = self._session
+        if session is None or (running := session.recording) is None:
             return
+        session.recording = None
         with context.stages.exclude_from_batch_time():
             try:
                 recorded = running.stop()
@@ -385,65 +412,57 @@ class Profiler(PerfCallback):
         if running.warmup or not (running.batches or cut_short):
             running.path.unlink(missing_ok=True)
             return
-        self._opened = True
+        session.opened = True
         stage = running.stage
         self.save(running.path, context.progress.timestamp(stage), stage, recorded)
 
     def _skip(self, error: RecorderBusy | OSError) -> None:
         """Warn, once per kind of error, that batches are not recorded."""
-        name = type(self).__name__
+        name, warned = type(self).__name__, self._open_session.warned
         if isinstance(error, RecorderBusy):
             missing = f"Batches that both would record are missing from the traces of {name}."
             kind, message = "busy", f"{error} {missing}"
         else:
             kind = "disk"
             message = f"{name} cannot write ({describe(error)}): windows are left out until it can."
-        if kind not in self._warned:
-            self._warned |= {kind}
+        if kind not in warned:
+            warned.add(kind)
             warn(message)
+
+    @property
+    def _open_session(self) -> _Session:
+        """The session, on a rank that records."""
+        assert self._session is not None  # otherwise no window is searched
+        return self._session
 
     # -- files ------------------------------------------------------------------------------------
 
-    def _add_writer(
-        self, context: RunContext, name: str, filename: str, remote: str | None
-    ) -> None:
-        """Make the writer of a further file, unless it exists."""
-        if name not in self._further:
-            own = self.remote_file_name or ""
-            elsewhere = posixpath.dirname(remote or own) != posixpath.dirname(own)
-            writer = self._new_writer(context, filename, remote, explains=elsewhere)
-            self._further = {**self._further, name: writer}
-
-    def _new_writer(
-        self,
-        context: RunContext,
-        filename: str,
-        remote: str | None,
-        compress: bool = False,
-        explains: bool = True,
-    ) -> TraceWriter:
+    def new_writer(self, context: RunContext, names: Names) -> TraceWriter:
+        """The writer of recordings, or of files that are made of them."""
+        own, remote = self.own_file, names.remote or self.own_file.remote or ""
+        elsewhere = posixpath.dirname(remote) != posixpath.dirname(own.remote or "")
         options = TraceOptions(
             folder=self.folder,
-            filename=filename,
-            remote_file_name=remote,
-            compress=compress,
+            filename=names.local,
+            remote_file_name=names.remote,
+            compress=names.compress,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
-            readme=self.how_to_open if explains else None,
-            optional=filename.endswith(_OPTIONAL),
+            readme=self.how_to_open if names == own or elsewhere else None,
+            optional=names.local.endswith(_OPTIONAL),
         )
         return new_writer(context, options, self.output_path_prefix)
 
     def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
         """Hand a recording, and the files that are made of it, to their writers."""
-        assert self._writer is not None  # made before any window opened
+        session = self._open_session
         # Further files first: the worker runs jobs in order, and the last one moves the recording.
         for name in recorded.further:
-            if (writer := self._further.get(name)) is None:
+            if (writer := session.further.get(name)) is None:
                 raise KeyError(f"{name} is in Recorded.further, but not in further_files")
             target = writer.spool(stage)
             writer.write(target, timestamp, stage, partial(recorded.make, name, target))
-        self._writer.write(path, timestamp, stage, recorded.complete)
+        session.writer.write(path, timestamp, stage, recorded.complete)
 
     # -- checks and messages ----------------------------------------------------------------------
 
@@ -467,25 +486,26 @@ class Profiler(PerfCallback):
                 f"{kind}(ranks={self.ranks}) includes ranks that do not exist: there are {world} "
                 "processes in the run."
             )
-        by_rank = any(isinstance(each, GlobalRank | LocalRank) for each in walk(self.schedule))
+        by_rank = any(isinstance(part, GlobalRank | LocalRank) for part in walk(self.schedule))
         if by_rank or sum(rank < world for rank in ranks) < 2:
             return
         local = f"{self.folder}/{self.filename}"
-        for field, name in {"filename": local, "remote_file_name": self.remote_file_name}.items():
+        names = {"filename": local, "remote_file_name": self.remote_file_name}
+        for argument, name in names.items():
             if name is not None and not _RANK.search(name):
                 warn(
-                    f"{kind}({field}={getattr(self, field)!r}) is the same on several ranks, whose "
-                    "files replace one another: add {rank} to it."
+                    f"{kind}({argument}={getattr(self, argument)!r}) is the same on several ranks, "
+                    "whose files replace one another: add {rank} to it."
                 )
 
-    def _warn_of_no_window(self, context: RunContext) -> None:
+    def _warn_of_no_window(self, context: RunContext, ended: Moment | None) -> None:
         """Warn, on one rank, that training ended before the first window."""
-        ended, is_first = self._ended, context.ranks.global_rank == min(self.ranks or [0])
+        is_first = context.ranks.global_rank == min(self.ranks or [0])
         is_trial = context.trainer.fast_dev_run  # type: ignore[attr-defined]
         if ended is None or not ended.timestamp.batch or not is_first or is_trial:
             return
         # This is normal with a schedule that waits for an event, or for another stage.
-        waits = any(each.watches or isinstance(each, HasTag) for each in walk(self.schedule))
+        waits = any(part.watches or isinstance(part, HasTag) for part in walk(self.schedule))
         if not waits and self.schedule.quiet_until(ended) != FOREVER:
             warn(
                 f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened "
@@ -494,7 +514,7 @@ class Profiler(PerfCallback):
 
     def _warn_of_late_signal(self) -> None:
         """Warn if whoever sent a signal waits for a file in vain."""
-        if any(isinstance(each, OnSignal) and each.pending for each in walk(self.schedule)):
+        if any(isinstance(part, OnSignal) and part.pending for part in walk(self.schedule)):
             warn(
                 f"{type(self).__name__} recorded nothing for a signal, which came after the last "
                 "batch that could be recorded."
@@ -504,18 +524,6 @@ class Profiler(PerfCallback):
 def _text(folder: Any) -> Any:
     """A path as a string; other values unchanged."""
     return str(folder) if isinstance(folder, Path) else folder
-
-
-def shared(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arguments of a profiler, those of the base class.
-
-    Subclasses list them in their signature, so that LightningCLI and editors show them, and begin
-    their constructor with ``super().__init__(**shared(locals()))``.
-    """
-    return {name: value for name, value in arguments.items() if name in _SHARED}
-
-
-_SHARED = frozenset(inspect.signature(Profiler.__init__).parameters) - {"self"}
 
 
 _place = attrgetter("output_path_prefix", "folder", "filename")

@@ -19,9 +19,9 @@ from lightning_perf.charts import FlameGraph, fold, read_folded
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
 from lightning_perf.files import write_text
-from lightning_perf.profilers.base import Profiler, shared
+from lightning_perf.profilers.base import Names, Profiler
+from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import run_program
-from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.schedule import Schedule
 from lightning_perf.units import bytes_text
 
@@ -51,8 +51,8 @@ def _observe(device: int, size: int, allowed: int, free: int) -> None:
 class MemorySnapshot(Profiler):
     """Records the history of CUDA memory in the windows of a schedule, and out-of-memory errors.
 
-    The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
-    ``Profiler``. An out-of-memory error that ends the run closes the open window, so that the file
+    The arguments that are not described here are those of every profiler; see ``Profiler``. An
+    out-of-memory error that ends the run closes the open window, so that the file
     has the history of the error. Without an open window, a snapshot of that moment is saved; use
     the schedule ``"always"`` to have the history, too. Either way there are five files: the pickle,
     its page, a plot of the allocator's segments, and flame graphs of all memory and of each
@@ -84,35 +84,38 @@ class MemorySnapshot(Profiler):
 - In a terminal: `python -m torch.cuda._memory_viz stats FILE.pickle`, or `trace FILE.pickle`.
 """
 
-    _of_a_run = (*Profiler._of_a_run, "_oom", "_ran_out")
-    #: The allocator at the last failed allocation, from ``torch.cuda.memory._snapshot()``: when the
-    #: exception has ended the run, much of that memory is free again.
-    _oom: dict[str, Any] | None = None
-    #: Whether the run ended because of an out-of-memory error.
-    _ran_out = False
-
     def __init__(
         self,
         schedule: Schedule | str | None = None,
         ranks: list[int] | int | None = None,
-        output_path_prefix: str | None = None,
+        *,
         folder: str = "{run_name}/memory_snapshots",
         filename: str = "rank{rank}.{batch}.pickle",
         remote_file_name: str | None = "{run_name}/memory_snapshots/rank{rank}.{batch}.pickle",
-        overwrite: bool = False,
         compress: bool = False,
         html: bool = True,
         max_entries: int = 100_000,
-        num_traces_to_keep: int = -1,
-        batches_per_trace: int = 20,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(**shared(locals()))
+        super().__init__(
+            schedule, ranks, folder=folder, filename=filename, remote_file_name=remote_file_name,
+            compress=compress, **kwargs,
+        )  # fmt: skip
         self.html = flag("html", html)
         self.max_entries = whole("max_entries", max_entries, 1, "100000")
+        #: The allocator at the last failed allocation, from ``torch.cuda.memory._snapshot()``: when
+        #: the exception has ended the run, much of that memory is free again.
+        self._oom: dict[str, Any] | None = None
+        #: Whether the run ended because of an out-of-memory error.
+        self._ran_out = False
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_oom": None}
 
     @property
     @override
-    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
+    def further_files(self) -> Mapping[str, Names]:
         return {
             name: self.beside(suffix)
             for name, (suffix, _) in _FURTHER.items()
@@ -122,11 +125,12 @@ class MemorySnapshot(Profiler):
     @override
     def prepare(self, context: RunContext) -> None:
         super().prepare(context)
-        if _has_cuda():
+        self._oom, self._ran_out = None, False
+        if has_cuda():
             _watching.add(self)
             _attach()
         else:
-            self._writer = None
+            self._session = None
             _warn_once()
 
     @override
@@ -151,8 +155,9 @@ class MemorySnapshot(Profiler):
         self._ran_out = isinstance(error, torch.OutOfMemoryError)
         try:
             # The history of an open window already ends at this moment.
-            if self._ran_out and self._open is None and self._writer is not None and context.stage:
-                path = self._writer.spool(context.stage)
+            session = self._session if self._ran_out and context.stage else None
+            if session is not None and session.recording is None:
+                path = session.writer.spool(context.stage)
                 self.save(path, context.timestamp, context.stage, self._dump(path))
         finally:  # the disk may be full
             super().close(context, reason)
@@ -166,7 +171,8 @@ class MemorySnapshot(Profiler):
         return Recorded(further={name: partial(_FURTHER[name][1], path) for name in names})
 
 
-def _has_cuda() -> bool:
+def has_cuda() -> bool:
+    """Whether there is a device whose memory can be recorded."""
     return torch.cuda.is_available()
 
 

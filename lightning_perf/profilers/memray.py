@@ -16,9 +16,9 @@ from typing_extensions import override
 from lightning_perf.checks import flag, needs
 from lightning_perf.errors import ConfigError, RecorderBusy
 from lightning_perf.profilers import tools
-from lightning_perf.profilers.base import shared
+from lightning_perf.profilers.base import Names
 from lightning_perf.profilers.processes import Children, Files, RecordsChildren
-from lightning_perf.profilers.windows import Recorded, Recording
+from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def record_child(
 class Memray(RecordsChildren):
     """Records every allocation of host memory in the windows of a schedule.
 
-    The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
-    ``Profiler``. ``memray stats``, ``tree`` and ``flamegraph`` read the files.
+    The arguments that are not described here are those of every profiler; see ``Profiler``.
+    ``memray stats``, ``tree`` and ``flamegraph`` read the files.
 
     With ``summary``, each window has these metrics. They cover host memory that was allocated
     within the window. The lowest rank that records uses these keys; those of other ranks begin
@@ -136,24 +136,22 @@ class Memray(RecordsChildren):
         self,
         schedule: Schedule | str | None = None,
         ranks: list[int] | int | None = None,
-        output_path_prefix: str | None = None,
+        *,
         folder: str = "{run_name}/memray",
         filename: str = "rank{rank}.{batch}.bin",
         remote_file_name: str | None = "{run_name}/memray/rank{rank}.{batch}.bin",
-        overwrite: bool = False,
         compress: bool = False,
         flamegraph: bool = False,
         native_traces: bool = False,
         follow_fork: bool = False,
         summary: bool = True,
-        num_traces_to_keep: int = -1,
-        batches_per_trace: int = 20,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**shared(locals()))
-        needs("Memray", "memray")
-        self.options = tools.check_options(Memray, kwargs, _OPTIONS, "memray")
-        form = kwargs.get("file_format")
+        super().__init__(
+            schedule, ranks, folder=folder, filename=filename, remote_file_name=remote_file_name,
+            compress=compress, **kwargs,
+        )  # fmt: skip
+        form = self.options.get("file_format")
         if form is not None and getattr(form, "name", str(form)).lower() not in _FORMATS:
             problem = f"is not one of {', '.join(_FORMATS)}"
             raise ConfigError("file_format", form, problem, '"aggregated_allocations"')
@@ -162,9 +160,14 @@ class Memray(RecordsChildren):
         self.native_traces = flag("native_traces", native_traces)
         self.follow_fork, self.summary = flag("follow_fork", follow_fork), flag("summary", summary)
 
+    @override
+    def tool_options(self) -> Mapping[str, Any]:
+        needs("Memray", "memray")
+        return _OPTIONS
+
     @property
     @override
-    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
+    def further_files(self) -> Mapping[str, Names]:
         suffixes = {"flamegraph": ".html"} if self.flamegraph else {}
         if self.summary:
             suffixes["summary"] = ".txt"
@@ -173,7 +176,7 @@ class Memray(RecordsChildren):
     @override
     def prepare(self, context: RunContext) -> None:
         super().prepare(context)
-        if self.follow_fork and self._writer is not None:
+        if self.follow_fork and self._session is not None:
             self._children = Children(partial(record_child, self._tracker_options()))
 
     @override
@@ -216,7 +219,9 @@ class Memray(RecordsChildren):
         files = self.shut_children()
         for place, number in enumerate(files.numbers[:_MOST_CHILDREN], 1):
             name = f"child{place}"
-            self._add_writer(context, name, *self.beside(f".{name}.bin"))
+            writers = self._open_session.further
+            if name not in writers:
+                writers[name] = self.new_writer(context, self.beside(f".{name}.bin"))
             further[name] = partial(_take, files, number)
         return further
 
@@ -229,10 +234,10 @@ class Memray(RecordsChildren):
 
 
 def _take(files: Files, number: int, target: Path) -> None:
-    found = files.wait()
-    if number not in found:
+    paths = files.wait()
+    if number not in paths:
         raise OSError("the child process ended without leaving its file")
-    shutil.move(found[number], target)
+    shutil.move(paths[number], target)
 
 
 def _summarize(

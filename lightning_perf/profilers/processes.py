@@ -57,16 +57,17 @@ class Children:
             _plain_start = BaseProcess.start
             BaseProcess.start = _start  # type: ignore[method-assign, assignment]
 
-    def open(self, path: Path) -> None:
+    def open(self, path: Path) -> Path:
         """Open a window: children begin to record within hundredths of a second.
 
-        Their files are in a folder beside ``path``, the parent's recording.
+        Returns the folder of their files, beside ``path``, the parent's recording.
         """
         folder = path.with_name(f"{path.name}.children").absolute()
         folder.mkdir()
         self._folders.append(folder)
         self._marker.with_suffix(".next").write_bytes(os.fsencode(folder))
         self._marker.with_suffix(".next").replace(self._marker)
+        return folder
 
     def shut(self) -> Files:
         """Close the window, and with it the recordings of the children."""
@@ -112,8 +113,12 @@ class Files:
 class RecordsChildren(Profiler):
     """A profiler that can record child processes, too."""
 
-    _of_a_run = (*Profiler._of_a_run, "_children")
+    #: Of the run.
     _children: Children | None = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_children": None}
 
     @staticmethod
     def check_supported(field: str, wanted: bool) -> None:

@@ -18,8 +18,8 @@ from typing_extensions import override
 from lightning_perf.checks import flag
 from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import tools
-from lightning_perf.profilers.base import Profiler, shared
-from lightning_perf.profilers.windows import Recorded, Recording
+from lightning_perf.profilers.base import Names, Profiler
+from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
 from lightning_perf.traces.names import file_format, remote_format
 from lightning_perf.traces.summary import TraceSummary, summarize
@@ -43,7 +43,7 @@ def torch_options(options: Mapping[str, Any]) -> dict[str, Any]:
     converted = dict(options)
     if (named := converted.get("activities")) is not None:
         try:
-            converted["activities"] = [_activity(each) for each in named]
+            converted["activities"] = [_activity(name) for name in named]
         except (AttributeError, KeyError, TypeError):
             problem = f"is not a list of activities: {', '.join(_ACTIVITIES)}"
             raise ConfigError("activities", named, problem, "['cpu', 'cuda']") from None
@@ -117,8 +117,7 @@ def _is_moved_by_swapping(module: torch.nn.Module) -> bool:
 class PyTorch(Profiler):
     """Records torch.profiler traces, for TensorBoard, Perfetto and chrome://tracing.
 
-    The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
-    ``Profiler``.
+    The arguments that are not described here are those of every profiler; see ``Profiler``.
 
     Args:
         compress: Whether the trace is gzipped.
@@ -155,14 +154,13 @@ class PyTorch(Profiler):
         self,
         schedule: Schedule | str | None = None,
         ranks: list[int] | int | None = None,
-        output_path_prefix: str | None = None,
+        *,
         folder: str = "{run_name}/torch_traces",
         filename: str = "rank{rank}.{batch}.pt.trace.json",
         remote_file_name: str | None = "{run_name}/torch_traces/rank{rank}.{batch}.pt.trace.json",
         memory_filename: str | None = None,
         memory_remote_file_name: str
         | None = "{run_name}/torch_memory_traces/rank{rank}.{batch}.pt.trace.memory.html",
-        overwrite: bool = False,
         compress: bool = True,
         use_gzip: bool | None = None,
         record_shapes: bool = False,
@@ -170,17 +168,16 @@ class PyTorch(Profiler):
         with_stack: bool = False,
         with_flops: bool = True,
         key_averages: bool = False,
-        num_traces_to_keep: int = -1,
-        batches_per_trace: int = 20,
         **kwargs: Any,
     ) -> None:
         if use_gzip is not None:
             if flag("use_gzip", use_gzip) and not flag("compress", compress):
                 raise ConfigError("use_gzip", use_gzip, "contradicts compress=False", "None")
             compress = use_gzip
-        super().__init__(**shared(locals()))
-        known = tools.defaults(profile, _OURS)
-        self.options = tools.check_options(PyTorch, kwargs, known, "torch.profiler")
+        super().__init__(
+            schedule, ranks, folder=folder, filename=filename, remote_file_name=remote_file_name,
+            compress=compress, **kwargs,
+        )  # fmt: skip
         self.record_shapes = flag("record_shapes", record_shapes)
         self.profile_memory = flag("profile_memory", profile_memory)
         self.with_stack = flag("with_stack", with_stack)
@@ -190,6 +187,10 @@ class PyTorch(Profiler):
         self.key_averages = flag("key_averages", key_averages)
         torch_options(self.options)
         self._check_memory()
+
+    @override
+    def tool_options(self) -> Mapping[str, Any]:
+        return tools.defaults(profile, _OURS)
 
     def _check_memory(self) -> None:
         checks = {"memory_filename": file_format, "memory_remote_file_name": remote_format}
@@ -206,12 +207,13 @@ class PyTorch(Profiler):
 
     @property
     @override
-    def further_files(self) -> Mapping[str, tuple[str, str | None]]:
-        files: dict[str, tuple[str, str | None]] = {}
+    def further_files(self) -> Mapping[str, Names]:
+        files: dict[str, Names] = {}
         if self.key_averages:
             files["key_averages"] = self.beside(".txt")
         if self.memory_filename is not None:  # the slowest file last
-            files["memory_timeline"] = (self.memory_filename, self.memory_remote_file_name)
+            names = Names(self.memory_filename, self.memory_remote_file_name)
+            files["memory_timeline"] = names
         return files
 
     @override
@@ -267,14 +269,14 @@ class PyTorch(Profiler):
             TraceError: The file is damaged.
             OSError: The file cannot be read, such as one that was deleted.
         """
-        path = self._writer.latest("train") if self._writer is not None else None
+        path = self._session.writer.latest("train") if self._session is not None else None
         if path is None:
             raise LookupError("no batches of training were recorded on this rank")
         return summarize(path)
 
     def _metadata(self, context: RunContext, warmup: int) -> dict[str, Any]:
         ranks, stamp = context.ranks, context.moment.ahead(warmup).timestamp
-        named = {"run_name": self._writer.run_name if self._writer else context.run_name}
+        named = {"run_name": self._open_session.writer.run_name}
         placed = {name: getattr(ranks, name) for name in ("local_rank", "node_rank", "world_size")}
         counts = {name: getattr(stamp, name) for name in ("epoch", "batch", "step")}
         return {"rank": ranks.global_rank, **placed, **named, "stage": context.stage, **counts}

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -38,14 +39,27 @@ def defaults(tool: Any, ours: Collection[str]) -> dict[str, Any]:
         {'activities': None, 'with_modules': False}
     """
     return {
-        name: None if each.default is Parameter.empty else each.default
-        for name, each in signature(tool).parameters.items()
+        name: None if argument.default is Parameter.empty else argument.default
+        for name, argument in signature(tool).parameters.items()
         if name not in ours
     }
 
 
+def signature_of(profiler: type) -> Signature:
+    """The signature of a profiler, with the arguments that its ``**kwargs`` passes to its base."""
+    own = signature(profiler.__init__).parameters  # type: ignore[misc]
+    parameters = [argument for name, argument in own.items() if name != "self"]
+    if any(argument.kind is Parameter.VAR_KEYWORD for argument in parameters):
+        parameters += (
+            argument.replace(kind=Parameter.KEYWORD_ONLY)
+            for name, argument in signature(profiler.__mro__[1]).parameters.items()
+            if name not in own and argument.kind is not Parameter.VAR_KEYWORD
+        )
+    return Signature(sorted(parameters, key=attrgetter("kind")))
+
+
 def check_options(
-    profiler: type, options: Mapping[str, Any], known: Mapping[str, Any], tool: str
+    profiler: type, options: Mapping[str, Any], known: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The options that are set: LightningCLI passes all arguments of the tool, as None.
 
@@ -56,7 +70,7 @@ def check_options(
 
     Example:
         >>> class Tracer: ...
-        >>> check_options(Tracer, {"log_gz": True}, {"log_gc": False}, "viztracer")
+        >>> check_options(Tracer, {"log_gz": True}, {"log_gc": False})
         Traceback (most recent call last):
         lightning_perf.errors.ConfigError: log_gz=True is not an option of Tracer. Did you mean \
 log_gc?
@@ -65,7 +79,8 @@ log_gc?
     for name, value in given.items():
         if name not in known:
             own = set(signature(profiler).parameters) - {"kwargs"}
-            hint = did_you_mean(name, {*known, *own}, f"{tool} has {', '.join(sorted(known))}")
+            names = {*known, *own}
+            hint = did_you_mean(name, names, f"It has {', '.join(sorted(names))}.")
             raise ConfigError(name, value, f"is not an option of {profiler.__name__}. {hint}", None)
         if isinstance(known[name], bool):
             flag(name, value)

@@ -17,9 +17,9 @@ from typing_extensions import override
 from lightning_perf.checks import flag, needs, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import tools
-from lightning_perf.profilers.base import shared
+from lightning_perf.profilers.base import Names
 from lightning_perf.profilers.processes import Children, Files, RecordsChildren
-from lightning_perf.profilers.windows import Recorded, Recording
+from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -155,8 +155,8 @@ _OURS = {
 class VizTracer(RecordsChildren):
     """Records the time of every Python call, for Perfetto or ``vizviewer``.
 
-    The arguments from ``schedule`` to ``batches_per_trace`` are those of every profiler; see
-    ``Profiler``. Traces of several ranks can be merged: each rank appears as a process of its own.
+    The arguments that are not described here are those of every profiler; see ``Profiler``. Traces
+    of several ranks can be merged: each rank appears as a process of its own.
 
     Args:
         compress: Whether to write VizTracer's own compressed format ``.cvf``, which
@@ -193,25 +193,20 @@ class VizTracer(RecordsChildren):
         self,
         schedule: Schedule | str | None = None,
         ranks: list[int] | int | None = None,
-        output_path_prefix: str | None = None,
+        *,
         folder: str = "{run_name}/viztracer",
         filename: str = "rank{rank}.{batch}.json",
         remote_file_name: str | None = "{run_name}/viztracer/rank{rank}.{batch}.json",
-        overwrite: bool = False,
         compress: bool = False,
-        num_traces_to_keep: int = -1,
-        batches_per_trace: int = 20,
         tracer_entries: int = 500_000,
         patch: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**shared(locals()))
-        needs("VizTracer", "viztracer")
-        from viztracer import VizTracer as Tracer
-
-        known = tools.defaults(Tracer, _OURS)
-        self.options = tools.check_options(VizTracer, kwargs, known, "viztracer")
-        if compress and kwargs.get("log_torch"):
+        super().__init__(
+            schedule, ranks, folder=folder, filename=filename, remote_file_name=remote_file_name,
+            compress=compress, **kwargs,
+        )  # fmt: skip
+        if compress and self.options.get("log_torch"):
             problem = "cannot hold the operators that log_torch records"
             raise ConfigError("compress", compress, problem, "False")
         self.check_supported("patch", patch)
@@ -219,9 +214,16 @@ class VizTracer(RecordsChildren):
         self.patch = flag("patch", patch)
 
     @override
+    def tool_options(self) -> Mapping[str, Any]:
+        needs("VizTracer", "viztracer")
+        from viztracer import VizTracer as Tracer
+
+        return tools.defaults(Tracer, _OURS)
+
+    @override
     def prepare(self, context: RunContext) -> None:
         super().prepare(context)
-        if self.patch and self._writer is not None:
+        if self.patch and self._session is not None:
             options = {key: value for key, value in self.options.items() if _is_plain(value)}
             options.pop("log_torch", None)
             rank = context.ranks.global_rank
@@ -229,11 +231,11 @@ class VizTracer(RecordsChildren):
 
     @property
     @override
-    def own_file(self) -> tuple[str, str | None, bool]:
-        if not self.compress:
-            return self.filename, self.remote_file_name, True
+    def own_file(self) -> Names:
         remote = self.remote_file_name
-        return _cvf(self.filename), None if remote is None else _cvf(remote), False
+        if not self.compress:
+            return Names(self.filename, remote, compress=True)
+        return Names(_cvf(self.filename), None if remote is None else _cvf(remote))
 
     @override
     def record(self, path: Path, context: RunContext, warmup: int) -> Recording:

@@ -240,7 +240,7 @@ class PerfCallback(Callback):
     def settings(self) -> dict[str, object]:
         """The constructor's arguments, for the run's params."""
         name = type(self).__name__
-        arguments = list(inspect.signature(type(self).__init__).parameters)[1:]
+        arguments = inspect.signature(type(self)).parameters
         given = {key: getattr(self, key) for key in arguments if hasattr(self, key)}
         return {f"{name}/{key}": _readable(value) for key, value in given.items()}
 

@@ -20,8 +20,9 @@ from lightning_perf.run.termination import hurried
 from lightning_perf.traces.folder import RunFolder, TraceOptions, folder_of
 from lightning_perf.traces.uploads import TraceRun
 from lightning_perf.traces.writer import TraceWriter
+from lightning_perf.tracking.installed import trackers_of
 from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, TagReader, is_mlflow
-from lightning_perf.tracking.tracker import Root, root_of, store_target, trackers_of, trial_root
+from lightning_perf.tracking.tracker import Root, root_of, store_target, trial_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -9,16 +9,12 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_perf.checks import (
-    ONE,
     UNITS,
     is_list,
     name_arguments,
-    nearest,
-    percent_as_dur,
-    times,
     whole,
 )
 from lightning_perf.core.progress import Limits, Moment, Ranks
@@ -65,6 +61,8 @@ class Schedule(ABC):
                        Not(schedule=Stages(stages=['train']))])
     """
 
+    #: The text that means this schedule without arguments.
+    word: ClassVar[str | None] = None
     #: How many batches before a window a profiler starts to warm up, if it warms up at all.
     lead: int = 1
     #: Whether all ranks always get the same window for the same batch. Valid after `setup`.
@@ -79,6 +77,15 @@ class Schedule(ABC):
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = name_arguments(cls.__init__)  # type: ignore[method-assign]
+
+    @classmethod
+    def of_text(cls, text: str) -> Schedule | None:
+        """Return the schedule that a text means, if it is one of this class: see `as_schedule`.
+
+        Raises:
+            ConfigError: If a part of it is not valid.
+        """
+        return cls() if text == cls.word else None
 
     @abstractmethod
     def window(self, moment: Moment) -> Hashable | None:
@@ -307,8 +314,6 @@ class Not(Composed):
         return 0 if self.schedule.window(moment) is None else None
 
 
-_TIME = r"(\S+(?:\s+(?!for\b)[A-Za-z]+)?)"  # 100ba, or 100 batches
-_TEXT = re.compile(rf"first\s+{_TIME}|(?:(every|at)\s+)?{_TIME}(?:\s+for\s+{_TIME})?")
 _FORMS = "TIME, every TIME for TIME, at TIME for TIME, first TIME, always, never"
 _EXAMPLE = '"every 100ba for 3ba"'
 _OPERATOR = re.compile(r"[&|~]|\b(?:and|or|not)\b")
@@ -343,14 +348,13 @@ def as_schedule(
         return _parse("always") if default is None else default
     if not isinstance(value, str):
         problem = f"is not a valid schedule, expected a string or a Schedule (units: {UNITS})"
-        raise ConfigError(field, value, problem, _example(str(value)))
+        raise ConfigError(field, value, problem, _EXAMPLE)
     named = _named(value.strip())
     if named is not None:
         home = named.__module__
         path = "lightning_perf" if home.startswith("lightning_perf.") else home
         problem = f"names a class; in YAML write class_path: {path}.{named.__name__}"
-        call = f"{named.__name__}({'...' if _needed(named) else ''})"
-        raise ConfigError(field, value, problem, call)
+        raise ConfigError(field, value, problem, f"{named.__name__}(...)")
     if _OPERATOR.search(value):
         problem = "is not a valid schedule: operators combine Schedule objects, not text"
         raise ConfigError(field, value, problem, _COMBINED)
@@ -361,48 +365,25 @@ def as_schedule(
         if error.field != "text":  # a part of it
             reason = f"{shown(error.value)} {reason}"
         problem = f"is not a valid schedule: {reason}"
-        raise ConfigError(field, value, problem, _example(value)) from None
+        raise ConfigError(field, value, problem, _EXAMPLE) from None
 
 
-def _needed(cls: type) -> list[str]:
-    """The arguments without a default."""
-    parameters = inspect.signature(cls).parameters
-    return [name for name, each in parameters.items() if each.default is each.empty]
+def _classes() -> list[type[Schedule]]:
+    """All classes of schedules, each after its bases."""
+    classes = [Schedule]
+    for base in classes:  # grows
+        classes += base.__subclasses__()
+    return classes
 
 
 def _named(text: str) -> type[Schedule] | None:
     """The class of schedules that a text names, with or without arguments."""
     name = re.fullmatch(r"(?:\w+\.)*(\w+)(?:\(.*\))?", text, re.DOTALL)
-    classes = [Schedule]
-    for each in classes:  # grows
-        classes += each.__subclasses__()
-    return next((each for each in classes if name and each.__name__ == name[1]), None)
+    return next((kind for kind in _classes() if name and kind.__name__ == name[1]), None)
 
 
 def _parse(text: str) -> Schedule:
-    # The only import against the order of this package's modules: combining schedules parses
-    # strings, and parsing constructs schedules.
-    from lightning_perf.schedule.intervals import Always, At, Every, Never
-
-    if text in ("always", "never"):
-        return Always() if text == "always" else Never()
-    match = _TEXT.fullmatch(text)
-    if match is None:
-        raise ConfigError("text", text, f"expected one of {_FORMS} (units: {UNITS})", _EXAMPLE)
-    first, word, time, lasting = (part and percent_as_dur(part) for part in match.groups())
-    if word == "every":
-        time = ONE.get(time, time)
-    if first is not None:
-        length = times("lasting", ONE.get(first, first), "5ba")
-        return At(time=f"0{length.unit}", lasting=length)
-    kind = At if word == "at" else Every
-    return kind(time, lasting=lasting or "1ba")
-
-
-def _example(text: str) -> str:
-    near = nearest(text)
-    try:
-        _parse(near)
-    except ConfigError:
-        return _EXAMPLE
-    return f'"{near}"'
+    for kind in _classes():
+        if (schedule := kind.of_text(text)) is not None:
+            return schedule
+    raise ConfigError("text", text, f"expected one of {_FORMS} (units: {UNITS})", _EXAMPLE)

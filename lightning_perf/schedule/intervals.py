@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections import defaultdict
 from math import inf
@@ -63,7 +64,7 @@ class Latch:
     @property
     def pending(self) -> bool:
         """Whether a window was opened, but no batch of it has ended."""
-        batches = sum(each for each, _ in self._latest.values())
+        batches = sum(count for count, _ in self._latest.values())
         return self._window is not None and batches <= self._first_batch
 
     def open(self, window: Hashable, moment: Moment, delay: int = 0) -> None:
@@ -101,6 +102,8 @@ class Latch:
         return batches, position
 
 
+_TIME = r"(\S+(?:\s+(?!for\b)[A-Za-z]+)?)"  # 100ba, or 100 batches
+_TEXT = re.compile(rf"first\s+{_TIME}|(?:(every|at)\s+)?{_TIME}(?:\s+for\s+{_TIME})?")
 # Equal on all ranks, and predicted by `Moment.ahead`.
 _SHARED_UNITS = {TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.STEP, TimeUnit.DURATION}
 
@@ -113,7 +116,7 @@ class Always(Schedule):
         >>> profiler = PyTorch(schedule=Always())  # or "always"
     """
 
-    shared = True
+    word, shared = "always", True
 
     def window(self, moment: Moment) -> Hashable | None:  # noqa: ARG002
         """Return the single window."""
@@ -128,7 +131,7 @@ class Never(Schedule):
         >>> profiler = PyTorch(schedule=Never())  # or "never"
     """
 
-    shared = True
+    word, shared = "never", True
 
     def quiet_until(self, moment: Moment) -> int:  # noqa: ARG002
         """Return `FOREVER`."""
@@ -155,6 +158,21 @@ class _Milestones(Schedule):
         self._length = lasting.value if predictable else 0
         unlatched = predictable or str(lasting) == "1ba"
         self._latches = None if unlatched else defaultdict[str, Latch](lambda: Latch(lasting))
+
+    @classmethod
+    def of_text(cls, text: str) -> Schedule | None:
+        """Return the `Every` or `At` of a text."""
+        if (match := _TEXT.fullmatch(text)) is None:
+            return None
+        first, word, time, lasting = (
+            part and checks.percent_as_dur(part) for part in match.groups()
+        )
+        if first is not None:
+            length = checks.times("lasting", checks.ONE.get(first, first), "5ba")
+            return At(time=f"0{length.unit}", lasting=length)
+        if word == "every":
+            time = checks.ONE.get(time, time)
+        return (At if word == "at" else Every)(time, lasting=lasting or "1ba")
 
     @abstractmethod
     def _number(self, position: float) -> int:

@@ -411,7 +411,7 @@ def _in_use(handler: Any) -> Any:
 def signal_number(name: object) -> signal.Signals:
     """The signal of this name; raises `ConfigError` for those that `OnSignal` refuses."""
     every = signal.Signals.__members__  # with other names of the same, such as SIGIOT of SIGABRT
-    known = {each: number for each, number in every.items() if number.name not in _REFUSED}
+    known = {alias: number for alias, number in every.items() if number.name not in _REFUSED}
     if isinstance(name, str) and name in known:
         return known[name]
     problem = "is not the name of a signal, or one that ends training"

@@ -57,7 +57,7 @@ class Marker(NamedTuple):
 
 
 @dataclass(eq=False)
-class Trace:
+class RankTrace:
     """One rank's file, and the data that is read before it is copied."""
 
     rank: int
@@ -91,20 +91,20 @@ def _is_named(window: str, place: Path, rest: str) -> bool:
     return any(f"/{name.as_posix()}".endswith(f"/{window}") for name in names)
 
 
-def find_window(folder: Path, window: str | None = None) -> list[Trace]:
+def find_window(folder: Path, window: str | None = None) -> list[RankTrace]:
     """The traces of one window below a folder, by rank.
 
     If there are several, ``window`` names one: ``"12"`` for ``rank0.12.pt.trace.json.gz``, and
     ``"validate/12"`` for that of validation.
     """
-    windows: dict[tuple[Path, str], list[Trace]] = defaultdict(list)
+    windows: dict[tuple[Path, str], list[RankTrace]] = defaultdict(list)
     for path in sorted(folder.rglob("rank*.json*")):
         name = TRACE_NAME.fullmatch(path.name)
         place = path.relative_to(folder).parent
         if name and (window is None or _is_named(window, place, name[2])):
-            windows[place, name[2]].append(Trace(int(name[1]), path))
+            windows[place, name[2]].append(RankTrace(int(name[1]), path))
     if window is not None:
-        of_training = {key: found for key, found in windows.items() if key[0].name not in STAGES}
+        of_training = {key: ranks for key, ranks in windows.items() if key[0].name not in STAGES}
         windows = of_training or windows
     if not windows:
         which = "" if window is None else f" of the window {window}"
@@ -116,15 +116,15 @@ def find_window(folder: Path, window: str | None = None) -> list[Trace]:
             f"{folder} has traces of {len(windows)} windows or runs ({shown}). Name the folder of "
             f"one run, and the window, such as --window {next(iter(windows))[1].partition('.')[0]}"
         )
-    (found,) = windows.values()
-    found.sort(key=lambda trace: trace.rank)
-    for one, other in pairwise(found):
+    (traces,) = windows.values()
+    traces.sort(key=lambda trace: trace.rank)
+    for one, other in pairwise(traces):
         if one.rank == other.rank:
             raise TraceError(f"rank {one.rank} has two traces: {one.path} and {other.path}")
-    return found
+    return traces
 
 
-def scan(trace: Trace) -> None:
+def scan(trace: RankTrace) -> None:
     """Read the head, the collectives and the steps of a trace."""
     collectives: dict[str, list[Marker]] = defaultdict(list)
     steps: dict[str, list[Marker]] = defaultdict(list)
@@ -144,9 +144,9 @@ def scan(trace: Trace) -> None:
             raise ValueError(f"its world_size is {trace.head['world_size']:,}")
         trace.base = microseconds(trace.head.get("baseTimeNanoseconds", 0) / 1e3)
     # NCCL's annotations on the host end when the kernel is launched: the kernels are more exact.
-    exact = {name: found for name, found in collectives.items() if name.startswith(_DEVICE)}
-    trace.collectives = {name: sorted(found) for name, found in (exact or collectives).items()}
-    trace.steps = {name: sorted(found) for name, found in steps.items()}
+    exact = {name: markers for name, markers in collectives.items() if name.startswith(_DEVICE)}
+    trace.collectives = {name: sorted(markers) for name, markers in (exact or collectives).items()}
+    trace.steps = {name: sorted(markers) for name, markers in steps.items()}
 
 
 def _shared_name(name: str, event: Event) -> str:
@@ -168,20 +168,20 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise TraceError(f"{path} is damaged ({describe(error)})") from error
 
 
-def check(traces: Sequence[Trace]) -> None:
+def check(traces: Sequence[RankTrace]) -> None:
     """Raise `TraceError` if the traces are not of one window of one run."""
     first = traces[0]
     for trace in traces[1:]:
         for key in _SHARED:
-            mine, theirs = first.head.get(key), trace.head.get(key)
-            if mine != theirs:
+            expected, value = first.head.get(key), trace.head.get(key)
+            if value != expected:
                 raise TraceError(
                     f"{first.path.name} and {trace.path.name} are not of one window: their {key} "
-                    f"is {mine!r} and {theirs!r}"
+                    f"is {expected!r} and {value!r}"
                 )
 
 
-def align(traces: Sequence[Trace]) -> None:
+def align(traces: Sequence[RankTrace]) -> None:
     """Set each rank's shift to the first rank's clock, from events that all ranks share.
 
     No rank leaves a collective before the last rank has entered it. A rank that then waits for a
@@ -193,7 +193,7 @@ def align(traces: Sequence[Trace]) -> None:
     first.error = 0.0
     for trace in traces[1:]:
         trace.shift = trace.base - first.base
-    shared = [markers for _, _, markers in _matched(traces)]
+    shared = [match.markers for match in _matched(traces)]
     offsets = _offsets(traces, shared)
     halves = [_offsets(traces, shared[part::2]) for part in (0, 1)]
     for rank, trace in enumerate(traces[1:], start=1):
@@ -201,15 +201,14 @@ def align(traces: Sequence[Trace]) -> None:
             offset = offsets[rank]
             known = [half[rank] for half in halves if rank in half]
             # The dependence on the choice of collectives.
-            spread = max(abs(offset - each) for each in known) if known else 0.0
+            spread = max(abs(offset - half) for half in known) if known else 0.0
             least = 3 * spread
         else:
             apart = _distances(first.steps, trace.steps)
             if not apart:
                 continue
             offset = median(apart) + trace.shift
-            known = [each + trace.shift for each in apart]
-            spread = median(abs(each - offset) for each in known)
+            spread = median(abs(step + trace.shift - offset) for step in apart)
             least = max(_STEPS_AGREE, 3 * spread)
         host = first.head.get("host_name")
         same_clock = host is not None and host == trace.head.get("host_name")
@@ -222,28 +221,36 @@ def align(traces: Sequence[Trace]) -> None:
             trace.error = spread
 
 
-def _matched(traces: Sequence[Trace]) -> Iterator[tuple[str, int, dict[int, Marker]]]:
-    """Match collectives by name and order.
+class _Match(NamedTuple):
+    """A collective that several ranks took part in."""
 
-    Yields the name, the number, and the markers by the index of the trace, of each collective that
-    several ranks took part in.
-    """
+    name: str
+    #: Its number among those of its name.
+    number: int
+    #: By the index of the trace.
+    markers: dict[int, Marker]
+
+
+def _matched(traces: Sequence[RankTrace]) -> Iterator[_Match]:
+    """Match collectives by name and order."""
     for name in sorted({name for trace in traces for name in trace.collectives}):
         ranks = [rank for rank, trace in enumerate(traces) if name in trace.collectives]
         if len(ranks) > 1:
-            each = (traces[rank].collectives[name] for rank in ranks)
-            for number, markers in enumerate(zip(*each, strict=False)):
-                yield name, number, dict(zip(ranks, markers, strict=True))
+            by_rank = (traces[rank].collectives[name] for rank in ranks)
+            for number, markers in enumerate(zip(*by_rank, strict=False)):
+                yield _Match(name, number, dict(zip(ranks, markers, strict=True)))
 
 
-def _offsets(traces: Sequence[Trace], shared: Sequence[Mapping[int, Marker]]) -> dict[int, float]:
+def _offsets(
+    traces: Sequence[RankTrace], shared: Sequence[Mapping[int, Marker]]
+) -> dict[int, float]:
     """The offset of each rank's shifted clock from the first rank's."""
     apart = defaultdict(list)
     for markers in shared:
         if 0 in markers:
             for rank, marker in markers.items():
                 apart[rank].append(marker.end + traces[rank].shift - markers[0].end)
-    ahead = {rank: median(each) for rank, each in apart.items()}
+    ahead = {rank: median(distances) for rank, distances in apart.items()}
     known = [markers for markers in shared if markers.keys() <= ahead.keys()]
     for _ in range(_ROUNDS):
         delays = dict.fromkeys(ahead, inf)
@@ -262,25 +269,25 @@ def _distances(
 ) -> list[float]:
     """How much later each shared event ends on the other rank."""
     return [
-        theirs.end - ours.end
+        later.end - marker.end
         for name in first.keys() & other.keys()
-        for ours, theirs in zip(first[name], other[name], strict=False)
+        for marker, later in zip(first[name], other[name], strict=False)
     ]
 
 
-def collectives(traces: Sequence[Trace]) -> list[Collective]:
+def collectives(traces: Sequence[RankTrace]) -> list[Collective]:
     """The collectives of all ranks, the longest waiting first."""
-    found = []
+    waits = []
     for name, number, markers in _matched(traces):
-        starts = {traces[i].rank: each.start + traces[i].shift for i, each in markers.items()}
+        starts = {traces[i].rank: m.start + traces[i].shift for i, m in markers.items()}
         last = max(starts, key=starts.__getitem__)
         waited = {rank: starts[last] - start for rank, start in starts.items()}
-        found.append(Collective(name, number, last, waited))
-    return sorted(found, key=lambda each: -max(each.waited.values()))
+        waits.append(Collective(name, number, last, waited))
+    return sorted(waits, key=lambda wait: -max(wait.waited.values()))
 
 
 def write(
-    traces: Iterable[Trace], target: Path, copied: Callable[[], object] = lambda: None
+    traces: Iterable[RankTrace], target: Path, copied: Callable[[], object] = lambda: None
 ) -> int:
     """Write one file with a process per rank, in bounded memory; return the number of events.
 
@@ -301,7 +308,7 @@ def write(
     return count
 
 
-def _renamed(trace: Trace) -> Iterator[Event]:
+def _renamed(trace: RankTrace) -> Iterator[Event]:
     """A trace's events by the shared clock, with processes and ids that no other rank has."""
     processes: dict[object, int] = {}
     named: set[int] = set()

@@ -110,9 +110,9 @@ class _Buffer:
     def peek(self, mark: str) -> bool:
         """Whether the next character, after spaces and commas, is this one."""
         while True:
-            found = _SPACE.match(self._text, self._at)
-            assert found is not None  # it matches nothing, too
-            self._at = found.end()
+            space = _SPACE.match(self._text, self._at)
+            assert space is not None  # it matches nothing, too
+            self._at = space.end()
             if self._at < len(self._text):
                 return self._text[self._at] == mark
             self._more()
@@ -211,7 +211,7 @@ class EventTable(NamedTuple):
     #: Nanoseconds.
     start: NDArray[Any]
     end: NDArray[Any]
-    #: Position in ``Events.names``.
+    #: Position in ``TraceEvents.names``.
     name: NDArray[Any]
     #: A number per thread, or per device.
     place: NDArray[Any]
@@ -223,16 +223,25 @@ class EventTable(NamedTuple):
         return EventTable(*(column[rows] for column in self))
 
 
+class MemoryTable(NamedTuple):
+    """One row per change of the memory in use."""
+
+    #: Nanoseconds.
+    time: NDArray[Any]
+    #: Whether it is the CPU's memory, and the change in bytes.
+    on_cpu: NDArray[Any]
+    size: NDArray[Any]
+
+
 @dataclass(frozen=True, slots=True)
-class Events:
+class TraceEvents:
     """The events that were read from a trace."""
 
     #: The calls of each thread by their start, and for each the row of its caller, or -1.
     host: EventTable
     callers: NDArray[Any]
     device: EventTable
-    #: Changes of the memory in use: nanoseconds, whether it is the CPU's, bytes.
-    memory: Sequence[NDArray[Any]]
+    memory: MemoryTable
     names: list[tuple[Kind, str]]
     #: All events of the file, also those of other kinds.
     count: int
@@ -240,7 +249,7 @@ class Events:
     notes: list[str]
 
 
-def read(path: Path, most: int = MOST_EVENTS) -> Events:
+def read(path: Path, most: int = MOST_EVENTS) -> TraceEvents:
     """Read a trace of torch.profiler; of a truncated one, the events up to its end.
 
     At most ``most`` events of the host, of the devices, and of memory are kept.
@@ -259,15 +268,16 @@ def read(path: Path, most: int = MOST_EVENTS) -> Events:
         maker = ": it is one of VizTracer" if "viztracer_metadata" in head else ""
         raise TraceError(f"{path} is not a trace of torch.profiler{maker}")
     tables = []
-    for columns, what in (
+    for columns, place in (
         (reader.host, "host"), (reader.device, "devices"), (reader.memory, "memory"),
     ):  # fmt: skip
         if len(columns[0]) == most:
-            notes.append(f"only the first {most:,} events of the {what} are used")
-        tables.append([np.frombuffer(each, dtype=each.typecode) for each in columns])
+            notes.append(f"only the first {most:,} events of the {place} are used")
+        tables.append([np.frombuffer(column, dtype=column.typecode) for column in columns])
     host, callers = _nested(EventTable(*tables[0]))
     device, names = EventTable(*tables[1]), list(reader.names)
-    return Events(host, callers, device, tables[2], names, reader.count, notes)
+    memory = MemoryTable(*tables[2])
+    return TraceEvents(host, callers, device, memory, names, reader.count, notes)
 
 
 class _Reader:
@@ -321,7 +331,7 @@ def _nested(host: EventTable) -> tuple[EventTable, NDArray[Any]]:
     running: list[tuple[int, int]] = []  # end and row
     thread = -1
     for first in range(0, len(host.start), _PIECE):
-        piece = (each[first : first + _PIECE].tolist() for each in host[:4])
+        piece = (column[first : first + _PIECE].tolist() for column in host[:4])
         for row, (start, end, _, place) in enumerate(zip(*piece, strict=True), first):
             if place != thread:
                 thread = place

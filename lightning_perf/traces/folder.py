@@ -75,17 +75,17 @@ def conflicts(
     for path in sorted(folder.glob("/".join(["*"] * (pattern.depth + 1)))):
         name = path.relative_to(folder)
         if not any(part.startswith(".") for part in name.parts):
-            found = pattern.read(name.as_posix(), values)
-            if found is not None and _is_after(found, present):
+            times = pattern.read(name.as_posix(), values)
+            if times is not None and _is_after(times, present):
                 return path
     return None
 
 
-def _is_after(found: Mapping[str, float], present: Mapping[str, float]) -> bool:
+def _is_after(times: Mapping[str, float], present: Mapping[str, float]) -> bool:
     comparable: tuple[str, ...] = TOTALS
-    if found.get("epoch") == present.get("epoch"):
+    if times.get("epoch") == present.get("epoch"):
         comparable += IN_EPOCH
-    return not found or any(found[name] > present[name] for name in comparable if name in found)
+    return not times or any(times[name] > present[name] for name in comparable if name in times)
 
 
 #: The file with the identity of the run that owns a folder.
@@ -121,10 +121,10 @@ class RunFolder:
         self._folders = [Path(root, pattern.render(run_values(name, ranks))) for name in names]
         # Those of rank 0, so that all ranks mark the same folder: the part up to the run's name.
         leader = replace(ranks, global_rank=0, local_rank=0, node_rank=0)
-        theirs = [Path(root, pattern.render(run_values(name, leader))) for name in names]
-        shared = os.path.commonpath([*theirs])
+        leading = [Path(root, pattern.render(run_values(name, leader))) for name in names]
+        shared = os.path.commonpath([*leading])
         depth = len(Path(shared).parts) + 1
-        self._marked = [Path(*path.parts[:depth]) for path in theirs if path != Path(shared)]
+        self._marked = [Path(*path.parts[:depth]) for path in leading if path != Path(shared)]
         self._claimed: Path | None = None
 
     @property
@@ -207,7 +207,7 @@ def folder_of(run: TraceRun, folder: str) -> RunFolder:
     return RunFolder(run.root, folder, run.ranks, name, identity)
 
 
-class Layout:
+class FileNames:
     """The names of one recorder's files; those of stages other than train are in a subfolder."""
 
     def __init__(self, options: TraceOptions, run: TraceRun) -> None:
@@ -218,7 +218,7 @@ class Layout:
         name, identity, ranks = run.run_name, run.identity, run.ranks
         distinct = name if identity is None else distinct_name(name, identity)
         # Stores hold runs of all machines; in MLflow each run has its own artifacts.
-        in_store = remote is not None and bool(split_url(remote)[0])
+        in_store = remote is not None and bool(split_url(remote).protocol)
         self._values = run_values(name, ranks)
         self._remote_values = run_values(distinct if in_store else name, ranks)
         #: Where the files are.

@@ -9,7 +9,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import PurePosixPath, PureWindowsPath
 from string import Formatter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.errors import ConfigError
 
@@ -46,6 +46,26 @@ _UNSAFE = re.compile(
 _LONGEST = 200
 
 
+class _Part(NamedTuple):
+    """Text, and the variable after it with its format specification; the last may have none."""
+
+    literal: str
+    variable: str
+    spec: str
+
+    def render(self, values: Mapping[str, Value]) -> str:
+        return self.literal + (self.value(values) if self.variable else "")
+
+    def value(self, values: Mapping[str, Value]) -> str:
+        return _safe(format(values[self.variable], self.spec))
+
+    def pattern(self, fixed: Mapping[str, Value]) -> str:
+        """The regular expression of the variable, with a group for a time."""
+        if self.variable in TIME_VARIABLES:
+            return _SECONDS if self.variable.endswith("_wct") else _COUNT
+        return re.escape(self.value(fixed)) if self.variable else ""
+
+
 class NameFormat:
     """A format string for file or folder names, with ``/`` between folders.
 
@@ -73,37 +93,24 @@ class NameFormat:
 
     def render(self, values: Mapping[str, Value]) -> str:
         """The name for these values; see `_safe`."""
-        texts = (
-            literal + (_safe(format(values[name], spec)) if name else "")
-            for literal, name, spec in self._parts
-        )
-        return PurePosixPath("".join(texts)).as_posix()
+        return PurePosixPath("".join(part.render(values) for part in self._parts)).as_posix()
 
     def read(self, name: str, fixed: Mapping[str, Value]) -> dict[str, float] | None:
         """The numbers of the time variables in a name, or None if it does not match.
 
         ``fixed`` has the values of all other variables.
         """
-        times = [variable for _, variable, _ in self._parts if variable in TIME_VARIABLES]
-        pattern = "".join(
-            re.escape(literal) + (self._group(variable, spec, fixed) if variable else "")
-            for literal, variable, spec in self._parts
-        )
-        found = re.fullmatch(pattern, name)
-        return None if found is None else dict(zip(times, map(float, found.groups()), strict=True))
+        times = [part.variable for part in self._parts if part.variable in TIME_VARIABLES]
+        pattern = "".join(re.escape(part.literal) + part.pattern(fixed) for part in self._parts)
+        match = re.fullmatch(pattern, name)
+        return None if match is None else dict(zip(times, map(float, match.groups()), strict=True))
 
     @property
     def depth(self) -> int:
         """The number of folders before the file name."""
-        return sum(literal.count("/") for literal, _, _ in self._parts)
+        return sum(part.literal.count("/") for part in self._parts)
 
-    @staticmethod
-    def _group(variable: str, spec: str, fixed: Mapping[str, Value]) -> str:
-        if variable in TIME_VARIABLES:
-            return _SECONDS if variable.endswith("_wct") else _COUNT
-        return re.escape(_safe(format(fixed[variable], spec)))
-
-    def _parse(self, pattern: str, variables: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    def _parse(self, pattern: str, variables: tuple[str, ...]) -> list[_Part]:
         try:
             parsed = list(Formatter().parse(PurePosixPath(pattern).as_posix()))
         except ValueError as error:
@@ -113,11 +120,12 @@ class NameFormat:
             if variable is not None and variable not in variables:
                 known = " ".join(variables)
                 raise self._error(f"has {{{variable}}}, which is not one of the variables {known}")
-        return [(literal, name or "", spec or "") for literal, name, spec, _ in parsed]
+        return [_Part(literal, name or "", spec or "") for literal, name, spec, _ in parsed]
 
     def _check_values(self) -> None:
         """Refuse format specifications that fail or cannot be parsed back, and ``..``."""
-        for _, name, spec in self._parts:
+        for part in self._parts:
+            _, name, spec = part
             sample: Value = 36000.5 if name.endswith("_wct") else 1234567
             sample = "a" if name in ("", "run_name", "stage") else sample
             if re.search(r"\d{4}", spec):  # rendering it would take gigabytes
@@ -126,11 +134,11 @@ class NameFormat:
                 text = format(sample, spec)
             except (ValueError, OverflowError) as error:
                 raise self._error(f"formats {name} as {spec!r} ({error})") from None
-            if name in TIME_VARIABLES and not re.fullmatch(self._group(name, spec, {}), text):
+            if name in TIME_VARIABLES and not re.fullmatch(part.pattern({}), text):
                 raise self._error(
                     f"writes {name} as {text!r}, which a later run cannot read as a number"
                 )
-        literals = "a".join(literal for literal, _, _ in self._parts)
+        literals = "a".join(part.literal for part in self._parts)
         if ".." in PureWindowsPath(literals).parts:
             raise self._error("leaves its folder by '..'")
 
@@ -157,7 +165,7 @@ def remote_format(pattern: str, field: str = "remote_file_name", gz: bool = Fals
     if (problem := _url_problem(pattern)) is not None:
         raise ConfigError(field, pattern, problem, _URL_EXAMPLE)
     try:
-        return file_format(split_url(pattern)[2].lstrip("/"), field, gz)
+        return file_format(split_url(pattern).path.lstrip("/"), field, gz)
     except ConfigError as error:
         raise ConfigError(field, pattern, error.problem, error.example) from None
 
@@ -165,19 +173,27 @@ def remote_format(pattern: str, field: str = "remote_file_name", gz: bool = Fals
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 
 
-def split_url(name: str) -> tuple[str, str, str]:
-    """Split a URL into protocol, host or bucket, and path without leading slashes.
+class Url(NamedTuple):
+    """The parts of a URL; a plain name has a path only."""
 
-    A name that is not a URL is returned unchanged in the third place.
+    protocol: str
+    #: A host or a bucket.
+    host: str
+    #: Without leading slashes.
+    path: str
+
+
+def split_url(name: str) -> Url:
+    """The parts of a URL, or of a name, which is the path unchanged.
 
     Example:
         >>> split_url("s3://bucket/traces/{run_name}.json")
-        ('s3', 'bucket', 'traces/{run_name}.json')
-        >>> split_url("/a/long/path")
-        ('', '', '/a/long/path')
+        Url(protocol='s3', host='bucket', path='traces/{run_name}.json')
+        >>> split_url("/a/long/path").path
+        '/a/long/path'
     """
-    found = _URL.fullmatch(name)
-    return ("", "", name) if found is None else (found[1], found[2], found[3])
+    match = _URL.fullmatch(name)
+    return Url("", "", name) if match is None else Url(*match.groups())
 
 
 def _url_problem(name: str) -> str | None:

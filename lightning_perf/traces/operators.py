@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lightning_perf.traces.events import Events
+    from lightning_perf.traces.events import TraceEvents
 
-#: Events that torch's table omits, too.
+#: TraceEvents that torch's table omits, too.
 _UNSEEN = {
     "profiler::_record_function_enter", "profiler::_record_function_enter_new",
     "profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version",
@@ -39,7 +39,7 @@ class Row:
     own: Counter[str] = field(default_factory=Counter)
 
 
-def key_averages(events: Events, counted: NDArray[Any] | None = None) -> list[Row]:
+def key_averages(events: TraceEvents, counted: NDArray[Any] | None = None) -> list[Row]:
     """Sum the calls of each name: all of them, or those that are to be ``counted``.
 
     Rows are sorted by self device time, then self CPU time, the largest first; Python frames come
@@ -73,31 +73,32 @@ def key_averages(events: Events, counted: NDArray[Any] | None = None) -> list[Ro
     for key, values in sums.items():
         total = values * counted
         own = total - np.bincount(callers[inner], total[inner], len(total)) * counted
-        totals = [np.bincount(calls.name, each, len(rows)) for each in (total, own)]
+        totals = [np.bincount(calls.name, column, len(rows)) for column in (total, own)]
         if key == "device":
             took = np.bincount(device.name, device.end - device.start, len(rows))
-            totals = [each + took for each in totals]
+            totals = [column + took for column in totals]
         for row, *both in zip(rows, *totals, strict=True):
             row.total[key], row.own[key] = map(int, both)
     numbers = np.bincount(np.append(calls.name[counted], device.name), minlength=len(rows))
     for row, number in zip(rows, numbers.tolist(), strict=True):
         row.calls = number
-    found = [row for row in rows if row.calls]
-    return sorted(found, key=lambda r: (r.kind is Kind.FRAME, -r.own["device"], -r.own["cpu"]))
+    called = [row for row in rows if row.calls]
+    return sorted(called, key=lambda r: (r.kind is Kind.FRAME, -r.own["device"], -r.own["cpu"]))
 
 
-def _memory(events: Events) -> dict[str, NDArray[Any]]:
+def _memory(events: TraceEvents) -> dict[str, NDArray[Any]]:
     """The bytes allocated minus the bytes freed during each call."""
     import numpy as np
 
-    times, on_cpu, sizes = (each[np.argsort(events.memory[0])] for each in events.memory)
+    order = np.argsort(events.memory.time)
+    times, on_cpu, sizes = (column[order] for column in events.memory)
     last = times.searchsorted(events.host.end, "right")
     first = times.searchsorted(events.host.start)
-    found = {}
+    changes = {}
     for name, is_cpu in (("cpu_memory", 1), ("device_memory", 0)):
         sums = np.append(0, np.cumsum(sizes * (on_cpu == is_cpu)))
-        found[name] = sums[last] - sums[first]
-    return found
+        changes[name] = sums[last] - sums[first]
+    return changes
 
 
 def table(rows: Sequence[Row], limit: int = 100) -> str:
@@ -123,7 +124,7 @@ def table(rows: Sequence[Row], limit: int = 100) -> str:
             (title, [row.total[key] for row in rows]),
         ):
             if any(sums):
-                columns.append([heading, *(f"{each / 1e6:.3f}" for each in sums[:limit])])
+                columns.append([heading, *(f"{total / 1e6:.3f}" for total in sums[:limit])])
     names, *numbers = columns
     padded = [
         [cell.ljust(max(map(len, names))) for cell in names],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lightning_perf.traces.events import Events, EventTable
+    from lightning_perf.traces.events import EventTable, TraceEvents
 
 #: Rows of each table.
 _MOST_ROWS = 10
@@ -129,8 +129,8 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
     steps = kinds[host.name] == Kind.ANNOTATION
     steps &= np.array([name == STEP for _, name in events.names])[host.name]
     marks = [host.at(steps)] if steps.any() else [host, *([device] if len(device.name) else [])]
-    begin = int(min(each.start.min() for each in marks))
-    end = int(max(each.end.max() for each in marks))
+    begin = int(min(table.start.min() for table in marks))
+    end = int(max(table.end.max() for table in marks))
     inside = (begin <= host.start) & (host.start < end)
     if steps.any():
         begin, end = _on_device(host.link[inside], device, begin, end)
@@ -145,18 +145,18 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
         (end - begin) / 1e9,
         int(steps.sum()),
         _device_time(events, kinds, begin, end) if has_device else None,
-        [each for kind, each in rows if kind is Kind.OPERATOR][:_MOST_ROWS],
-        [each for kind, each in rows if kind >= Kind.KERNEL][:_MOST_ROWS],
+        [row for kind, row in rows if kind is Kind.OPERATOR][:_MOST_ROWS],
+        [row for kind, row in rows if kind >= Kind.KERNEL][:_MOST_ROWS],
         _waits(events, inside) if has_device else [],
         events.notes,
     )
 
 
-def _waits(events: Events, inside: NDArray[Any]) -> list[Synchronization]:
+def _waits(events: TraceEvents, inside: NDArray[Any]) -> list[Synchronization]:
     """The places in which the host waits for the device, the costliest first."""
     calls, names = events.host, events.names
     waiting = np.array([_SYNCHRONIZING.fullmatch(name) is not None for _, name in names])
-    found: dict[tuple[str, str, str], tuple[int, float]] = {}
+    costs: dict[tuple[str, str, str], tuple[int, float]] = {}
     # What runs during a call, by the call's row; each is derived from that of its caller.
     running = {-1: _Running()}
     for row in np.flatnonzero(waiting[calls.name] & inside).tolist():
@@ -169,10 +169,10 @@ def _waits(events: Events, inside: NDArray[Any]) -> list[Synchronization]:
         where = running[above[0]]
         if not where.waits:
             place = (names[calls.name[row]][1], where.operator, where.own or where.line)
-            times, seconds = found.get(place, (0, 0.0))
-            found[place] = times + 1, seconds + float(calls.end[row] - calls.start[row]) / 1e9
-    sums = [Synchronization(*place, *cost) for place, cost in found.items()]
-    return sorted(sums, key=lambda each: -each.seconds)[:_MOST_ROWS]
+            times, seconds = costs.get(place, (0, 0.0))
+            costs[place] = times + 1, seconds + float(calls.end[row] - calls.start[row]) / 1e9
+    sums = [Synchronization(*place, *cost) for place, cost in costs.items()]
+    return sorted(sums, key=lambda wait: -wait.seconds)[:_MOST_ROWS]
 
 
 class _Running(NamedTuple):
@@ -209,12 +209,12 @@ def _on_device(launched: NDArray[Any], device: EventTable, begin: int, end: int)
     return begin, max(end, int(device.end[own].max()))
 
 
-def _device_time(events: Events, kinds: NDArray[Any], begin: int, end: int) -> DeviceTime:
+def _device_time(events: TraceEvents, kinds: NDArray[Any], begin: int, end: int) -> DeviceTime:
     host, device, names = events.host, events.device, [name for _, name in events.names]
 
     def are(test: Callable[[str], object], table: EventTable) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = np.array([bool(test(name)) for name in names])[table.name]
-        return found
+        passed: NDArray[np.bool_] = np.array([bool(test(name)) for name in names])[table.name]
+        return passed
 
     loading = are(lambda name: name.startswith(_INPUT), host)
     loading &= kinds[host.name] == Kind.ANNOTATION
@@ -231,20 +231,20 @@ def _device_time(events: Events, kinds: NDArray[Any], begin: int, end: int) -> D
     def during(table: EventTable, rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Whether one of these events runs, from each of the points to the next."""
         begun, over = (
-            np.searchsorted(np.sort(each[rows]), points[:-1], "right")
-            for each in (table.start, table.end)
+            np.searchsorted(np.sort(column[rows]), points[:-1], "right")
+            for column in (table.start, table.end)
         )
-        found: NDArray[np.bool_] = begun > over
-        return found
+        runs: NDArray[np.bool_] = begun > over
+        return runs
 
     in_loader, in_operators = during(host, loading), during(host, working)
     seconds = (device.end - device.start) / 1e9
-    each_device = []
+    devices = []
     for place in np.unique(device.place):
         here = device.place == place
         busy, talking = during(device, here), during(device, here & communicates)
         exposed = talking & ~during(device, here & computes)
-        each_device.append({
+        devices.append({
             "busy": lengths[busy].sum(),
             "idle_input": lengths[~busy & in_loader].sum(),
             "idle_launch": lengths[~busy & in_operators & ~in_loader].sum(),
@@ -254,8 +254,8 @@ def _device_time(events: Events, kinds: NDArray[Any], begin: int, end: int) -> D
             "kernels": seconds[here & computes].sum(),
             "tensor_cores": seconds[here & on_tensor_cores].sum(),
         })  # fmt: skip
-    mean = {key: fmean(float(each[key]) for each in each_device) for key in each_device[0]}
-    return DeviceTime(len(each_device), **mean)
+    mean = {key: fmean(float(times[key]) for times in devices) for key in devices[0]}
+    return DeviceTime(len(devices), **mean)
 
 
 # -- views ----------------------------------------------------------------------------------------
@@ -265,8 +265,8 @@ def facts(summary: TraceSummary) -> Iterator[tuple[str, str]]:
     """The summary without its tables: names, and values with their units."""
     seconds, device = summary.seconds, summary.device
     if summary.steps:
-        each = duration(seconds / summary.steps)
-        yield "steps", f"{summary.steps} in {duration(seconds)}, {each} each"
+        step = duration(seconds / summary.steps)
+        yield "steps", f"{summary.steps} in {duration(seconds)}, {step} each"
     else:
         yield "time", duration(seconds)
     yield "events", f"{summary.events:,}"
@@ -290,24 +290,24 @@ def tables(summary: TraceSummary) -> Iterator[tuple[str, tuple[str, ...], list[t
     """The tables of a summary: title, headings and rows; those without rows are left out."""
     on_device = summary.device is not None
     rows: list[tuple[str, ...]] = [
-        (_short(each.name), f"{each.calls:,}", duration(each.cpu_seconds),
-         *((duration(each.device_seconds),) if on_device else ()))
-        for each in summary.operators
+        (_short(row.name), f"{row.calls:,}", duration(row.cpu_seconds),
+         *((duration(row.device_seconds),) if on_device else ()))
+        for row in summary.operators
     ]  # fmt: skip
     headings = ("operator", "calls", "self CPU", *(("device",) if on_device else ()))
     yield "Operators", headings, rows
     if summary.kernels:
         rows = [
-            (_short(each.name), f"{each.calls:,}", duration(each.device_seconds))
-            for each in summary.kernels
+            (_short(row.name), f"{row.calls:,}", duration(row.device_seconds))
+            for row in summary.kernels
         ]
         yield "Kernels", ("kernel", "calls", "device"), rows
     if summary.synchronizations:
         rows = [
-            (f"{each.operator} > {each.call}" if each.operator else each.call,
-             each.line or "unknown: record with with_stack=True", f"{each.calls:,}",
-             duration(each.seconds))
-            for each in summary.synchronizations
+            (f"{wait.operator} > {wait.call}" if wait.operator else wait.call,
+             wait.line or "unknown: record with with_stack=True", f"{wait.calls:,}",
+             duration(wait.seconds))
+            for wait in summary.synchronizations
         ]  # fmt: skip
         yield "Calls that wait for the device", ("call", "line", "calls", "time"), rows
 

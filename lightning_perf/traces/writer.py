@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lightning_perf.errors import describe, warn
 from lightning_perf.files import compress, place, read_bytes, written_whole
-from lightning_perf.traces.folder import Layout, TraceOptions
+from lightning_perf.traces.folder import FileNames, TraceOptions
 from lightning_perf.traces.uploads import Sends, Target, Trace, TraceRun, UploadQueue
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class TraceWriter:
         self, options: TraceOptions, run: TraceRun, targets: Sequence[Target] = ()
     ) -> None:
         self._options, self._run, self._targets = options, run, tuple(targets)
-        self._layout = Layout(options, run)
+        self._names = FileNames(options, run)
         self._uploads = UploadQueue(run, prunes=options.num_traces_to_keep >= 0)
         # By raw file. Single operations of a dictionary are atomic.
         self._queued: dict[Path, Trace] = {}
@@ -54,7 +54,7 @@ class TraceWriter:
     @property
     def run_name(self) -> str:
         """The run's name as it is in the folder's name: with an id if another run has the name."""
-        return self._layout.folder.run_name
+        return self._names.folder.run_name
 
     @property
     def saved_traces(self) -> list[tuple[Timestamp, list[Path | None]]]:
@@ -98,7 +98,7 @@ class TraceWriter:
         traces, so that later traces are then only a warning.
         """
         stages = () if self._options.overwrite else now.items()
-        later = (self._layout.conflict(timestamp, stage) for stage, timestamp in stages)
+        later = (self._names.conflict(timestamp, stage) for stage, timestamp in stages)
         path = next(filter(None, later), None)
         if path is None:
             return
@@ -118,7 +118,7 @@ class TraceWriter:
 
         It has the suffix of `filename`, but no ``.gz``.
         """
-        return self._layout.spool(stage)
+        return self._names.spool(stage)
 
     def write(
         self,
@@ -136,7 +136,7 @@ class TraceWriter:
         runs on the worker. ``timestamp`` is when the recording ended, for the name. Returns where
         the file will be, or None if it was processed here and failed.
         """
-        path, remote = self._layout.reserve(timestamp, stage)
+        path, remote = self._names.reserve(timestamp, stage)
         trace = Trace(spooled, path, timestamp, stage, self._sends(path, remote), prepare)
         self._queued[spooled] = trace
         if self._run.file_worker.submit(partial(self._process, trace), path.name):
@@ -264,7 +264,7 @@ class TraceWriter:
 
     def _place_raw(self, trace: Trace) -> Trace:
         """Move the file to its name without ``.gz``."""
-        path, remote = self._layout.reserve(trace.timestamp, trace.stage, raw=True)
+        path, remote = self._names.reserve(trace.timestamp, trace.stage, raw=True)
         place(trace.spooled, path)
         return replace(trace, path=path, sends=self._sends(path, remote))
 
@@ -278,7 +278,7 @@ class TraceWriter:
     def _place_readme(self, trace: Trace) -> None:
         if self._options.readme is None or self._readme_placed:
             return
-        path, _ = self._layout.readme(trace.timestamp, trace.stage)
+        path, _ = self._names.readme(trace.timestamp, trace.stage)
         with suppress(OSError):
             if not path.exists():
                 with written_whole(path) as file:
@@ -289,7 +289,7 @@ class TraceWriter:
         """Send the README to all targets, once; a failure is retried with the next trace."""
         if self._options.readme is None or self._readme_sent or not trace.sends:
             return
-        path, remote = self._layout.readme(trace.timestamp, trace.stage)
+        path, remote = self._names.readme(trace.timestamp, trace.stage)
         with suppress(Exception):
             # A file with other content is the user's.
             if read_bytes(path) == self._options.readme.encode():

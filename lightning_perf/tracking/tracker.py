@@ -1,4 +1,4 @@
-"""Destinations of files: runs of experiment trackers, stores opened by fsspec, and a run's root."""
+"""Destinations of files: the interface of trackers, stores opened by fsspec, and a run's root."""
 
 from __future__ import annotations
 
@@ -7,30 +7,23 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from importlib import import_module
-from importlib.metadata import entry_points
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from typing_extensions import override
-
-from lightning_perf.errors import ConfigError, describe, warn, without_credentials
+from lightning_perf.errors import ConfigError, warn, without_credentials
 from lightning_perf.files import opened, written_whole
 from lightning_perf.traces.folder import README
 from lightning_perf.traces.names import numbered, split_url
-from lightning_perf.traces.uploads import NotHere, Target
+from lightning_perf.traces.uploads import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from fsspec import AbstractFileSystem
 
     from lightning_perf.traces.uploads import Mirror
-
-#: The group of entry points under which packages offer trackers.
-GROUP = "lightning_perf.trackers"
 
 
 class Tracker(ABC):
@@ -110,110 +103,6 @@ class Tracker(ABC):
         return Target(self.upload, self.address)
 
 
-def trackers_of(loggers: Sequence[Any]) -> list[Tracker]:
-    """The runs of loggers that take files, MLflow's first. Call it on rank 0."""
-    found: list[Tracker] = []
-    for kind in _kinds() if loggers else ():  # a search for the trackers of other packages
-        try:
-            found += [run for logger in loggers if (run := kind.of(logger)) is not None]
-        except Exception as error:
-            warn(f"{kind.__name__} cannot store files of this run ({describe(error)}).")
-    return found
-
-
-def tracker_at(address: Mapping[str, str]) -> Tracker | None:
-    """The run at an address; None if no installed tracker knows it."""
-    found = (kind.at(address) for kind in _kinds())
-    return next((run for run in found if run is not None), None)
-
-
-@cache
-def _kinds() -> tuple[type[Tracker], ...]:
-    from lightning_perf.tracking.mlflow import MlflowRun
-
-    kinds: list[type[Tracker]] = [MlflowRun, WandbRun]
-    for entry in entry_points(group=GROUP):
-        try:
-            kinds.append(entry.load())
-        except Exception as error:
-            warn(f"the tracker {entry.value} could not be loaded ({describe(error)}).")
-    return tuple(kinds)
-
-
-_REFUSED = re.compile(r"[^A-Za-z0-9_.-]+")
-
-
-@dataclass(frozen=True)
-class WandbRun(Tracker):
-    """One W&B run. Each file is an artifact of its own, named after the run and the file.
-
-    Only the process that owns the run can upload to it, so other ranks list their files for
-    ``lightning-perf upload``, which resumes the run.
-    """
-
-    entity: str
-    project: str
-    run_id: str
-    #: Whether this process is another one than the training's.
-    later: bool = False
-
-    @classmethod
-    @override
-    def of(cls, logger: Any) -> Self | None:
-        if all(kind.__name__ != "WandbLogger" for kind in type(logger).__mro__):
-            return None
-        run = logger.experiment
-        if run.disabled:
-            return None
-        found = cls(str(run.entity or ""), str(run.project or ""), str(run.id))
-        vars(found)["_run"] = run
-        return found
-
-    @classmethod
-    @override
-    def at(cls, address: Mapping[str, str]) -> Self | None:
-        if "wandb" not in address:
-            return None
-        entity, project, run_id = address["wandb"].split("/")
-        return cls(entity, project, run_id, later=True)
-
-    def __reduce__(self) -> tuple[type[WandbRun], tuple[str, str, str, bool]]:
-        return WandbRun, (self.entity, self.project, self.run_id, self.later)
-
-    @property
-    @override
-    def address(self) -> dict[str, str]:
-        return {"wandb": f"{self.entity}/{self.project}/{self.run_id}"}
-
-    @override
-    def upload(self, path: Path, remote: str) -> None:
-        run, wandb = self._run, import_module("wandb")
-        artifact = wandb.Artifact(
-            f"{self.run_id}-{_REFUSED.sub('-', remote)}", type="lightning_perf"
-        )
-        artifact.add_file(str(path), name=remote.rpartition("/")[2])
-        run.log_artifact(artifact)
-
-    @override
-    def problem(self) -> str | None:
-        try:
-            import_module("wandb")
-        except ImportError as error:
-            return f"{describe(error)}; pip install wandb"
-        return None
-
-    @cached_property
-    def _run(self) -> Any:
-        """The live run: the training's on rank 0, a resumed one later."""
-        if not self.later:
-            raise NotHere("the W&B run belongs to rank 0's process")
-        return import_module("wandb").init(
-            entity=self.entity or None, project=self.project, id=self.run_id, resume="allow"
-        )
-
-
-# -- stores ---------------------------------------------------------------------------------------
-
 #: The key of a store's address in the list of pending uploads.
 STORE = "store"
 # Their URLs have a container in place of a user: abfs://container@account/path.
@@ -228,7 +117,7 @@ def check_store(remote_file_name: str | None, field: str = "remote_file_name") -
     import fsspec
     from fsspec.registry import known_implementations
 
-    protocol = split_url(remote_file_name)[0] if isinstance(remote_file_name, str) else ""
+    protocol = split_url(remote_file_name).protocol if isinstance(remote_file_name, str) else ""
     if not protocol:
         return
     try:
@@ -249,7 +138,7 @@ def store_target(url: str) -> Target | None:
 
     A file replaces one of the same name, atomically if the store supports that.
     """
-    if not split_url(url)[0]:
+    if not split_url(url).protocol:
         return None
     store = _Store(url)
     return Target(store.send, store.address)
@@ -259,9 +148,9 @@ class _Store:
     """A file system that connects at the first upload, on that thread."""
 
     def __init__(self, url: str) -> None:
-        protocol, host, _ = split_url(url)
-        self._base = base = f"{protocol}://{host}"
-        is_container = protocol in _CONTAINERS and ":" not in host
+        place = split_url(url)
+        self._base = base = f"{place.protocol}://{place.host}"
+        is_container = place.protocol in _CONTAINERS and ":" not in place.host
         self.address = {STORE: base if is_container else without_credentials(base)}
         self._system: AbstractFileSystem | None = None
         self._root = ""
@@ -320,8 +209,8 @@ def root_of(place: str, start: Path) -> Root:
     one warning says where files are written instead.
     """
     # Lightning normalizes the slashes of file:// as in a path, which leaves one of them.
-    if found := re.match(r"(?:file|local):/*(/.*)", place):
-        place = found[1]
+    if local := re.match(r"(?:file|local):/*(/.*)", place):
+        place = local[1]
     if "://" not in place:
         return Root(start / place)
     try:
@@ -329,12 +218,12 @@ def root_of(place: str, start: Path) -> Root:
     except ConfigError as error:
         warn(f"{without_credentials(place)} {error.problem}: files are written to {start} instead.")
         return Root(start)
-    store, (_, _, folder) = _Store(place), split_url(place)
+    store, folder = _Store(place), split_url(place).path.rstrip("/")
     adding = Target(partial(store.send, adds=True), store.address)
     replacing = Target(store.send, store.address)
 
     def mirror(name: str, replaces: bool) -> tuple[Target, str]:
-        return (replacing if replaces else adding), f"{folder.rstrip('/')}/{name}".lstrip("/")
+        return (replacing if replaces else adding), f"{folder}/{name}".lstrip("/")
 
     return Root(_temporary(), mirror, place=without_credentials(place).rstrip("/"))
 

@@ -212,7 +212,7 @@ WRONG = {
     "no list": ("callbacks: 3", "without a list of callbacks"),
     "unknown class": ("- class_path: lightning_perf.Flopz", "no attribute 'Flopz'"),
     "unknown argument": (FLOPS % "shedule: 1ba", "'shedule' is not "),
-    "wrong argument": (FLOPS % "schedule: 10btch", 'Try schedule="10ba"'),
+    "wrong argument": (FLOPS % "schedule: 10btch", 'Try schedule="every 100ba for 3ba"'),
     "not ours": ("- class_path: lightning.pytorch.callbacks.Timer", "Timer"),
     "twice": (2 * (FLOPS % ""), "twice"),
 }

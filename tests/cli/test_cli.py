@@ -199,7 +199,8 @@ def test_the_report_lists_traces_and_pages(
     run = client.create_run(client.create_experiment("opened"), run_name="owl").info
     files = {
         "torch_traces": [*(f"rank0.{n}.pt.trace.json.gz" for n in range(8, 13)), "README.md"],
-        "viztracer": ["rank0.1.json", "rank0.2.json.gz", "rank0.1.html", "README.md"],
+        "viztracer": ["rank0.1.json", "rank0.2.json.gz", "README.md"],
+        "memray": ["rank0.1.html"],
         "torch_memory_traces": [f"rank0.{n}.pt.trace.memory.html" for n in range(6)],
         "timings": ["timings.html", "other.png"],
     }

@@ -48,7 +48,7 @@ from helpers.faults import (
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import Fixed, Profiler, PyTorch, always_on
-from lightning_perf.profilers.windows import Recorded, Recording
+from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.run import context, destination
 from lightning_perf.tracking.summary import read_summary
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.small import Small
+from lightning_perf.profilers.recording import OpenRecording
 
 
 class Work(Dataset[list[torch.Tensor]]):
@@ -31,9 +32,9 @@ class Loading(Small):
     Otherwise a window would end before a worker sees it.
     """
 
-    def __init__(self, profiler: Any, context: str) -> None:
+    def __init__(self, context: str) -> None:
         super().__init__()
-        self.profiler, self.context = profiler, context
+        self.context = context
         self.steps = 0  # in the open window
         self.losses: list[float] = []
 
@@ -42,7 +43,7 @@ class Loading(Small):
         return DataLoader(Work(), 4, num_workers=2, **options)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        recording = self.profiler is not None and self.profiler._open is not None
+        recording = OpenRecording.current is not None
         self.steps = self.steps + 1 if recording else 0
         if self.steps:
             # An item wakes a worker; the loader gives one item per step to one of the workers.
@@ -55,7 +56,9 @@ class Loading(Small):
 
     def wait_for_workers(self) -> None:
         """A spawned worker may first import its tracer, which takes seconds on a busy machine."""
-        folder = self.profiler._children._folders[-1]
+        assert OpenRecording.current is not None
+        path = OpenRecording.current.path
+        folder = path.with_name(f"{path.name}.children")
         until = time.monotonic() + 30.0
         while len(list(folder.glob("*.on"))) < 2 and time.monotonic() < until:
             time.sleep(0.01)

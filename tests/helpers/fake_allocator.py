@@ -69,7 +69,7 @@ def simulated_cuda() -> Iterator[Allocator]:
     fake = Allocator()
     memory_snapshot._attach.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_perf.profilers.memory_snapshot._has_cuda", lambda: True)
+        patch.setattr("lightning_perf.profilers.memory_snapshot.has_cuda", lambda: True)
         patch.setattr(torch.cuda.memory, "_record_memory_history", fake.record)
         patch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
         patch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.attach, raising=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -19,7 +20,6 @@ from typing import Any
 import pytest
 
 from lightning_perf import background
-from lightning_perf.profilers import processes
 from lightning_perf.profilers.processes import Children
 
 pytestmark = pytest.mark.slow
@@ -89,14 +89,15 @@ def recording_children(record: Any = note) -> Iterator[Children]:
         recorder.remove()
 
 
-def begin(recorder: Children, *sends: Callable[[], object]) -> None:
+def begin(recorder: Children, *sends: Callable[[], object]) -> Path:
     """Open a window, and send items to the children until they record; idle ones do not start."""
-    recorder.open(spool())
+    folder = recorder.open(spool())
     until = time.monotonic() + 60
-    while len(list(recorder._folders[-1].glob("*.on"))) < len(sends):
+    while len(list(folder.glob("*.on"))) < len(sends):
         assert time.monotonic() < until
         for send in sends:
             send()
+    return folder
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -116,22 +117,25 @@ def test_a_child_records_while_a_window_is_open(method: str) -> None:
 
 def test_a_slow_disk_does_not_end_a_recording_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that the watching thread read before the start does not count as the window's end."""
-    read = processes._Watch._read_window
 
-    def slow(watch: Any) -> str:
-        found = read(watch)
-        if threading.current_thread() is threading.main_thread():
-            time.sleep(0.1)
-        return found
+    def slowed(read: Any) -> Any:
+        def slow(path: Path, *args: Any, **options: Any) -> Any:
+            content = read(path, *args, **options)
+            if threading.current_thread() is threading.main_thread():
+                time.sleep(0.1)
+            return content
 
-    monkeypatch.setattr(processes._Watch, "_read_window", slow)
+        return slow
+
+    for name in ("read_text", "read_bytes"):
+        monkeypatch.setattr(Path, name, slowed(getattr(Path, name)))
     with recording_children() as recorder, child("fork") as (_, ask):
         ask()
-        begin(recorder, ask)
+        folder = begin(recorder, ask)
         for _ in range(5):
             time.sleep(0.02)
             ask()
-        assert not (recorder._folders[-1] / "1").exists()
+        assert not (folder / "1").exists()
         assert recorder.shut().wait()
 
 
@@ -146,11 +150,15 @@ def test_a_child_started_in_a_window_records_at_once() -> None:
         assert files.wait()[1].read_text() == f"1 {process.pid}"
 
 
-def test_without_a_window_there_are_no_files() -> None:
+def test_without_a_window_there_are_no_files(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Recording needs an open window."""
-    with recording_children() as recorder, child("fork") as (_, ask):
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with recording_children(), child("fork") as (_, ask):
         ask()
-        assert list(recorder._marker.parent.iterdir()) == []
+        assert list(temporary.glob("lightning_perf-*/*")) == []
     assert list(Path().iterdir()) == []
 
 
@@ -159,7 +167,7 @@ def test_the_wait_for_a_killed_child_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
     def clock() -> float:
         """The wait is over once the other child has written its file."""
-        return inf if (recorder._folders[-1] / "2").exists() else 0.0
+        return inf if (folder / "2").exists() else 0.0
 
     patched = SimpleNamespace(monotonic=clock, sleep=time.sleep)
     with (
@@ -167,7 +175,7 @@ def test_the_wait_for_a_killed_child_is_bounded(monkeypatch: pytest.MonkeyPatch)
         child("fork") as (victim, one),
         child("fork") as (_, other),
     ):
-        begin(recorder, one, other)
+        folder = begin(recorder, one, other)
         victim.kill()
         victim.join(60)
         files = recorder.shut()

@@ -134,10 +134,10 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run_normally(
 ) -> None:
     """After out of memory on a full disk, the profiler no longer observes the allocator."""
 
-    def full(self: MemorySnapshot, path: Path) -> None:
+    def full() -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(MemorySnapshot, "_dump", full)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", full)
     profiler = MemorySnapshot(schedule=Never())
     with (
         pytest.warns(PerfWarning, match="no space left"),

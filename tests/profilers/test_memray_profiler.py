@@ -270,9 +270,8 @@ def test_the_summary_shows_the_source_of_python_files_only(tmp_path: Path) -> No
     assert "password" not in found
 
 
-def test_a_pipe_is_not_read_for_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_is_not_read_for_its_source(tmp_path: Path) -> None:
     """If code names a pipe as its file, its page and summary are still made."""
-    monkeypatch.setattr("lightning_perf.profilers.tools._TIMEOUT", 120)
     pipe = tmp_path / "pipe.py"
     os.mkfifo(pipe)
     model = Hungry()
@@ -355,7 +354,7 @@ def test_data_loader_workers_are_captured_in_each_window(tmp_path: Path) -> None
     """Each worker leaves one capture per window."""
     schedule = Cyclic(wait=2, warmup=0, active=5, repeat=2)
     profiler = Capture(schedule=schedule, follow_fork=True)
-    trainer(tmp_path, profiler, logger=Records()).fit(Loading(profiler, "fork"))
+    trainer(tmp_path, profiler, logger=Records()).fit(Loading("fork"))
     assert files(tmp_path) == [
         f"rank0.{batch}{child}.bin" for batch in (14, 7) for child in ("", ".child1", ".child2")
     ]
@@ -378,7 +377,7 @@ def test_a_worker_started_in_a_window_is_captured(tmp_path: Path) -> None:
 
     profiler = Capture(schedule=Fixed(19, 3), follow_fork=True)
     options = {"max_epochs": 2, "logger": Records()}
-    trainer(tmp_path, profiler, **options).fit(Renewed(profiler, "fork"))
+    trainer(tmp_path, profiler, **options).fit(Renewed("fork"))
     folder = tmp_path / "records-version_0" / "memray"
     assert "rank0.22.bin" in files(tmp_path)
     captures = list(folder.glob("*.child*"))
@@ -393,9 +392,9 @@ def test_writers_for_children_are_made_on_demand(tmp_path: Path) -> None:
     made = []
 
     class Counting(Memray):
-        def _new_writer(self, *args: Any, **kwargs: Any) -> Any:
-            made.append(args[1])
-            return super()._new_writer(*args, **kwargs)
+        def new_writer(self, context: Any, names: Any) -> Any:
+            made.append(names.local)
+            return super().new_writer(context, names)
 
     profiler = Counting(schedule="first 2ba", follow_fork=True)
     trainer(tmp_path, profiler, logger=Records()).fit(Small())

@@ -5,15 +5,26 @@ from __future__ import annotations
 import cProfile
 import inspect
 import pstats
+import re
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers.small import Records, Small, ours, trainer
+from jsonargparse import ArgumentParser
 
-from lightning_perf import ConfigError, PerfWarning, Profiler, Suite, VizTracer
-from lightning_perf.profilers.base import shared
-from lightning_perf.profilers.tools import has_python_profiler, refuse_python_profiler
-from lightning_perf.profilers.windows import Recorded, Recording
+from lightning_perf import (
+    ConfigError,
+    MemorySnapshot,
+    Memray,
+    PerfWarning,
+    Profiler,
+    PyTorch,
+    Suite,
+    VizTracer,
+)
+from lightning_perf.extend import Names, Recorded, Recording, refuse_python_profiler
+from lightning_perf.profilers.tools import has_python_profiler
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,11 +38,11 @@ class CProfile(Profiler):
 
     Args:
         schedule: The batches to record.
-        ranks: Global ranks that record; None for all.
         folder: Format string of the folder.
         filename: Format string of the file.
         remote_file_name: Format string of the artifact in MLflow; None disables the upload.
         top: Number of functions in a text beside each file; 0 for no text.
+        **kwargs: The other arguments of every profiler.
     """
 
     how_to_open = "- `.pstats`: `snakeviz FILE`, or `python -m pstats FILE`.\n"
@@ -39,17 +50,18 @@ class CProfile(Profiler):
     def __init__(
         self,
         schedule: Schedule | str | None = None,
-        ranks: list[int] | int | None = None,
         folder: str = "{run_name}/cprofile",
         filename: str = "rank{rank}.{batch}.pstats",
         remote_file_name: str | None = "{run_name}/cprofile/rank{rank}.{batch}.pstats",
         top: int = 20,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(**shared(locals()))
+        names = {"folder": folder, "filename": filename, "remote_file_name": remote_file_name}
+        super().__init__(schedule, **names, **kwargs)
         self.top = top
 
     @property
-    def further_files(self) -> dict[str, tuple[str, str | None]]:
+    def further_files(self) -> dict[str, Names]:
         """A text with the most costly functions."""
         return {"table": self.beside(".txt")} if self.top else {}
 
@@ -104,9 +116,36 @@ def test_it_does_not_record_beside_a_profiler_of_the_same_hook(tmp_path: Path) -
 
 
 def test_its_arguments_are_checked() -> None:
-    """The base class validates the arguments of the base class."""
+    """The base class validates its arguments, and suggests the nearest of all."""
     with pytest.raises(ConfigError, match="nonsense"):
         CProfile(folder="{nonsense}")
+    for wrong, near in {"filenam": "filename", "rank": "ranks", "tops": "top"}.items():
+        problem = f"{wrong}=1 is not an option of CProfile: did you mean {near}?"
+        with pytest.raises(ConfigError, match=re.escape(problem)):
+            CProfile(**{wrong: 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [CProfile, PyTorch, VizTracer, Memray, MemorySnapshot])
+def test_yaml_and_signatures_have_the_arguments_of_every_profiler(kind: type) -> None:
+    """They are passed on by ``**kwargs``: LightningCLI has them with type, default and help."""
+    shared = signature(Profiler).parameters.keys() - {"kwargs"}
+    own = signature(kind).parameters
+    assert shared <= own.keys()
+    parser = ArgumentParser()
+    parser.add_class_arguments(kind, "it")
+    found = {action.dest: action for action in parser._actions}
+    for name in own.keys() - {"kwargs"}:
+        action = found[f"it.{name}"]
+        assert action.default == own[name].default
+        assert action.help
+    expected = {
+        "ranks": "list[int], int, NoneType",
+        "overwrite": "bool",
+        "output_path_prefix": "str",
+    }
+    for name, types in expected.items():
+        action = found[f"it.{name}"]
+        assert types in str(getattr(action, "_typehint", action.type)), name
 
 
 class Unfinished(CProfile):
@@ -120,7 +159,7 @@ class Undeclared(CProfile):
     """Returns a further file that has no name."""
 
     @property
-    def further_files(self) -> dict[str, tuple[str, str | None]]:
+    def further_files(self) -> dict[str, Names]:
         """None."""
         return {}
 

@@ -201,14 +201,14 @@ def test_profilers_can_be_copied_at_any_time(tmp_path: Path, make: Any) -> None:
     [
         (Memray, "native_trace", "of Memray. Did you mean native_traces?"),
         (Memray, "trace_python_allocator", "Did you mean trace_python_allocators?"),
-        (Memray, "zzz", "is not an option of Memray. memray has file_format"),
+        (Memray, "zzz", "is not an option of Memray. It has batches_per_trace"),
         (PyTorch, "record_shape", "of PyTorch. Did you mean record_shapes?"),
         (PyTorch, "num_trace_to_keep", "Did you mean num_traces_to_keep?"),
         (PyTorch, "acc_event", "Did you mean acc_events?"),
-        (PyTorch, "zzz", "is not an option of PyTorch. torch.profiler has acc_events"),
+        (PyTorch, "zzz", "is not an option of PyTorch. It has acc_events"),
         (VizTracer, "log_torchs", "of VizTracer. Did you mean log_torch?"),
         (VizTracer, "batch_per_trace", "Did you mean batches_per_trace?"),
-        (VizTracer, "zzz", "is not an option of VizTracer. viztracer has exclude_files"),
+        (VizTracer, "zzz", "is not an option of VizTracer. It has batches_per_trace"),
         (VizTracer, "register_global", "is not an option of VizTracer"),
     ],
 )

@@ -122,7 +122,7 @@ def test_data_loader_workers_are_in_the_trace_of_each_window(tmp_path: Path, con
     """patch=True records workers that were started before the window, only while it is open."""
     start = BaseProcess.start
     profiler = VizTracer(schedule=Cyclic(wait=2, warmup=0, active=5, repeat=2), patch=True)
-    model = Loading(profiler, context)
+    model = Loading(context)
     found = fit(tmp_path, profiler, model=model)
     assert list(found) == ["rank0.14.json.gz", "rank0.7.json.gz"]
     for events in found.values():
@@ -150,7 +150,7 @@ def test_recording_workers_does_not_change_training(tmp_path: Path) -> None:
         ("on", VizTracer(schedule="every 6ba for 3ba", patch=True)),
         ("", None),
     ):
-        model = Loading(profiler, "fork")
+        model = Loading("fork")
         model.profilers = [profiler] if profiler is not None else []
         torch.manual_seed(1)
         model.net.load_state_dict(

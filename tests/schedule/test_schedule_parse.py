@@ -78,7 +78,8 @@ def test_takes_schedules_and_defaults():
 @pytest.mark.parametrize(
     "value",
     ["", "every", "sometimes", "every 0ba", "first 0dur", "at", "every 5ba for", "at 1.5dur",
-     "first 5ba for 3ba", "5ba 3ba", "every 1.5ba", "never 5ba", True, 1.5],
+     "first 5ba for 3ba", "5ba 3ba", "every 1.5ba", "never 5ba", "evry 10ba", "Every 10ba",
+     "every 5", "every 100ms", "1,000ba", "every 100ba, lasting 3ba", 100, ["100ba"], True, 1.5],
 )  # fmt: skip
 def test_refuses(value):
     """Anything else is refused with the name of the argument, its value and an example."""
@@ -88,52 +89,11 @@ def test_refuses(value):
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("evry 10ba", "every 10ba"),
-        ("Every 10ba", "every 10ba"),
-        ("frist 5 samples", "first 5sp"),
-        ("at 0.5", "at 0.5dur"),
-        ("every 10 minuts", "every 10m"),
-        ("alway", "always"),
-        ("every 5", "every 5ba"),
-        ("100", "100ba"),
-        (100, "100ba"),
-        (["100ba"], "100ba"),
-        (0.1, "0.1dur"),
-        ("every 100ms", "every 1sec"),
-        ("2500ms", "2sec"),
-        ("10 s", "10s"),
-        ("1.5h", "5400sec"),
-        ("1h30", "1h30m"),
-        ("every 1h 20m", "every 1h20m"),
-        ("1,000ba", "1000ba"),
-        ("at 50 %", "at 0.5dur"),
-        ("each epoch", "every 1ep"),
-        ("every epochs", "every 1ep"),
-        ("evry epcoh", "every 1ep"),
-        ("after 100 steps", "at 100step"),
-        ("every100ba", "every 100ba"),
-        ("every 100ba, lasting 3ba", "every 100ba for 3ba"),
-        ("every 100ba for 3", "every 100ba for 3ba"),
-        ("NEVER", "never"),
-    ],
-)
-def test_suggests_what_was_probably_meant(written, meant):
-    """A misspelling is refused with the nearest valid spelling, which works."""
-    with pytest.raises(ConfigError, match="ep ba step sp tok sec dur, or 1h20m40s") as caught:
-        as_schedule(written)
-    assert caught.value.example == f'"{meant}"'
-    as_schedule(meant)
-    assert str(caught.value).endswith(f'. Try schedule="{meant}".')
-
-
-@pytest.mark.parametrize(
     ("text", "call"),
     [
-        ("OnSignal", "OnSignal()"),
+        ("OnSignal", "OnSignal(...)"),
         ("Every('10ba')", "Every(...)"),
-        ("lightning_perf.Elapsed", "Elapsed()"),
+        ("lightning_perf.Elapsed", "Elapsed(...)"),
     ],
 )
 def test_the_name_of_a_class_is_no_schedule(text, call):
@@ -214,7 +174,7 @@ def test_every_argument_is_checked(make, field, value):
         (Stages, "predcit", '"predict"'),
         (GlobalRank, "1", "1"),
         (OnSignal, "SIGINT", '"SIGUSR2"'),
-        (Elapsed, "500ms", '"1sec"'),
+        (Elapsed, "500ms", '"10m"'),
         (lambda value: Every("1ba", stage=value), "val", '"validate"'),
         (lambda value: Cyclic(per_epoch=value), "no", "False"),
         (lambda value: Cyclic(per_epoch=value), "yes", "True"),

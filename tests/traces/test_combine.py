@@ -132,7 +132,7 @@ def test_busy_ranks_are_aligned_by_their_shortest_delays(last: int | None) -> No
             # Rank 3 shares its core with more processes than rank 0.
             end = max(starts) + 50 + random.expovariate(1 / (1e3 + 5e2 * rank))
             found[rank].append(combine.Marker(starts[rank] + offset, end + offset))
-    traces = [combine.Trace(rank, Path(f"rank{rank}.json")) for rank in range(len(ahead))]
+    traces = [combine.RankTrace(rank, Path(f"rank{rank}.json")) for rank in range(len(ahead))]
     for trace, markers in zip(traces, found, strict=True):
         trace.collectives = {ALL_REDUCE: markers}
     combine.align(traces)
@@ -154,8 +154,8 @@ def test_the_time_base_of_torch_is_used(tmp_path: Path) -> None:
 def test_nccl_is_matched_by_its_kernels_and_groups(tmp_path: Path) -> None:
     """Annotations of launches are not compared, and ranks of different groups are not matched."""
 
-    def trace(rank: int, group: str, start: float) -> combine.Trace:
-        found = combine.Trace(rank, tmp_path / f"rank{rank}.json")
+    def trace(rank: int, group: str, start: float) -> combine.RankTrace:
+        found = combine.RankTrace(rank, tmp_path / f"rank{rank}.json")
         kernel = {
             "ph": "X",
             "cat": "kernel",

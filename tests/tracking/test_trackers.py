@@ -17,8 +17,7 @@ from helpers.small import Records, Small, trainer
 
 from lightning_perf import PerfWarning, PyTorch, Tracker
 from lightning_perf.traces.uploads import NotHere
-from lightning_perf.tracking import tracker
-from lightning_perf.tracking.tracker import _kinds
+from lightning_perf.tracking import installed as kinds
 
 TRACE = "torch_traces/rank0.2.pt.trace.json.gz"
 
@@ -66,9 +65,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setitem(sys.modules, __name__, sys.modules[ShelfRun.__module__])
-    _kinds.cache_clear()
+    kinds.installed.cache_clear()
     yield
-    _kinds.cache_clear()
+    kinds.installed.cache_clear()
 
 
 @pytest.mark.usefixtures("installed")
@@ -92,9 +91,7 @@ def test_a_tracker_of_another_package_receives_files(
     assert names == {f"records-version_0-{file}".replace("/", "-") for file in files}
 
 
-def test_a_failing_tracker_does_not_affect_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_tracker_does_not_affect_the_others(tmp_path: Path) -> None:
     """One package's tracker raises for a logger of another; the run keeps its other trackers."""
 
     class Broken(ShelfRun):
@@ -102,9 +99,8 @@ def test_a_failing_tracker_does_not_affect_the_others(
         def of(cls, logger: Any) -> Any:
             raise AttributeError("no api")
 
-    monkeypatch.setattr(tracker, "_kinds", lambda: (Broken, ShelfRun))
     with pytest.warns(PerfWarning, match="Broken cannot store files of this run"):
-        (found,) = tracker.trackers_of([Shelf(tmp_path)])
+        (found,) = kinds.trackers_of([Shelf(tmp_path)], (Broken, ShelfRun))
     assert type(found) is ShelfRun
 
 
@@ -116,7 +112,7 @@ from helpers.small import Records, Small, trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning_perf import PyTorch, SpeedMonitor
 from lightning_perf.run import destination
-from lightning_perf.tracking.tracker import WandbRun
+from lightning_perf.tracking.installed import WandbRun
 
 def train(folder, logger):
     callbacks = SpeedMonitor(window_size=4), PyTorch("first 2ba")

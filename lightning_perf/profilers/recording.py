@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lightning_perf.errors import RecorderBusy
+
+if TYPE_CHECKING:
+    from lightning_perf.run.context import RunContext
 
 Tick = Callable[[], None]
 
@@ -60,7 +63,10 @@ class OpenRecording:
         RecorderBusy: Another recording is in progress.
     """
 
-    owner: object
+    #: The kind of profiler, for messages.
+    kind: str
+    #: Closes the recording, if it ends here, because another profiler starts.
+    give_way: Callable[[RunContext, int], None]
     recording: Recording
     path: Path
     stage: str
@@ -76,8 +82,8 @@ class OpenRecording:
 
     def __post_init__(self) -> None:
         if (current := OpenRecording.current) is not None:
-            wanted, other = type(self.owner).__name__, type(current.owner).__name__
-            raise RecorderBusy(wanted, f"another {other}" if other == wanted else other)
+            same = current.kind == self.kind
+            raise RecorderBusy(self.kind, f"another {current.kind}" if same else current.kind)
         OpenRecording.current = self
         OpenRecording.opened += 1
         try:
