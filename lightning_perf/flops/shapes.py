@@ -3,9 +3,9 @@
 Batches with equal signatures cost the same FLOPs, unless the model chooses its layers at random or
 trains another network with each batch: some batches are counted again, and if these differ, the
 mean of more of them is used. For other shapes, the sizes that vary independently (samples, lengths,
-nodes, edges, pixels) are the variables of a polynomial with exact coefficients. It is accepted only
-if it predicts held-out counts exactly. Shapes that vary in a way that was not counted are not
-predicted.
+nodes, edges, pixels) are the variables of a polynomial, fitted by least squares. It is accepted
+only if it predicts all counts exactly, held-out ones too. Shapes that vary in a way that was not
+counted are not predicted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from fractions import Fraction
 from inspect import isroutine
 from itertools import product
-from math import prod
 from numbers import Number
 from pathlib import PurePath
 from types import ModuleType
@@ -30,6 +28,7 @@ from uuid import UUID
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Size, Tensor
 
 from lightning_perf.flops.counter import Counts, mean
@@ -170,15 +169,18 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 # The exponents of the variables.
 Monomial = tuple[int, ...]
-# The value of each monomial at a point, then that of each polynomial.
-Row = list[Fraction | int]
+#: Whole numbers of any size, by point and monomial or bucket.
+Whole = NDArray[np.object_]
 
 _FEWEST, _EVERY = 8, 4
 # Counts required beyond the number of coefficients.
 _SURPLUS = 2
 _MOST_VARIABLES = 4
-#: The maximum error of a polynomial in floating point, as a share of the largest count.
-_NEARLY = 1e-6
+#: Coefficients are multiples of one part of this number: halves, thirds ... tenths.
+_PARTS = 2520
+#: Each refinement adds some twelve decimal places to the coefficients.
+_REFINEMENTS = 3
+_KINDS = ("model", "hardware")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +196,11 @@ class FlopModel:
     _buckets: Sequence[tuple[str, str]]
     _tracked_operations: int
     _basis: Sequence[Monomial]
-    #: A system of equations in echelon form, by the index of the monomial that only it has.
-    _rows: Mapping[int, Row]
+    #: Indexes of the monomials that varied independently.
+    _independent: Sequence[int]
+    #: By independent monomial: of the FLOPs of each bucket, then of all monomials, which must
+    #: depend on these as they did in the counted batches.
+    _coefficients: Whole
 
     def predict(self, signature: Signature) -> Counts | None:
         """Return the FLOPs of a batch, with the operation count of a counted one.
@@ -208,24 +213,24 @@ class FlopModel:
         moved = [size - first for size, first in zip(sizes, self._origin, strict=True)]
         if any(moved[i] != moved[like] for i, like in enumerate(self._like)):
             return None
-        monomials = _monomials(_variables(sizes, self._like), self._basis)
-        row = _reduced([*monomials, *[0] * len(self._buckets)], self._rows)
-        flops = [-value for value in row[len(monomials) :]]
-        # Otherwise it is no combination of the counted batches.
-        valid = all(value >= 0 and value.denominator == 1 for value in flops)
-        if not valid or any(row[: len(monomials)]):
+        monomials = _monomials([_variables(sizes, self._like)], self._basis)
+        values = (monomials[:, self._independent] @ self._coefficients)[0]
+        flops = values[: len(self._buckets)]
+        # Otherwise the batch is no combination of the counted ones.
+        alike = (values[len(flops) :] == _PARTS * monomials[0]).all()
+        if not alike or any(flops % _PARTS) or any(flops < 0):
             return None
-        kinds: dict[str, dict[str, int]] = {"model": {}, "hardware": {}}
+        kinds: dict[str, dict[str, int]] = {kind: {} for kind in _KINDS}
         for (kind, dtype), value in zip(self._buckets, flops, strict=True):
-            kinds[kind][dtype] = int(value)
+            kinds[kind][dtype] = value // _PARTS
         return Counts(**kinds, tracked_operations=self._tracked_operations)
 
 
 def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
     """Fit a polynomial in the sizes to counted FLOPs; None if no polynomial fits.
 
-    At least eight signatures must differ in sizes only. Every fourth count is held out and must be
-    predicted exactly from the others.
+    At least eight signatures must differ in sizes only. Every fourth count is held out of the least
+    squares. All counts must be predicted exactly.
     """
     if not known:
         return None
@@ -236,23 +241,27 @@ def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
     sizes = [_sizes(one) for one in chosen]
     moves = [tuple(size - column[0] for size in column) for column in zip(*sizes, strict=True)]
     like = [moves.index(move) for move in moves]
-    found, kinds = list(chosen.values()), ("model", "hardware")
-    buckets = sorted({(kind, dtype) for c in found for kind in kinds for dtype in getattr(c, kind)})
+    buckets = sorted({
+        (kind, dtype) for one in chosen.values() for kind in _KINDS for dtype in getattr(one, kind)
+    })  # fmt: skip
 
     def flops(counts: Counts) -> list[int]:
         return [getattr(counts, kind).get(dtype, 0) for kind, dtype in buckets]
 
-    points = [(_variables(one, like), flops(c)) for one, c in zip(sizes, found, strict=True)]
-    rest = [point for i, point in enumerate(points) if (i + 1) % _EVERY]
-    held_out = list(chosen.items())[_EVERY - 1 :: _EVERY]
-    for basis in _bases(len(points[0][0])):
-        possible = len(basis) <= len(rest) and _nearly_fits(basis, rest)
-        rows = _equations(basis, rest) if possible else None
-        if rows is None or len(rows) + _SURPLUS > len(rest):
+    variables = [_variables(one, like) for one in sizes]
+    counted = np.array([flops(counts) for counts in chosen.values()], object)
+    fitted = np.arange(1, len(chosen) + 1) % _EVERY != 0
+    operations = next(iter(chosen.values())).tracked_operations
+    for basis in _bases(len(variables[0])):
+        monomials = _monomials(variables, basis)
+        independent = _independent(monomials[fitted])
+        if len(independent) + _SURPLUS > fitted.sum():
             continue
-        operations = found[0].tracked_operations
-        model = FlopModel(template, sizes[0], like, buckets, operations, basis, rows)
-        predictions = ((model.predict(one), counts) for one, counts in held_out)
+        targets = np.hstack([counted, monomials])[fitted]
+        coefficients = _least_squares(monomials[fitted][:, independent], targets)
+        polynomials = (basis, independent, coefficients)
+        model = FlopModel(template, sizes[0], like, buckets, operations, *polynomials)
+        predictions = ((model.predict(one), counts) for one, counts in chosen.items())
         if all(guess is not None and flops(guess) == flops(true) for guess, true in predictions):
             return model
     return None
@@ -295,49 +304,42 @@ def _bases(variables: int) -> Iterator[list[Monomial]]:
     yield squares
 
 
-def _nearly_fits(basis: Sequence[Monomial], points: Sequence[tuple[list[int], list[int]]]) -> bool:
-    """Whether a polynomial nearly goes through all points; exact numbers take 50 times as long."""
-    values = np.array([_monomials(one, basis) for one, _ in points], float)
-    values /= np.maximum(values.max(axis=0), 1.0)
-    flops = np.array([each for _, each in points], float)
-    coefficients, *_ = np.linalg.lstsq(values, flops, rcond=None)
-    return bool(np.abs(values @ coefficients - flops).max() <= _NEARLY * flops.max())
+def _monomials(variables: Sequence[Sequence[int]], basis: Sequence[Monomial]) -> Whole:
+    """Return the value of each monomial of the basis, by point."""
+    powers = np.array(variables, object)[:, None] ** np.array(basis, object)
+    values: Whole = powers.prod(axis=2)
+    return values
 
 
-def _equations(
-    basis: Sequence[Monomial], points: Sequence[tuple[list[int], list[int]]]
-) -> Mapping[int, Row] | None:
-    """Return the rows of the polynomials through all points, or None if there are none."""
-    rows: dict[int, Row] = {}
-    for values, flops in points:
-        row = _reduced([*_monomials(values, basis), *flops], rows)
-        lead = next((i for i, value in enumerate(row) if value), None)
-        if lead is None:
-            continue
-        if lead >= len(basis):
-            return None
-        row = [Fraction(value) / row[lead] for value in row]
-        rows = {i: _reduced(each, {lead: row}) for i, each in rows.items()} | {lead: row}
-    # Whole numbers are ten times as fast as fractions.
-    return {
-        i: [int(value) if value.denominator == 1 else value for value in row]
-        for i, row in rows.items()
-    }
+def _scaled(values: Whole) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return columns that are divided by their largest value, and these values."""
+    largest = np.maximum(values.max(axis=0), 1).astype(float)
+    return values.astype(float) / largest, largest
 
 
-def _monomials(values: Sequence[int], basis: Sequence[Monomial]) -> list[int]:
-    return [prod(v**power for v, power in zip(values, one, strict=True)) for one in basis]
+def _independent(values: Whole) -> list[int]:
+    """Return the columns that do not follow from others, the smaller of those that do."""
+    scaled, largest = _scaled(values)
+    kept: list[int] = []
+    for column in np.argsort(largest, kind="stable").tolist():
+        if np.linalg.matrix_rank(scaled[:, [*kept, column]]) > len(kept):
+            kept.append(column)
+    return kept
 
 
-def _reduced(row: Row, rows: Mapping[int, Row]) -> Row:
-    """Return a row minus the multiples of others that clear their leading monomials."""
-    row = list(row)
-    for lead, other in rows.items():
-        if factor := row[lead]:
-            for i, value in enumerate(other):
-                if value:
-                    row[i] -= factor * value
-    return row
+def _least_squares(values: Whole, targets: Whole) -> Whole:
+    """Return the coefficients of all targets, multiplied by ``_PARTS`` and rounded.
+
+    What they leave is computed in whole numbers and fitted again, so that counts with more digits
+    than a float are exact, too.
+    """
+    scaled, largest = _scaled(values)
+    coefficients: Whole = np.zeros((values.shape[1], targets.shape[1]), object)
+    for _ in range(_REFINEMENTS):
+        left = _PARTS * targets - values @ coefficients
+        step, *_ = np.linalg.lstsq(scaled, left.astype(float), rcond=None)
+        coefficients = coefficients + np.frompyfunc(round, 1, 1)(step / largest[:, None])
+    return coefficients
 
 
 #: Shapes that are counted before others are predicted, and at most.
