@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_perf.checks import whole
+from lightning_perf.core.batch import parts
 from lightning_perf.errors import ConfigError
 
 # Names of our fields in other configurations, in the order of lookup.
@@ -308,14 +309,8 @@ def _token_ids(batch: Any) -> Tensor | None:
 
 
 def _tensors(batch: Any, name: object = "") -> Iterator[tuple[object, Tensor]]:
+    """Yield all tensors of a batch with their keys."""
     if isinstance(batch, Tensor):
         yield name, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _tensors(value, key)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from _tensors(getattr(batch, field.name), field.name)
+    for key, part in parts(batch):
+        yield from _tensors(part, key)

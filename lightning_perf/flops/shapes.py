@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Size, Tensor
 
+from lightning_perf.core.batch import parts
 from lightning_perf.flops.counter import Counts, mean
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ _LEAVES = (
     Decimal, PurePath, UUID, np.generic, torch.dtype, torch.device, torch.layout, weakref.ref,
     Number,
 )  # fmt: skip
-_SEQUENCES = (list, tuple, deque)
-_CONTAINERS = (*_SEQUENCES, Mapping)
+_CONTAINERS = (list, tuple, deque, Mapping)
 #: Maximum number of objects to inspect per batch.
 _MOST_OBJECTS = 256
 #: The flag of classes that are created at run time.
@@ -64,9 +64,9 @@ def signature(value: object) -> Signature:
     plain = plain_signature(value)
     if plain is not None:
         return plain
-    parts: list[Any] = []
-    _describe(value, parts, set())
-    return tuple(parts)
+    description: list[Any] = []
+    _describe(value, description, set())
+    return tuple(description)
 
 
 def plain_signature(value: Any) -> Signature | None:
@@ -76,47 +76,44 @@ def plain_signature(value: Any) -> Signature | None:
     value follow from its signature, too.
     """
     kind = type(value)
-    found: list[Any] = [kind]
+    description: list[Any] = [kind]
     if kind is tuple or kind is list:
-        found.append(len(value))
+        description.append(len(value))
     elif kind is dict:
-        found += value
+        description += value
         value = value.values()
     elif kind is Tensor:
-        found, value = [], (value,)
+        description, value = [], (value,)
     else:
         return None
     for item in value:
         if type(item) is not Tensor or item.is_nested:
             return None
-        found += (item.dtype, item.shape)
-    return tuple(found)
+        description += (item.dtype, item.shape)
+    return tuple(description)
 
 
-def _describe(value: Any, parts: list[Any], seen: set[int]) -> None:
+def _describe(value: Any, description: list[Any], seen: set[int]) -> None:
     kind = type(value)
-    parts.append(kind)
+    description.append(kind)
     if isinstance(value, Tensor):
         # A nested tensor has no shape; its cost depends on the number of elements.
-        parts += (value.dtype, Size([value.numel()]) if value.is_nested else value.shape)
+        description += (value.dtype, Size([value.numel()]) if value.is_nested else value.shape)
     elif isinstance(value, _CONTAINERS):
-        items: Iterable[Any] = value
-        if isinstance(value, _SEQUENCES):
-            parts.append(len(value))
-        else:
-            parts.extend(value.keys())  # a mapping may define its own ``+`` and iteration
-            items = value.values()
-        for item in items:
-            _describe(item, parts, seen)
+        items = [*parts(value)]
+        description.append(len(items))
+        for key, item in items:
+            description.append(key)
+            _describe(item, description, seen)
         if kind not in (list, tuple, dict):
             for name, attribute in getattr(value, "__dict__", {}).items():
                 if isinstance(attribute, Tensor):
-                    parts.append(name)
-                    _describe(attribute, parts, seen)
+                    description.append(name)
+                    _describe(attribute, description, seen)
     elif isinstance(value, np.ndarray) or _is_array(value, kind):
-        _describe_array(value, parts, seen)
+        _describe_array(value, description, seen)
     elif not isinstance(value, _LEAVES) and not isroutine(value):
-        _describe_object(value, parts, seen)
+        _describe_object(value, description, seen)
 
 
 def _is_array(value: Any, kind: type) -> bool:
@@ -129,31 +126,31 @@ def _is_array(value: Any, kind: type) -> bool:
     )
 
 
-def _describe_array(array: Any, parts: list[Any], seen: set[int]) -> None:
-    parts += (array.dtype, Size(array.shape))
+def _describe_array(array: Any, description: list[Any], seen: set[int]) -> None:
+    description += (array.dtype, Size(array.shape))
     if not getattr(array.dtype, "hasobject", False):
         return
     # Strings in most cases, but any of them may be a tensor.
     if array.dtype != object or array.size > _MOST_OBJECTS or id(array) in seen:
-        parts.append(object())
+        description.append(object())
         return
     seen.add(id(array))
     for item in np.asarray(array).flat:
-        _describe(item, parts, seen)
+        _describe(item, description, seen)
 
 
-def _describe_object(value: Any, parts: list[Any], seen: set[int]) -> None:
+def _describe_object(value: Any, description: list[Any], seen: set[int]) -> None:
     """Describe an object by its attributes, in ``__dict__`` and slots."""
     if id(value) in seen:  # already described, or a cycle
         return
     seen.add(id(value))
     attributes = None if isinstance(value, Iterator) else _attributes(value)
     if attributes is None or len(seen) > _MOST_OBJECTS:
-        parts.append(object())
+        description.append(object())
         return
-    parts += attributes
+    description += attributes
     for attribute in attributes.values():
-        _describe(attribute, parts, seen)
+        _describe(attribute, description, seen)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
