@@ -370,7 +370,7 @@ class FlopCache:
     #: Size of ``counts`` at the last fit.
     fitted_at: int = 0
     # The counts of each signature, in the order of the batches.
-    _found: dict[Signature, list[Counts]] = field(default_factory=dict)
+    _samples: dict[Signature, list[Counts]] = field(default_factory=dict)
     _recounts: int = 0
     _differ: bool = False
     _checking: bool = False
@@ -379,7 +379,7 @@ class FlopCache:
 
     def cost(self, signature: Signature) -> BatchCost | None:
         """Return the cost of a signature, or None if it is new or must be counted again."""
-        if self.recount_after is not None and signature in self._found:
+        if self.recount_after is not None and signature in self._samples:
             if not self.recount_after:
                 return None
             self.recount_after -= 1
@@ -391,16 +391,16 @@ class FlopCache:
         The very first batch is left out if others were counted: it is the least typical one. Of
         costs that repeat, whole cycles are averaged.
         """
-        found = self._found.setdefault(signature, [])
-        if self._checking and found:
+        samples = self._samples.setdefault(signature, [])
+        if self._checking and samples:
             self._checking, self.recount_after = False, None
-            if any(counts.model == each.model for each in found):
+            if any(counts.model == sample.model for sample in samples):
                 return self.counts[signature]
             self._forget()
-            found = self._found.setdefault(signature, [])
-        elif found:
+            samples = self._samples.setdefault(signature, [])
+        elif samples:
             self._recounts += 1
-            self._differ = self._differ or counts.model != found[0].model
+            self._differ = self._differ or counts.model != samples[0].model
             if self._recounts == (_MORE_RECOUNTS if self._differ else _RECOUNTS):
                 self.recount_after = None
         elif self.predictor is not None:
@@ -409,9 +409,9 @@ class FlopCache:
             if predicted is not None and predicted.model != counts.model:
                 self.predictor = None
                 self.costs = {one: self.costs[one] for one in self.costs.keys() & self.counts}
-        found.append(counts)
-        first = signature == next(iter(self._found)) and len(found) > 1
-        self.counts[signature] = mean(_cycles(found[first:]))
+        samples.append(counts)
+        first = signature == next(iter(self._samples)) and len(samples) > 1
+        self.counts[signature] = mean(_cycles(samples[first:]))
         return self.counts[signature]
 
     @property
@@ -428,12 +428,12 @@ class FlopCache:
 
     def check(self) -> None:
         """Count one more batch soon, to see whether the costs have changed."""
-        if self.recount_after is None and self._found:
+        if self.recount_after is None and self._samples:
             self._checking, self.recount_after = True, _CHECKED_AFTER
 
     def _forget(self) -> None:
         """Start anew with what has changed."""
-        for known in (self.counts, self.costs, self._found):
+        for known in (self.counts, self.costs, self._samples):
             known.clear()
         self.predictor, self.fitted_at = None, 0
         self.recount_after, self._recounts, self._differ = 0, 0, False
@@ -459,11 +459,11 @@ class FlopCache:
         self.costs[signature] = cost
 
 
-def _cycles(found: Sequence[Counts]) -> Sequence[Counts]:
+def _cycles(samples: Sequence[Counts]) -> Sequence[Counts]:
     """Counts without the last ones that do not complete a cycle, if they repeat."""
-    kinds = [(each.model, each.hardware) for each in found]
+    kinds = [(counts.model, counts.hardware) for counts in samples]
     length = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
-    return found[: len(found) // length * length]
+    return samples[: len(samples) // length * length]
 
 
 def _within(signature: Signature, known: Iterable[Signature]) -> bool:
