@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from itertools import chain
 from pathlib import Path
 
 import nox
@@ -31,20 +32,16 @@ def _install(session: nox.Session, *groups: str, options: tuple[str, ...] = ()) 
     session.install(*CONSTRAINTS, *options, *wanted)
 
 
-def _run_tests(session: nox.Session, *options: str) -> None:
-    """Run the tests against the built wheel.
-
-    They have servers, ranks and clocks, on machines that others may slow down. One that fails runs
-    once more, and is listed as RERUN.
-    """
+def _run_tests(session: nox.Session, *options: str, select: tuple[str, ...] = ()) -> None:
+    """Run the tests against the built wheel."""
     _install(session, "tests", options=options)
-    session.run("pytest", "--reruns", "1", *(session.posargs or ("-n", "2")), env=TEST_ENV)
+    session.run("pytest", *select, *(session.posargs or ("-n", "2")), env=TEST_ENV)
 
 
 def _lowest(requirements: list[str]) -> list[str]:
     """Constraints that hold all requirements but torch at their lower bounds."""
-    parsed = [Requirement(each) for each in requirements]
-    bounds = [(each.name, spec) for each in parsed for spec in each.specifier]
+    parsed = map(Requirement, requirements)
+    bounds = [(package.name, spec) for package in parsed for spec in package.specifier]
     return [
         f"{name}=={spec.version}"
         for name, spec in bounds
@@ -69,6 +66,12 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the tests against the built wheel, with locked versions (coverage: ``-- -n 2 --cov``)."""
     _run_tests(session, "-c", LOCK)
+
+
+@nox.session(default=False)
+def quick(session: nox.Session) -> None:
+    """Run the fast tests, and some cases of each slow one that docs/promises.md names."""
+    _run_tests(session, "-c", LOCK, select=("-m", "quick"))
 
 
 @nox.session
@@ -109,7 +112,7 @@ def minimums(session: nox.Session) -> None:
     """Run the tests with the lowest versions that pyproject.toml allows, on the oldest Python."""
     lowest = Path(session.create_tmp(), "minimums.txt")
     project = PYPROJECT["project"]
-    extras = [each for extra in project["optional-dependencies"].values() for each in extra]
+    extras = chain.from_iterable(project["optional-dependencies"].values())
     lowest.write_text("\n".join(_lowest([*project["dependencies"], *extras])))
     _run_tests(session, "-c", str(lowest))
 
@@ -177,7 +180,7 @@ def build(session: nox.Session) -> None:
     session.run("python", "-m", "build", "--outdir", str(folder))
     files = sorted(map(str, folder.iterdir()))
     session.run("twine", "check", "--strict", *files)
-    wheel = next(each for each in files if each.endswith(".whl"))
+    wheel = next(file for file in files if file.endswith(".whl"))
     session.install(*CONSTRAINTS, *QUICKLY, "--force-reinstall", "--no-deps", wheel)
     session.install(*CONSTRAINTS, *QUICKLY, wheel, "pytest")
     session.run("pytest", "tests/release/test_wheel.py", *session.posargs, env=TEST_ENV)

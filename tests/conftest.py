@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,14 +65,29 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 #: Fixtures that start a server or processes.
 SLOW_FIXTURES = {"mlflow_server", "fork_server"}
+#: The tests of promises.
+PROMISED = re.compile(r"`(tests/[\w/]+\.py::\w+)`")
+#: Of the cases of a slow test, the quick tier has the first one of this many.
+CASES = 6
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use slow fixtures."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that use slow fixtures, and the quick tier.
+
+    It has all tests that are not slow. Of those that are, it has the ones that docs/promises.md
+    names, each with some of its cases.
+    """
+    promised = set(PROMISED.findall(Path(config.rootpath, "docs/promises.md").read_text()))
+    cases: Counter[str] = Counter()
     for item in items:
         if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
+        name = item.nodeid.partition("[")[0]
+        slow = item.get_closest_marker("slow") is not None
+        if not slow or (name in promised and cases[name] % CASES == 0):
+            item.add_marker("quick")
+        cases[name] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sized
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import fields, is_dataclass
 from math import prod
 from typing import Any
@@ -12,7 +13,7 @@ _ADVICE = "define get_num_samples_in_batch on the LightningModule or the DataMod
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 #: Attributes of torch_geometric's batches: graphs, or the nodes around which a graph was sampled.
-_SIZES = ("num_graphs", "batch_size")
+_SIZE_NAMES = ("num_graphs", "batch_size")
 
 
 def get_num_samples(batch: Any) -> int:
@@ -33,16 +34,15 @@ def get_num_samples(batch: Any) -> int:
     size = None if type(batch) in (list, tuple) else _size(batch)
     if size is not None:
         return size
-    sizes: set[int] = set()
-    parts = _parts(batch)
-    _collect(parts, sizes)
+    sizes = set(_sizes(batch))
     if len(sizes) == 1:
         return sizes.pop()
     reason = f"no tensors were found in {type(batch).__name__}"
     if sizes:
         reason = f"the first dimensions {sorted(sizes)} differ"
     problem = f"Unable to determine the number of samples: {reason}; {_ADVICE}"
-    raise ValueError(problem) if parts else NotImplementedError(problem)
+    empty = next(iter(parts(batch)), None) is None
+    raise NotImplementedError(problem) if empty else ValueError(problem)
 
 
 def get_num_tokens(batch: Any) -> int:
@@ -79,7 +79,7 @@ def _size(value: Any) -> int | None:
     input_ids = _input_ids(value)
     if input_ids is not None:
         return int(input_ids.shape[0])
-    for name in _SIZES:
+    for name in _SIZE_NAMES:
         size = getattr(value, name, None)
         if isinstance(size, int):
             return size
@@ -104,29 +104,29 @@ def _num_ids(value: Any) -> int:
         return 0
     input_ids = _input_ids(value)
     if input_ids is None:
-        return sum(map(_num_ids, _parts(value)))
+        return sum(_num_ids(part) for _, part in parts(value))
     numel = getattr(input_ids, "numel", None)
     return int(numel()) if numel else prod(input_ids.shape)
 
 
-def _parts(value: Any) -> Collection[Any]:
-    """Return the items of a container; nothing for other values."""
-    if isinstance(value, list | tuple):
-        return value
+def parts(value: Any) -> Iterable[tuple[object, Any]]:
+    """Return the items of a container with their keys, names or indexes; none of other values."""
+    if isinstance(value, list | tuple | deque):
+        return enumerate(value)
     if isinstance(value, Mapping):
-        return value.values()
-    if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
+        return zip(value.keys(), value.values(), strict=True)  # a subclass may iterate otherwise
+    if is_dataclass(value) and not isinstance(value, type):
+        return ((field.name, getattr(value, field.name)) for field in fields(value))
     return ()
 
 
-def _collect(parts: Collection[Any], sizes: set[int]) -> None:
-    """Add the sizes of all parts to ``sizes``, recursively."""
-    for part in parts:
+def _sizes(batch: Any) -> Iterator[int]:
+    """Yield the number of samples of each part that has one, at any depth."""
+    for _, part in parts(batch):
         if type(part) in _PLAIN:
             continue
         size = _size(part)
         if size is None:
-            _collect(_parts(part), sizes)
+            yield from _sizes(part)
         else:
-            sizes.add(size)
+            yield size

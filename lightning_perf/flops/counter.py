@@ -2,72 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_perf.flops.compat import Construction, is_recomputation, parts_of
 from lightning_perf.flops.operators import (
-    AUTOCAST,
     CUDNN,
     Formula,
     formula_of,
-    has_own_kernel,
-    is_autocast,
     is_composite,
     qualified_name,
     tf32_is_on,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from types import FrameType
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
-_CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
-_RECOMPUTING = frozenset(["backward", "recompute_fn", "unpack_hook"])
-_AUTOGRAD_BACKWARD = torch.autograd.backward.__code__
-#: Whether the current backward keeps its graph, as it does to be differentiated itself.
-_keeps_graph: Callable[[], bool] = getattr(
-    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
-)
-
-
-def is_recomputation() -> bool:
-    """Whether a forward is recomputed during a backward, by any kind of activation checkpointing.
-
-    A backward runs with gradients disabled, unless it will be differentiated and therefore keeps
-    its graph. Where it does not keep it but gradients are enabled, a function of the graph has
-    enabled them to run a forward again. Otherwise only torch's own checkpointing is recognized.
-    """
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    if torch.is_grad_enabled() and not _keeps_graph():
-        return True
-    frame: FrameType | None = sys._getframe()
-    callee = None
-    while frame is not None:
-        code = frame.f_code
-        # A reentrant checkpoint first recomputes the forward, then runs its backward.
-        if (
-            code.co_name in _RECOMPUTING
-            and code.co_filename == _CHECKPOINT_FILE
-            and callee is not _AUTOGRAD_BACKWARD
-        ):
-            return True
-        frame, callee = frame.f_back, code
-    return False
-
-
-_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _SPARSE = frozenset(
     [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
 )
@@ -107,9 +63,9 @@ class Counts:
         return sum(self.hardware.values())
 
 
-def mean(found: Sequence[Counts]) -> Counts:
+def mean(batches: Sequence[Counts]) -> Counts:
     """The mean of several batches."""
-    return weighted((1 / len(found), each) for each in found)
+    return weighted((1 / len(batches), counts) for counts in batches)
 
 
 def weighted(parts: Iterable[tuple[float, Counts]]) -> Counts:
@@ -169,22 +125,24 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         if self._depth == 0:
-            self._fake_mode = _fake_mode()
+            self._fake_mode = _fake_mode([torch.empty(0, device="cpu")])
             _CONSTRUCTION.patch()
-            self._push()
+            self.begin()
         self._depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._pop()
+            self.end()
             _CONSTRUCTION.restore()
 
-    def _push(self) -> None:
+    def begin(self) -> None:
+        """Count from now on, as the innermost mode."""
         super().__enter__()  # type: ignore[no-untyped-call]
 
-    def _pop(self) -> None:
+    def end(self) -> None:
+        """Stop counting; no other mode may be inside of this one."""
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -200,16 +158,15 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # tensors, which for a DTensor are the share of this rank.
             return NotImplemented
         kwargs = kwargs or {}
+        parts = None
         if is_composite(operator):
-            keys = _dispatch_keys((*args, *kwargs.values()))
-            if not has_own_kernel(operator, keys):
-                with _as_uncounted(operator, keys):
-                    self._push()  # not `with self`, which has no effect inside itself
-                    try:
-                        # Not `operator.decompose`, which prefers decompositions in Python.
-                        return operator._op_dk(_COMPOSITE, *args, **kwargs)
-                    finally:
-                        self._pop()
+            parts = parts_of(operator, [*_tensors((*args, *kwargs.values()))])
+        if parts is not None:
+            self.begin()  # not `with self`, which has no effect inside itself
+            try:
+                return parts(*args, **kwargs)
+            finally:
+                self.end()
         out = operator(*args, **kwargs)
         try:
             self._count(operator, args, out)
@@ -220,7 +177,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, operator: Any, args: tuple[Any, ...], out: object) -> None:
         formula = formula_of(operator)
         # Another fake mode only computes shapes, as DTensor does for global shapes.
-        if formula is None or self.paused or _fake_mode() is not self._fake_mode:
+        if formula is None or self.paused or _fake_mode((*args, out)) is not self._fake_mode:
             return
         dtype, flops = _work(formula, args, out)
         self._tracked += 1
@@ -229,79 +186,13 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._model[dtype] += flops
 
 
-class _Construction:
-    """Lets counted code construct tensors of its own classes, which torch refuses under a mode.
-
-    Replaces ``Tensor.__new__`` while any thread counts.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._counters = Lock(), 0
-        # Another library's replacement, such as DeepSpeed's.
-        self._theirs: Any = None
-
-    def patch(self) -> None:
-        """A counter starts."""
-        # It keeps the Tensor.__new__ of its import, which must be the original. The first operator
-        # under a mode would import it anyway.
-        import torch._dynamo  # noqa: F401
-
-        with self._lock:
-            if not self._counters:
-                self._theirs = vars(Tensor).get("__new__")
-            self._counters += 1
-            Tensor.__new__ = _construct  # type: ignore[method-assign, assignment]
-
-    def restore(self) -> None:
-        """A counter stops."""
-        with self._lock:
-            self._counters -= 1
-            if not self._counters:
-                del Tensor.__new__
-                if self._theirs is not None:
-                    Tensor.__new__ = self._theirs  # type: ignore[method-assign]
+_CONSTRUCTION = Construction(FlopCounter)
 
 
-_CONSTRUCTION = _Construction()
-
-
-def _construct(kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """As ``Tensor.__new__``, outside of the counters of this thread."""
-    mode = _get_current_dispatch_mode()
-    if not isinstance(mode, FlopCounter):
-        return torch._C.TensorBase.__new__(kind, *args, **kwargs)
-    mode._pop()
-    try:
-        return _construct(kind, *args, **kwargs)
-    finally:
-        mode._push()
-
-
-def _dispatch_keys(args: Sequence[Any]) -> DispatchKeySet:
-    keys = DispatchKeySet(DispatchKey.Undefined)
-    for tensor in _tensors(args):
-        keys |= torch._C._dispatch_keys(tensor)
-    return keys
-
-
-@contextmanager
-def _as_uncounted(operator: Any, keys: DispatchKeySet) -> Iterator[None]:
-    """Dispatch the parts of an operator as they would be without a dispatch mode.
-
-    A mode runs after autograd, autocast and view tracking. Under inference_mode, composite
-    operators run before the latter two.
-    """
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    known = AUTOCAST if is_autocast(operator, keys) else DispatchKeySet(DispatchKey.Undefined)
-    restore = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
-    with restore, torch._C._ExcludeDispatchKeyGuard(known):
-        yield
-
-
-def _fake_mode() -> object:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+def _fake_mode(values: Sequence[Any]) -> object:
+    """The mode of the fake tensors among some values; None if all are real."""
+    modes = (getattr(tensor, "fake_mode", None) for tensor in _tensors(values))
+    return next((mode for mode in modes if mode is not None), None)
 
 
 def _work(formula: Formula, args: tuple[Any, ...], out: object) -> tuple[str, int]:

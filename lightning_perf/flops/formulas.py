@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_perf.checks import whole
+from lightning_perf.core.batch import parts
 from lightning_perf.errors import ConfigError
 
 # Names of our fields in other configurations, in the order of lookup.
@@ -113,8 +114,8 @@ class TransformerConfig:
         values: dict[str, Any] = {"swiglu": modern and activation not in _PLAIN, "rms": rms}
         values |= dict.fromkeys(("bias", "positions", "tied"), not modern)
         for field in (one.name for one in fields(cls)):
-            found = (read(name, None) for name in (field, *_ALIASES.get(field, ())))
-            if (value := next((one for one in found if one is not None), None)) is not None:
+            aliases = (read(name, None) for name in (field, *_ALIASES.get(field, ())))
+            if (value := next((size for size in aliases if size is not None), None)) is not None:
                 values[field] = value
         if values.get("experts", 0) in (0, 1):  # dense, whatever the experts per token
             values |= {"experts": 1, "top_k": 1}
@@ -171,10 +172,10 @@ class TransformerConfig:
 def _refuse_others(read: Callable[[str, None], Any], known: Mapping[str, Any]) -> None:
     """Raise ConfigError if a configuration has a field that no formula describes."""
     width, hidden = read("word_embed_proj_dim", None), read("hidden_size", None)
-    found = {name: read(name, None) for name, instead in _REFUSED.items() if instead not in known}
+    refused = {name: read(name, None) for name, instead in _REFUSED.items() if instead not in known}
     if width != hidden:
-        found["word_embed_proj_dim"] = width
-    if unknown := {name: value for name, value in found.items() if value}:
+        refused["word_embed_proj_dim"] = width
+    if unknown := {name: value for name, value in refused.items() if value}:
         problem = f"has {', '.join(unknown)}, which no formula describes"
         raise ConfigError("config", unknown, problem, str(_EXAMPLE))
 
@@ -266,16 +267,16 @@ def check_formula(spec: object) -> BatchFormula | Mapping[str, Any]:
 def _from_mapping(spec: Mapping[str, Any], module: object) -> BatchFormula:
     kind, passes = spec["kind"], spec.get("passes", 3)
     sizes, known_length = _sizes(spec.get("config"), module)
-    found = False
+    seen_ids = False
 
     def flops(batch: Any) -> float:
-        nonlocal found
+        nonlocal seen_ids
         ids = _token_ids(batch)
         if ids is None:
-            if found:  # with several loaders, some may have no token ids
+            if seen_ids:  # with several loaders, some may have no token ids
                 return 0.0
             raise ValueError("the batch has no tensor of token ids")
-        found = True
+        seen_ids = True
         if ids.dim() < 2 and not known_length:
             raise ValueError("neither the batch nor the config has the sequence length")
         config = sizes if ids.dim() < 2 else replace(sizes, sequence=ids.shape[-1])
@@ -288,8 +289,8 @@ def _from_mapping(spec: Mapping[str, Any], module: object) -> BatchFormula:
 def _sizes(config: object, module: object) -> tuple[TransformerConfig, bool]:
     """Return the sizes, and whether they include the sequence length."""
     if config is None:
-        found = (getattr(module, name, None) for name in ("config", "cfg", "hparams"))
-        config = next((one for one in found if one), None)
+        configs = (getattr(module, name, None) for name in ("config", "cfg", "hparams"))
+        config = next(filter(None, configs), None)
     if config is None:
         problem = "needs the sizes of the model: the module has no config and no hparams"
         raise ConfigError("formula", config, problem, "{'kind': 'palm', 'config': {...}}")
@@ -308,14 +309,8 @@ def _token_ids(batch: Any) -> Tensor | None:
 
 
 def _tensors(batch: Any, name: object = "") -> Iterator[tuple[object, Tensor]]:
+    """Yield all tensors of a batch with their keys."""
     if isinstance(batch, Tensor):
         yield name, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _tensors(value, key)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from _tensors(getattr(batch, field.name), field.name)
+    for key, part in parts(batch):
+        yield from _tensors(part, key)

@@ -24,6 +24,7 @@ import torch
 from lightning_perf.cgroup import usable_cpus
 from lightning_perf.errors import DAMAGE
 from lightning_perf.files import parsed, read_bytes, written_whole
+from lightning_perf.flops.compat import multiply_int8
 from lightning_perf.flops.operators import tf32, tf32_is_on
 
 if TYPE_CHECKING:
@@ -57,11 +58,76 @@ _KEPT, _MOST_SETTINGS, _MOST_KEPT_BYTES, _LEAST, _MOST, _CONFIRMED = 3, 100, 1 <
 _MIN_PER_CORE = 1e8
 
 _measured: dict[tuple[torch.device | str, str, int, bool], float | None] = {}
-_now = time.perf_counter
+
+
+class Machine:
+    """Runs and times products on this machine."""
+
+    now = staticmethod(time.perf_counter)
+    cpus = staticmethod(usable_cpus)
+    threads = staticmethod(torch.get_num_threads)
+
+    def product(self, size: int, dtype: torch.dtype, device: torch.device) -> _Product:
+        """Return a product of two square matrices."""
+        # Small numbers of both signs, not denormal, and not random, to leave the user's generators
+        # unchanged. Each row is shifted by one; no further memory of the device is needed.
+        values = (torch.arange(2 * size, device=device) % 13 - 6).to(torch.float32).to(dtype)
+        a = values.unfold(0, size, 1)[:size].contiguous()
+        multiply = multiply_int8 if dtype == torch.int8 else torch.mm
+
+        def run() -> Tensor:
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                return multiply(a, a)
+
+        return run
+
+    def seconds(self, run: _Product, device: torch.device) -> float:
+        """Return the seconds of one product."""
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                begin.record()
+                run()
+                end.record()
+                end.synchronize()
+                return float(begin.elapsed_time(end)) / 1e3
+        synchronize = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
+        synchronize()
+        start = self.now()
+        run()
+        synchronize()
+        return self.now() - start
+
+    def on_one_thread(self, search: Callable[[], float]) -> float | None:
+        """Run a search with one OpenMP thread; return None if that is not possible.
+
+        ``torch.set_num_threads`` would change the whole process permanently: it also switches off
+        MKL's own choice. OpenMP's setting is per thread, so a new thread sets it and ends.
+        """
+        runtimes = openmp()
+        rates: list[float] = []
+
+        def run() -> None:
+            for runtime in runtimes:
+                runtime.omp_set_num_threads(1)
+            rates.append(search())
+
+        if runtimes:
+            thread = threading.Thread(target=run, name="lightning_perf peak")
+            thread.start()
+            thread.join()
+        return rates[0] if rates else None
+
+
+_MACHINE = Machine()
 
 
 def measure_peak(
-    device: torch.device | str, dtype: str, budget_seconds: float = _BUDGET_SECONDS
+    device: torch.device | str,
+    dtype: str,
+    budget_seconds: float = _BUDGET_SECONDS,
+    machine: Machine = _MACHINE,
 ) -> float | None:
     """Measure the best rate of a square matrix product, once per process and setting.
 
@@ -72,12 +138,13 @@ def measure_peak(
         FLOP/s, or None if the device does not exist or does not support the dtype, or if the result
         is implausible, as on a busy machine.
     """
-    key = device, dtype, torch.get_num_threads(), tf32_is_on()
+    key = device, dtype, machine.threads(), tf32_is_on()
     if key not in _measured:
         name, mode = ("float32", tf32()) if dtype == "tf32" else (dtype, nullcontext())
         try:
             with mode:
-                _measured[key] = _rate(getattr(torch, name), torch.device(device), budget_seconds)
+                rate = _rate(getattr(torch, name), torch.device(device), budget_seconds, machine)
+            _measured[key] = rate
         except (RuntimeError, TypeError, AssertionError, AttributeError):
             _measured[key] = None
     return _measured[key]
@@ -153,18 +220,21 @@ def plausible_rate(alone: float | None, together: float, cores: int) -> float | 
     return rate if trusted and rate >= cores * _MIN_PER_CORE else None
 
 
-def _rate(dtype: torch.dtype, device: torch.device, budget: float) -> float | None:
-    make = partial(_product, dtype=dtype, device=device)
+def _rate(
+    dtype: torch.dtype, device: torch.device, budget: float, machine: Machine
+) -> float | None:
+    make = partial(machine.product, dtype=dtype, device=device)
+    best_rate = partial(_best_rate, machine, device)
     if device.type != "cpu":
-        return _best_rate(_SIZES, make, device, budget) or None
-    threads = torch.get_num_threads()
-    cores = min(threads, usable_cpus())
+        return best_rate(_SIZES, make, budget) or None
+    threads = machine.threads()
+    cores = min(threads, machine.cpus())
     # Created here, because this uses all threads; the first product loads the libraries.
     small = {size: make(size) for size in _SIZES_ALONE}
     small[_SIZES_ALONE[0]]()
-    search = partial(_best_rate, _SIZES_ALONE, small.__getitem__, device, _SHARE_ALONE * budget)
-    alone = search() if threads == 1 else _on_one_thread(search)
-    together = _best_rate(_SIZES, make, device, (1.0 - _SHARE_ALONE) * budget)
+    search = partial(best_rate, _SIZES_ALONE, small.__getitem__, _SHARE_ALONE * budget)
+    alone = search() if threads == 1 else machine.on_one_thread(search)
+    together = best_rate(_SIZES, make, (1.0 - _SHARE_ALONE) * budget)
     if alone and cores < threads:
         # A quota stops all threads, but only after a burst on more cores than it grants.
         together = min(together, cores * alone)
@@ -172,37 +242,42 @@ def _rate(dtype: torch.dtype, device: torch.device, budget: float) -> float | No
 
 
 def _best_rate(
-    sizes: Sequence[int], make: Callable[[int], _Product], device: torch.device, budget: float
+    machine: Machine,
+    device: torch.device,
+    sizes: Sequence[int],
+    make: Callable[[int], _Product],
+    budget: float,
 ) -> float:
     """Return the best rate over growing sizes; 0 if no two tries agree."""
-    best, without_gain, deadline = 0.0, 0, _now() + budget
+    best, without_gain, deadline = 0.0, 0, machine.now() + budget
     for size in sizes:
         work = 2 * size**3
-        if best and (1 + _TRIES) * work / best > deadline - _now():
+        if best and (1 + _TRIES) * work / best > deadline - machine.now():
             break
-        began, product = _now(), make(size)
-        _seconds(product, device)  # warm-up: starts the threads, loads a GPU's libraries
+        began = machine.now()
+        seconds = partial(machine.seconds, make(size), device)
+        seconds()  # warm-up: starts the threads, loads a GPU's libraries
         if device.type != "cpu":
             # Each size may load a kernel, and the first one all of cuBLAS: up to seconds.
-            deadline += _now() - began
-        fastest = _fastest(product, device, _SHARE_PER_SIZE * budget, deadline)
+            deadline += machine.now() - began
+        fastest = _fastest(seconds, machine.now, _SHARE_PER_SIZE * budget, deadline)
         rate = work / fastest if fastest else 0.0
         without_gain = 0 if rate > _GAIN * best else without_gain + 1
         best = max(best, rate)
-        if without_gain == _PATIENCE or _now() > deadline:
+        if without_gain == _PATIENCE or machine.now() > deadline:
             break
     return best
 
 
 def _fastest(
-    product: _Product, device: torch.device, enough: float, deadline: float
+    seconds: Callable[[], float], now: Callable[[], float], enough: float, deadline: float
 ) -> float | None:
     """Return the seconds of the fastest try, or None if the second fastest disagrees."""
     tries: list[float] = []
-    end = min(_now() + enough, deadline)
+    end = min(now() + enough, deadline)
     # One try may stall for the whole time limit: make some more then.
-    while _now() < end or len(tries) < _TRIES or not (_agree(tries) or _now() > _LATE + deadline):
-        insort(tries, _seconds(product, device))
+    while now() < end or len(tries) < _TRIES or not (_agree(tries) or now() > _LATE + deadline):
+        insort(tries, seconds())
     return tries[0] if _agree(tries) else None
 
 
@@ -210,61 +285,8 @@ def _agree(tries: Sequence[float]) -> bool:
     return tries[1] <= _AGREEMENT * tries[0]
 
 
-def _product(size: int, dtype: torch.dtype, device: torch.device) -> _Product:
-    # Small numbers of both signs, not denormal, and not random, to leave the user's generators
-    # unchanged. Each row is shifted by one; no further memory of the device is needed.
-    values = (torch.arange(2 * size, device=device) % 13 - 6).to(torch.float32).to(dtype)
-    a = values.unfold(0, size, 1)[:size].contiguous()
-    multiply = torch._int_mm if dtype == torch.int8 else torch.mm
-
-    def run() -> Tensor:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            return multiply(a, a)
-
-    return run
-
-
-def _seconds(run: _Product, device: torch.device) -> float:
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            return float(begin.elapsed_time(end)) / 1e3
-    synchronize = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
-    synchronize()
-    start = time.perf_counter()
-    run()
-    synchronize()
-    return time.perf_counter() - start
-
-
-def _on_one_thread(search: Callable[[], float]) -> float | None:
-    """Run a search with one OpenMP thread; return None if that is not possible.
-
-    ``torch.set_num_threads`` would change the whole process permanently: it also switches off MKL's
-    own choice. OpenMP's setting is per thread, so a new thread sets it and ends.
-    """
-    runtimes = _openmp()
-    found: list[float] = []
-
-    def run() -> None:
-        for runtime in runtimes:
-            runtime.omp_set_num_threads(1)
-        found.append(search())
-
-    if runtimes:
-        thread = threading.Thread(target=run, name="lightning_perf peak")
-        thread.start()
-        thread.join()
-    return found[0] if found else None
-
-
 @cache
-def _openmp() -> list[ctypes.CDLL]:
+def openmp() -> list[ctypes.CDLL]:
     """Return the OpenMP runtimes that this process has loaded, on Linux."""
     try:
         maps = Path("/proc/self/maps").read_text()

@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+
+from lightning_perf.flops.compat import is_registered_composite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -286,44 +287,10 @@ def qualified_name(operator: Any) -> str:
     return name.partition(".")[0].rstrip("_")
 
 
-#: The autocast keys of all devices.
-AUTOCAST = DispatchKeySet(DispatchKey.Undefined)
-for _name, _key in DispatchKey.__members__.items():
-    if _name.startswith("Autocast"):
-        AUTOCAST |= DispatchKeySet(_key)
-
-
 @cache
 def is_composite(operator: Any) -> bool:
     """Whether an operator is composed of others on devices without a kernel for it."""
     namespace = qualified_name(operator).partition("::")[0]
     if namespace == "higher_order" or _LIGHT_NAMESPACE.fullmatch(namespace):
         return False
-    # Operators without a tensor result return sizes and strides: for some subclasses these
-    # decompose into themselves. `_can_decompose` is not used: it includes decompositions in Python,
-    # which apply to tracing only, and it can abort the process outside aten.
-    returns = operator._schema.returns
-    tensors = any("Tensor" in str(one.type) for one in returns)
-    return tensors and _registered(operator.name(), "CompositeImplicitAutograd")
-
-
-def has_own_kernel(operator: Any, keys: DispatchKeySet) -> bool:
-    """Whether a composite operator has a kernel for these dispatch keys, instead of its parts."""
-    backends = keys & torch._C._after_ADInplaceOrView_keyset
-    return _has_kernel(operator.name(), backends) or (
-        keys.has(DispatchKey.AutogradNestedTensor)
-        and _registered(operator.name(), "CompositeImplicitAutogradNestedTensor")
-    )
-
-
-def is_autocast(operator: Any, keys: DispatchKeySet) -> bool:
-    """Whether autocast handles the operator itself, and not its parts."""
-    return _has_kernel(operator.name(), keys & AUTOCAST)
-
-
-def _registered(name: str, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-
-def _has_kernel(name: str, keys: DispatchKeySet) -> bool:
-    return torch._C._dispatch_has_kernel_for_any_dispatch_key(name, keys)
+    return is_registered_composite(operator)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from lightning_perf.flops.compat import fake_modes
 from lightning_perf.flops.counter import Counts, FlopCounter
 from lightning_perf.flops.operators import FORMULAS
 
@@ -209,8 +209,11 @@ def _count(
 ) -> Counts:
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     # Refuse real tensors that were not copied: they would get fake gradients.
-    mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=shapes)
-    shadow, fake = _copy(module, batch, mode, closures)
+    fake_mode, copy_mode = fake_modes()
+    mode = fake_mode(allow_non_fake_inputs=False, shape_env=shapes)
+    with copy_mode(mode):
+        shadow, fake, copies = _copy(module, batch)
+    detach(shadow, wrapped(module) or module, copies, closures)
     # Runs compiled global functions, which cannot be found, without compilation.
     with torch.compiler.set_stance("force_eager"), mode, FlopCounter() as counter:
         loss = step(shadow, fake)
@@ -220,22 +223,21 @@ def _count(
     return counter.counts
 
 
-def _copy(module: Any, batch: Any, mode: FakeTensorMode, closures: list[Counts]) -> tuple[Any, Any]:
+def _copy(module: Any, batch: Any) -> tuple[Any, Any, dict[int, Any]]:
+    """Return a copy of the module that is not compiled, one of the batch, and all copies by id."""
     copies: dict[int, Any] = {
         id(value): None
         for part in module.modules()
         for name in ("_trainer", "_fabric")
         if (value := vars(part).get(name)) is not None
     }
-    with FakeCopyMode(mode):
-        # From the innermost: wrappers may be nested.
-        for wrapper in reversed([part for part in module.modules() if wrapped(part) is not None]):
-            copies[id(wrapper)] = deepcopy(wrapped(wrapper), copies)
-        shadow, fake = deepcopy((module, batch), copies)
-        for part in shadow.modules():
-            _uncompile(part, copies)
-    detach(shadow, wrapped(module) or module, copies, closures)
-    return shadow, fake
+    # From the innermost: wrappers may be nested.
+    for wrapper in reversed([part for part in module.modules() if wrapped(part) is not None]):
+        copies[id(wrapper)] = deepcopy(wrapped(wrapper), copies)
+    shadow, fake = deepcopy((module, batch), copies)
+    for part in shadow.modules():
+        _uncompile(part, copies)
+    return shadow, fake, copies
 
 
 def _uncompile(part: nn.Module, copies: dict[int, Any]) -> None:

@@ -3,9 +3,9 @@
 Batches with equal signatures cost the same FLOPs, unless the model chooses its layers at random or
 trains another network with each batch: some batches are counted again, and if these differ, the
 mean of more of them is used. For other shapes, the sizes that vary independently (samples, lengths,
-nodes, edges, pixels) are the variables of a polynomial with exact coefficients. It is accepted only
-if it predicts held-out counts exactly. Shapes that vary in a way that was not counted are not
-predicted.
+nodes, edges, pixels) are the variables of a polynomial, fitted by least squares. It is accepted
+only if it predicts all counts exactly, held-out ones too. Shapes that vary in a way that was not
+counted are not predicted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from fractions import Fraction
 from inspect import isroutine
 from itertools import product
-from math import prod
 from numbers import Number
 from pathlib import PurePath
 from types import ModuleType
@@ -30,8 +28,10 @@ from uuid import UUID
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Size, Tensor
 
+from lightning_perf.core.batch import parts
 from lightning_perf.flops.counter import Counts, mean
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ _LEAVES = (
     Decimal, PurePath, UUID, np.generic, torch.dtype, torch.device, torch.layout, weakref.ref,
     Number,
 )  # fmt: skip
-_SEQUENCES = (list, tuple, deque)
-_CONTAINERS = (*_SEQUENCES, Mapping)
+_CONTAINERS = (list, tuple, deque, Mapping)
 #: Maximum number of objects to inspect per batch.
 _MOST_OBJECTS = 256
 #: The flag of classes that are created at run time.
@@ -65,9 +64,9 @@ def signature(value: object) -> Signature:
     plain = plain_signature(value)
     if plain is not None:
         return plain
-    parts: list[Any] = []
-    _describe(value, parts, set())
-    return tuple(parts)
+    description: list[Any] = []
+    _describe(value, description, set())
+    return tuple(description)
 
 
 def plain_signature(value: Any) -> Signature | None:
@@ -77,47 +76,44 @@ def plain_signature(value: Any) -> Signature | None:
     value follow from its signature, too.
     """
     kind = type(value)
-    found: list[Any] = [kind]
+    description: list[Any] = [kind]
     if kind is tuple or kind is list:
-        found.append(len(value))
+        description.append(len(value))
     elif kind is dict:
-        found += value
+        description += value
         value = value.values()
     elif kind is Tensor:
-        found, value = [], (value,)
+        description, value = [], (value,)
     else:
         return None
     for item in value:
         if type(item) is not Tensor or item.is_nested:
             return None
-        found += (item.dtype, item.shape)
-    return tuple(found)
+        description += (item.dtype, item.shape)
+    return tuple(description)
 
 
-def _describe(value: Any, parts: list[Any], seen: set[int]) -> None:
+def _describe(value: Any, description: list[Any], seen: set[int]) -> None:
     kind = type(value)
-    parts.append(kind)
+    description.append(kind)
     if isinstance(value, Tensor):
         # A nested tensor has no shape; its cost depends on the number of elements.
-        parts += (value.dtype, Size([value.numel()]) if value.is_nested else value.shape)
+        description += (value.dtype, Size([value.numel()]) if value.is_nested else value.shape)
     elif isinstance(value, _CONTAINERS):
-        items: Iterable[Any] = value
-        if isinstance(value, _SEQUENCES):
-            parts.append(len(value))
-        else:
-            parts.extend(value.keys())  # a mapping may define its own ``+`` and iteration
-            items = value.values()
-        for item in items:
-            _describe(item, parts, seen)
+        items = [*parts(value)]
+        description.append(len(items))
+        for key, item in items:
+            description.append(key)
+            _describe(item, description, seen)
         if kind not in (list, tuple, dict):
             for name, attribute in getattr(value, "__dict__", {}).items():
                 if isinstance(attribute, Tensor):
-                    parts.append(name)
-                    _describe(attribute, parts, seen)
+                    description.append(name)
+                    _describe(attribute, description, seen)
     elif isinstance(value, np.ndarray) or _is_array(value, kind):
-        _describe_array(value, parts, seen)
+        _describe_array(value, description, seen)
     elif not isinstance(value, _LEAVES) and not isroutine(value):
-        _describe_object(value, parts, seen)
+        _describe_object(value, description, seen)
 
 
 def _is_array(value: Any, kind: type) -> bool:
@@ -130,31 +126,31 @@ def _is_array(value: Any, kind: type) -> bool:
     )
 
 
-def _describe_array(array: Any, parts: list[Any], seen: set[int]) -> None:
-    parts += (array.dtype, Size(array.shape))
+def _describe_array(array: Any, description: list[Any], seen: set[int]) -> None:
+    description += (array.dtype, Size(array.shape))
     if not getattr(array.dtype, "hasobject", False):
         return
     # Strings in most cases, but any of them may be a tensor.
     if array.dtype != object or array.size > _MOST_OBJECTS or id(array) in seen:
-        parts.append(object())
+        description.append(object())
         return
     seen.add(id(array))
     for item in np.asarray(array).flat:
-        _describe(item, parts, seen)
+        _describe(item, description, seen)
 
 
-def _describe_object(value: Any, parts: list[Any], seen: set[int]) -> None:
+def _describe_object(value: Any, description: list[Any], seen: set[int]) -> None:
     """Describe an object by its attributes, in ``__dict__`` and slots."""
     if id(value) in seen:  # already described, or a cycle
         return
     seen.add(id(value))
     attributes = None if isinstance(value, Iterator) else _attributes(value)
     if attributes is None or len(seen) > _MOST_OBJECTS:
-        parts.append(object())
+        description.append(object())
         return
-    parts += attributes
+    description += attributes
     for attribute in attributes.values():
-        _describe(attribute, parts, seen)
+        _describe(attribute, description, seen)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
@@ -170,15 +166,18 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 # The exponents of the variables.
 Monomial = tuple[int, ...]
-# The value of each monomial at a point, then that of each polynomial.
-Row = list[Fraction | int]
+#: Whole numbers of any size, by point and monomial or bucket.
+Whole = NDArray[np.object_]
 
 _FEWEST, _EVERY = 8, 4
 # Counts required beyond the number of coefficients.
 _SURPLUS = 2
 _MOST_VARIABLES = 4
-#: The maximum error of a polynomial in floating point, as a share of the largest count.
-_NEARLY = 1e-6
+#: Coefficients are multiples of one part of this number: halves, thirds ... tenths.
+_PARTS = 2520
+#: Each refinement adds some twelve decimal places to the coefficients.
+_REFINEMENTS = 3
+_KINDS = ("model", "hardware")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +193,11 @@ class FlopModel:
     _buckets: Sequence[tuple[str, str]]
     _tracked_operations: int
     _basis: Sequence[Monomial]
-    #: A system of equations in echelon form, by the index of the monomial that only it has.
-    _rows: Mapping[int, Row]
+    #: Indexes of the monomials that varied independently.
+    _independent: Sequence[int]
+    #: By independent monomial: of the FLOPs of each bucket, then of all monomials, which must
+    #: depend on these as they did in the counted batches.
+    _coefficients: Whole
 
     def predict(self, signature: Signature) -> Counts | None:
         """Return the FLOPs of a batch, with the operation count of a counted one.
@@ -208,24 +210,24 @@ class FlopModel:
         moved = [size - first for size, first in zip(sizes, self._origin, strict=True)]
         if any(moved[i] != moved[like] for i, like in enumerate(self._like)):
             return None
-        monomials = _monomials(_variables(sizes, self._like), self._basis)
-        row = _reduced([*monomials, *[0] * len(self._buckets)], self._rows)
-        flops = [-value for value in row[len(monomials) :]]
-        # Otherwise it is no combination of the counted batches.
-        valid = all(value >= 0 and value.denominator == 1 for value in flops)
-        if not valid or any(row[: len(monomials)]):
+        monomials = _monomials([_variables(sizes, self._like)], self._basis)
+        values = (monomials[:, self._independent] @ self._coefficients)[0]
+        flops = values[: len(self._buckets)]
+        # Otherwise the batch is no combination of the counted ones.
+        alike = (values[len(flops) :] == _PARTS * monomials[0]).all()
+        if not alike or any(flops % _PARTS) or any(flops < 0):
             return None
-        kinds: dict[str, dict[str, int]] = {"model": {}, "hardware": {}}
+        kinds: dict[str, dict[str, int]] = {kind: {} for kind in _KINDS}
         for (kind, dtype), value in zip(self._buckets, flops, strict=True):
-            kinds[kind][dtype] = int(value)
+            kinds[kind][dtype] = value // _PARTS
         return Counts(**kinds, tracked_operations=self._tracked_operations)
 
 
 def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
     """Fit a polynomial in the sizes to counted FLOPs; None if no polynomial fits.
 
-    At least eight signatures must differ in sizes only. Every fourth count is held out and must be
-    predicted exactly from the others.
+    At least eight signatures must differ in sizes only. Every fourth count is held out of the least
+    squares. All counts must be predicted exactly.
     """
     if not known:
         return None
@@ -236,23 +238,27 @@ def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
     sizes = [_sizes(one) for one in chosen]
     moves = [tuple(size - column[0] for size in column) for column in zip(*sizes, strict=True)]
     like = [moves.index(move) for move in moves]
-    found, kinds = list(chosen.values()), ("model", "hardware")
-    buckets = sorted({(kind, dtype) for c in found for kind in kinds for dtype in getattr(c, kind)})
+    buckets = sorted({
+        (kind, dtype) for one in chosen.values() for kind in _KINDS for dtype in getattr(one, kind)
+    })  # fmt: skip
 
     def flops(counts: Counts) -> list[int]:
         return [getattr(counts, kind).get(dtype, 0) for kind, dtype in buckets]
 
-    points = [(_variables(one, like), flops(c)) for one, c in zip(sizes, found, strict=True)]
-    rest = [point for i, point in enumerate(points) if (i + 1) % _EVERY]
-    held_out = list(chosen.items())[_EVERY - 1 :: _EVERY]
-    for basis in _bases(len(points[0][0])):
-        possible = len(basis) <= len(rest) and _nearly_fits(basis, rest)
-        rows = _equations(basis, rest) if possible else None
-        if rows is None or len(rows) + _SURPLUS > len(rest):
+    variables = [_variables(one, like) for one in sizes]
+    counted = np.array([flops(counts) for counts in chosen.values()], object)
+    fitted = np.arange(1, len(chosen) + 1) % _EVERY != 0
+    operations = next(iter(chosen.values())).tracked_operations
+    for basis in _bases(len(variables[0])):
+        monomials = _monomials(variables, basis)
+        independent = _independent(monomials[fitted])
+        if len(independent) + _SURPLUS > fitted.sum():
             continue
-        operations = found[0].tracked_operations
-        model = FlopModel(template, sizes[0], like, buckets, operations, basis, rows)
-        predictions = ((model.predict(one), counts) for one, counts in held_out)
+        targets = np.hstack([counted, monomials])[fitted]
+        coefficients = _least_squares(monomials[fitted][:, independent], targets)
+        polynomials = (basis, independent, coefficients)
+        model = FlopModel(template, sizes[0], like, buckets, operations, *polynomials)
+        predictions = ((model.predict(one), counts) for one, counts in chosen.items())
         if all(guess is not None and flops(guess) == flops(true) for guess, true in predictions):
             return model
     return None
@@ -295,49 +301,42 @@ def _bases(variables: int) -> Iterator[list[Monomial]]:
     yield squares
 
 
-def _nearly_fits(basis: Sequence[Monomial], points: Sequence[tuple[list[int], list[int]]]) -> bool:
-    """Whether a polynomial nearly goes through all points; exact numbers take 50 times as long."""
-    values = np.array([_monomials(one, basis) for one, _ in points], float)
-    values /= np.maximum(values.max(axis=0), 1.0)
-    flops = np.array([each for _, each in points], float)
-    coefficients, *_ = np.linalg.lstsq(values, flops, rcond=None)
-    return bool(np.abs(values @ coefficients - flops).max() <= _NEARLY * flops.max())
+def _monomials(variables: Sequence[Sequence[int]], basis: Sequence[Monomial]) -> Whole:
+    """Return the value of each monomial of the basis, by point."""
+    powers = np.array(variables, object)[:, None] ** np.array(basis, object)
+    values: Whole = powers.prod(axis=2)
+    return values
 
 
-def _equations(
-    basis: Sequence[Monomial], points: Sequence[tuple[list[int], list[int]]]
-) -> Mapping[int, Row] | None:
-    """Return the rows of the polynomials through all points, or None if there are none."""
-    rows: dict[int, Row] = {}
-    for values, flops in points:
-        row = _reduced([*_monomials(values, basis), *flops], rows)
-        lead = next((i for i, value in enumerate(row) if value), None)
-        if lead is None:
-            continue
-        if lead >= len(basis):
-            return None
-        row = [Fraction(value) / row[lead] for value in row]
-        rows = {i: _reduced(each, {lead: row}) for i, each in rows.items()} | {lead: row}
-    # Whole numbers are ten times as fast as fractions.
-    return {
-        i: [int(value) if value.denominator == 1 else value for value in row]
-        for i, row in rows.items()
-    }
+def _scaled(values: Whole) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return columns that are divided by their largest value, and these values."""
+    largest = np.maximum(values.max(axis=0), 1).astype(float)
+    return values.astype(float) / largest, largest
 
 
-def _monomials(values: Sequence[int], basis: Sequence[Monomial]) -> list[int]:
-    return [prod(v**power for v, power in zip(values, one, strict=True)) for one in basis]
+def _independent(values: Whole) -> list[int]:
+    """Return the columns that do not follow from others, the smaller of those that do."""
+    scaled, largest = _scaled(values)
+    kept: list[int] = []
+    for column in np.argsort(largest, kind="stable").tolist():
+        if np.linalg.matrix_rank(scaled[:, [*kept, column]]) > len(kept):
+            kept.append(column)
+    return kept
 
 
-def _reduced(row: Row, rows: Mapping[int, Row]) -> Row:
-    """Return a row minus the multiples of others that clear their leading monomials."""
-    row = list(row)
-    for lead, other in rows.items():
-        if factor := row[lead]:
-            for i, value in enumerate(other):
-                if value:
-                    row[i] -= factor * value
-    return row
+def _least_squares(values: Whole, targets: Whole) -> Whole:
+    """Return the coefficients of all targets, multiplied by ``_PARTS`` and rounded.
+
+    What they leave is computed in whole numbers and fitted again, so that counts with more digits
+    than a float are exact, too.
+    """
+    scaled, largest = _scaled(values)
+    coefficients: Whole = np.zeros((values.shape[1], targets.shape[1]), object)
+    for _ in range(_REFINEMENTS):
+        left = _PARTS * targets - values @ coefficients
+        step, *_ = np.linalg.lstsq(scaled, left.astype(float), rcond=None)
+        coefficients = coefficients + np.frompyfunc(round, 1, 1)(step / largest[:, None])
+    return coefficients
 
 
 #: Shapes that are counted before others are predicted, and at most.
@@ -371,7 +370,7 @@ class FlopCache:
     #: Size of ``counts`` at the last fit.
     fitted_at: int = 0
     # The counts of each signature, in the order of the batches.
-    _found: dict[Signature, list[Counts]] = field(default_factory=dict)
+    _samples: dict[Signature, list[Counts]] = field(default_factory=dict)
     _recounts: int = 0
     _differ: bool = False
     _checking: bool = False
@@ -380,7 +379,7 @@ class FlopCache:
 
     def cost(self, signature: Signature) -> BatchCost | None:
         """Return the cost of a signature, or None if it is new or must be counted again."""
-        if self.recount_after is not None and signature in self._found:
+        if self.recount_after is not None and signature in self._samples:
             if not self.recount_after:
                 return None
             self.recount_after -= 1
@@ -392,16 +391,16 @@ class FlopCache:
         The very first batch is left out if others were counted: it is the least typical one. Of
         costs that repeat, whole cycles are averaged.
         """
-        found = self._found.setdefault(signature, [])
-        if self._checking and found:
+        samples = self._samples.setdefault(signature, [])
+        if self._checking and samples:
             self._checking, self.recount_after = False, None
-            if any(counts.model == each.model for each in found):
+            if any(counts.model == sample.model for sample in samples):
                 return self.counts[signature]
             self._forget()
-            found = self._found.setdefault(signature, [])
-        elif found:
+            samples = self._samples.setdefault(signature, [])
+        elif samples:
             self._recounts += 1
-            self._differ = self._differ or counts.model != found[0].model
+            self._differ = self._differ or counts.model != samples[0].model
             if self._recounts == (_MORE_RECOUNTS if self._differ else _RECOUNTS):
                 self.recount_after = None
         elif self.predictor is not None:
@@ -410,9 +409,9 @@ class FlopCache:
             if predicted is not None and predicted.model != counts.model:
                 self.predictor = None
                 self.costs = {one: self.costs[one] for one in self.costs.keys() & self.counts}
-        found.append(counts)
-        first = signature == next(iter(self._found)) and len(found) > 1
-        self.counts[signature] = mean(_cycles(found[first:]))
+        samples.append(counts)
+        first = signature == next(iter(self._samples)) and len(samples) > 1
+        self.counts[signature] = mean(_cycles(samples[first:]))
         return self.counts[signature]
 
     @property
@@ -429,12 +428,12 @@ class FlopCache:
 
     def check(self) -> None:
         """Count one more batch soon, to see whether the costs have changed."""
-        if self.recount_after is None and self._found:
+        if self.recount_after is None and self._samples:
             self._checking, self.recount_after = True, _CHECKED_AFTER
 
     def _forget(self) -> None:
         """Start anew with what has changed."""
-        for known in (self.counts, self.costs, self._found):
+        for known in (self.counts, self.costs, self._samples):
             known.clear()
         self.predictor, self.fitted_at = None, 0
         self.recount_after, self._recounts, self._differ = 0, 0, False
@@ -460,11 +459,11 @@ class FlopCache:
         self.costs[signature] = cost
 
 
-def _cycles(found: Sequence[Counts]) -> Sequence[Counts]:
+def _cycles(samples: Sequence[Counts]) -> Sequence[Counts]:
     """Counts without the last ones that do not complete a cycle, if they repeat."""
-    kinds = [(each.model, each.hardware) for each in found]
+    kinds = [(counts.model, counts.hardware) for counts in samples]
     length = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
-    return found[: len(found) // length * length]
+    return samples[: len(samples) // length * length]
 
 
 def _within(signature: Signature, known: Iterable[Signature]) -> bool:

@@ -168,6 +168,26 @@ def test_many_large_sizes_are_predicted():
     ]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "cost"),
+    [
+        (lambda b, k: (b, 9 * k, 16 * k, 0), lambda b, k: 2 * 54321 * b * 9 * k * 16 * k),
+        (lambda b, k: (b, 160 * k, k, 0), lambda b, k: b * (77 * k + 2 * 160 * k + 6 * k * k)),
+        (lambda b, k: (k, 0), lambda b, k: 15 * k * (k - 1) // 2 + 9 * k),
+        (lambda b, k: (b, 128 * (1 + k % 2)), lambda b, k: b * 128 * (1 + k % 2) * 10**9),
+    ],
+    ids=["one aspect ratio", "samples and frames", "pairs", "two lengths"],
+)
+def test_sizes_in_a_fixed_ratio_are_predicted(sizes, cost):
+    """Sizes that are multiples of each other, halves and few different sizes are exact, too."""
+    draw = random.Random(0)
+    pairs = {(draw.randrange(1, 9), draw.randrange(2, 90)) for _ in range(60)}
+    counts = {signature(torch.empty(sizes(*pair))): cost(*pair) for pair in pairs}
+    some = [*counts.items()][:16]
+    model = fit({one: Counts(*2 * [{"float32": flops}]) for one, flops in some})
+    assert all(model.predict(one).model_flops == flops for one, flops in counts.items())
+
+
 def test_collinear_sizes_are_not_separated():
     """If edges were always twice the nodes, other graphs are not predicted."""
     pairs = [(torch.empty(n, 4), torch.empty(2 * n)) for n in range(2, 20)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_perf.flops import measure
-from lightning_perf.flops.measure import measure_peak, plausible_rate
+from lightning_perf.flops.measure import Machine, measure_peak, openmp, plausible_rate
 from lightning_perf.flops.operators import tf32_is_on
 from lightning_perf.flops.peaks import resolve_peak
 
@@ -67,36 +67,44 @@ def test_devices_without_matrix_products_have_no_peak(device, dtype):
     assert measure_peak(device, dtype, budget_seconds=0.01) is None
 
 
-class Machine:
+class Simulated(Machine):
     """A simulated CPU: small products are slow to launch, some calls stall, threads may wait."""
 
-    RATE, LAUNCH, STALL = 100e9, 1e-4, 0.005
+    def __init__(
+        self,
+        stalls=lambda call: False,
+        threads=1,
+        waiting=1.0,
+        cpus=99,
+        rate=100e9,
+        launch=1e-4,
+        stall=0.005,
+    ):
+        self.calls, self.elapsed, self.sizes = 0, 0.0, []
+        self.stalls, self.waiting, self.alone = stalls, waiting, False
+        self.rate, self.launch, self.stall = rate, launch, stall
+        self.now, self.cpus, self.threads = lambda: self.elapsed, lambda: cpus, lambda: threads
 
-    def __init__(self, monkeypatch, stalls=lambda call: False, threads=1, waiting=1.0, cpus=99):
-        self.calls, self.seconds, self.sizes = 0, 0.0, []
-        self.stalls, self.threads, self.waiting = stalls, threads, waiting
-        self.alone = False
-        monkeypatch.setattr(measure, "_product", lambda size, **_: lambda: size)
-        monkeypatch.setattr(measure, "_seconds", self.time)
-        monkeypatch.setattr(measure, "_now", lambda: self.seconds)
-        monkeypatch.setattr(measure, "_on_one_thread", self.on_one_thread)
-        monkeypatch.setattr(measure, "usable_cpus", lambda: cpus)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    def product(self, size, dtype, device):
+        return lambda: size
 
-    def time(self, product, _device):
+    def seconds(self, run, device):
         self.calls += 1
-        self.sizes.append(product())
-        factor = 1 if self.alone else self.waiting / self.threads
-        seconds = self.LAUNCH + factor * 2 * product() ** 3 / self.RATE
-        seconds += self.STALL * bool(self.stalls(self.calls))
-        self.seconds += seconds
+        self.sizes.append(run())
+        factor = 1 if self.alone else self.waiting / self.threads()
+        seconds = self.launch + factor * 2 * run() ** 3 / self.rate
+        seconds += self.stall * bool(self.stalls(self.calls))
+        self.elapsed += seconds
         return seconds
 
     def on_one_thread(self, search):
         self.alone = True
-        found = search()
+        rate = search()
         self.alone = False
-        return found
+        return rate
+
+    def peak(self, device=CPU, dtype="float32", budget_seconds=0.05):
+        return measure_peak(device, dtype, budget_seconds, self)
 
 
 @pytest.mark.parametrize(
@@ -109,44 +117,45 @@ class Machine:
     ],
     ids=["never", "at first", "every other", "four of five"],
 )
-def test_stalls_do_not_affect_the_result(monkeypatch, stalls):
+def test_stalls_do_not_affect_the_result(stalls):
     """With stalls, the peak is found within 2 % and in bounded time."""
-    machine = Machine(monkeypatch, stalls)
-    assert measure_peak(CPU, "float32", 2.0) == pytest.approx(machine.RATE, rel=0.02)
-    assert machine.seconds < 3
+    machine = Simulated(stalls)
+    assert machine.peak(budget_seconds=2.0) == pytest.approx(machine.rate, rel=0.02)
+    assert machine.elapsed < 3
 
 
 @pytest.mark.parametrize("waiting", [1, 1.2, 3, 1000])
-def test_waiting_threads_do_not_affect_the_result(monkeypatch, waiting):
+def test_waiting_threads_do_not_affect_the_result(waiting):
     """On a busy machine the peak is that of single threads, not a thousandth of it."""
-    machine = Machine(monkeypatch, threads=4, waiting=waiting)
-    assert measure_peak(CPU, "float32") == pytest.approx(4 * machine.RATE, rel=0.3)
+    machine = Simulated(threads=4, waiting=waiting)
+    assert machine.peak() == pytest.approx(4 * machine.rate, rel=0.3)
 
 
 @pytest.mark.parametrize("waiting", [1, 16])
-def test_a_container_has_the_peak_of_its_quota(monkeypatch, waiting):
+def test_a_container_has_the_peak_of_its_quota(waiting):
     """64 threads on a quota of 4 CPUs reach that of 4, though they run on 64 in a burst."""
-    machine = Machine(monkeypatch, threads=64, waiting=waiting, cpus=4)
-    assert measure_peak(CPU, "float32") == pytest.approx(4 * machine.RATE, rel=0.3)
+    machine = Simulated(threads=64, waiting=waiting, cpus=4)
+    assert machine.peak() == pytest.approx(4 * machine.rate, rel=0.3)
 
 
-def test_a_long_stall_extends_the_search(monkeypatch):
+def test_a_long_stall_extends_the_search():
     """If the first tries stall for longer than the budget, more are made."""
-    monkeypatch.setattr(Machine, "STALL", 0.1)
-    machine = Machine(monkeypatch, lambda call: call in (1, 2, 4))
-    assert measure_peak(CPU, "float32") == pytest.approx(machine.RATE, rel=0.5)
+    machine = Simulated(lambda call: call in (1, 2, 4), stall=0.1)
+    assert machine.peak() == pytest.approx(machine.rate, rel=0.5)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_machine_that_always_stalls_is_refused(monkeypatch, seed):
+def test_a_machine_that_always_stalls_is_refused(seed):
     """If no two tries agree, there is no peak and the search ends."""
     draw = random.Random(seed)
-    monkeypatch.setattr(Machine, "STALL", 1.0)
-    machine = Machine(monkeypatch, lambda call: True, threads=2)
-    times = machine.time
-    monkeypatch.setattr(measure, "_seconds", lambda *args: times(*args) * 10 ** draw.uniform(0, 9))
-    assert measure_peak(CPU, "float32") is None
-    assert machine.seconds < 20
+
+    class Stalling(Simulated):
+        def seconds(self, *args):
+            return super().seconds(*args) * 10 ** draw.uniform(0, 9)
+
+    machine = Stalling(lambda call: True, threads=2, stall=1.0)
+    assert machine.peak() is None
+    assert machine.elapsed < 20
 
 
 @pytest.mark.parametrize(
@@ -167,47 +176,43 @@ def test_plausible_rate(alone, together, expected):
     assert plausible_rate(alone, together, 2) == expected
 
 
-def test_the_search_ends_without_improvement(monkeypatch):
+def test_the_search_ends_without_improvement():
     """If small products are as fast, large ones are not tried."""
-    monkeypatch.setattr(Machine, "LAUNCH", 0.0)
-    machine = Machine(monkeypatch)
-    assert measure_peak(CPU, "float32") == pytest.approx(machine.RATE)
+    machine = Simulated(launch=0.0)
+    assert machine.peak() == pytest.approx(machine.rate)
     assert max(machine.sizes) == 512
-    assert machine.seconds < 0.1
+    assert machine.elapsed < 0.1
 
 
-def test_a_slow_device_costs_no_more_than_the_budget(monkeypatch):
+def test_a_slow_device_costs_no_more_than_the_budget():
     """A size that exceeds the remaining time is not tried."""
-    monkeypatch.setattr(Machine, "RATE", 1e9)
-    machine = Machine(monkeypatch)
-    assert measure_peak(CPU, "float32", budget_seconds=1.0) == pytest.approx(1e9, rel=0.05)
-    assert machine.seconds < 1.1
+    machine = Simulated(rate=1e9)
+    assert machine.peak(budget_seconds=1.0) == pytest.approx(1e9, rel=0.05)
+    assert machine.elapsed < 1.1
 
 
-def test_loading_libraries_does_not_use_up_the_time(monkeypatch):
+def test_loading_libraries_does_not_use_up_the_time():
     """A GPU's first product of each size may load libraries for longer than the time limit."""
-    monkeypatch.setattr(Machine, "RATE", 5e14)
-    monkeypatch.setattr(Machine, "LAUNCH", 1e-5)
-    monkeypatch.setattr(Machine, "STALL", 0.3)
-    machine = Machine(monkeypatch, lambda _: machine.sizes.count(machine.sizes[-1]) == 1)
-    assert measure_peak(torch.device("cuda"), "float16") == pytest.approx(5e14, rel=0.05)
+    first = lambda _: machine.sizes.count(machine.sizes[-1]) == 1  # noqa: E731
+    machine = Simulated(first, rate=5e14, launch=1e-5, stall=0.3)
+    assert machine.peak(torch.device("cuda"), "float16") == pytest.approx(5e14, rel=0.05)
 
 
-def test_the_single_thread_search_uses_one_thread(monkeypatch):
+def test_the_single_thread_search_uses_one_thread():
     """It does not change the thread count afterwards."""
     seen = []
-    openmp = measure._openmp()
-    if not openmp:
+    runtimes = openmp()
+    if not runtimes:
         pytest.skip("no OpenMP runtime was found")
-    before = torch.get_num_threads(), openmp[0].omp_get_max_threads()
+    before = torch.get_num_threads(), runtimes[0].omp_get_max_threads()
 
     def search():
-        seen.append(openmp[0].omp_get_max_threads())
+        seen.append(runtimes[0].omp_get_max_threads())
         return 7.0
 
-    assert measure._on_one_thread(search) == 7.0
+    assert Machine().on_one_thread(search) == 7.0
     assert seen == [1]
-    assert (torch.get_num_threads(), openmp[0].omp_get_max_threads()) == before
+    assert (torch.get_num_threads(), runtimes[0].omp_get_max_threads()) == before
 
 
 @pytest.mark.gpu

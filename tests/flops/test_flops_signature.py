@@ -159,6 +159,13 @@ def test_containers_distinguish_batches():
     assert signature({"x": x}) != signature({"y": x})
 
 
+def test_nesting_distinguishes_batches():
+    """Where an inner container ends is part of the signature."""
+    x = torch.zeros(2, 3)
+    assert len({signature(batch) for batch in ([[x], x, x], [[x, x], x], [[x, x, x]])}) == 3
+    assert len({signature(batch) for batch in ([{"a": x}, x], [{"a": x, 1: x}])}) == 2
+
+
 def test_other_values_count_by_their_type():
     """Numbers, strings and flags count by type; None differs from a value."""
     x = torch.zeros(2)
