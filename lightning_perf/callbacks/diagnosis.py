@@ -249,10 +249,14 @@ class Diagnosis(WindowCallback):
 
     def _add_steps(self, stage: str, records: Sequence[BatchRecord]) -> None:
         if stage == "train":
-            first = next((record[0] for record in records if record[5]), None)
+            first = next((record.seconds for record in records if record.first), None)
             steps = [
-                (nan if slowed else seconds, nan if cost is None else cost.total, begins)
-                for seconds, _, _, cost, slowed, _, begins in records
+                (
+                    nan if record.slowed else record.seconds,
+                    nan if record.cost is None else record.cost.total,
+                    record.begins_epoch,
+                )
+                for record in records
             ]
             self._record.add_steps(steps, first)
 

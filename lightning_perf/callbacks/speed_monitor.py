@@ -140,9 +140,9 @@ class SpeedMonitor(WindowCallback):
 
     def _watch_pace(self, stage: str, records: Sequence[BatchRecord]) -> None:
         if stage == "train" and self._remaining is not None:
-            for seconds, _, _, _, slowed, first, _ in records:
-                if not (slowed or first):
-                    self._remaining.add(seconds)
+            for record in records:
+                if record.timed:
+                    self._remaining.add(record.seconds)
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:

@@ -248,8 +248,6 @@ class PerfCallback(Callback):
             return {"progress": self._loaded}
         if not self.keeps_progress or self._progress is None:
             return {}
-        if self._context is not None:
-            self._run_shared(self._context.tracker.count)
         return {"progress": self._progress.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -290,8 +288,6 @@ class PerfCallback(Callback):
             return
         if context.is_forked:
             return
-        self._run_shared(context.tracker.count)
-        self._run_shared(context.windows.gatherer.flush)
         for part in self.parts:
             part.call(part.close, context, reason)
         self._detach()
@@ -324,7 +320,6 @@ class PerfCallback(Callback):
         context = self._driven
         if context is None or context.stage != stage:
             return
-        self._run_shared(context.tracker.count)
         for part in self.parts:
             part.call(part.on_end, context)
         if context.members[-1] is self:

@@ -100,8 +100,7 @@ class RunContext:
         self._patches.wrap_in_context(epoch, "run", partial(_batches_of_epoch, this))
         for loop, *stages in compat.evaluation_loops(trainer):
             self._patches.wrap_in_context(loop, "run", partial(_evaluation, this, *stages))
-        for owner, method, patch in compat.step_arguments(trainer):
-            self._patches.wrap(owner, method, patch)
+        self._patches.wrap(epoch, "_build_kwargs", compat.StepArguments)
         for worker in (self.worker, self.file_worker):  # freed without a close: threads end
             weakref.finalize(self, worker.close, 0.0).atexit = False
         # Registered again for each run, to run before handlers registered since the last one.
@@ -200,13 +199,11 @@ class RunContext:
     @property
     def timestamp(self) -> Timestamp:
         """The progress of the current stage."""
-        self.tracker.count()
         return self.counters.timestamp()
 
     @property
     def moment(self) -> Moment:
         """The current moment, before the next batch."""
-        self.tracker.count()
         return self.stages.moment
 
     @property
@@ -234,8 +231,6 @@ class RunContext:
 
     def enter(self, stage: str) -> None:
         """A stage starts."""
-        self.tracker.count()
-        self.windows.gatherer.flush()
         self.spans.enter(stage)
         if self.tracker.counter is None:
             self.tracker.counter = BatchCounter([self.module, *self._data_owners])
@@ -287,9 +282,6 @@ class RunContext:
 
     def end_epoch(self) -> None:
         """An epoch of training has ended."""
-        self.tracker.count()
-        self.tracker.restart()
-        self.windows.gatherer.flush()
         self.meter.resume(self.stage)
         self.counters.end_epoch()
 
@@ -297,9 +289,7 @@ class RunContext:
         """Report what callbacks of Lightning monitor, before they read it."""
         offered = any(getattr(part, "monitored", False) for part in self.parts)
         if offered and compat.monitored(self.trainer):
-            self.tracker.count()
             self.windows.report(self, False, monitored=True)
-            self.windows.gatherer.flush()
             wait_until(self.windows.gatherer.poll, GATHER_TIMEOUT)
             compat.complete_monitored(self.trainer)
 

@@ -78,8 +78,7 @@ def _batch_end(stage: str) -> Callable[..., None]:
             return
         if context.members[0] is self:
             try:
-                if not context.tracker.end(batch):
-                    return
+                context.tracker.end(batch)
             except Exception as error:
                 self._disable_all("end_batch", error)
         for part in self._after_batch_parts:

@@ -18,8 +18,6 @@ from lightning_perf.callbacks.speed_monitor import RemainingTime
 from lightning_perf.core.progress import Limits, Timestamp
 from lightning_perf.run import batch_tracker, stages
 
-pytestmark = pytest.mark.usefixtures("no_hold")
-
 KEY = "time/remaining_estimate"
 #: Seconds per training batch, and per validation of four batches.
 BATCH, VALIDATION = 0.5, 8.0
