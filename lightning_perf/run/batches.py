@@ -50,7 +50,7 @@ class Sums(NamedTuple):
     """Running totals of timed batches: neither the first of a stage nor slowed by counting."""
 
     seconds: float = 0.0
-    count: int = 0
+    batches: int = 0
     samples: float = 0
     tokens: float = 0
     flops: float = 0.0
@@ -191,7 +191,7 @@ class BatchTotals:
         self.fold(stage)
         found = self._stages[stage]
         found.late.clear()
-        if found.slowed and not found.edges[-1].count and stage not in self._explained:
+        if found.slowed and not found.edges[-1].batches and stage not in self._explained:
             self._explained.add(stage)
             rank_zero_info(_ALL_SLOWED.format(stage))
 
@@ -215,7 +215,7 @@ class BatchTotals:
         A stage without a timed batch gives those that were slowed down, without their FLOPs.
         """
         edges = self._stages[stage].edges
-        if not edges[-1].count:
+        if not edges[-1].batches:
             slowed = _Stage(size)
             _add(slowed, self._stages[stage].slowed)
             edges = slowed.edges

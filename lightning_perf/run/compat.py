@@ -100,12 +100,8 @@ class StepArguments(MethodPatch):
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
-        names = [*signature(original).parameters]
-        if not original.__module__.startswith(PACKAGES) or names != [
-            "kwargs",
-            "batch",
-            "batch_idx",
-        ]:
+        names = " ".join(signature(original).parameters)
+        if not original.__module__.startswith(PACKAGES) or names != "kwargs batch batch_idx":
             raise TypeError(f"unknown method {original!r}")
         super().__init__(original)
         self._trainer: Trainer = original.__self__.trainer  # type: ignore[attr-defined]

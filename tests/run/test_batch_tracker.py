@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from helpers.small import FLOPS_PER_SAMPLE, Records, Small, trainer
 from torch import Tensor
