@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
 SECONDS_PER_UNIT = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
-#: A batch that takes this many times as long as the mean of the earlier ones is a stall.
-_STALL = 5.0
 #: Tolerance: the mean interval between validations may be inexact.
 _ALMOST = 1e-6
 
@@ -150,9 +148,10 @@ class SpeedMonitor(WindowCallback):
         batches = window.least(f"{prefix}batch/count")
         timed = window.since_start("batch/count") > 0
         context = self._context
-        # A monitor must see a value, also in an epoch that is shorter than the window.
-        watched = context is not None and compat.monitored(context.trainer)
-        full = timed and batches >= (1 if watched else self.window_size)
+        full = timed and batches >= self.window_size
+        if timed and batches and not full:
+            # A monitor must see a value, also in an epoch that is shorter than the window.
+            full = context is not None and bool(compat.monitored(context.trainer))
         if window.at_end:
             if stage == "train" and stage in self._reported:
                 missing = window.own("progress/validation_seconds") > self._validated

@@ -240,8 +240,8 @@ def monitored(trainer: Trainer) -> set[str]:
     found = {getattr(each, "monitor", None) for each in callbacks}
     strategy = getattr(trainer, "strategy", None)
     found |= {each.monitor for each in getattr(strategy, "lr_scheduler_configs", ())}
-    names = [getattr(each, "filename", None) or "" for each in callbacks]
-    return {key for key in _SHOWN if key in found or any("{" + key in str(n) for n in names)}
+    names = " ".join(str(getattr(each, "filename", None)) for each in callbacks)
+    return {key for key in _SHOWN if key in found or "{" + key in names}
 
 
 def complete_monitored(trainer: Trainer) -> None:

@@ -245,7 +245,10 @@ def _mlflow_name(run: MlflowRun, worker: Worker) -> str:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics without NaN and infinity, as floats."""
-    return {key: float(value) for key, value in metrics.items() if isfinite(value)}
+    found = dict(zip(metrics, map(float, metrics.values()), strict=True))
+    if not all(map(isfinite, found.values())):
+        found = {key: value for key, value in found.items() if isfinite(value)}
+    return found
 
 
 def _trace_run(context: RunContext, prefix: str | None) -> TraceRun:

@@ -6,14 +6,15 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import filter as matching
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from math import inf, nan
+from operator import sub
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from lightning_perf.core.window import Increase, Rows, Window
+from lightning_perf.core.window import Columns, Increase, Rows, Window
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.run.collective import LAST, Gatherer
 from lightning_perf.run.history import History, Point, table_totals
@@ -105,7 +106,7 @@ class Windows:
         self.sources: dict[str, Callable[[], Signal]] = {}
         self._signals: dict[str, Signal] = {}
         # The position of each column in a row, of the first one of each signal, and of gauges.
-        self._columns: dict[str, int] = {}
+        self._columns = Columns()
         self._begin: dict[Signal, int] = {}
         self._gauges: list[int] = []
         # By stage: what was measured last, and where the columns count from.
@@ -135,13 +136,13 @@ class Windows:
             example = (columns if isinstance(columns, str) else "timings/forward",)
             problem = "is not a tuple or list of names"
             raise ConfigError("columns", columns, problem, repr(example))
-        names, signals = dict[str, int](), dict[Signal, None]()
+        names, signals = Columns(), dict[Signal, None]()
         for pattern in columns:
             signal = self._signal(pattern)
             found = matching(signal.columns, pattern)
             if not found:
                 raise _unknown_column(pattern, signal.columns)
-            names |= {name: self._columns[name] for name in found}
+            names.update({name: self._columns[name] for name in found})
             signals[signal] = None
         most, count = self.gatherer.width, len(self._columns)
         if count > most and not self._alone:
@@ -158,7 +159,7 @@ class Windows:
             signal = self._signals[prefix] = self.sources[prefix]()
             if signal not in self._begin:  # it may have several prefixes
                 begin = self._begin[signal] = len(self._columns)
-                self._columns |= {name: at for at, name in enumerate(signal.columns, begin)}
+                self._columns.update({name: at for at, name in enumerate(signal.columns, begin)})
                 gauges = (name in signal.gauges for name in signal.columns)
                 self._gauges += [at for at, gauge in enumerate(gauges, begin) if gauge]
         return self._signals[prefix]
@@ -225,7 +226,7 @@ class Windows:
         context.batches.fold(stage)
         signals = dict.fromkeys(signal for each in sent for signal in each.signals).keys()
         row = self._measure(stage, signals)
-        values = [value - first for value, first in zip(row, self._origins[stage], strict=True)]
+        values = [*map(sub, row, self._origins[stage])]
         stamp, costs = context.progress.timestamp(stage), context.spans.latest
         return _Report(stage, context.tracker.step, stamp, at_end, signals, costs, [values])
 
@@ -237,10 +238,12 @@ class Windows:
             row[begin : begin + len(signal.columns)] = self._totals(signal, stage)
         return row
 
-    def _columns_of(self, report: _Report) -> Mapping[str, int]:
+    def _columns_of(self, report: _Report) -> Columns:
         """The positions of the measured columns of a report."""
+        if len(report.signals) == len(self._begin):
+            return self._columns
         names = (name for signal in report.signals for name in signal.columns)
-        return {name: self._columns[name] for name in names}
+        return Columns({name: self._columns[name] for name in names})
 
     def _window(
         self, columns: Mapping[str, int], start: _Report, end: _Report, rows: Rows | Increase
@@ -255,7 +258,7 @@ class Windows:
             return now
         if isinstance(now, np.ndarray):
             return Increase(now, cast("Table", before), self._gauges)
-        row = [late - early for late, early in zip(now[0], before[0], strict=True)]
+        row = [*map(sub, now[0], before[0])]
         for position in self._gauges:
             row[position] = now[0][position]
         return [row]
@@ -283,10 +286,12 @@ class Windows:
                 totals = table_totals(self._columns_of(report), rows)
                 history.add(Point(report.step, batch, totals, report.costs))
         found: dict[str, float] = {}
-        rise = cache(self._rise)  # most callbacks have windows of the same length
+        rises: dict[_Report, Rows | Increase] = {}  # most callbacks have windows of one length
         for callback, _, _, columns, last in ended:
             start, last[report.stage] = last[report.stage], report
-            window = self._window(columns, start, report, rise(start, report))
+            if start not in rises:
+                rises[start] = self._rise(start, report)
+            window = self._window(columns, start, report, rises[start])
             found |= callback.call(callback.receive, window) or {}
         if found:
             context.log(found, report.step)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_perf import Window
+from lightning_perf import Columns, Window
 from lightning_perf.core.progress import Timestamp
 from lightning_perf.timing.totals import CATEGORIES
 
@@ -22,7 +22,7 @@ def window_of(columns: dict[str, list[float]], **options: Any) -> Window:
         "stage": "train", "step": 9, "first": Timestamp(batch=5), "last": Timestamp(batch=10),
         "at_end": False, "rank": 0, "totals": rows,
     }  # fmt: skip
-    positions = {name: number for number, name in enumerate(columns)}
+    positions = Columns({name: number for number, name in enumerate(columns)})
     table = rows if len(rows) == 1 else np.array(rows)
     return Window(columns=positions, rows=table, **(given | options))
 
