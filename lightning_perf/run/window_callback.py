@@ -197,9 +197,8 @@ class WindowCallback(PerfCallback):
         found = self.on_window(window)
         if found is None:
             return {}
-        if not isinstance(found, Mapping) or not all(
-            issubclass(each, str) for each in {*map(type, found)}
-        ):
+        kinds = {*map(type, found)} if isinstance(found, Mapping) else {object}
+        if not all(issubclass(kind, str) for kind in kinds):
             raise TypeError(f"on_window returned {found!r}: return numbers by key")
         prefix = f"{window.stage}/" if self.prefixes_stage and window.stage != "train" else ""
         keys = [prefix + key for key in found] if prefix else found

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_perf import Columns, Window
+from lightning_perf import Window
 from lightning_perf.core.progress import Timestamp
+from lightning_perf.core.window import Columns
 from lightning_perf.timing.totals import CATEGORIES
 
 #: The categories that waiting is a part of.
