@@ -326,7 +326,7 @@ class Diagnosis(WindowCallback):
         context.finish_reports(reason)
         context.batches.fold("train")
         signals = self._signals(context)
-        self._analyse(signals, context, context.tracker.step)
+        self._analyse(signals, context, context.step)
         context.reporting.deliver()
         self._leave_files(context, signals)
 

@@ -136,7 +136,7 @@ class Timings(WindowCallback):
         if not self._stage:
             self._stage = context.stage
             begun = dict.fromkeys(TIMES, 0.0)
-            step, batch = context.tracker.step - 1, context.counters.batch
+            step, batch = context.step - 1, context.counters.batch
             start = Point(step, batch, begun, context.spans.totals)
             self._history = History(start, most=_MOST_ROWS)
 

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.errors import warn
 from lightning_perf.run import compat
-from lightning_perf.run.batches import BatchRecord
+from lightning_perf.run.batches import BatchRecord, BatchTotals
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import RunContext
+    from lightning.pytorch import Trainer
+
+    from lightning_perf.run.flop_meter import FlopMeter
+    from lightning_perf.run.profiler import Spans
+    from lightning_perf.run.stages import StageStack
+    from lightning_perf.run.windows import Windows
     from lightning_perf.timing.clock import Clock
-    from lightning_perf.timing.cuda_events import DeviceTimer
 
 
 _Counter = Callable[[Any], int]
@@ -29,8 +33,17 @@ _MOST_SPAN_ITEMS = 50_000
 class BatchTracker:
     """Counts each batch of the running stage, and decides whether a report may be due after it."""
 
-    def __init__(self, context: RunContext) -> None:
-        self._context = context
+    def __init__(
+        self,
+        trainer: Trainer,
+        stages: StageStack,
+        spans: Spans,
+        meter: FlopMeter,
+        batches: BatchTotals,
+        windows: Windows,
+    ) -> None:
+        self._trainer, self._stages, self._spans = trainer, stages, spans
+        self._meter, self._batches, self._windows = meter, batches, windows
         #: Counts samples and tokens, from the first stage on.
         self.counter: BatchCounter | None = None
         self._loop: compat.TrainingLoop  # read anew in each stage: modules may change it late
@@ -39,59 +52,54 @@ class BatchTracker:
         self.report_due = False
         #: Whether a report may be due after the last batch.
         self.report_possible = False
-        #: The step at which loggers write what is reported now.
-        self.step = 0
         self._clock: Clock | None = None
         # Times batches on the device; None if it has no clock of its own.
-        self._timer: DeviceTimer | None = None
+        self._timer = batches.timer
 
     def enter(self) -> None:
         """A stage starts or continues."""
-        context = self._context
-        self._loop = compat.TrainingLoop(context.trainer)
-        self._every = compat.log_every_n_steps(context.trainer)
-        recorder = context.spans.recorder
+        self._loop = compat.TrainingLoop(self._trainer)
+        self._every = compat.log_every_n_steps(self._trainer)
+        recorder = self._spans.recorder
         self._clock = recorder.clock if recorder is not None else None
-        self._timer = context.batches.timer
 
     def begin(self) -> None:
         """Reports before the stage's first batch get its step."""
-        if not self._context.stages.nested:
-            self.step = self._loop.step + (self._context.stage != "train")
+        stages = self._stages
+        if not stages.nested:
+            stages.step = self._loop.step + (stages.stage != "train")
 
-    def end(self, batch: Any) -> None:
+    def end_batch(self, batch: Any) -> None:
         """A batch has ended."""
         assert self.counter is not None  # made when the first stage began
-        context = self._context
-        meter, counters, windows = context.meter, context.counters, context.windows
+        stages, meter, windows = self._stages, self._meter, self._windows
+        counters = stages.counters
         samples, tokens = self.counter.count(batch)
         if meter.wanted:
             meter.after_batch(batch)
-            if meter.counted:
-                context.warn_untracked()
         timed = None if self._timer is None else self._timer.end()
-        train = context.stage == "train"
-        self.step, steps, last = self._loop.counts if train else self._other_counts()
+        train = stages.stage == "train"
+        stages.step, steps, last = self._loop.counts if train else self._other_counts()
         seconds = counters.add(perf_counter(), samples, tokens, steps, last)
         firsts = counters.batches == 1, counters.begins_epoch
         record = BatchRecord(seconds, samples, tokens, meter.work, meter.counted, *firsts)
-        context.batches.end_batch(context.stage, record, timed)
+        self._batches.end_batch(stages.stage, record, timed)
         if self._clock is not None and len(self._clock.log) > _MOST_SPAN_ITEMS:
             self._clock.add_up()
         if train:
-            self.report_due = self._logs_at(self.step + 1) and not self._loop.accumulating
+            self.report_due = self._logs_at(stages.step + 1) and not self._loop.accumulating
         else:
-            self.report_due = self._logs_at(counters.batches) and not context.stages.nested
+            self.report_due = self._logs_at(counters.batches) and not stages.nested
         if windows.pending:
             windows.gatherer.poll()
         self.report_possible = self.report_due or counters.batch >= windows.quiet_until
 
     def _other_counts(self) -> tuple[int, int, bool]:
         """As ``TrainingLoop.counts``, of another stage than training."""
-        context = self._context
-        if context.stages.nested:
-            return self.step, 0, False
-        return self._loop.step + context.counters.batches + 1, 0, False
+        stages = self._stages
+        if stages.nested:
+            return stages.step, 0, False
+        return self._loop.step + stages.counters.batches + 1, 0, False
 
     def _logs_at(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0

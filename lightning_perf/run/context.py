@@ -21,9 +21,15 @@ from lightning_perf.run.batch_tracker import BatchCounter, BatchTracker
 from lightning_perf.run.batches import BatchTotals
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import node_sampler
+from lightning_perf.run.hardware import (
+    GPU_COLUMNS,
+    MemorySignal,
+    NodeSignal,
+    node_gpus,
+    node_sampler,
+)
 from lightning_perf.run.profiler import Spans
-from lightning_perf.run.signals import sources
+from lightning_perf.run.signals import ProgressSignal, SpanSignal, WaitSignal
 from lightning_perf.run.stages import Counters, Progress, StageStack
 from lightning_perf.run.summary import LONG, LiveSummary, end_summary, log_locations
 from lightning_perf.run.windows import Windows
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.run.callback import PerfCallback
     from lightning_perf.run.summary import RunSummary
+    from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
 
 
@@ -81,14 +88,15 @@ class RunContext:
         self.spans = Spans(trainer, module, timer)
         self.batches = BatchTotals(timer)
         self.share_batches(compat.data_parallel_size(trainer))
-        self.windows = Windows(trainer)
+        self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
+        self.tracker = BatchTracker(
+            trainer, self.stages, self.spans, self.meter, self.batches, self.windows
+        )
         self._live = LiveSummary()
-        self.windows.sources = sources(self)
-        #: The running stage, by Lightning's name; empty between stages.
-        self.stage = ""
-        #: Counts of the current stage; kept here, because they are read at every batch.
-        self.counters = Counters()
-        self.tracker = BatchTracker(self)
+        self.windows.sources = self._sources()
+        rank = self.ranks.global_rank
+        # Not a method: the strategy, which is patched, must not keep the run alive.
+        self.meter.report_untracked = partial(_report_untracked, self.reporting, rank)
         self._on_close: list[Callable[[], None]] = []
         self._resumed = False
         self._pid, self._started = os.getpid(), monotonic()
@@ -114,6 +122,42 @@ class RunContext:
             problem = f"does not divide the world size, {ranks}"
             raise ConfigError("data_parallel_size", data_parallel_size, problem, str(ranks))
         self.batches.sharing = self.meter.sharing = ranks // data_parallel_size
+
+    def _sources(self) -> dict[str, Callable[[], Signal]]:
+        """Functions that start the signals, called when a callback subscribes to their columns.
+
+        With several ranks all call this together.
+        """
+        node, device = self.ranks.node_rank, self.trainer.strategy.root_device
+        gpus: Callable[[], int] = partial(node_gpus, self.trainer, self.ranks)
+        if self.ranks.world_size > 1:
+            # Nodes may differ, but all ranks must have the same columns. They agree now, because a
+            # callback may fail on one rank before it subscribes.
+            gatherer = self.windows.gatherer
+            slots = gatherer.largest(gpus())
+            gatherer.width += slots * GPU_COLUMNS
+            gpus = partial(int, slots)
+
+        def flops() -> BatchTotals:
+            self.meter.require(None, "peak_flops")
+            return self.batches.start()
+
+        def sampler() -> Sampler | None:
+            found = self.sampler
+            if found is not None and not found.subscribed:
+                found.subscribe("windows", 1.0)
+                self.on_close(partial(found.unsubscribe, "windows"))
+            return found
+
+        return {
+            "batch": self.batches.start,
+            "flops": flops,
+            "progress": lambda: ProgressSignal(self.progress),
+            "timings": lambda: SpanSignal(self.spans.require()),
+            "waits": lambda: WaitSignal(self.spans.require(), node),
+            "system": lambda: NodeSignal(sampler(), gpus()),
+            "memory": lambda: MemorySignal(device, sampler(), node),
+        }
 
     # -- membership -------------------------------------------------------------------------------
 
@@ -197,6 +241,21 @@ class RunContext:
     # -- position ---------------------------------------------------------------------------------
 
     @property
+    def stage(self) -> str:
+        """The running stage, by Lightning's name; empty between stages."""
+        return self.stages.stage
+
+    @property
+    def counters(self) -> Counters:
+        """The counts of the current stage."""
+        return self.stages.counters
+
+    @property
+    def step(self) -> int:
+        """The step at which loggers write what is reported now."""
+        return self.stages.step
+
+    @property
     def timestamp(self) -> Timestamp:
         """The progress of the current stage."""
         return self.counters.timestamp()
@@ -225,7 +284,7 @@ class RunContext:
         """
         alone = self.trainer.state.fn != "fit" and not self.trainer.loggers
         short = alone and monotonic() - self._started < LONG
-        return self.windows.ran(self.progress) and not short
+        return self.windows.ran and not short
 
     # -- called by the first callback -------------------------------------------------------------
 
@@ -244,27 +303,26 @@ class RunContext:
         self.stages.enter(stage, limits)
         self._select_stage()
         self.tracker.begin()
-        self.windows.enter(self)
+        self.windows.enter()
 
     def _select_stage(self) -> None:
-        """Change the current stage."""
-        self.stage = self.stages.stage
+        """Another stage is current."""
         self.windows.quiet_until = 0
         if self.stage:
-            self.counters = self.stages.counters
             self.tracker.enter()
 
-    def warn_untracked(self) -> None:
-        """Report operators without FLOPs once."""
-        if self.meter.untracked_reported or not self.meter.untracked:
-            return
-        self.meter.untracked_reported = True
-        names = ", ".join(sorted(self.meter.untracked))
-        self.describe({"untracked_operations": names})
-        if self.ranks.global_rank == 0:
-            _log.warning(
-                "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", names
-            )
+    def advance(self, step: Callable[..., None], *args: Any) -> None:
+        """Advance the run by one step; an error switches all callbacks off."""
+        try:
+            step(*args)
+        except Exception as error:
+            for member in list(self.members):
+                if not member._disabled:
+                    member.disable(step.__name__, error)
+
+    def report(self) -> None:
+        """A batch has ended after which a report may be due."""
+        self.windows.report(self, False)
 
     def begin_epoch(self) -> None:
         """An epoch of training starts. Its data may differ, because loaders may be reloaded."""
@@ -342,7 +400,7 @@ class RunContext:
 
     def describe(self, settings: Mapping[str, object]) -> None:
         """Log settings of the run or of a callback as params."""
-        self.reporting.log_params({f"lightning_perf/{k}": v for k, v in settings.items()})
+        self.reporting.describe_settings(settings)
 
     def setup(self) -> dict[str, object]:
         """Device, its peak if it is known, precision and strategy."""
@@ -363,6 +421,15 @@ class RunContext:
             self._live.refresh(self)
 
 
+def _report_untracked(reporting: Reporting, rank: int, names: set[str]) -> None:
+    listed = ", ".join(sorted(names))
+    reporting.describe_settings({"untracked_operations": listed})
+    if rank == 0:
+        _log.warning(
+            "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", listed
+        )
+
+
 def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:
     """End a run before the strategy handles an exception, which then propagates."""
     context = reference()
@@ -381,8 +448,7 @@ def _batches_of_epoch(reference: weakref.ref[RunContext]) -> Iterator[None]:
         return
     context.stages.begin_batches()
     yield
-    if context.members:
-        context.members[0]._run_shared(context.report_monitored)
+    context.advance(context.report_monitored)
 
 
 @contextmanager
@@ -395,14 +461,13 @@ def _evaluation(reference: weakref.ref[RunContext], stage: str, around: str) -> 
     if context is None or context.stage != around or context.trainer.sanity_checking:
         yield
         return
-    driver = context.members[0]
     if around:
-        driver._run_shared(context.report_monitored)
-    driver._run_shared(context.enter, stage)
+        context.advance(context.report_monitored)
+    context.advance(context.enter, stage)
     context.stages.within_loop = context.stage == stage
     yield  # an exception ends the run in this stage
     if context.stages.within_loop and context.members:
-        driver._run_shared(context.exit)
+        context.advance(context.exit)
 
 
 def _units(callbacks: Iterable[PerfCallback]) -> str:

@@ -155,10 +155,10 @@ class Reporting:
                     name = type(logger).__name__
                     warn(f"{name} did not accept metrics ({describe(error)}). Training continues.")
 
-    def log_params(self, params: Mapping[str, object]) -> None:
-        """Log params to MLflow."""
+    def describe_settings(self, settings: Mapping[str, object]) -> None:
+        """Log settings of the run or of a callback as params, to MLflow."""
         for target in self._mlflow:
-            target.log_params(params)
+            target.log_params({f"lightning_perf/{key}": value for key, value in settings.items()})
 
     def describe(self, text: Callable[[], str]) -> None:
         """Make a text the description of MLflow runs, unless the user wrote one."""

@@ -72,10 +72,8 @@ class FlopMeter:
         #: Cost of the current batch, and whether counting slowed it down.
         self.work: BatchCost | None = None
         self.counted = False
-        #: Names of operators whose FLOPs are unknown.
-        self.untracked: set[str] = set()
-        #: Whether the run's context has reported them.
-        self.untracked_reported = False
+        #: Receives the names of operators whose FLOPs are unknown, once.
+        self.report_untracked: Callable[[set[str]], None] | None = None
         self._stage = ""
         self._declares = self._compiled = False
         #: Whether the module declares the FLOPs of this stage's batches.
@@ -280,7 +278,9 @@ class FlopMeter:
     def _store(self, counts: Counts) -> None:
         assert self._cache is not None  # found before the batch was counted
         cache = self._cache
-        self.untracked |= counts.untracked_names.keys()
+        if counts.untracked_names and self.report_untracked is not None:
+            report, self.report_untracked = self.report_untracked, None
+            report(set(counts.untracked_names))
         known = self._signature in cache.counts
         skipped = self._automatic and self.skipped
         # A batch that was skipped costs what it computed. It is no sample of a new signature.

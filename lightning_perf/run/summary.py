@@ -100,7 +100,7 @@ def end_summary(
 
 def _windows(context: RunContext) -> _Windows:
     """The windows of each stage, up to now; on the training thread."""
-    return {stage: context.windows.summary_windows(context, stage) for stage in STAGES}
+    return {stage: context.windows.summary_windows(stage) for stage in STAGES}
 
 
 class LiveSummary:

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import pairwise
 from math import inf, nan
 from operator import sub
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.core.window import Table
-    from lightning_perf.run.context import RunContext
-    from lightning_perf.run.stages import Progress
-    from lightning_perf.run.window_callback import WindowCallback
+    from lightning_perf.run.batches import BatchTotals
+    from lightning_perf.run.profiler import Spans
+    from lightning_perf.run.stages import StageStack
 
 
 class Signal(Protocol):
@@ -51,6 +51,25 @@ class Signal(Protocol):
         """The value of each column for a stage, since the run began."""
 
 
+class Subscriber(Protocol):
+    """What receives windows: a `WindowCallback`."""
+
+    trigger: Any
+    monitored: bool
+
+    def is_due(self, run: Any, at_end: bool) -> bool:
+        """Whether a window ends now, the same on every rank."""
+
+    def window_ended(self, run: Any) -> None:
+        """A window of this subscriber has ended, and is delivered later."""
+
+    def receive(self, window: Window) -> Mapping[str, float]:
+        """Turn a window into metrics."""
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call one of these; None if it fails."""
+
+
 @dataclass(slots=True, eq=False)
 class _Report:
     """The progress of a stage, and the totals until then."""
@@ -70,7 +89,7 @@ class _Report:
 class _Subscription(NamedTuple):
     """The columns that a callback receives."""
 
-    callback: WindowCallback
+    callback: Subscriber
     #: A power of two, the same on every rank.
     number: int
     signals: Collection[Signal]
@@ -95,9 +114,21 @@ class Windows:
 
     Args:
         trainer: The trainer whose ranks take part. With several, all must construct this together.
+        stages: Where the run is.
+        batches: Folded before each snapshot.
+        spans: The costs of named actions.
+        log: Receives the metrics of a report, and its step.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        stages: StageStack,
+        batches: BatchTotals,
+        spans: Spans,
+        log: Callable[[Mapping[str, float], int], None],
+    ) -> None:
+        self._stages, self._batches, self._spans, self._log = stages, batches, spans, log
         self.gatherer = Gatherer(trainer)
         #: Reports in flight.
         self.pending: Collection[object] = self.gatherer.pending
@@ -124,7 +155,7 @@ class Windows:
 
     # -- set-up -------------------------------------------------------------------------------
 
-    def subscribe(self, callback: WindowCallback, columns: Iterable[str]) -> None:
+    def subscribe(self, callback: Subscriber, columns: Iterable[str]) -> None:
         """Deliver windows of some columns to a callback from now on.
 
         Columns are names, or patterns such as ``"timings/*"``.
@@ -166,12 +197,11 @@ class Windows:
 
     # -- stages and batches -------------------------------------------------------------------
 
-    def enter(self, context: RunContext) -> None:
+    def enter(self) -> None:
         """A stage starts."""
-        stage, signals = context.stage, self._begin.keys()
-        began = _Report(
-            stage, context.tracker.step, context.timestamp, False, signals, Totals({}), ()
-        )
+        stage, signals = self._stages.stage, self._begin.keys()
+        stamp = self._stages.counters.timestamp()
+        began = _Report(stage, self._stages.step, stamp, False, signals, Totals({}), ())
         self._began.setdefault(stage, began)
         for subscription in self._subscriptions:
             subscription.last.setdefault(stage, began)
@@ -183,14 +213,16 @@ class Windows:
         for position in self._gauges:
             origins[position] = 0.0
 
-    def ran(self, progress: Progress) -> bool:
+    @property
+    def ran(self) -> bool:
         """Whether any stage had a batch."""
-        began = self._began.items()
+        began, progress = self._began.items(), self._stages.progress
         return any(progress.timestamp(stage).batch > at.stamp.batch for stage, at in began)
 
-    def report(self, context: RunContext, at_end: bool, *, monitored: bool = False) -> None:
+    def report(self, run: Any, at_end: bool, *, monitored: bool = False) -> None:
         """Gather a snapshot for the callbacks that are due, or for those that can be monitored.
 
+        They see the run that is passed.
         The due callbacks follow from values that all ranks share, so every rank sends the same
         messages.
         """
@@ -198,37 +230,35 @@ class Windows:
         due = [
             each
             for each in subscriptions
-            if (each.callback.monitored if monitored else each.callback.is_due(context, at_end))
+            if (each.callback.monitored if monitored else each.callback.is_due(run, at_end))
         ]
         self.quiet_until = min(
             (each.callback.trigger.quiet_until for each in subscriptions), default=inf
         )
         if not (due and self._columns) or self.gatherer.lost:
             return
-        last = at_end and not context.stages.nested
+        last = at_end and not self._stages.nested
         if last:
-            context.batches.wait()
+            self._batches.wait()
         sent = subscriptions if last else due
-        report = self._report(context, context.stage, sent, at_end)
+        report = self._report(self._stages.stage, sent, at_end)
         for each in due:
-            each.callback.call(each.callback.window_ended, context)
+            each.callback.call(each.callback.window_ended, run)
         now = at_end or monitored
         ended = [each for each in due if now or each.callback.trigger.consume_request()]
-        when = LAST if last else _NESTED_END if at_end else context.counters.batch
+        when = LAST if last else _NESTED_END if at_end else self._stages.counters.batch
         number = sum(each.number for each in sent)
-        deliver = partial(self._deliver, context, report, ended)
+        deliver = partial(self._deliver, report, ended)
         self.gatherer.gather((number, when), report.rows[0], deliver)
 
-    def _report(
-        self, context: RunContext, stage: str, sent: Sequence[_Subscription], at_end: bool = False
-    ) -> _Report:
+    def _report(self, stage: str, sent: Sequence[_Subscription], at_end: bool = False) -> _Report:
         """The totals of this rank."""
-        context.batches.fold(stage)
+        self._batches.fold(stage)
         signals = dict.fromkeys(signal for each in sent for signal in each.signals).keys()
         row = self._measure(stage, signals)
         values = [*map(sub, row, self._origins[stage])]
-        stamp, costs = context.progress.timestamp(stage), context.spans.latest
-        return _Report(stage, context.tracker.step, stamp, at_end, signals, costs, [values])
+        stamp, costs = self._stages.progress.timestamp(stage), self._spans.latest
+        return _Report(stage, self._stages.step, stamp, at_end, signals, costs, [values])
 
     def _measure(self, stage: str, signals: Iterable[Signal]) -> list[float]:
         """The totals of all columns, now for some signals and as measured last for the others."""
@@ -273,9 +303,7 @@ class Windows:
                 warn(f"{name} is no longer measured ({describe(error)}). Training continues.")
         return [nan] * len(signal.columns)
 
-    def _deliver(
-        self, context: RunContext, report: _Report, ended: Sequence[_Subscription], rows: Rows
-    ) -> None:
+    def _deliver(self, report: _Report, ended: Sequence[_Subscription], rows: Rows) -> None:
         """Deliver windows, some batches after the report."""
         report.rows = rows
         recent = self._recent[report.stage]
@@ -294,9 +322,9 @@ class Windows:
             window = self._window(columns, start, report, rises[start])
             found |= callback.call(callback.receive, window) or {}
         if found:
-            context.log(found, report.step)
+            self._log(found, report.step)
 
-    def summary_windows(self, context: RunContext, stage: str) -> list[tuple[int, Window]]:
+    def summary_windows(self, stage: str) -> list[tuple[int, Window]]:
         """The whole run of a stage, and its last window with batches if that is shorter.
 
         Each comes with the step of its first batch. They end at the last report of all ranks; if
@@ -306,7 +334,7 @@ class Windows:
         if began is None or not self._signals:
             return []
         if self._alone and not (reports and reports[-1].at_end):
-            reports.append(self._report(context, stage, self._subscriptions))
+            reports.append(self._report(stage, self._subscriptions))
         if not reports:
             return []
         end = reports[-1]
