@@ -338,7 +338,7 @@ class Diagnosis(WindowCallback):
         }
         files = {name: destination.text_file(text) for name, text in texts.items()}
         try:
-            destination.write_files(context, self.folder, files, "train")
+            context.write_files(self.folder, files, "train")
         except OSError as error:
             warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
 

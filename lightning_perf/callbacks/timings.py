@@ -15,7 +15,6 @@ from lightning_perf.charts.stacked import heatmap_html, stacked_html
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.diagnosis.rules.ranks import PHASES, Straggler, Work, straggler_of, work_of
 from lightning_perf.errors import describe, warn
-from lightning_perf.run import destination
 from lightning_perf.run.history import TIMES, History, Point, table_totals
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Schedule
@@ -211,7 +210,7 @@ class Timings(WindowCallback):
             steps, lateness = zip(*self._lateness, strict=True)
             files["ranks.html"] = partial(heatmap_html, steps=steps, lateness=lateness)
         try:
-            destination.write_files(context, _FOLDER, files, self._stage)
+            context.write_files(_FOLDER, files, self._stage)
         except OSError as error:
             warn(f"timings were not written ({describe(error)}): see Timings.table and .rows.")
 

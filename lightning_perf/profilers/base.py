@@ -20,7 +20,6 @@ from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers.windows import OpenRecording, Recorded, Recording
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.compat import evaluation_ends, resumes, validates_next
-from lightning_perf.run.destination import new_writer
 from lightning_perf.schedule import (
     FOREVER,
     Cyclic,
@@ -429,7 +428,7 @@ class Profiler(PerfCallback):
             readme=self.how_to_open if explains else None,
             optional=filename.endswith(_OPTIONAL),
         )
-        return new_writer(context, options, self.output_path_prefix)
+        return context.reporting.new_writer(options, self.output_path_prefix)
 
     def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
         """Hand a recording, and the files that are made of it, to their writers."""

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from lightning_perf.background import Worker, wait_until
 from lightning_perf.core.progress import Limits, Moment
-from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
+from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batch_tracker import BatchCounter, BatchTracker
@@ -35,16 +35,16 @@ from lightning_perf.run.summary import LONG, LiveSummary, end_summary, log_locat
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceTimer, clocked
-from lightning_perf.traces.names import TakenNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.core.progress import Timestamp
-    from lightning_perf.run.callback import PerfCallback
+    from lightning_perf.run.run import Member
     from lightning_perf.run.summary import RunSummary
     from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
@@ -63,24 +63,20 @@ FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
 class RunContext:
     """Owns what the callbacks of one Trainer share: progress, FLOPs, windows, workers, loggers.
 
-    It has at most 30 attributes: with more, Python 3.11 reads each of them more slowly.
-
     The first callback drives it, the last one to leave closes it. All ranks construct it together.
     Only the callbacks keep it alive, so a run whose end was never announced is freed with them.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
-        self.members: list[PerfCallback] = []
+        self.members: list[Member] = []
         # All callbacks that have joined.
         self._joined: list[Any] = []
         self.ranks = compat.ranks_of(trainer)
         self.limits = compat.limits_of(trainer)
         #: One thread talks to servers, the other makes files.
         self.worker, self.file_worker = Worker("lightning_perf"), Worker("lightning_perf maker")
-        #: Shared by trace writers: their warnings, and the names of their files.
-        self.warnings_digest, self.taken_names = WarningDigest(), TakenNames()
-        self.reporting = Reporting(trainer, self.worker)
+        self.reporting = Reporting(trainer, self.worker, self.file_worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
         timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
@@ -97,7 +93,6 @@ class RunContext:
         rank = self.ranks.global_rank
         # Not a method: the strategy, which is patched, must not keep the run alive.
         self.meter.report_untracked = partial(_report_untracked, self.reporting, rank)
-        self._on_close: list[Callable[[], None]] = []
         self._resumed = False
         self._pid, self._started = os.getpid(), monotonic()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
@@ -162,7 +157,7 @@ class RunContext:
     # -- membership -------------------------------------------------------------------------------
 
     @classmethod
-    def join(cls, trainer: Trainer, module: LightningModule, member: PerfCallback) -> RunContext:
+    def join(cls, trainer: Trainer, module: LightningModule, member: Member) -> RunContext:
         """The trainer's context, made for the first callback that joins.
 
         Raises:
@@ -185,7 +180,7 @@ class RunContext:
         context._joined += member.with_parts
         return context
 
-    def leave(self, member: PerfCallback, reason: str) -> None:
+    def leave(self, member: Member, reason: str) -> None:
         """Remove a callback; the last one closes what is shared."""
         if member in self.members:
             self.members.remove(member)
@@ -215,10 +210,10 @@ class RunContext:
         yield self.meter.close
         yield self.spans.restore
         timeouts = FILE_TIMEOUT[reason], UPLOAD_TIMEOUT[reason]
-        yield partial(self.reporting.close, self.file_worker, *timeouts)
-        yield from self._on_close
+        yield partial(self.reporting.close, *timeouts)
+        yield from self.reporting.closing
         yield self.reporting.remove_temporary
-        yield self.warnings_digest.summarize
+        yield self.reporting.warnings_digest.summarize
         yield lambda: self._show(summary[0] if summary else None, reason)
 
     def _show(self, summary: RunSummary | None, reason: str) -> None:
@@ -379,7 +374,15 @@ class RunContext:
 
     def on_close(self, finish: Callable[[], None]) -> None:
         """Call a function at the end of the run, after the workers have stopped."""
-        self._on_close.append(finish)
+        self.reporting.closing.append(finish)
+
+    def write_files(
+        self, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str, **options: Any
+    ) -> None:
+        """Write files of the run, if it has something to leave: `Reporting.write_files`."""
+        if self.leaves_files:
+            stamp = self.progress.timestamp(stage)
+            self.reporting.write_files(folder, files, stage, stamp, **options)
 
     @property
     def schedule_context(self) -> Context:
@@ -470,7 +473,7 @@ def _evaluation(reference: weakref.ref[RunContext], stage: str, around: str) -> 
         context.advance(context.exit)
 
 
-def _units(callbacks: Iterable[PerfCallback]) -> str:
+def _units(callbacks: Iterable[Member]) -> str:
     """The keys of metrics by their units, in one line."""
     keys: dict[str, dict[str, None]] = {}
     for each in callbacks:

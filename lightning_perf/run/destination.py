@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from lightning_perf.background import waiting
-from lightning_perf.errors import describe, warn
+from lightning_perf.errors import WarningDigest, describe, warn
+from lightning_perf.run import compat
 from lightning_perf.traces.folder import RunFolder, TraceOptions, folder_of
+from lightning_perf.traces.names import TakenNames
 from lightning_perf.traces.uploads import TraceRun
 from lightning_perf.traces.writer import TraceWriter
 from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, TagReader, is_mlflow
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.background import Worker
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.core.progress import Timestamp
     from lightning_perf.traces.uploads import Target
     from lightning_perf.tracking.tracker import Tracker
 
@@ -78,8 +80,13 @@ def _generate(trainer: Trainer) -> Generated:
 class Reporting:
     """The outputs of a run. The constructor is a collective: all ranks call it."""
 
-    def __init__(self, trainer: Trainer, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, trainer: Trainer, worker: Worker, file_worker: Worker) -> None:
+        self._worker, self._file_worker = worker, file_worker
+        self._ranks = compat.ranks_of(trainer)
+        #: Shared by trace writers: their warnings, and the names of their files.
+        self.warnings_digest, self._taken_names = WarningDigest(), TakenNames()
+        #: Called at the end of the run, after the workers have stopped.
+        self.closing: list[Callable[[], None]] = []
         first = self._first = trainer.global_rank == 0
         destination = _destination(trainer, worker) if first else ((), "", "")
         if trainer.world_size > 1:
@@ -166,14 +173,14 @@ class Reporting:
             for target in self._mlflow:
                 target.describe(text())
 
-    def close(self, file_worker: Worker, file_timeout: float, timeout: float) -> None:
+    def close(self, file_timeout: float, timeout: float) -> None:
         """Wait at most so many seconds for files and uploads; warn about metrics not sent.
 
         Ctrl-C ends the waiting, and is raised again at the end.
         """
         interrupt: KeyboardInterrupt | None = None
         for worker, what, seconds, last in (
-            (file_worker, "finishing files", file_timeout, _LAST_FILE_TIMEOUT),
+            (self._file_worker, "finishing files", file_timeout, _LAST_FILE_TIMEOUT),
             (self._worker, "uploading", timeout, 0.0),
         ):
             try:
@@ -194,6 +201,65 @@ class Reporting:
         self.deliver()
         if interrupt is not None:
             raise interrupt
+
+    def _trace_run(self, prefix: str | None) -> TraceRun:
+        root = self.root(prefix)
+        return TraceRun(
+            worker=self._worker,
+            file_worker=self._file_worker,
+            root=root.path,
+            ranks=self._ranks,
+            run_name=self.run_name,
+            identity=self.identity,
+            mirror=root.mirror,
+            digest=self.warnings_digest,
+            taken=self._taken_names,
+        )
+
+    def run_folder(self) -> RunFolder:
+        """The folder of the run below the trainer's ``default_root_dir``."""
+        return folder_of(self._trace_run(None), "{run_name}")
+
+    def new_writer(self, options: TraceOptions, prefix: str | None = None) -> TraceWriter:
+        """A trace writer that is closed at the end of the run.
+
+        Its folder is below ``prefix``, by default the trainer's ``default_root_dir``.
+        """
+        targets = self.targets(options.remote_file_name)
+        writer = TraceWriter(options, self._trace_run(prefix), targets)
+        # After the worker has stopped, the writer places files that were delayed by a slow server.
+        self.closing.append(writer.close)
+        return writer
+
+    def write_files(
+        self,
+        folder: str,
+        files: Mapping[str, Callable[[Path], None]],
+        stage: str,
+        stamp: Timestamp,
+        *,
+        remote: str | None = None,
+        overwrite: bool = False,
+        durable: bool = False,
+    ) -> None:
+        """Write files below the trainer's ``default_root_dir``, and to MLflow as artifacts.
+
+        Each name has a function that writes the file, on the worker thread; ``folder`` is a format
+        string, and ``stage`` and ``stamp`` what they describe, as for traces. ``remote`` is the
+        name of the artifact if that differs. Only ``durable`` files wait for the disk, which takes
+        milliseconds per file.
+        """
+        for filename, write in files.items():
+            options = TraceOptions(
+                folder=folder,
+                filename=filename,
+                remote_file_name=f"{folder}/{remote or filename}",
+                overwrite=overwrite,
+                durable=durable,
+            )
+            writer = self.new_writer(options)
+            spooled = writer.spool(stage)
+            writer.write(spooled, stamp, stage, partial(write, spooled))
 
     def remove_temporary(self) -> None:
         """Remove temporary folders, after all files are moved or uploaded."""
@@ -251,40 +317,6 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _trace_run(context: RunContext, prefix: str | None) -> TraceRun:
-    root = context.reporting.root(prefix)
-    return TraceRun(
-        worker=context.worker,
-        file_worker=context.file_worker,
-        root=root.path,
-        ranks=context.ranks,
-        run_name=context.run_name,
-        identity=context.reporting.identity,
-        mirror=root.mirror,
-        digest=context.warnings_digest,
-        taken=context.taken_names,
-    )
-
-
-def run_folder(context: RunContext) -> RunFolder:
-    """The folder of the run below the trainer's ``default_root_dir``."""
-    return folder_of(_trace_run(context, None), "{run_name}")
-
-
-def new_writer(
-    context: RunContext, options: TraceOptions, prefix: str | None = None
-) -> TraceWriter:
-    """A trace writer that is closed at the end of the run.
-
-    Its folder is below ``prefix``, by default the trainer's ``default_root_dir``.
-    """
-    targets = context.reporting.targets(options.remote_file_name)
-    writer = TraceWriter(options, _trace_run(context, prefix), targets)
-    # After the worker has stopped, the writer places files that were delayed by a slow server.
-    context.on_close(writer.close)
-    return writer
-
-
 def saved_by(callbacks: Iterable[object]) -> list[Path]:
     """The traces that these callbacks have written on this rank in this run."""
     return [path for each in callbacks for path in getattr(each, "saved_in_run", ())]
@@ -297,32 +329,3 @@ def text_file(text: Callable[[], str]) -> Callable[[Path], None]:
         path.write_text(text(), encoding="utf-8")
 
     return write
-
-
-def write_files(
-    context: RunContext,
-    folder: str,
-    files: Mapping[str, Callable[[Path], None]],
-    stage: str,
-    *,
-    remote: str | None = None,
-    overwrite: bool = False,
-    durable: bool = False,
-) -> None:
-    """Write files below the trainer's ``default_root_dir``, and to MLflow as artifacts.
-
-    Each name has a function that writes the file, on the worker thread; ``folder`` is a format
-    string, and ``stage`` what they describe, as for traces. ``remote`` is the name of the artifact
-    if that differs. Only ``durable`` files wait for the disk, which takes milliseconds per file.
-    """
-    for filename, write in files.items() if context.leaves_files else ():
-        options = TraceOptions(
-            folder=folder,
-            filename=filename,
-            remote_file_name=f"{folder}/{remote or filename}",
-            overwrite=overwrite,
-            durable=durable,
-        )
-        writer = new_writer(context, options)
-        spooled = writer.spool(stage)
-        writer.write(spooled, context.progress.timestamp(stage), stage, partial(write, spooled))
