@@ -92,7 +92,7 @@ class Flops(WindowCallback):
             formula = formula_for(self.formula, context.module)
             signal = self._formula = FormulaSignal(formula, context.batches)
             context.batches.listeners.append(signal.fold)
-            context.windows.sources["formula"] = lambda: signal
+            context.offer("formula", signal)
             self.columns = ("flops/*", "formula/*")
         super().prepare(context)
 

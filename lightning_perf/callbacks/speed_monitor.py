@@ -112,9 +112,8 @@ class SpeedMonitor(WindowCallback):
     def prepare(self, context: RunContext) -> None:
         self._reported, self._remaining = set(), None
         context.meter.require(self.gpu_flops_available, "gpu_flops_available")
-        rolling = context.batches.rolling(self.window_size)
         self._prefix = f"rolling_{self.window_size}"
-        context.windows.sources[self._prefix] = lambda: rolling
+        context.offer(self._prefix, context.batches.rolling(self.window_size))
         self.columns = (
             f"{self._prefix}/*",
             "batch/count",

@@ -372,6 +372,10 @@ class RunContext:
         """The run's name in files and reports, the same on every rank."""
         return self.reporting.run_name
 
+    def offer(self, prefix: str, signal: Signal) -> None:
+        """Offer a signal, whose columns begin with the prefix, to subscribers."""
+        self.windows.sources[prefix] = lambda: signal
+
     def on_close(self, finish: Callable[[], None]) -> None:
         """Call a function at the end of the run, after the workers have stopped."""
         self.reporting.closing.append(finish)

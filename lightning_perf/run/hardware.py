@@ -118,13 +118,12 @@ class NodeSignal:
         self.columns = (*host, *(f"{name}/seconds" for name in host), *gpus, *sensors)
         self.gauges = frozenset(gpus)
         # What was sampled last, and its columns: reports may be more frequent than samples.
-        self._sums: Mapping[str, tuple[float, float]] = {}
+        self._sums: Mapping[str, tuple[float, float]] | None = None
         self._values = [0.0] * len(self.columns)
 
     def totals(self, stage: str) -> Sequence[float]:
         """The sums since sampling began, whatever the stage."""
-        sums = {} if self._sampler is None else self._sampler.totals()
-        if sums != self._sums:
+        if self._sampler is not None and (sums := self._sampler.totals()) != self._sums:
             self._sums, self._values = sums, self._row(sums)
         return self._values
 
