@@ -32,7 +32,7 @@ EXPECTED = Path(__file__).with_suffix(".json")
 TOLERANCE = 1.03
 #: Number of runs, of which the median counts: addresses vary, and with them dicts and caches.
 TIMES = 5
-#: Steps before the counted ones, which fill caches and count shapes until the meter is settled;
+#: Steps before the counted ones, which fill caches and count the shapes;
 #: counted steps, without a multiple of the 50 batches after which `Flops` reports.
 WARM, STEPS = 100, 40
 NOTHING, IDLE = "nothing", "an idle profiler"

@@ -57,7 +57,6 @@ from lightning_perf import (
     VizTracer,
     always_on,
 )
-from lightning_perf.run import collective
 
 #: Steps per turn, each with one report; and turns before the measured ones.
 STEPS, WARM = 50, 6
@@ -220,7 +219,6 @@ def _remember_threads() -> None:
 def measured(names: list[str], turns: int) -> list[dict[str, Any]]:
     """What each row adds to the first one, in microseconds per step."""
     _remember_threads()
-    collective.monotonic = time.thread_time
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         trainings = [
             Training(name, turns + WARM, Path(folder, str(number)))

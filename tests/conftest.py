@@ -102,12 +102,6 @@ def in_tmp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     return folder
 
 
-@pytest.fixture
-def no_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single rank delivers each report at once."""
-    monkeypatch.setattr("lightning_perf.run.collective.HOLD", 0.0)
-
-
 @pytest.fixture(scope="session")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real MLflow server."""

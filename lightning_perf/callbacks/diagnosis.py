@@ -245,10 +245,14 @@ class Diagnosis(WindowCallback):
 
     def _add_steps(self, stage: str, records: Sequence[BatchRecord]) -> None:
         if stage == "train":
-            first = next((record[0] for record in records if record[5]), None)
+            first = next((record.seconds for record in records if record.first), None)
             steps = [
-                (nan if slowed else seconds, nan if cost is None else cost.total, begins)
-                for seconds, _, _, cost, slowed, _, begins in records
+                (
+                    nan if record.slowed else record.seconds,
+                    nan if record.cost is None else record.cost.total,
+                    record.begins_epoch,
+                )
+                for record in records
             ]
             self._record.add_steps(steps, first)
 
@@ -325,7 +329,7 @@ class Diagnosis(WindowCallback):
         context.finish_reports(reason)
         context.batches.fold("train")
         signals = self._signals(context)
-        self._analyse(signals, context, context.tracker.step)
+        self._analyse(signals, context, context.step)
         context.reporting.deliver()
         self._leave_files(context, signals)
 
@@ -337,7 +341,7 @@ class Diagnosis(WindowCallback):
         }
         files = {name: destination.text_file(text) for name, text in texts.items()}
         try:
-            destination.write_files(context, self.folder, files, "train")
+            context.write_files(self.folder, files, "train")
         except OSError as error:
             warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
 

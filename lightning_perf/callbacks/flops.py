@@ -92,7 +92,7 @@ class Flops(WindowCallback):
             formula = formula_for(self.formula, context.module)
             signal = self._formula = FormulaSignal(formula, context.batches)
             context.batches.listeners.append(signal.fold)
-            context.windows.sources["formula"] = lambda: signal
+            context.offer("formula", signal)
             self.columns = ("flops/*", "formula/*")
         super().prepare(context)
 
@@ -153,12 +153,12 @@ class FormulaSignal:
         """Add batches whose time is known by now."""
         if stage != "train":
             return
-        for _, _, _, cost, slowed, first, _ in records:
-            flops = self._pending.popleft() if self._pending else 0.0
+        for record in records:
+            flops, cost = self._pending.popleft() if self._pending else 0.0, record.cost
             if cost is None:
                 continue
             self._last = flops
-            if flops and cost.total and not (slowed or first):
+            if flops and cost.total and record.timed:
                 self._ideal_seconds += cost.ideal_seconds * flops / cost.total
 
     def totals(self, stage: str) -> Sequence[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,9 @@ from lightning_perf.run.window_callback import WindowCallback
 
 if TYPE_CHECKING:
     from lightning_perf.core.progress import Limits, Timestamp
-    from lightning_perf.run.batches import BatchRecord
     from lightning_perf.run.context import RunContext
 
 SECONDS_PER_UNIT = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
-#: A batch that takes this many times as long as the mean of the earlier ones is a stall.
-_STALL = 5.0
 #: Tolerance: the mean interval between validations may be inexact.
 _ALMOST = 1e-6
 
@@ -115,16 +112,14 @@ class SpeedMonitor(WindowCallback):
     def prepare(self, context: RunContext) -> None:
         self._reported, self._remaining = set(), None
         context.meter.require(self.gpu_flops_available, "gpu_flops_available")
-        rolling = context.batches.rolling(self.window_size)
         self._prefix = f"rolling_{self.window_size}"
-        context.windows.sources[self._prefix] = lambda: rolling
+        context.offer(self._prefix, context.batches.rolling(self.window_size))
         self.columns = (
             f"{self._prefix}/*",
             "batch/count",
             "progress/total_seconds",
             "progress/validation_seconds",
         )
-        context.batches.listeners.append(self._watch_pace)
         super().prepare(context)
 
     @override
@@ -133,16 +128,10 @@ class SpeedMonitor(WindowCallback):
         progress = context.progress
         if context.stage == "train":
             validations, start = progress.stages["validate"].epoch, context.timestamp
-            self._remaining = RemainingTime(context.limits, start, validations, self.window_size)
+            self._remaining = RemainingTime(context.limits, start, validations)
         elif self._remaining is not None and context.stages.nested:
             batch = progress.stages["train"].batch
             self._remaining.validation_begins(batch, progress.validation_seconds)
-
-    def _watch_pace(self, stage: str, records: Sequence[BatchRecord]) -> None:
-        if stage == "train" and self._remaining is not None:
-            for seconds, _, _, _, slowed, first, _ in records:
-                if not (slowed or first):
-                    self._remaining.add(seconds)
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -150,9 +139,10 @@ class SpeedMonitor(WindowCallback):
         batches = window.least(f"{prefix}batch/count")
         timed = window.since_start("batch/count") > 0
         context = self._context
-        # A monitor must see a value, also in an epoch that is shorter than the window.
-        watched = context is not None and compat.monitored(context.trainer)
-        full = timed and batches >= (1 if watched else self.window_size)
+        full = timed and batches >= self.window_size
+        if timed and batches and not full:
+            # A monitor must see a value, also in an epoch that is shorter than the window.
+            full = context is not None and bool(compat.monitored(context.trainer))
         if window.at_end:
             if stage == "train" and stage in self._reported:
                 missing = window.own("progress/validation_seconds") > self._validated
@@ -175,8 +165,10 @@ class SpeedMonitor(WindowCallback):
         found = elapsed(spent, validation, self.time_unit)
         if self._remaining is not None and self._context is not None and not window.at_end:
             self._remaining.limits = self._context.limits  # those of the current epoch
-            left = self._remaining.seconds(window.last, validation)
-            if left is not None:
+            spent, timed = (window.own(f"{self._prefix}/batch/{n}") for n in ("seconds", "count"))
+            known = window.since_start("batch/count") > 0
+            left = self._remaining.seconds(window.last, spent / timed, validation) if known else inf
+            if left < inf:
                 found["time/remaining_estimate"] = left / each
         return found
 
@@ -194,38 +186,20 @@ def elapsed(train: float, validation: float, unit: str) -> dict[str, float]:
 class RemainingTime:
     """Estimates the remaining time of a training from the speed of this run.
 
-    The estimate has three parts:
-
-    - batches, at the mean duration of the last ``horizon``, so that it follows a slowdown;
-    - stalls (start of an epoch, checkpoints), at their mean over the whole run, because recent
-      batches contain either none or too many;
-    - validations, at the frequency and mean duration so far. The first one, which includes its
-      warm-up, counts only until there is a second.
+    Batches count at their recent pace. Validations count at the frequency and mean duration so far.
+    The first one, which includes its warm-up, counts only until there is a second.
 
     After a resume, the batches and validations before ``start`` do not affect the speed.
     """
 
-    def __init__(
-        self, limits: Limits, start: Timestamp, validations: int = 0, horizon: int = 100
-    ) -> None:
+    def __init__(self, limits: Limits, start: Timestamp, validations: int = 0) -> None:
         #: Those of the current epoch.
         self.limits = limits
-        self._start, self._horizon = start, horizon
-        self._batches, self._batch_seconds, self._stall_seconds = 0, 0.0, 0.0
+        self._start = start
         self._before = validations if start.batch else 0
         self._validations, self._validated_at = 0, 0
         #: Batches and validation seconds at the start of the measured validations.
         self._since = 0.0, 0.0
-
-    def add(self, seconds: float) -> None:
-        """Add the seconds of a batch, except the first one and those slowed down by counting."""
-        self._batches += 1
-        if self._batches > 1 and seconds > _STALL * self._batch_seconds:
-            self._stall_seconds += seconds - self._batch_seconds
-        else:
-            self._batch_seconds += (seconds - self._batch_seconds) / min(
-                self._batches, self._horizon
-            )
 
     def validation_begins(self, batch: int, validation_seconds: float) -> None:
         """Add a validation, with the training batches and seconds of validation before it."""
@@ -236,22 +210,20 @@ class RemainingTime:
             self._since = self._validated_at, validation_seconds
         self._validations, self._validated_at = self._validations + 1, batch
 
-    def seconds(self, now: Timestamp, validation_seconds: float = 0.0) -> float | None:
-        """Return the remaining seconds, or None without a limit or batches.
+    def seconds(self, now: Timestamp, pace: float, validation_seconds: float = 0.0) -> float:
+        """Return the remaining seconds; infinity without a limit.
 
-        ``validation_seconds`` are those of all validations so far.
+        ``pace`` is the seconds per batch, and ``validation_seconds`` those of all validations so
+        far.
         """
-        if not self._batches:
-            return None
         left = inf
         if self.limits.max_seconds:  # Lightning's Timer counts validation too
             left = max(self.limits.max_seconds - now.total_wct - validation_seconds, 0.0)
         batches = self._batches_left(now)
         if batches < inf:
             validations, each = self._validations_left(now.batch + batches, validation_seconds)
-            per_batch = self._batch_seconds + self._stall_seconds / self._batches
-            left = min(left, batches * per_batch + validations * each)
-        return left if left < inf else None
+            left = min(left, batches * pace + validations * each)
+        return left
 
     def _batches_left(self, now: Timestamp) -> float:
         limits, left = self.limits, inf

@@ -199,6 +199,8 @@ def _averages(window: Window) -> dict[str, float]:
             for slot, columns in enumerate(zip(layout.values, layout.seconds, strict=True)):
                 gpu = f"{gpu_key(float(row[layout.numbers[slot]]))}/" if layout.numbers else ""
                 prefix = f"system/node_{int(nodes[node])}/{gpu}"
+                if not any(map(row.__getitem__, columns[1])):  # not sampled meanwhile
+                    continue
                 for name, value, seconds in zip(layout.names, *columns, strict=True):
                     if row[seconds] > 0 and isfinite(row[value]):
                         found[prefix + name] = float(row[value] / row[seconds])
@@ -238,13 +240,17 @@ def _spread(layout: _Layout, nodes: PerRank, rows: Any) -> Iterator[tuple[str, f
 def _memory(window: Window) -> dict[str, float]:
     """Rank 0's memory, and with several ranks the maximum of all allocators."""
     found = {}
-    for column in window.columns:
-        group, _, name = column.partition("/")
-        if group != "memory" or name in ("node_rank", "pid"):
-            continue
+    for column in _memory_columns(tuple(window.columns)):
         own = window.own(column)
         if isfinite(own):
             found[column] = own
+            name = column.removeprefix("memory/")
             if window.world_size > 1 and name not in HOST_MEMORY:
                 found[f"memory/max_over_ranks/{name}"] = float(np.nanmax(window[column]))
     return found
+
+
+@cache
+def _memory_columns(columns: tuple[str, ...]) -> list[str]:
+    none = ("memory/node_rank", "memory/pid")
+    return [each for each in columns if each.startswith("memory/") and each not in none]

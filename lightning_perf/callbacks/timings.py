@@ -15,12 +15,10 @@ from lightning_perf.charts.stacked import heatmap_html, stacked_html
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.diagnosis.rules.ranks import PHASES, Straggler, Work, straggler_of, work_of
 from lightning_perf.errors import describe, warn
-from lightning_perf.run import destination
-from lightning_perf.run.history import History, Point
+from lightning_perf.run.history import TIMES, History, Point, table_totals
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Schedule
 from lightning_perf.timing.totals import (
-    CATEGORIES,
     TABLED,
     Share,
     folded,
@@ -36,11 +34,13 @@ _RECENT = 10
 _MOST_ROWS = 500
 #: Maximum reports in the picture of all ranks; beyond it, adjacent ones are merged.
 _MOST_REPORTS = 400
-#: The categories that Determined tracks in training.
+#: The columns that Determined tracks in training.
 _DETERMINED = (
-    "dataloader_next", "to_device", "train_batch", "step_lr_schedulers", "from_device",
-    "reduce_metrics",
+    "timings/dataloader_next", "timings/to_device", "timings/train_batch",
+    "timings/step_lr_schedulers", "timings/from_device", "timings/reduce_metrics",
 )  # fmt: skip
+#: The inclusive time, of training alone, and what counts the batches of the device.
+_INCLUSIVE, _DEVICE_BATCHES = "timings/train_batch", "timings/device/batches"
 
 
 class Timings(WindowCallback):
@@ -106,7 +106,8 @@ class Timings(WindowCallback):
         for early, late in pairwise(self._history.points):
             batches = late.batch - early.batch
             totals = late.totals.items()
-            rows.append((late.step, {k: (v - early.totals[k]) / batches for k, v in totals}))
+            each = {TIMES[k]: (v - early.totals[k]) / batches for k, v in totals}
+            rows.append((late.step, each))
         return rows
 
     @override
@@ -133,8 +134,8 @@ class Timings(WindowCallback):
         super().on_start(context)
         if not self._stage:
             self._stage = context.stage
-            begun = dict.fromkeys(CATEGORIES, 0.0)
-            step, batch = context.tracker.step - 1, context.counters.batch
+            begun = dict.fromkeys(TIMES, 0.0)
+            step, batch = context.step - 1, context.counters.batch
             start = Point(step, batch, begun, context.spans.totals)
             self._history = History(start, most=_MOST_ROWS)
 
@@ -147,10 +148,9 @@ class Timings(WindowCallback):
         found = seconds_per_batch(window)
         if window.stage == self._stage:
             self._last, self._last_batches = found, window.batches
-        metrics = {f"timings/{key}": value for key, value in found.items()}
         if window.stage == "train" and window.world_size > 1:
-            metrics |= self._find_straggler(window)
-        return metrics
+            return found | self._find_straggler(window)
+        return found
 
     def _find_straggler(self, window: Window) -> dict[str, float]:
         # The first batch of a run is slow for other reasons.
@@ -173,20 +173,19 @@ class Timings(WindowCallback):
 
     def _keep(self, window: Window) -> None:
         """Keep the times for the chart; those after the last batch belong to the last report."""
-        history, whole = self._history, window.whole_run
-        totals = {key: whole.mean(f"timings/{key}") for key in CATEGORIES}
+        history, totals = self._history, table_totals(window.columns, window.totals)
         point = Point(window.step, window.last.batch, totals)
         if history.due(point.batch, window.at_end):
             history.add(point)
         elif window.at_end and self._last:
             history.points[-1] = point
         if not window.batches and self._last:
-            for key in CATEGORIES:
-                seconds = window.mean(f"timings/{key}") / self._last_batches
-                if each := self._last.get(key, 0.0) + seconds:
-                    self._last[key] = each
+            for column in TIMES:
+                seconds = window.mean(column) / self._last_batches
+                if each := self._last.get(column, 0.0) + seconds:
+                    self._last[column] = each
             prefix = "" if window.stage == "train" else f"{window.stage}/"
-            self.metrics |= {f"{prefix}timings/{key}": value for key, value in self._last.items()}
+            self.metrics |= {prefix + column: value for column, value in self._last.items()}
 
     @override
     def close(self, context: RunContext, reason: str) -> None:
@@ -211,7 +210,7 @@ class Timings(WindowCallback):
             steps, lateness = zip(*self._lateness, strict=True)
             files["ranks.html"] = partial(heatmap_html, steps=steps, lateness=lateness)
         try:
-            destination.write_files(context, _FOLDER, files, self._stage)
+            context.write_files(_FOLDER, files, self._stage)
         except OSError as error:
             warn(f"timings were not written ({describe(error)}): see Timings.table and .rows.")
 
@@ -227,28 +226,28 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
         window: Holds the columns ``timings/...`` and ``progress/batches``.
 
     Returns:
-        ``NAME`` and, with several ranks, ``NAME/min``, ``/median``, ``/max`` and
+        ``timings/NAME`` and, with several ranks, ``timings/NAME/min``, ``/median``, ``/max`` and
         ``/slowest_rank``; without what some rank does not know, and what never took any time.
     """
     found: dict[str, float] = {}
-    active = window.world_size
+    active = several = window.world_size
     if window.least("progress/batches") <= 0:  # some ranks have no more batches
         active = int((window["progress/batches"] > 0).sum())
+    train = window.stage == "train"
     for column in window.columns:
-        group, _, name = column.partition("/")
-        if group != "timings" or name == "device/batches":
+        if not column.startswith("timings/") or column == _DEVICE_BATCHES:
             continue
-        if name == "train_batch" and window.stage != "train":
-            continue
-        if not (window.stage == "train" and name in _DETERMINED) and not window.ever(column):
+        if not (train and column in _DETERMINED) and (
+            column == _INCLUSIVE or not window.ever(column)
+        ):
             continue
         per, ranks = "progress/batches", active
-        if name.startswith("device/") or name == "exposed_input":
-            per, ranks = "timings/device/batches", window.world_size
-            measured = name == "device/other" or window.least(column) > 0
+        if column.startswith("timings/device/") or column == "timings/exposed_input":
+            per, ranks = _DEVICE_BATCHES, several
+            measured = column == "timings/device/other" or window.least(column) > 0
             if window.least(per) <= 0 or not measured:
                 continue
-        found[name] = window.rate(column, per) / ranks
-        if window.world_size > 1:
-            found |= window.spread(column, per).metrics(name)
+        found[column] = window.rate(column, per) / ranks
+        if several > 1:
+            found |= window.spread(column, per).metrics(column)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,14 @@ Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 Rows = Sequence[Sequence[float]] | Table
 #: One number per rank.
 PerRank = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+class Columns(dict[str, int]):
+    """The position of each column by its name."""
+
+    def __missing__(self, name: str) -> int:
+        hint = did_you_mean(name, self)
+        raise KeyError(f"the window has no column {name!r}. {hint}".rstrip())
 
 
 class Increase:
@@ -126,7 +134,7 @@ class Window:
         Raises:
             KeyError: The window has no such column; the message names the nearest.
         """
-        index = self._index(name)
+        index = self.columns[name]
         if isinstance(self.rows, Increase):
             return self.rows.column(index)
         if isinstance(self.rows, np.ndarray):
@@ -141,20 +149,24 @@ class Window:
 
     def own(self, name: str) -> float:
         """This rank's value."""
-        return float(self.rows[self.rank if len(self.rows) > 1 else 0][self._index(name)])
+        return float(self.rows[self.rank if len(self.rows) > 1 else 0][self.columns[name]])
 
     @property
     def whole_run(self) -> Window:
         """This window with the values of the stage since the run began."""
-        return replace(self, rows=self.totals)
+        # Not `dataclasses.replace`, which takes longer than all that callbacks read of it.
+        stamps = self.first, self.last
+        head = self.stage, self.step, *stamps, self.at_end, self.rank, self.columns
+        return Window(*head, self.totals, self.totals)
 
     def since_start(self, name: str) -> float:
         """This rank's total since the run began."""
-        return self.whole_run.own(name)
+        return float(self.totals[self.rank if len(self.rows) > 1 else 0][self.columns[name]])
 
     def ever(self, name: str) -> bool:
         """Whether any rank's total since the run began is other than 0."""
-        return bool(self.whole_run.total(name))
+        index = self.columns[name]
+        return any(row[index] for row in self.totals)
 
     def total(self, name: str) -> float:
         """The sum over ranks."""
@@ -178,8 +190,8 @@ class Window:
             per: What it is divided by; a rank where that is not above 0 adds nothing.
         """
         if len(self.rows) == 1:
-            divisor = self.rows[0][self._index(per)]
-            return float(self.rows[0][self._index(name)] / divisor) if divisor > 0 else 0.0
+            divisor = self.rows[0][self.columns[per]]
+            return float(self.rows[0][self.columns[name]] / divisor) if divisor > 0 else 0.0
         values, divisors = self[name], self[per]
         found = np.zeros(len(values))
         np.divide(values, divisors, out=found, where=divisors > 0)
@@ -208,13 +220,6 @@ class Window:
     def worst_rank(self, name: str) -> int:
         """The rank of the largest value."""
         return int(self[name].argmax())
-
-    def _index(self, name: str) -> int:
-        try:
-            return self.columns[name]
-        except KeyError:
-            hint = did_you_mean(name, self.columns)
-            raise KeyError(f"the window has no column {name!r}. {hint}".rstrip()) from None
 
 
 def throughput(window: Window, prefix: str = "") -> dict[str, float]:

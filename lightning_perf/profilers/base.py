@@ -21,7 +21,6 @@ from lightning_perf.profilers import tools
 from lightning_perf.profilers.recording import OpenRecording, Recorded, Recording
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.compat import evaluation_ends, resumes, validates_next
-from lightning_perf.run.destination import new_writer
 from lightning_perf.run.termination import signals_held
 from lightning_perf.schedule import (
     FOREVER,
@@ -451,7 +450,7 @@ class Profiler(PerfCallback):
             readme=self.how_to_open if names == own or elsewhere else None,
             optional=names.local.endswith(_OPTIONAL),
         )
-        return new_writer(context, options, self.output_path_prefix)
+        return context.reporting.new_writer(options, self.output_path_prefix)
 
     def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
         """Hand a recording, and the files that are made of it, to their writers."""

@@ -214,7 +214,7 @@ class Memray(RecordsChildren):
         if self.flamegraph:
             further["flamegraph"] = partial(tools.run_program, "flamegraph", path)
         if self.summary:
-            log = partial(context.reporting.log_from_worker, step=context.tracker.step)
+            log = partial(context.reporting.log_from_worker, step=context.step)
             further["summary"] = partial(_summarize, path, self._prefix(context), log)
         files = self.shut_children()
         for place, number in enumerate(files.numbers[:_MOST_CHILDREN], 1):

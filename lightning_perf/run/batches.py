@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from itertools import islice
-from typing import TYPE_CHECKING
+from operator import add, sub
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -13,11 +13,6 @@ if TYPE_CHECKING:
 
     from lightning_perf.run.flop_meter import BatchCost
     from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer
-
-    #: Seconds, samples and tokens of one batch (None where they could not be counted), its FLOPs
-    #: (None where they are unknown), whether counting them slowed it down, and whether it was the
-    #: first of its stage and of its epoch. A plain tuple, since one is made per batch.
-    BatchRecord = tuple[float, int | None, int | None, BatchCost | None, bool, bool, bool]
 
 #: Records kept at most until they are folded.
 _MOST_RECORDS = 1000
@@ -29,7 +24,68 @@ _ALL_SLOWED = (
     "batches down. Throughput is a lower bound, and MFU is not reported."
 )
 
-#: Running totals of batches whose time counts: neither the first of a stage nor slowed by counting.
+
+class BatchRecord(NamedTuple):
+    """One batch."""
+
+    seconds: float
+    #: None where they could not be counted.
+    samples: int | None
+    tokens: int | None
+    #: Its FLOPs; None where they are unknown.
+    cost: BatchCost | None
+    #: Whether counting the FLOPs slowed it down.
+    slowed: bool
+    #: Whether it was the first of its stage, and of its epoch.
+    first: bool
+    begins_epoch: bool
+
+    @property
+    def timed(self) -> bool:
+        """Whether its time counts."""
+        return not (self.slowed or self.first)
+
+
+class Sums(NamedTuple):
+    """Running totals of timed batches: neither the first of a stage nor slowed by counting."""
+
+    seconds: float = 0.0
+    batches: int = 0
+    samples: float = 0
+    tokens: float = 0
+    flops: float = 0.0
+    ideal_seconds: float = 0.0
+    hardware_ideal_seconds: float = 0.0
+    #: Of batches with known FLOPs, and of skipped ones.
+    known_seconds: float = 0.0
+    known: int = 0
+    uncounted_samples: int = 0
+    uncounted_tokens: int = 0
+    uncounted_flops: int = 0
+
+    def plus(self, record: BatchRecord) -> Sums:
+        """These totals and a batch."""
+        seconds, samples, tokens, cost, *_ = record
+        no_samples, no_tokens = samples is None, tokens is None
+        skipped = cost is None and samples == 0  # by Lightning
+        flops = (
+            (0.0, 0.0, 0.0, seconds if skipped else 0.0, 0)
+            if cost is None
+            else (cost.total, cost.ideal_seconds, cost.hardware_ideal_seconds, seconds, 1)
+        )
+        unknown = no_samples, no_tokens, cost is None and not skipped
+        return Sums(*map(add, self, (seconds, 1, samples or 0, tokens or 0, *flops, *unknown)))
+
+    def since(self, earlier: Sums) -> Sums:
+        """What was added since then."""
+        return Sums(*map(sub, self, earlier))
+
+    def shared(self, ranks: int) -> Sums:
+        """This rank's part, where ranks share the samples and tokens of a batch."""
+        return self._replace(samples=self.samples / ranks, tokens=self.tokens / ranks)
+
+
+#: The columns of `Sums`, in its order.
 TIMED = (
     "batch/seconds",
     "batch/count",
@@ -53,16 +109,19 @@ KNOWN = ("flops/known_batches", "flops/known", "flops/known_ideal_seconds")
 class _Stage:
     """The totals of one stage, and the records that are not in them yet."""
 
-    __slots__ = ("edges", "known", "last_cost", "late", "records", "slowed", "untimed")
+    __slots__ = (
+        "edges", "known", "last_cost", "late", "records", "slowed", "untimed_flops",
+        "untimed_ideal_seconds",
+    )  # fmt: skip
 
     def __init__(self, size: int) -> None:
         #: Batches with known FLOPs, and the cost of the last one.
         self.known = 0
         self.last_cost: BatchCost | None = None
         #: The FLOPs and ideal seconds of batches whose time does not count.
-        self.untimed = 0.0, 0.0
+        self.untimed_flops = self.untimed_ideal_seconds = 0.0
         #: Totals after each of the latest batches: a rolling window is the difference of two.
-        self.edges: deque[tuple[float, ...]] = deque([(0.0,) * len(TIMED)], maxlen=size + 1)
+        self.edges = deque([Sums()], maxlen=size + 1)
         #: The latest batches that counting slowed down, without their FLOPs.
         self.slowed: deque[BatchRecord] = deque(maxlen=max(size, 1))
         self.records: list[BatchRecord] = []
@@ -132,7 +191,7 @@ class BatchTotals:
         self.fold(stage)
         found = self._stages[stage]
         found.late.clear()
-        if found.slowed and not found.edges[-1][1] and stage not in self._explained:
+        if found.slowed and not found.edges[-1].batches and stage not in self._explained:
             self._explained.add(stage)
             rank_zero_info(_ALL_SLOWED.format(stage))
 
@@ -144,29 +203,24 @@ class BatchTotals:
     def totals(self, stage: str) -> Sequence[float]:
         """The totals of a stage since the run began."""
         found = self._stages[stage]
-        totals, cost = self._part(found.edges[-1]), found.last_cost
+        sums, cost = found.edges[-1], found.last_cost
         operations = (cost.tracked_operations, cost.untracked_operations) if cost else (0, 0)
-        flops, ideal = found.edges[-1][4:6]
-        known = found.known, flops + found.untimed[0], ideal + found.untimed[1]
-        return (*totals, *known, *operations)
+        flops = sums.flops + found.untimed_flops
+        ideal = sums.ideal_seconds + found.untimed_ideal_seconds
+        return (*sums.shared(self.sharing), found.known, flops, ideal, *operations)
 
-    def last_batches(self, stage: str, size: int) -> tuple[float, ...]:
-        """The sums of ``TIMED`` over the last batches of a stage, ``size`` at most.
+    def last_batches(self, stage: str, size: int) -> Sums:
+        """The sums over the last batches of a stage, ``size`` at most.
 
         A stage without a timed batch gives those that were slowed down, without their FLOPs.
         """
         edges = self._stages[stage].edges
-        if not edges[-1][1]:
+        if not edges[-1].batches:
             slowed = _Stage(size)
             _add(slowed, self._stages[stage].slowed)
             edges = slowed.edges
-        first = next(islice(edges, max(len(edges) - 1 - size, 0), None))
-        return self._part([last - early for last, early in zip(edges[-1], first, strict=True)])
-
-    def _part(self, totals: Sequence[float]) -> tuple[float, ...]:
-        """Totals with this rank's part of the samples and tokens of batches that ranks share."""
-        seconds, count, samples, tokens, *rest = totals
-        return (seconds, count, samples / self.sharing, tokens / self.sharing, *rest)
+        first = edges[max(len(edges) - 1 - size, 0)]
+        return edges[-1].since(first).shared(self.sharing)
 
 
 class RollingBatches:
@@ -183,48 +237,20 @@ class RollingBatches:
 
 
 def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
-    (
-        seconds, count, samples, tokens, model, ideal, hardware_ideal, known_seconds, known,
-        no_samples, no_tokens, no_flops,
-    ) = stage.edges[-1]  # fmt: skip
     edges = stage.edges
-    for spent, batch_samples, batch_tokens, cost, slowed, first, begins in records:
+    for record in records:
+        cost = record.cost
         if cost is not None:
             stage.known += 1
             stage.last_cost = cost
-        if slowed or first:
-            if cost is not None:
-                flops, seconds_at_peak = stage.untimed
-                stage.untimed = flops + cost.total, seconds_at_peak + cost.ideal_seconds
-            if spent and not first:
-                stage.slowed.append(
-                    (spent, batch_samples, batch_tokens, None, False, False, begins)
-                )
+        if record.timed:
+            edges.append(edges[-1].plus(record))
             continue
-        seconds += spent
-        count += 1
-        if batch_samples is None:
-            no_samples += 1
-        else:
-            samples += batch_samples
-        if batch_tokens is None:
-            no_tokens += 1
-        else:
-            tokens += batch_tokens
-        if cost is None and batch_samples == 0:  # Lightning skipped the batch
-            known_seconds += spent
-        elif cost is None:
-            no_flops += 1
-        else:
-            model += cost.total
-            ideal += cost.ideal_seconds
-            hardware_ideal += cost.hardware_ideal_seconds
-            known_seconds += spent
-            known += 1
-        edges.append((
-            seconds, count, samples, tokens, model, ideal, hardware_ideal, known_seconds, known,
-            no_samples, no_tokens, no_flops,
-        ))  # fmt: skip
+        if cost is not None:
+            stage.untimed_flops += cost.total
+            stage.untimed_ideal_seconds += cost.ideal_seconds
+        if record.seconds and not record.first:
+            stage.slowed.append(record._replace(cost=None, slowed=False))
 
 
 def _resolved(
@@ -232,12 +258,12 @@ def _resolved(
 ) -> Iterator[BatchRecord]:
     """The batches whose device time is known or does not matter, up to the first other one."""
     while late:
-        (host, samples, tokens, cost, slowed, first, begins), timed = late[0]
-        if not (timed.known or slowed or first or failed):
+        record, timed = late[0]
+        if not (timed.known or failed) and record.timed:
             return
         late.popleft()
         # Where the device's time is unknown, the host's must not replace it.
         known = timed.known and timed.whole
-        seconds = timed.seconds if known else host if failed else 0.0
-        slowed = slowed or not (known or failed)
-        yield seconds, samples, tokens, cost, slowed, first, begins
+        seconds = timed.seconds if known else record.seconds if failed else 0.0
+        slowed = record.slowed or not (known or failed)
+        yield record._replace(seconds=seconds, slowed=slowed)

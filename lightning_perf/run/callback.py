@@ -250,8 +250,6 @@ class PerfCallback(Callback):
             return {"progress": self._loaded}
         if not self.keeps_progress or self._progress is None:
             return {}
-        if self._context is not None:
-            self._run_shared(self._context.tracker.count)
         return {"progress": self._progress.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -294,8 +292,6 @@ class PerfCallback(Callback):
             return
         try:
             with signals_held():
-                self._run_shared(context.tracker.count)
-                self._run_shared(context.windows.gatherer.flush)
                 for part in self.parts:
                     part.call(part.close, context, reason)
                 self._detach()
@@ -315,7 +311,7 @@ class PerfCallback(Callback):
             if context.stages.within_loop:  # it began with the loop
                 context.stages.begin_batches()
             else:
-                self._run_shared(context.enter, stage)
+                context.advance(context.enter, stage)
         self._before_batch_parts = [part for part in self.parts if part.overrides("before_batch")]
         self._after_batch_parts = [part for part in self.parts if part.overrides("after_batch")]
         if not self._before_batch_parts:
@@ -330,24 +326,10 @@ class PerfCallback(Callback):
         context = self._driven
         if context is None or context.stage != stage:
             return
-        self._run_shared(context.tracker.count)
         for part in self.parts:
             part.call(part.on_end, context)
         if context.members[-1] is self:
-            self._run_shared(context.end)
-
-    def _run_shared(self, step: Callable[..., None], *args: Any) -> None:
-        """Advance the run's context, for all callbacks."""
-        try:
-            step(*args)
-        except Exception as error:
-            self._disable_all(step.__name__, error)
-
-    def _disable_all(self, step: str, error: Exception) -> None:
-        assert self._context is not None  # the hooks check
-        for member in list(self._context.members):
-            if not member._disabled:
-                member.disable(step, error)
+            context.advance(context.end)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the length of the epoch."""
@@ -363,7 +345,7 @@ class PerfCallback(Callback):
     def _at_epoch(self, step: Callable[[RunContext], None]) -> None:
         context = self._driven
         if context is not None and context.stage == "train" and context.members[0] is self:
-            self._run_shared(step, context)
+            context.advance(step, context)
 
 
 def _is_ours(value: object) -> bool:

@@ -6,10 +6,8 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from itertools import islice
 from math import nan
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +31,6 @@ HEADER = 2
 _ON_THEIR_WAY = 8
 #: Maximum queued messages: beyond it, another rank has probably ended.
 _MOST_WAITING = 4096
-#: Seconds for which a single rank holds its reports, to deliver them together: between training
-#: steps the caches are cold, so that the first report takes three times as long as the next ones.
-HOLD = 0.25
 _TIMEOUT = timedelta(minutes=30)
 #: The second part of a rank's last tag, which it repeats while other ranks still report.
 LAST = -2
@@ -59,7 +54,7 @@ class _Report:
 class Gatherer:
     """Gathers over a gloo group of its own, so that the accelerator is never synchronised.
 
-    A single rank gathers nothing: it delivers reports that end within ``HOLD`` seconds together.
+    A single rank gathers nothing: it delivers each report at once.
 
     A report is sent at one batch and read at a later one, when it has arrived. Messages are paired
     by their order, so every rank sends the same ones, however far it is behind: none is ever
@@ -85,9 +80,6 @@ class Gatherer:
         #: Whether another rank has ended, so that nothing more is gathered.
         self.lost = False
         self._group = _new_group() if self._world_size > 1 else None
-        # For a single rank: reports to deliver, and the time from which the next one delivers them.
-        self._held: deque[Callable[[], None]] = deque()
-        self._hold_until = 0.0
 
     def largest(self, number: int) -> int:
         """The largest of the numbers of several ranks; waits for all of them."""
@@ -108,11 +100,7 @@ class Gatherer:
             then: Called on the training thread with the rows in rank order.
         """
         if self._world_size == 1:
-            self._held.append(partial(then, [values]))
-            now = monotonic()
-            if tag[1] < 0 or now >= self._hold_until:  # the end of a stage, or time
-                self._hold_until = now + HOLD
-                self.flush()
+            then([values])
             return
         if self.lost:
             return
@@ -120,11 +108,6 @@ class Gatherer:
             self._give_up("another rank does not answer")
             return
         self._push(_Report(tag, values, then))
-
-    def flush(self) -> None:
-        """Deliver the reports that a single rank holds."""
-        while self._held:
-            self._held.popleft()()
 
     def poll(self) -> bool:
         """Deliver the reports that have arrived, in order; return whether none is left."""
@@ -141,7 +124,6 @@ class Gatherer:
 
     def finish(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds for messages in flight, at the end of the run."""
-        self.flush()
         wait_until(lambda: self.poll() or hurried(), timeout)
         if self.pending:
             self._give_up("another rank did not answer at the end of the run")

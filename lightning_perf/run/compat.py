@@ -90,7 +90,7 @@ class TrainingLoop:
 
 
 class StepArguments(MethodPatch):
-    """Replaces a method of a loop that makes the arguments of a step.
+    """Replaces ``_build_kwargs`` of the loop of training, which makes the arguments of a step.
 
     Lightning inspects the signature of the step in each batch, which takes 12 us. This repeats the
     inspection only when the module has another function.
@@ -99,11 +99,9 @@ class StepArguments(MethodPatch):
         TypeError: The method is not Lightning's, or has other parameters.
     """
 
-    _parameters: tuple[str, ...]
-
     def __init__(self, original: Callable[..., Any]) -> None:
-        parameters = tuple(signature(original).parameters)
-        if not original.__module__.startswith(PACKAGES) or parameters != self._parameters:
+        names = " ".join(signature(original).parameters)
+        if not original.__module__.startswith(PACKAGES) or names != "kwargs batch batch_idx":
             raise TypeError(f"unknown method {original!r}")
         super().__init__(original)
         self._trainer: Trainer = original.__self__.trainer  # type: ignore[attr-defined]
@@ -111,21 +109,11 @@ class StepArguments(MethodPatch):
         self._step: object = None
         self._numbered = False
 
-    def _inspected(self, name: str) -> bool:
-        """Whether the module's step was inspected last. If not, the caller inspects it now."""
-        step: Any = getattr(self._trainer.lightning_module, name)
-        before, self._step = self._step, getattr(step, "__func__", step)
-        return before is self._step
-
-
-class TrainingArguments(StepArguments):
-    """Replaces ``_build_kwargs`` of the training loop."""
-
-    _parameters = ("kwargs", "batch", "batch_idx")
-
     @override
     def __call__(self, kwargs: Any, batch: Any, batch_idx: int) -> Any:
-        if not self._inspected("training_step"):
+        step: Any = self._trainer.lightning_module.training_step
+        before, self._step = self._step, getattr(step, "__func__", step)
+        if before is not self._step:
             kwargs = self.original(kwargs, batch, batch_idx)
             self._numbered = "batch_idx" in kwargs
             if kwargs.keys() - {"batch", "batch_idx"}:
@@ -135,29 +123,6 @@ class TrainingArguments(StepArguments):
         if self._numbered:
             kwargs["batch_idx"] = batch_idx
         return kwargs
-
-
-class EvaluationArguments(StepArguments):
-    """Replaces ``_build_step_args_from_hook_kwargs`` of the other loops."""
-
-    _parameters = ("hook_kwargs", "step_hook_name")
-
-    @override
-    def __call__(self, hook_kwargs: Any, step_hook_name: str) -> Any:
-        if not self._inspected(step_hook_name):
-            arguments = self.original(hook_kwargs, step_hook_name)
-            self._numbered = len(arguments) == len(hook_kwargs)
-            return arguments
-        if self._numbered:
-            return tuple(hook_kwargs.values())
-        return tuple(value for name, value in hook_kwargs.items() if name != "batch_idx")
-
-
-def step_arguments(trainer: Trainer) -> Iterator[tuple[object, str, type[StepArguments]]]:
-    """Yield the methods of loops that make the arguments of steps, and what replaces them."""
-    yield training_epoch_loop(trainer), "_build_kwargs", TrainingArguments
-    for loop, _, _ in evaluation_loops(trainer):
-        yield loop, "_build_step_args_from_hook_kwargs", EvaluationArguments
 
 
 def data_parallel_size(trainer: Trainer) -> int:
@@ -275,8 +240,8 @@ def monitored(trainer: Trainer) -> set[str]:
     found = {getattr(each, "monitor", None) for each in callbacks}
     strategy = getattr(trainer, "strategy", None)
     found |= {each.monitor for each in getattr(strategy, "lr_scheduler_configs", ())}
-    names = [getattr(each, "filename", None) or "" for each in callbacks]
-    return {key for key in _SHOWN if key in found or any("{" + key in str(n) for n in names)}
+    names = " ".join(str(getattr(each, "filename", None)) for each in callbacks)
+    return {key for key in _SHOWN if key in found or "{" + key in names}
 
 
 def complete_monitored(trainer: Trainer) -> None:

@@ -14,33 +14,40 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from lightning_perf.background import Worker, wait_until
 from lightning_perf.core.progress import Limits, Moment
-from lightning_perf.errors import ConfigError, WarningDigest, describe, warn
+from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batch_tracker import BatchCounter, BatchTracker
 from lightning_perf.run.batches import BatchTotals
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import node_sampler
+from lightning_perf.run.hardware import (
+    GPU_COLUMNS,
+    MemorySignal,
+    NodeSignal,
+    node_gpus,
+    node_sampler,
+)
 from lightning_perf.run.profiler import Spans
-from lightning_perf.run.signals import sources
+from lightning_perf.run.signals import ProgressSignal, SpanSignal, WaitSignal
 from lightning_perf.run.stages import Counters, Progress, StageStack
 from lightning_perf.run.summary import LONG, LiveSummary, end_summary, log_locations
 from lightning_perf.run.termination import Termination
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceTimer, clocked
-from lightning_perf.traces.names import TakenNames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.core.progress import Timestamp
-    from lightning_perf.run.callback import PerfCallback
+    from lightning_perf.run.run import Member
     from lightning_perf.run.summary import RunSummary
+    from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
 
 
@@ -57,24 +64,20 @@ FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
 class RunContext:
     """Owns what the callbacks of one Trainer share: progress, FLOPs, windows, workers, loggers.
 
-    It has at most 30 attributes: with more, Python 3.11 reads each of them more slowly.
-
     The first callback drives it, the last one to leave closes it. All ranks construct it together.
     Only the callbacks keep it alive, so a run whose end was never announced is freed with them.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
-        self.members: list[PerfCallback] = []
+        self.members: list[Member] = []
         # All callbacks that have joined.
         self._joined: list[Any] = []
         self.ranks = compat.ranks_of(trainer)
         self.limits = compat.limits_of(trainer)
         #: One thread talks to servers, the other makes files.
         self.worker, self.file_worker = Worker("lightning_perf"), Worker("lightning_perf maker")
-        #: Shared by trace writers: their warnings, and the names of their files.
-        self.warnings_digest, self.taken_names = WarningDigest(), TakenNames()
-        self.reporting = Reporting(trainer, self.worker)
+        self.reporting = Reporting(trainer, self.worker, self.file_worker)
         self.meter = FlopMeter(trainer, module)
         self.progress = _PROGRESS.setdefault(trainer, Progress())
         timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
@@ -82,15 +85,15 @@ class RunContext:
         self.spans = Spans(trainer, module, timer)
         self.batches = BatchTotals(timer)
         self.share_batches(compat.data_parallel_size(trainer))
-        self.windows = Windows(trainer)
+        self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
+        self.tracker = BatchTracker(
+            trainer, self.stages, self.spans, self.meter, self.batches, self.windows
+        )
         self._live = LiveSummary()
-        self.windows.sources = sources(self)
-        #: The running stage, by Lightning's name; empty between stages.
-        self.stage = ""
-        #: Counts of the current stage; kept here, because they are read at every batch.
-        self.counters = Counters()
-        self.tracker = BatchTracker(self)
-        self._on_close: list[Callable[[], None]] = []
+        self.windows.sources = self._sources()
+        rank = self.ranks.global_rank
+        # Not a method: the strategy, which is patched, must not keep the run alive.
+        self.meter.report_untracked = partial(_report_untracked, self.reporting, rank)
         self._resumed = False
         self._pid, self._started = os.getpid(), monotonic()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
@@ -104,8 +107,7 @@ class RunContext:
         self._patches.wrap_in_context(epoch, "run", partial(_batches_of_epoch, this))
         for loop, *stages in compat.evaluation_loops(trainer):
             self._patches.wrap_in_context(loop, "run", partial(_evaluation, this, *stages))
-        for owner, method, patch in compat.step_arguments(trainer):
-            self._patches.wrap(owner, method, patch)
+        self._patches.wrap(epoch, "_build_kwargs", compat.StepArguments)
         for worker in (self.worker, self.file_worker):  # freed without a close: threads end
             weakref.finalize(self, worker.close, 0.0).atexit = False
         # Registered again for each run, to run before handlers registered since the last one.
@@ -120,10 +122,46 @@ class RunContext:
             raise ConfigError("data_parallel_size", data_parallel_size, problem, str(ranks))
         self.batches.sharing = self.meter.sharing = ranks // data_parallel_size
 
+    def _sources(self) -> dict[str, Callable[[], Signal]]:
+        """Functions that start the signals, called when a callback subscribes to their columns.
+
+        With several ranks all call this together.
+        """
+        node, device = self.ranks.node_rank, self.trainer.strategy.root_device
+        gpus: Callable[[], int] = partial(node_gpus, self.trainer, self.ranks)
+        if self.ranks.world_size > 1:
+            # Nodes may differ, but all ranks must have the same columns. They agree now, because a
+            # callback may fail on one rank before it subscribes.
+            gatherer = self.windows.gatherer
+            slots = gatherer.largest(gpus())
+            gatherer.width += slots * GPU_COLUMNS
+            gpus = partial(int, slots)
+
+        def flops() -> BatchTotals:
+            self.meter.require(None, "peak_flops")
+            return self.batches.start()
+
+        def sampler() -> Sampler | None:
+            found = self.sampler
+            if found is not None and not found.subscribed:
+                found.subscribe("windows", 1.0)
+                self.on_close(partial(found.unsubscribe, "windows"))
+            return found
+
+        return {
+            "batch": self.batches.start,
+            "flops": flops,
+            "progress": lambda: ProgressSignal(self.progress),
+            "timings": lambda: SpanSignal(self.spans.require()),
+            "waits": lambda: WaitSignal(self.spans.require(), node),
+            "system": lambda: NodeSignal(sampler(), gpus()),
+            "memory": lambda: MemorySignal(device, sampler(), node),
+        }
+
     # -- membership -------------------------------------------------------------------------------
 
     @classmethod
-    def join(cls, trainer: Trainer, module: LightningModule, member: PerfCallback) -> RunContext:
+    def join(cls, trainer: Trainer, module: LightningModule, member: Member) -> RunContext:
         """The trainer's context, made for the first callback that joins.
 
         Raises:
@@ -146,7 +184,7 @@ class RunContext:
         context._joined += member.with_parts
         return context
 
-    def leave(self, member: PerfCallback, reason: str) -> None:
+    def leave(self, member: Member, reason: str) -> None:
         """Remove a callback; the last one closes what is shared."""
         if member in self.members:
             self.members.remove(member)
@@ -169,10 +207,10 @@ class RunContext:
         yield self.meter.close
         yield self.spans.restore
         timeouts = FILE_TIMEOUT[reason], UPLOAD_TIMEOUT[reason]
-        yield partial(self.reporting.close, self.file_worker, *timeouts)
-        yield from self._on_close
+        yield partial(self.reporting.close, *timeouts)
+        yield from self.reporting.closing
         yield self.reporting.remove_temporary
-        yield self.warnings_digest.summarize
+        yield self.reporting.warnings_digest.summarize
         yield lambda: self._show(summary[0] if summary else None, reason)
 
     def _show(self, summary: RunSummary | None, reason: str) -> None:
@@ -195,15 +233,28 @@ class RunContext:
     # -- position ---------------------------------------------------------------------------------
 
     @property
+    def stage(self) -> str:
+        """The running stage, by Lightning's name; empty between stages."""
+        return self.stages.stage
+
+    @property
+    def counters(self) -> Counters:
+        """The counts of the current stage."""
+        return self.stages.counters
+
+    @property
+    def step(self) -> int:
+        """The step at which loggers write what is reported now."""
+        return self.stages.step
+
+    @property
     def timestamp(self) -> Timestamp:
         """The progress of the current stage."""
-        self.tracker.count()
         return self.counters.timestamp()
 
     @property
     def moment(self) -> Moment:
         """The current moment, before the next batch."""
-        self.tracker.count()
         return self.stages.moment
 
     @property
@@ -225,14 +276,12 @@ class RunContext:
         """
         alone = self.trainer.state.fn != "fit" and not self.trainer.loggers
         short = alone and monotonic() - self._started < LONG
-        return self.windows.ran(self.progress) and not short
+        return self.windows.ran and not short
 
     # -- called by the first callback -------------------------------------------------------------
 
     def enter(self, stage: str) -> None:
         """A stage starts."""
-        self.tracker.count()
-        self.windows.gatherer.flush()
         self.spans.enter(stage)
         if self.tracker.counter is None:
             self.tracker.counter = BatchCounter([self.module, *self._data_owners])
@@ -246,27 +295,26 @@ class RunContext:
         self.stages.enter(stage, limits)
         self._select_stage()
         self.tracker.begin()
-        self.windows.enter(self)
+        self.windows.enter()
 
     def _select_stage(self) -> None:
-        """Change the current stage."""
-        self.stage = self.stages.stage
+        """Another stage is current."""
         self.windows.quiet_until = 0
         if self.stage:
-            self.counters = self.stages.counters
             self.tracker.enter()
 
-    def warn_untracked(self) -> None:
-        """Report operators without FLOPs once."""
-        if self.meter.untracked_reported or not self.meter.untracked:
-            return
-        self.meter.untracked_reported = True
-        names = ", ".join(sorted(self.meter.untracked))
-        self.describe({"untracked_operations": names})
-        if self.ranks.global_rank == 0:
-            _log.warning(
-                "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", names
-            )
+    def advance(self, step: Callable[..., None], *args: Any) -> None:
+        """Advance the run by one step; an error switches all callbacks off."""
+        try:
+            step(*args)
+        except Exception as error:
+            for member in list(self.members):
+                if not member._disabled:
+                    member.disable(step.__name__, error)
+
+    def report(self) -> None:
+        """A batch has ended after which a report may be due."""
+        self.windows.report(self, False)
 
     def begin_epoch(self) -> None:
         """An epoch of training starts. Its data may differ, because loaders may be reloaded."""
@@ -284,9 +332,6 @@ class RunContext:
 
     def end_epoch(self) -> None:
         """An epoch of training has ended."""
-        self.tracker.count()
-        self.tracker.restart()
-        self.windows.gatherer.flush()
         self.meter.resume(self.stage)
         self.counters.end_epoch()
 
@@ -294,9 +339,7 @@ class RunContext:
         """Report what callbacks of Lightning monitor, before they read it."""
         offered = any(getattr(part, "monitored", False) for part in self.parts)
         if offered and compat.monitored(self.trainer):
-            self.tracker.count()
             self.windows.report(self, False, monitored=True)
-            self.windows.gatherer.flush()
             wait_until(self.windows.gatherer.poll, GATHER_TIMEOUT)
             compat.complete_monitored(self.trainer)
 
@@ -326,9 +369,21 @@ class RunContext:
         """The run's name in files and reports, the same on every rank."""
         return self.reporting.run_name
 
+    def offer(self, prefix: str, signal: Signal) -> None:
+        """Offer a signal, whose columns begin with the prefix, to subscribers."""
+        self.windows.sources[prefix] = lambda: signal
+
     def on_close(self, finish: Callable[[], None]) -> None:
         """Call a function at the end of the run, after the workers have stopped."""
-        self._on_close.append(finish)
+        self.reporting.closing.append(finish)
+
+    def write_files(
+        self, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str, **options: Any
+    ) -> None:
+        """Write files of the run, if it has something to leave: `Reporting.write_files`."""
+        if self.leaves_files:
+            stamp = self.progress.timestamp(stage)
+            self.reporting.write_files(folder, files, stage, stamp, **options)
 
     @property
     def schedule_context(self) -> Context:
@@ -349,7 +404,7 @@ class RunContext:
 
     def describe(self, settings: Mapping[str, object]) -> None:
         """Log settings of the run or of a callback as params."""
-        self.reporting.log_params({f"lightning_perf/{k}": v for k, v in settings.items()})
+        self.reporting.describe_settings(settings)
 
     def setup(self) -> dict[str, object]:
         """Device, its peak if it is known, precision and strategy."""
@@ -368,6 +423,15 @@ class RunContext:
         self.reporting.log(metrics, step)
         if monotonic() >= self._live.due:
             self._live.refresh(self)
+
+
+def _report_untracked(reporting: Reporting, rank: int, names: set[str]) -> None:
+    listed = ", ".join(sorted(names))
+    reporting.describe_settings({"untracked_operations": listed})
+    if rank == 0:
+        _log.warning(
+            "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", listed
+        )
 
 
 def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:
@@ -400,8 +464,7 @@ def _batches_of_epoch(reference: weakref.ref[RunContext]) -> Iterator[None]:
         return
     context.stages.begin_batches()
     yield
-    if context.members:
-        context.members[0]._run_shared(context.report_monitored)
+    context.advance(context.report_monitored)
 
 
 @contextmanager
@@ -414,17 +477,16 @@ def _evaluation(reference: weakref.ref[RunContext], stage: str, around: str) -> 
     if context is None or context.stage != around or context.trainer.sanity_checking:
         yield
         return
-    driver = context.members[0]
     if around:
-        driver._run_shared(context.report_monitored)
-    driver._run_shared(context.enter, stage)
+        context.advance(context.report_monitored)
+    context.advance(context.enter, stage)
     context.stages.within_loop = context.stage == stage
     yield  # an exception ends the run in this stage
     if context.stages.within_loop and context.members:
-        driver._run_shared(context.exit)
+        context.advance(context.exit)
 
 
-def _units(callbacks: Iterable[PerfCallback]) -> str:
+def _units(callbacks: Iterable[Member]) -> str:
     """The keys of metrics by their units, in one line."""
     keys: dict[str, dict[str, None]] = {}
     for each in callbacks:

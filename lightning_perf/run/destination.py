@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from lightning_perf.background import waiting
-from lightning_perf.errors import describe, printable, warn
+from lightning_perf.errors import WarningDigest, describe, printable, warn
 from lightning_perf.files import write_text
+from lightning_perf.run import compat
 from lightning_perf.run.termination import hurried
 from lightning_perf.traces.folder import RunFolder, TraceOptions, folder_of
+from lightning_perf.traces.names import TakenNames
 from lightning_perf.traces.uploads import TraceRun
 from lightning_perf.traces.writer import TraceWriter
 from lightning_perf.tracking.installed import trackers_of
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.background import Worker
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.core.progress import Timestamp
     from lightning_perf.traces.uploads import Target
     from lightning_perf.tracking.tracker import Tracker
 
@@ -78,11 +80,21 @@ def _generate(trainer: Trainer) -> Generated:
     return _GENERATED[trainer]
 
 
+#: By trainer: the names of files about its evaluations since its last fit, by what they describe. A
+#: later evaluation replaces them: packages run a thousand predictions.
+_EVALUATED: WeakKeyDictionary[Trainer, dict[tuple[str | None, ...], str]] = WeakKeyDictionary()
+
+
 class Reporting:
     """The outputs of a run. The constructor is a collective: all ranks call it."""
 
-    def __init__(self, trainer: Trainer, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, trainer: Trainer, worker: Worker, file_worker: Worker) -> None:
+        self._worker, self._file_worker = worker, file_worker
+        self._ranks = compat.ranks_of(trainer)
+        #: Shared by trace writers: their warnings, and the names of their files.
+        self.warnings_digest, self._taken_names = WarningDigest(), TakenNames()
+        #: Called at the end of the run, after the workers have stopped.
+        self.closing: list[Callable[[], None]] = []
         first = self._first = trainer.global_rank == 0
         destination = _destination(trainer, worker) if first else ((), "", "")
         if trainer.world_size > 1:
@@ -106,6 +118,10 @@ class Reporting:
         with suppress(OSError):  # it was deleted
             self._start = Path.cwd()
         self._trial = bool(getattr(trainer, "fast_dev_run", False))
+        self._function = trainer.state.fn
+        self._evaluated = _EVALUATED.setdefault(trainer, {})
+        if self._function == "fit":
+            self._evaluated.clear()
         self._roots: dict[str | None, Root] = {}
 
     def root(self, prefix: str | None) -> Root:
@@ -160,10 +176,10 @@ class Reporting:
                     name = type(logger).__name__
                     warn(f"{name} did not accept metrics ({describe(error)}). Training continues.")
 
-    def log_params(self, params: Mapping[str, object]) -> None:
-        """Log params to MLflow."""
+    def describe_settings(self, settings: Mapping[str, object]) -> None:
+        """Log settings of the run or of a callback as params, to MLflow."""
         for target in self._mlflow:
-            target.log_params(params)
+            target.log_params({f"lightning_perf/{key}": value for key, value in settings.items()})
 
     def describe(self, text: Callable[[], str]) -> None:
         """Make a text the description of MLflow runs, unless the user wrote one."""
@@ -171,13 +187,13 @@ class Reporting:
             for target in self._mlflow:
                 target.describe(text())
 
-    def close(self, file_worker: Worker, file_timeout: float, timeout: float) -> None:
+    def close(self, file_timeout: float, timeout: float) -> None:
         """Wait at most so many seconds for files and uploads; warn about metrics not sent.
 
         A signal ends the waiting.
         """
         for worker, what, seconds, last in (
-            (file_worker, "finishing files", file_timeout, _LAST_FILE_TIMEOUT),
+            (self._file_worker, "finishing files", file_timeout, _LAST_FILE_TIMEOUT),
             (self._worker, "uploading", timeout, 0.0),
         ):
             for target in self._own:
@@ -192,6 +208,69 @@ class Reporting:
         for target in self._own:
             target.warn_lost()
         self.deliver()
+
+    def _trace_run(self, prefix: str | None) -> TraceRun:
+        root = self.root(prefix)
+        return TraceRun(
+            worker=self._worker,
+            file_worker=self._file_worker,
+            root=root.path,
+            ranks=self._ranks,
+            run_name=self.run_name,
+            identity=self.identity,
+            mirror=root.mirror,
+            digest=self.warnings_digest,
+            taken=self._taken_names,
+        )
+
+    def run_folder(self) -> RunFolder:
+        """The folder of the run below the trainer's ``default_root_dir``."""
+        return folder_of(self._trace_run(None), "{run_name}")
+
+    def new_writer(self, options: TraceOptions, prefix: str | None = None) -> TraceWriter:
+        """A trace writer that is closed at the end of the run.
+
+        Its folder is below ``prefix``, by default the trainer's ``default_root_dir``.
+        """
+        targets = self.targets(options.remote_file_name)
+        writer = TraceWriter(options, self._trace_run(prefix), targets)
+        # After the worker has stopped, the writer places files that were delayed by a slow server.
+        self.closing.append(writer.close)
+        return writer
+
+    def write_files(
+        self,
+        folder: str,
+        files: Mapping[str, Callable[[Path], None]],
+        stage: str,
+        stamp: Timestamp,
+        *,
+        remote: str | None = None,
+        overwrite: bool = False,
+        durable: bool = False,
+    ) -> None:
+        """Write files below the trainer's ``default_root_dir``, and to MLflow as artifacts.
+
+        Each name has a function that writes the file, on the worker thread; ``folder`` is a format
+        string, and ``stage`` and ``stamp`` what they describe, as for traces. ``remote`` is the
+        name of the artifact if that differs. Only ``durable`` files wait for the disk, which takes
+        milliseconds per file.
+        """
+        for filename, write in files.items():
+            key = (self._function, folder, filename, stage)
+            name = self._evaluated.get(key, filename)
+            options = TraceOptions(
+                folder=folder,
+                filename=name,
+                remote_file_name=f"{folder}/{remote or name}",
+                overwrite=overwrite or key in self._evaluated,
+                durable=durable,
+            )
+            writer = self.new_writer(options)
+            spooled = writer.spool(stage)
+            path = writer.write(spooled, stamp, stage, partial(write, spooled))
+            if path is not None and self._function != "fit":
+                self._evaluated[key] = path.name
 
     def remove_temporary(self) -> None:
         """Remove temporary folders, after all files are moved or uploaded."""
@@ -243,41 +322,10 @@ def _mlflow_name(run: MlflowRun, worker: Worker) -> str:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics without NaN and infinity, as floats."""
-    return {key: float(value) for key, value in metrics.items() if isfinite(value)}
-
-
-def _trace_run(context: RunContext, prefix: str | None) -> TraceRun:
-    root = context.reporting.root(prefix)
-    return TraceRun(
-        worker=context.worker,
-        file_worker=context.file_worker,
-        root=root.path,
-        ranks=context.ranks,
-        run_name=context.run_name,
-        identity=context.reporting.identity,
-        mirror=root.mirror,
-        digest=context.warnings_digest,
-        taken=context.taken_names,
-    )
-
-
-def run_folder(context: RunContext) -> RunFolder:
-    """The folder of the run below the trainer's ``default_root_dir``."""
-    return folder_of(_trace_run(context, None), "{run_name}")
-
-
-def new_writer(
-    context: RunContext, options: TraceOptions, prefix: str | None = None
-) -> TraceWriter:
-    """A trace writer that is closed at the end of the run.
-
-    Its folder is below ``prefix``, by default the trainer's ``default_root_dir``.
-    """
-    targets = context.reporting.targets(options.remote_file_name)
-    writer = TraceWriter(options, _trace_run(context, prefix), targets)
-    # After the worker has stopped, the writer places files that were delayed by a slow server.
-    context.on_close(writer.close)
-    return writer
+    found = dict(zip(metrics, map(float, metrics.values()), strict=True))
+    if not all(map(isfinite, found.values())):
+        found = {key: value for key, value in found.items() if isfinite(value)}
+    return found
 
 
 def saved_by(callbacks: Iterable[object]) -> list[Path]:
@@ -292,45 +340,3 @@ def text_file(text: Callable[[], str]) -> Callable[[Path], None]:
         write_text(path, text())
 
     return write
-
-
-#: By trainer: the names of files about its evaluations since its last fit, by what they describe. A
-#: later evaluation replaces them: packages run a thousand predictions.
-_EVALUATED: WeakKeyDictionary[Trainer, dict[tuple[str | None, ...], str]] = WeakKeyDictionary()
-
-
-def write_files(
-    context: RunContext,
-    folder: str,
-    files: Mapping[str, Callable[[Path], None]],
-    stage: str,
-    *,
-    remote: str | None = None,
-    overwrite: bool = False,
-    durable: bool = False,
-) -> None:
-    """Write files below the trainer's ``default_root_dir``, and to MLflow as artifacts.
-
-    Each name has a function that writes the file, on the worker thread; ``folder`` is a format
-    string, and ``stage`` what they describe, as for traces. ``remote`` is the name of the artifact
-    if that differs. Only ``durable`` files wait for the disk, which takes milliseconds per file.
-    """
-    function, earlier = context.trainer.state.fn, _EVALUATED.setdefault(context.trainer, {})
-    if function == "fit":
-        earlier.clear()
-    for filename, write in files.items() if context.leaves_files else ():
-        key = (function, folder, filename, stage)
-        name = earlier.get(key, filename)
-        options = TraceOptions(
-            folder=folder,
-            filename=name,
-            remote_file_name=f"{folder}/{remote or name}",
-            overwrite=overwrite or key in earlier,
-            durable=durable,
-        )
-        writer = new_writer(context, options)
-        spooled = writer.spool(stage)
-        make = partial(write, spooled)
-        path = writer.write(spooled, context.progress.timestamp(stage), stage, make)
-        if path is not None and function != "fit":
-            earlier[key] = path.name

@@ -48,9 +48,6 @@ _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
 _RECOUNT = {False: 0, True: 16}
 #: Batches after which an epoch of training or the end of a validation has one counted again.
 _CHECKED_EVERY = 200
-#: Batches of known shapes in a row, after which a batch is only looked up at its end, because to
-#: announce each step takes a third of the time of all that we do per batch.
-_SETTLED = 64
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
 
 
@@ -63,9 +60,7 @@ class FlopMeter:
     those of a model with random structure differ; a counted batch has its own FLOPs, others have
     the mean. Counting is repeated when layers are frozen or unfrozen between epochs, or one batch
     in some hundred shows another cost. After enough signatures, the FLOPs of new ones are
-    predicted. Data loaders of validation are counted by themselves. After
-    ``_SETTLED`` batches of known signatures, the meter is settled: a new signature is counted when
-    it comes again.
+    predicted. Data loaders of validation are counted by themselves.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -81,14 +76,12 @@ class FlopMeter:
         #: Cost of the current batch, and whether counting slowed it down.
         self.work: BatchCost | None = None
         self.counted = False
-        #: Names of operators whose FLOPs are unknown.
-        self.untracked: set[str] = set()
-        #: Whether the run's context has reported them.
-        self.untracked_reported = False
+        #: Receives the names of operators whose FLOPs are unknown, once.
+        self.report_untracked: Callable[[set[str]], None] | None = None
         self._stage = ""
         self._declares = self._compiled = False
         #: Whether the module declares the FLOPs of this stage's batches.
-        self.declared = False
+        self._declared = False
         #: The last declared value and its cost.
         self._declared_flops: float | None = None
         self._declared_cost: BatchCost | None = None
@@ -96,15 +89,10 @@ class FlopMeter:
         #: The costs of this stage's signatures; None until its next step.
         self._cache: FlopCache | None = None
         self._signature: Signature = ()
-        #: The number of the data loader, and whether there are several.
-        self._loader, self._several = 0, False
+        #: The number of the data loader.
+        self._loader = 0
         # The number of training batches from which on costs are checked.
         self._checked_from = _CHECKED_EVERY
-        #: Whether steps are not announced (any more): the cost of a batch follows from its shapes.
-        self.settled = False
-        # Batches of known signatures so far, and signatures that came too late to be counted.
-        self._known = 0
-        self._missed: set[Signature] = set()
         self._warned_unpredictable = False
         #: Counts the FLOPs of the current batch, if they are not known.
         self.counter: FlopCounter | None = None
@@ -143,18 +131,11 @@ class FlopMeter:
     def resume(self, stage: str) -> None:
         """Continue a stage or start its next epoch: frozen parameters may have changed."""
         self._stage, self._cache, self._loader = stage, None, 0
-        self.work, self.counted, self._begun, self.settled = None, False, 0, False
-        self.declared = stage == "train" and self._declares
-        if self.declared:
-            self.settled = True
-        elif stage and self.wanted:
-            self._announce()
-
-    def _announce(self) -> None:
-        """Receive each step of the stage before it starts."""
-        self._known, self.settled = 0, False
-        step = partial(_Step, stage=self._stage, meter=self)
-        self._steps.wrap(self._trainer.strategy, _STEPS[self._stage], step)
+        self.work, self.counted, self._begun = None, False, 0
+        self._declared = stage == "train" and self._declares
+        if stage and self.wanted and not self._declared:
+            step = partial(_Step, stage=stage, meter=self)
+            self._steps.wrap(self._trainer.strategy, _STEPS[stage], step)
 
     def close(self) -> None:
         """Stop counting and restore the strategy."""
@@ -168,35 +149,28 @@ class FlopMeter:
         ``loader`` is the number of the data loader, if there are several.
         """
         # Sanity-check validation runs steps too, but is not a stage.
-        if stage != self._stage:
+        if stage != self._stage or not self.wanted:
             return
         self._begun += 1
         if self._begun > 1:
             return
-        self.counted, self._several = False, loader is not None
+        self.work, self.counted = None, False
         if loader is not None and loader != self._loader:
             self._loader, self._cache = loader, None
-        self._look_up(arguments[0] if arguments else None, arguments[1:])
-
-    def _look_up(self, batch: Any, arguments: Sequence[Any] = ()) -> None:
-        """Find the cost of a batch that starts, or of one that ended without an announcement.
-
-        ``arguments`` are those of its step besides the batch.
-        """
-        self.work = None
+        batch = arguments[0] if arguments else None
         try:
             if self._cache is None:
                 self._cache = self._find_cache()
             self._signature = signature(batch)
             self.work = self._cache.cost(self._signature)
             if self.work is None:
-                self._find_cost(self._cache, batch, arguments)
+                self._find_cost(self._cache, batch, arguments[1:])
         except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         self.work = None
-        self.wanted = self.settled = self.counted = False
+        self.wanted = self.counted = False
         warn(
             f"FLOPs are no longer counted ({describe(error)}): mfu is not reported. {_DEFINE} "
             "Please report this."
@@ -220,10 +194,6 @@ class FlopMeter:
         if predicted is not None:
             self.work = self.peaks.cost_of(predicted)
             cache.store(self._signature, self.work)
-        elif self.settled:
-            self.counted = True  # excluded from rates, as if it had been counted
-            self._missed.add(self._signature)
-            self._announce()
         elif cache.full and self._signature not in cache.counts:
             self._warn_unpredictable(
                 f"the FLOPs of batches with new shapes could not be predicted from {MOST_COUNTED} "
@@ -293,11 +263,8 @@ class FlopMeter:
             self._stop_counting()
         if batch is None:  # Lightning skipped it
             self.work, self.counted = None, False
-        elif self.declared:
+        elif self._declared:
             self.work, self.counted = self._declared_work(batch), False
-        elif self.settled:
-            self.counted = False
-            self._look_up(batch)
         elif not begun:
             self.work, self.counted = None, False
         elif counts is not None:
@@ -306,19 +273,6 @@ class FlopMeter:
                 self._store(counts)
             except Exception as error:
                 self._fail(error)
-        elif self.work is not None:
-            self._settle(batch)
-
-    def _settle(self, batch: Any) -> None:
-        """Stop announcing steps after enough batches of known signatures."""
-        self._known += 1
-        if self._missed and self._cache is not None and self._known % _SETTLED == 0:
-            self._missed = {one for one in self._missed if self._cache.predict(one) is None}
-        if self._known >= _SETTLED and not (self._missed or self._several):
-            # Once settled, batches are looked up when they end: steps must not change them.
-            self._known, self.settled = 0, signature(batch) == self._signature
-            if self.settled:
-                self._steps.restore()
 
     @property
     def _automatic(self) -> bool:
@@ -328,12 +282,13 @@ class FlopMeter:
     def _store(self, counts: Counts) -> None:
         assert self._cache is not None  # found before the batch was counted
         cache = self._cache
-        self.untracked |= counts.untracked_names.keys()
+        if counts.untracked_names and self.report_untracked is not None:
+            report, self.report_untracked = self.report_untracked, None
+            report(set(counts.untracked_names))
         known = self._signature in cache.counts
         skipped = self._automatic and self.skipped
         # A batch that was skipped costs what it computed. It is no sample of a new signature.
         if known or (counts.model_flops and not skipped):
-            self._missed.discard(self._signature)
             mean = cache.count(self._signature, counts)
             cache.store(self._signature, self.peaks.cost_of(mean))
         elif cache.tries:
@@ -341,14 +296,6 @@ class FlopMeter:
             if not cache.tries and self._stage == "train":
                 warn(f"no FLOPs were found in the first batches: mfu is not reported. {_DEFINE}")
         self.work = self.peaks.cost_of(counts) if known or counts.model_flops or skipped else None
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether the module declares the same number as for the last batch that was examined."""
-        try:
-            return bool(self.module.flops_per_batch == self._declared_flops)
-        except Exception:  # reported when the batch is examined
-            return False
 
     def _declared_work(self, batch: Any) -> BatchCost | None:
         try:

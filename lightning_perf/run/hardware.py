@@ -117,12 +117,17 @@ class NodeSignal:
         sensors = [f"{gpu}/{name}" for gpu in gpus for name in (*GPU, "seconds")]
         self.columns = (*host, *(f"{name}/seconds" for name in host), *gpus, *sensors)
         self.gauges = frozenset(gpus)
+        # What was sampled last, and its columns: reports may be more frequent than samples.
+        self._sums: Mapping[str, tuple[float, float]] | None = None
+        self._values = [0.0] * len(self.columns)
 
     def totals(self, stage: str) -> Sequence[float]:
         """The sums since sampling began, whatever the stage."""
-        if self._sampler is None:
-            return [0.0] * len(self.columns)
-        sums = self._sampler.totals()
+        if self._sampler is not None and (sums := self._sampler.totals()) != self._sums:
+            self._sums, self._values = sums, self._row(sums)
+        return self._values
+
+    def _row(self, sums: Mapping[str, tuple[float, float]]) -> list[float]:
         for name in sorted(sums):
             gpu, slash, _ = name.partition("/")
             if slash and gpu not in self._numbers and len(self._numbers) < self._slots:

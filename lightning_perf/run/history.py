@@ -26,8 +26,10 @@ _TIMED = {
     "batch/samples": "samples",
     "batch/tokens": "tokens",
 }
-_SUMMED = ("batch/samples", "batch/tokens")
-_TIMES = {f"timings/{name}": name for name in CATEGORIES}
+_SUMMED = {"batch/samples", "batch/tokens"}
+#: The categories by their columns.
+TIMES = {f"timings/{name}": name for name in CATEGORIES}
+_KEPT = (*_TIMED, *TIMES)
 
 
 class Point(NamedTuple):
@@ -68,11 +70,12 @@ class History:
 def table_totals(columns: Mapping[str, int], rows: Rows) -> dict[str, float]:
     """The totals that `table` uses, from those of each rank."""
     means = rows[0] if len(rows) == 1 else np.mean(rows, axis=0).tolist()
-    return {
-        name: means[at] * (len(rows) if name in _SUMMED else 1)
-        for name, at in columns.items()
-        if (name in _TIMED or name in _TIMES) and isfinite(means[at])
-    }
+    found = {name: means[columns[name]] for name in _KEPT if name in columns}
+    if not all(map(isfinite, found.values())):
+        found = {name: value for name, value in found.items() if isfinite(value)}
+    for name in _SUMMED & found.keys():
+        found[name] *= len(rows)
+    return found
 
 
 def table(history: History) -> dict[str, Any]:
@@ -100,7 +103,7 @@ def table(history: History) -> dict[str, Any]:
         "batches": [late.batch - early.batch for early, late in pairs],
         **{name: rises[column] for column, name in _TIMED.items() if column in rises},
     }
-    times = {name: rises[column] for column, name in _TIMES.items() if column in rises}
+    times = {name: rises[column] for column, name in TIMES.items() if column in rises}
     if times:
         costly = (points[-1].costs - points[0].costs).table(TABLED)[:_MOST_ACTIONS]
         tables = [

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.run.callback import PerfCallback
-
 #: Lightning's words for stages in the names of hooks.
 _WORDS = {"train": "train", "validate": "validation", "test": "test", "predict": "predict"}
 #: Lightning's per-batch hooks that no lifecycle method needs.
@@ -34,7 +32,7 @@ HOOKS = (
 )
 
 
-def install_stage_hooks(callback: type[PerfCallback]) -> None:
+def install_stage_hooks(callback: type) -> None:
     """Add Lightning's hooks of all stages to a class; they call the lifecycle methods."""
     for stage, word in _WORDS.items():
         for hook in (*_stage_hooks(stage, word), _batch_end(stage)):
@@ -43,15 +41,15 @@ def install_stage_hooks(callback: type[PerfCallback]) -> None:
 
 
 def _stage_hooks(stage: str, word: str) -> tuple[Callable[..., None], ...]:
-    def start(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
+    def start(self: Any, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self._begin(stage, word)
 
-    def end(self: PerfCallback, trainer: Trainer, pl_module: LightningModule) -> None:
+    def end(self: Any, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end(stage)
 
     def batch_start(
-        self: PerfCallback, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any
+        self: Any, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any
     ) -> None:
         context = self._driven
         if context is None or context.stage != stage:
@@ -66,7 +64,7 @@ def _batch_end(stage: str) -> Callable[..., None]:
     """The hook that runs once per batch in each callback: it makes few calls."""
 
     def batch_end(
-        self: PerfCallback,
+        self: Any,
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: Any,
@@ -74,14 +72,10 @@ def _batch_end(stage: str) -> Callable[..., None]:
         *_: Any,
     ) -> None:
         context = self._driven
-        if context is None or context.stage != stage:
+        if context is None or context.stages.stage != stage:
             return
         if context.members[0] is self:
-            try:
-                if not context.tracker.end(batch):
-                    return
-            except Exception as error:
-                self._disable_all("end_batch", error)
+            context.advance(context.tracker.end_batch, batch)
         for part in self._after_batch_parts:
             if not part._disabled:
                 try:
@@ -89,7 +83,7 @@ def _batch_end(stage: str) -> Callable[..., None]:
                 except Exception as error:
                     part.disable("after_batch", error)
         if context.tracker.report_possible and context.members[-1] is self:
-            self._run_shared(context.windows.report, context, False)
+            context.advance(context.report)
 
     return batch_end
 
@@ -98,7 +92,7 @@ def with_ours(ours: Callable[..., None], theirs: Callable[..., Any]) -> Callable
     """Wrap a subclass's hook so that it runs our part once, with or without super()."""
 
     @wraps(theirs)
-    def hook(self: PerfCallback, *args: Any, **kwargs: Any) -> Any:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if ours.__name__ in ENDS:  # ours may be repeated
             try:
                 return theirs(self, *args, **kwargs)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning_perf.run.hardware import GPU_COLUMNS, MemorySignal, NodeSignal, node_gpus
 from lightning_perf.run.spans import BUFFERS, GRADIENTS, START
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from lightning_perf.run.batches import BatchTotals
-    from lightning_perf.run.context import RunContext
     from lightning_perf.run.spans import SpanRecorder
     from lightning_perf.run.stages import Progress
-    from lightning_perf.run.windows import Signal
-    from lightning_perf.system import Sampler
 
 #: The columns of the device's own time, by category.
 DEVICE_COLUMNS = {
@@ -35,43 +29,6 @@ _WAITS = {
     "waits/backward": ("backward", GRADIENTS),
 }
 _DEVICE_WAITS = {"waits/device/start": START, "waits/device/backward": GRADIENTS}
-
-
-def sources(context: RunContext) -> dict[str, Callable[[], Signal]]:
-    """Functions that start the signals; each is called when a callback subscribes to its columns.
-
-    With several ranks all call this together.
-    """
-    node, device = context.ranks.node_rank, context.trainer.strategy.root_device
-    gpus: Callable[[], int] = partial(node_gpus, context.trainer, context.ranks)
-    if context.ranks.world_size > 1:
-        # Nodes may differ, but all ranks must have the same columns. They agree now, because a
-        # callback may fail on one rank before it subscribes.
-        gatherer = context.windows.gatherer
-        slots = gatherer.largest(gpus())
-        gatherer.width += slots * GPU_COLUMNS
-        gpus = partial(int, slots)
-
-    def flops() -> BatchTotals:
-        context.meter.require(None, "peak_flops")
-        return context.batches.start()
-
-    def sampler() -> Sampler | None:
-        found = context.sampler
-        if found is not None and not found.subscribed:
-            found.subscribe("windows", 1.0)
-            context.on_close(partial(found.unsubscribe, "windows"))
-        return found
-
-    return {
-        "batch": context.batches.start,
-        "flops": flops,
-        "progress": lambda: ProgressSignal(context.progress),
-        "timings": lambda: SpanSignal(context.spans.require()),
-        "waits": lambda: WaitSignal(context.spans.require(), node),
-        "system": lambda: NodeSignal(sampler(), gpus()),
-        "memory": lambda: MemorySignal(device, sampler(), node),
-    }
 
 
 class ProgressSignal:

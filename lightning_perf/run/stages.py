@@ -204,6 +204,14 @@ class StageStack:
         self.progress, self.ranks, self.run_name = progress, ranks, run_name
         self._device_timer = device_timer
         self._stages: list[_Stage] = []
+        #: The current stage, by Lightning's name; empty between stages.
+        self.stage = ""
+        #: Its counts, or those of the last one. Plain attributes: they are read at every batch.
+        self.counters = Counters()
+        #: Whether it is validation inside fit.
+        self.nested = False
+        #: The step at which loggers write what is reported now.
+        self.step = 0
         #: Whether the current stage ends when Lightning's loop returns, not after its last hook.
         self.within_loop = False
         #: Whether the last hook of the current stage was called.
@@ -216,21 +224,6 @@ class StageStack:
         self._moment: Moment | None = None
         # The counts from which `_moment` was made.
         self._moment_of: tuple[object, ...] = ()
-
-    @property
-    def stage(self) -> str:
-        """The current stage, by Lightning's name; empty between stages."""
-        return self._stages[-1].name if self._stages else ""
-
-    @property
-    def nested(self) -> bool:
-        """Whether the current stage is validation inside fit."""
-        return len(self._stages) > 1
-
-    @property
-    def counters(self) -> Counters:
-        """The counters of the current stage."""
-        return self._stages[-1].counters
 
     @property
     def moment(self) -> Moment:
@@ -266,9 +259,16 @@ class StageStack:
         counters.enter(now)
         self._settled, self.ended = now, False
         self._stages.append(_Stage(name, limits, counters))
+        self._select()
         self._moment = None
         if self._device_timer is not None:
             self._device_timer.enter()
+
+    def _select(self) -> None:
+        """Another stage is current."""
+        self.stage, self.nested = "", len(self._stages) > 1
+        if self._stages:
+            self.stage, _, self.counters = self._stages[-1]
 
     def limit(self, limits: Limits) -> None:
         """Continue the current stage with other limits."""
@@ -301,6 +301,7 @@ class StageStack:
         """End the current stage."""
         self.settle()
         self._stages.pop()
+        self._select()
         self.within_loop = False
         if self._device_timer is not None:
             self._device_timer.exit()

@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.core.window import Window
-    from lightning_perf.run.callback import PerfCallback
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Member, Run
     from lightning_perf.tracking.summary import Summary
 
     #: By stage: windows, each with the step of its first batch.
@@ -72,9 +71,7 @@ REFRESH, _MOST_TIME = 2.0, 0.01
 _EARLIER: WeakKeyDictionary[Trainer, Summary] = WeakKeyDictionary()
 
 
-def end_summary(
-    context: RunContext, callbacks: Sequence[PerfCallback], reason: str
-) -> RunSummary | None:
+def end_summary(context: Run, callbacks: Sequence[Member], reason: str) -> RunSummary | None:
     """Write the summary of a run at its end; return None if it is empty, or on other ranks."""
     if context.ranks.global_rank != 0 or reason not in _STATUS:
         return None
@@ -100,9 +97,9 @@ def end_summary(
     return summary
 
 
-def _windows(context: RunContext) -> _Windows:
+def _windows(context: Run) -> _Windows:
     """The windows of each stage, up to now; on the training thread."""
-    return {stage: context.windows.summary_windows(context, stage) for stage in STAGES}
+    return {stage: context.windows.summary_windows(stage) for stage in STAGES}
 
 
 class LiveSummary:
@@ -113,7 +110,7 @@ class LiveSummary:
         self.due = time.monotonic() + REFRESH
         self._watched = False
 
-    def refresh(self, context: RunContext) -> None:
+    def refresh(self, context: Run) -> None:
         """Start an update, on the training thread. The file is written on another thread."""
         began, self.due = time.monotonic(), inf  # until it is written
         root = context.reporting.root(None)
@@ -126,14 +123,14 @@ class LiveSummary:
         elif local:
             self.due = began + REFRESH
 
-    def _write(self, context: RunContext, windows: _Windows, spent: float) -> None:
+    def _write(self, context: Run, windows: _Windows, spent: float) -> None:
         began = time.monotonic()
         # An error here occurs again at the end of the run, which warns.
         with suppress(Exception):
             verdicts = [
                 v.as_dict() for part in context.parts for v in getattr(part, "verdicts", ())
             ]
-            folder = destination.run_folder(context).claim()
+            folder = context.reporting.run_folder().claim()
             summary = RunSummary(context, RUNNING, windows, {"verdicts": verdicts})
             if summary.join():
                 return  # the training of another process has the file
@@ -154,15 +151,15 @@ class RunSummary:
 
     def __init__(
         self,
-        context: RunContext,
+        context: Run,
         status: str,
         windows: _Windows,
         sections: Mapping[str, Any],
-        callbacks: Sequence[PerfCallback] = (),
+        callbacks: Sequence[Member] = (),
     ) -> None:
         self._context, self._callbacks, self._written = context, callbacks, False
         self._root = context.reporting.root(None)
-        self.path, self._earlier = _file(destination.run_folder(context).folder, context.run_name)
+        self.path, self._earlier = _file(context.reporting.run_folder().folder, context.run_name)
         stages = {stage: _stage_windows(each) for stage, each in windows.items()}
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         content: dict[str, Any] = {
@@ -210,11 +207,11 @@ class RunSummary:
     def write(self) -> None:
         """Write the file after all others of the run, and the description in MLflow."""
         self.join()
-        if not self._context.leaves_files:
+        context = self._context
+        if not context.leaves_files:
             return
         _EARLIER[self._context.trainer] = self.content
-        destination.write_files(
-            self._context,
+        context.write_files(
             "{run_name}",
             {self.path.name: self._write},
             "train",
@@ -280,13 +277,13 @@ def _file(folder: Path, run_name: str) -> tuple[Path, Summary | None]:
     return path, None
 
 
-def log_locations(context: RunContext, callbacks: Sequence[PerfCallback]) -> None:
+def log_locations(context: Run, callbacks: Sequence[Member]) -> None:
     """Log where the metrics and files are, if there is no logger; once per generated name."""
     if not destination.announce(context.trainer):
         return
     named = [f"{type(each).__name__}.metrics" for each in callbacks if getattr(each, "metrics", 0)]
     saved, root = destination.saved_by(callbacks), context.reporting.root(None)
-    here = destination.run_folder(context).folder
+    here = context.reporting.run_folder().folder
     folders = [str(here)] if here.exists() else []
     if root.mirror is not None:
         here, folders = root.path, [f"{root.place}/{here.name}"] if saved else []
@@ -299,7 +296,7 @@ def log_locations(context: RunContext, callbacks: Sequence[PerfCallback]) -> Non
         rank_zero_info(f"lightning_perf: this Trainer has no logger: {'; '.join(places)}.")
 
 
-def _setup(context: RunContext) -> dict[str, Any]:
+def _setup(context: Run) -> dict[str, Any]:
     loaded = {name: sys.modules[name] for name in _PACKAGES if name in sys.modules}
     versions = {name: getattr(each, "__version__", None) for name, each in loaded.items()}
     versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
@@ -352,7 +349,7 @@ def _finite(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _overhead(
-    culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[PerfCallback]
+    culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[Member]
 ) -> dict[str, float]:
     """The time of our own callbacks, and the share of recorders, from a table of all costs."""
     kinds = {type(each).__name__: hasattr(each, "saved_traces") for each in callbacks}

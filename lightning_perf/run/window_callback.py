@@ -197,15 +197,17 @@ class WindowCallback(PerfCallback):
         found = self.on_window(window)
         if found is None:
             return {}
-        if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+        kinds = {*map(type, found)} if isinstance(found, Mapping) else {object}
+        if not all(issubclass(kind, str) for kind in kinds):
             raise TypeError(f"on_window returned {found!r}: return numbers by key")
         prefix = f"{window.stage}/" if self.prefixes_stage and window.stage != "train" else ""
-        metrics = {prefix + key: _number(key, value) for key, value in found.items()}
+        keys = [prefix + key for key in found] if prefix else found
+        metrics = dict(zip(keys, map(_number, found.values(), found), strict=True))
         self.metrics = self.metrics | metrics
         return metrics
 
 
-def _number(key: str, value: object) -> float:
+def _number(value: object, key: str) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

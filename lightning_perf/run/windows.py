@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from fnmatch import filter as matching
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from math import inf, nan
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from operator import sub
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from lightning_perf.core.window import Increase, Rows, Window
+from lightning_perf.core.window import Columns, Increase, Rows, Window
 from lightning_perf.errors import ConfigError, closest, describe, warn
 from lightning_perf.run.collective import LAST, Gatherer
 from lightning_perf.run.history import History, Point, table_totals
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.core.window import Table
-    from lightning_perf.run.context import RunContext
-    from lightning_perf.run.stages import Progress
-    from lightning_perf.run.window_callback import WindowCallback
+    from lightning_perf.run.batches import BatchTotals
+    from lightning_perf.run.profiler import Spans
+    from lightning_perf.run.stages import StageStack
 
 
 class Signal(Protocol):
@@ -49,6 +50,25 @@ class Signal(Protocol):
         """The value of each column for a stage, since the run began."""
 
 
+class Subscriber(Protocol):
+    """What receives windows: a `WindowCallback`."""
+
+    trigger: Any
+    monitored: bool
+
+    def is_due(self, run: Any, at_end: bool) -> bool:
+        """Whether a window ends now, the same on every rank."""
+
+    def window_ended(self, run: Any) -> None:
+        """A window of this subscriber has ended, and is delivered later."""
+
+    def receive(self, window: Window) -> Mapping[str, float]:
+        """Turn a window into metrics."""
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call one of these; None if it fails."""
+
+
 @dataclass(slots=True, eq=False)
 class _Report:
     """The progress of a stage, and the totals until then."""
@@ -68,7 +88,7 @@ class _Report:
 class _Subscription(NamedTuple):
     """The columns that a callback receives."""
 
-    callback: WindowCallback
+    callback: Subscriber
     #: A power of two, the same on every rank.
     number: int
     signals: Collection[Signal]
@@ -92,9 +112,21 @@ class Windows:
 
     Args:
         trainer: The trainer whose ranks take part. With several, all must construct this together.
+        stages: Where the run is.
+        batches: Folded before each snapshot.
+        spans: The costs of named actions.
+        log: Receives the metrics of a report, and its step.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        stages: StageStack,
+        batches: BatchTotals,
+        spans: Spans,
+        log: Callable[[Mapping[str, float], int], None],
+    ) -> None:
+        self._stages, self._batches, self._spans, self._log = stages, batches, spans, log
         self.gatherer = Gatherer(trainer)
         #: Reports in flight.
         self.pending: Collection[object] = self.gatherer.pending
@@ -103,7 +135,7 @@ class Windows:
         self.sources: dict[str, Callable[[], Signal]] = {}
         self._signals: dict[str, Signal] = {}
         # The position of each column in a row, of the first one of each signal, and of gauges.
-        self._columns: dict[str, int] = {}
+        self._columns = Columns()
         self._begin: dict[Signal, int] = {}
         self._gauges: list[int] = []
         # By stage: what was measured last, and where the columns count from.
@@ -121,7 +153,7 @@ class Windows:
 
     # -- set-up -------------------------------------------------------------------------------
 
-    def subscribe(self, callback: WindowCallback, columns: Iterable[str]) -> None:
+    def subscribe(self, callback: Subscriber, columns: Iterable[str]) -> None:
         """Deliver windows of some columns to a callback from now on.
 
         Columns are names, or patterns such as ``"timings/*"``.
@@ -133,13 +165,13 @@ class Windows:
             example = (columns if isinstance(columns, str) else "timings/forward",)
             problem = "is not a tuple or list of names"
             raise ConfigError("columns", columns, problem, repr(example))
-        names, signals = dict[str, int](), dict[Signal, None]()
+        names, signals = Columns(), dict[Signal, None]()
         for pattern in columns:
             signal = self._signal(pattern)
             found = matching(signal.columns, pattern)
             if not found:
                 raise _unknown_column(pattern, signal.columns)
-            names |= {name: self._columns[name] for name in found}
+            names.update({name: self._columns[name] for name in found})
             signals[signal] = None
         most, count = self.gatherer.width, len(self._columns)
         if count > most and not self._alone:
@@ -156,19 +188,18 @@ class Windows:
             signal = self._signals[prefix] = self.sources[prefix]()
             if signal not in self._begin:  # it may have several prefixes
                 begin = self._begin[signal] = len(self._columns)
-                self._columns |= {name: at for at, name in enumerate(signal.columns, begin)}
+                self._columns.update({name: at for at, name in enumerate(signal.columns, begin)})
                 gauges = (name in signal.gauges for name in signal.columns)
                 self._gauges += [at for at, gauge in enumerate(gauges, begin) if gauge]
         return self._signals[prefix]
 
     # -- stages and batches -------------------------------------------------------------------
 
-    def enter(self, context: RunContext) -> None:
+    def enter(self) -> None:
         """A stage starts."""
-        stage, signals = context.stage, self._begin.keys()
-        began = _Report(
-            stage, context.tracker.step, context.timestamp, False, signals, Totals({}), ()
-        )
+        stage, signals = self._stages.stage, self._begin.keys()
+        stamp = self._stages.counters.timestamp()
+        began = _Report(stage, self._stages.step, stamp, False, signals, Totals({}), ())
         self._began.setdefault(stage, began)
         for subscription in self._subscriptions:
             subscription.last.setdefault(stage, began)
@@ -180,14 +211,16 @@ class Windows:
         for position in self._gauges:
             origins[position] = 0.0
 
-    def ran(self, progress: Progress) -> bool:
+    @property
+    def ran(self) -> bool:
         """Whether any stage had a batch."""
-        began = self._began.items()
+        began, progress = self._began.items(), self._stages.progress
         return any(progress.timestamp(stage).batch > at.stamp.batch for stage, at in began)
 
-    def report(self, context: RunContext, at_end: bool, *, monitored: bool = False) -> None:
+    def report(self, run: Any, at_end: bool, *, monitored: bool = False) -> None:
         """Gather a snapshot for the callbacks that are due, or for those that can be monitored.
 
+        They see the run that is passed.
         The due callbacks follow from values that all ranks share, so every rank sends the same
         messages.
         """
@@ -195,37 +228,35 @@ class Windows:
         due = [
             each
             for each in subscriptions
-            if (each.callback.monitored if monitored else each.callback.is_due(context, at_end))
+            if (each.callback.monitored if monitored else each.callback.is_due(run, at_end))
         ]
         self.quiet_until = min(
             (each.callback.trigger.quiet_until for each in subscriptions), default=inf
         )
         if not (due and self._columns) or self.gatherer.lost:
             return
-        last = at_end and not context.stages.nested
+        last = at_end and not self._stages.nested
         if last:
-            context.batches.wait()
+            self._batches.wait()
         sent = subscriptions if last else due
-        report = self._report(context, context.stage, sent, at_end)
+        report = self._report(self._stages.stage, sent, at_end)
         for each in due:
-            each.callback.call(each.callback.window_ended, context)
+            each.callback.call(each.callback.window_ended, run)
         now = at_end or monitored
         ended = [each for each in due if now or each.callback.trigger.consume_request()]
-        when = LAST if last else _NESTED_END if at_end else context.counters.batch
+        when = LAST if last else _NESTED_END if at_end else self._stages.counters.batch
         number = sum(each.number for each in sent)
-        deliver = partial(self._deliver, context, report, ended)
+        deliver = partial(self._deliver, report, ended)
         self.gatherer.gather((number, when), report.rows[0], deliver)
 
-    def _report(
-        self, context: RunContext, stage: str, sent: Sequence[_Subscription], at_end: bool = False
-    ) -> _Report:
+    def _report(self, stage: str, sent: Sequence[_Subscription], at_end: bool = False) -> _Report:
         """The totals of this rank."""
-        context.batches.fold(stage)
+        self._batches.fold(stage)
         signals = dict.fromkeys(signal for each in sent for signal in each.signals).keys()
         row = self._measure(stage, signals)
-        values = [value - first for value, first in zip(row, self._origins[stage], strict=True)]
-        stamp, costs = context.progress.timestamp(stage), context.spans.latest
-        return _Report(stage, context.tracker.step, stamp, at_end, signals, costs, [values])
+        values = [*map(sub, row, self._origins[stage])]
+        stamp, costs = self._stages.progress.timestamp(stage), self._spans.latest
+        return _Report(stage, self._stages.step, stamp, at_end, signals, costs, [values])
 
     def _measure(self, stage: str, signals: Iterable[Signal]) -> list[float]:
         """The totals of all columns, now for some signals and as measured last for the others."""
@@ -235,10 +266,12 @@ class Windows:
             row[begin : begin + len(signal.columns)] = self._totals(signal, stage)
         return row
 
-    def _columns_of(self, report: _Report) -> Mapping[str, int]:
+    def _columns_of(self, report: _Report) -> Columns:
         """The positions of the measured columns of a report."""
+        if len(report.signals) == len(self._begin):
+            return self._columns
         names = (name for signal in report.signals for name in signal.columns)
-        return {name: self._columns[name] for name in names}
+        return Columns({name: self._columns[name] for name in names})
 
     def _window(
         self, columns: Mapping[str, int], start: _Report, end: _Report, rows: Rows | Increase
@@ -253,7 +286,7 @@ class Windows:
             return now
         if isinstance(now, np.ndarray):
             return Increase(now, cast("Table", before), self._gauges)
-        row = [late - early for late, early in zip(now[0], before[0], strict=True)]
+        row = [*map(sub, now[0], before[0])]
         for position in self._gauges:
             row[position] = now[0][position]
         return [row]
@@ -268,9 +301,7 @@ class Windows:
                 warn(f"{name} is no longer measured ({describe(error)}). Training continues.")
         return [nan] * len(signal.columns)
 
-    def _deliver(
-        self, context: RunContext, report: _Report, ended: Sequence[_Subscription], rows: Rows
-    ) -> None:
+    def _deliver(self, report: _Report, ended: Sequence[_Subscription], rows: Rows) -> None:
         """Deliver windows, some batches after the report."""
         report.rows = rows
         recent = self._recent[report.stage]
@@ -281,15 +312,17 @@ class Windows:
                 totals = table_totals(self._columns_of(report), rows)
                 history.add(Point(report.step, batch, totals, report.costs))
         found: dict[str, float] = {}
-        rise = cache(self._rise)  # most callbacks have windows of the same length
+        rises: dict[_Report, Rows | Increase] = {}  # most callbacks have windows of one length
         for callback, _, _, columns, last in ended:
             start, last[report.stage] = last[report.stage], report
-            window = self._window(columns, start, report, rise(start, report))
+            if start not in rises:
+                rises[start] = self._rise(start, report)
+            window = self._window(columns, start, report, rises[start])
             found |= callback.call(callback.receive, window) or {}
         if found:
-            context.log(found, report.step)
+            self._log(found, report.step)
 
-    def summary_windows(self, context: RunContext, stage: str) -> list[tuple[int, Window]]:
+    def summary_windows(self, stage: str) -> list[tuple[int, Window]]:
         """The whole run of a stage, and its last window with batches if that is shorter.
 
         Each comes with the step of its first batch. They end at the last report of all ranks; if
@@ -299,7 +332,7 @@ class Windows:
         if began is None or not self._signals:
             return []
         if self._alone and not (reports and reports[-1].at_end):
-            reports.append(self._report(context, stage, self._subscriptions))
+            reports.append(self._report(stage, self._subscriptions))
         if not reports:
             return []
         end = reports[-1]

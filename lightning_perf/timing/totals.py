@@ -106,10 +106,11 @@ class Totals:
             own: Leave out the time of other stages.
         """
         found = dict.fromkeys(CATEGORIES, 0.0)
-        for action, cost in self.costs.items():
-            if own and action.stage != stage:
-                continue
-            found[action.category_in(stage)] += cost.seconds
+        for action, (seconds, _) in self.costs.items():
+            if action.stage == stage:  # most are
+                found[action.category] += seconds
+            elif not own:
+                found[action.category_in(stage)] += seconds
         return found
 
     def table(self, categories: Iterable[str]) -> list[Share]:

@@ -404,7 +404,6 @@ class WaitsAtBatch50(Model):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.usefixtures("no_hold")
 def test_verdicts_are_updated_during_training(tmp_path: Path) -> None:
     """A rule of the user's own is applied every 40 batches and at the end."""
     mine = CountingRule()
@@ -476,7 +475,6 @@ def test_the_time_share_of_analyses_is_limited(
     assert sum(allowed) <= 0.05 + 0.01 * (time.time() - began)
 
 
-@pytest.mark.usefixtures("no_hold")
 def test_the_final_verdicts_are_not_replaced(tmp_path: Path) -> None:
     """An analysis that is still running when training ends does not replace them."""
     ended, late = threading.Event(), threading.Event()
@@ -505,7 +503,6 @@ def test_the_final_verdicts_are_not_replaced(tmp_path: Path) -> None:
     assert records.of("diagnosis/mine") == [(79, 0.5)]
 
 
-@pytest.mark.usefixtures("no_hold")
 def test_a_verdict_starts_a_recording(tmp_path: Path) -> None:
     """A profiler records once after the verdict, and not again when the verdict is repeated."""
     diagnosis = Diagnosis(rules=[CountingRule()], schedule="every 40ba", terminal=False)

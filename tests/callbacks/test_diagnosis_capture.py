@@ -49,7 +49,6 @@ class ScriptedVerdicts:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_hold")
 @pytest.mark.parametrize(
     ("capture", "first", "count"),
     [

@@ -18,7 +18,7 @@ from lightning_perf import ConfigError, Every, Flops, Never, PerfWarning, SpeedM
 from lightning_perf.callbacks.flops import FormulaSignal
 from lightning_perf.flops import measure
 from lightning_perf.flops.peaks import BatchCost, PeakResolver
-from lightning_perf.run.batches import BatchTotals
+from lightning_perf.run.batches import BatchRecord, BatchTotals
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.context import RunContext
 
@@ -212,7 +212,7 @@ def test_a_formula_is_applied_to_its_own_batch(batches: int) -> None:
     totals.listeners.append(formula.fold)
     cost = BatchCost(ideal_seconds=1.0, total=1.0)
     for number in range(batches):
-        totals.end_batch("train", (1.0, 1, 0, cost, False, number == 0, False))
+        totals.end_batch("train", BatchRecord(1.0, 1, 0, cost, False, number == 0, False))
         formula.count(number)
     totals.fold("train")
     assert formula.totals("train") == (sum(range(batches)), batches - 1)

@@ -12,7 +12,7 @@ from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from torch import Tensor
 
 from lightning_perf import ConfigError, Flops, PerfWarning, SpeedMonitor
-from lightning_perf.run.batches import BatchTotals
+from lightning_perf.run.batches import BatchRecord, BatchTotals
 from lightning_perf.run.flop_meter import BatchCost
 
 KEYS = (
@@ -197,7 +197,7 @@ def test_a_rolling_window_keeps_only_its_latest_batches() -> None:
     cost = BatchCost(total=8.0)
     for seconds, slowed, first in [(9, False, True), (5, False, False), (1, False, False),
                                    (7, True, False), (2, False, False)]:  # fmt: skip
-        batches.end_batch("train", (seconds, 4, 0, cost, slowed, first, False))
+        batches.end_batch("train", BatchRecord(seconds, 4, 0, cost, slowed, first, False))
     batches.fold("train")
     found = dict(zip(rolling.columns, rolling.totals("train"), strict=True))
     assert found["rolling_2/batch/seconds"] == 3.0
@@ -243,7 +243,7 @@ def test_one_timed_batch_takes_precedence_over_slowed_ones() -> None:
     cost = BatchCost(total=8.0)
     found = []
     for seconds, slowed, first in [(9, True, True), (5, True, False), (1, False, False)]:
-        batches.end_batch("train", (seconds, 4, 0, cost, slowed, first, False))
+        batches.end_batch("train", BatchRecord(seconds, 4, 0, cost, slowed, first, False))
         batches.fold("train")
         found.append(dict(zip(rolling.columns, rolling.totals("train"), strict=True)))
     assert [each["rolling_4/batch/seconds"] for each in found] == [0, 5, 1]

@@ -125,7 +125,6 @@ def test_the_categories_add_up_to_the_wall_time(name: str, tmp_path: Path) -> No
     assert ("train_batch" in costs) == trains
 
 
-@pytest.mark.usefixtures("no_hold")
 def test_logged_keys_have_determined_s_names(tmp_path: Path, records: Records) -> None:
     """Its six keys and ours are logged at Lightning's steps, and no others."""
     options: dict[str, Any] = {"limit_val_batches": 2, "log_every_n_steps": 4}

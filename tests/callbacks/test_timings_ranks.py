@@ -115,16 +115,19 @@ def test_a_thousand_ranks_have_the_same_keys_as_two() -> None:
     columns = {f"timings/{name}": list(ranks) for name in CATEGORIES}
     columns["timings/backward"][137] = 5000.0
     found = seconds_per_batch(window_of(columns | {"progress/batches": [1.0] * 1000}))
-    assert found["dataloader_next"] == found["dataloader_next/median"] == 499.5
-    assert found["backward/slowest_rank"] == 137
-    assert found["forward/slowest_rank"] == 999
-    assert (found["forward/min"], found["forward/max"]) == (0.0, 999.0)
+    assert found["timings/dataloader_next"] == found["timings/dataloader_next/median"] == 499.5
+    assert found["timings/backward/slowest_rank"] == 137
+    assert found["timings/forward/slowest_rank"] == 999
+    assert (found["timings/forward/min"], found["timings/forward/max"]) == (0.0, 999.0)
 
 
 def test_a_rank_without_batches_is_excluded_from_means() -> None:
     """Such a rank has ended before the others."""
     columns = {"timings/forward": [2.0, 0.5, 8.0], "progress/batches": [1.0, 0.0, 2.0]}
     assert seconds_per_batch(window_of(columns)) == {
-        "forward": 3.0, "forward/min": 2.0, "forward/median": 3.0, "forward/max": 4.0,
-        "forward/slowest_rank": 2.0,
-    }  # fmt: skip
+        "timings/forward": 3.0,
+        "timings/forward/min": 2.0,
+        "timings/forward/median": 3.0,
+        "timings/forward/max": 4.0,
+        "timings/forward/slowest_rank": 2.0,
+    }

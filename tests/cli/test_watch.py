@@ -83,7 +83,6 @@ class RunsDuringTraining(L.Callback):
         return self.seen["stages"]["train"]["whole_run"]
 
 
-@pytest.mark.usefixtures("no_hold")
 @pytest.mark.parametrize("named", [True, False])
 def test_a_run_leaves_its_figures_during_training(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

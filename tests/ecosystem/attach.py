@@ -19,7 +19,6 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_perf import Diagnosis, Flops, SpeedMonitor, Suite, SystemMetrics, Timings
-from lightning_perf.run import flop_meter
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.stages import Counters
 
@@ -48,7 +47,6 @@ def _suite() -> Suite:
 
 
 def _attach(folder: str) -> None:
-    flop_meter._SETTLED = 1  # short trainings must have deferred batches, too
     make, report = pl.Trainer.__init__, Reporting.__init__
 
     @wraps(make)

@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_perf import Window
 from lightning_perf.core.progress import Timestamp
+from lightning_perf.core.window import Columns
 from lightning_perf.timing.totals import CATEGORIES
 
 #: The categories that waiting is a part of.
@@ -22,7 +23,7 @@ def window_of(columns: dict[str, list[float]], **options: Any) -> Window:
         "stage": "train", "step": 9, "first": Timestamp(batch=5), "last": Timestamp(batch=10),
         "at_end": False, "rank": 0, "totals": rows,
     }  # fmt: skip
-    positions = {name: number for number, name in enumerate(columns)}
+    positions = Columns({name: number for number, name in enumerate(columns)})
     table = rows if len(rows) == 1 else np.array(rows)
     return Window(columns=positions, rows=table, **(given | options))
 

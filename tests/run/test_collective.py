@@ -173,7 +173,9 @@ def test_a_message_holds_all_columns() -> None:
 def test_more_columns_than_a_message_holds_are_refused() -> None:
     """All ranks raise the error at set-up if a user's own signal has too many columns."""
     trainer: Any = SimpleNamespace(global_rank=0, world_size=2)
-    windows, signal = Windows(trainer), MemorySignal(torch.device("cpu"), None, 0)
+    anything: Any = None
+    windows = Windows(trainer, anything, anything, anything, anything)
+    signal = MemorySignal(torch.device("cpu"), None, 0)
     signal.columns = tuple(f"own/{number}" for number in range(WIDTH + 1))
     windows.sources["own"] = lambda: signal
     callback: Any = None

@@ -1,4 +1,4 @@
-"""Lightning inspects the signature of each step once; steps get the same arguments."""
+"""Lightning inspects the signature of a step of training once; it gets the same arguments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from helpers.small import Small, trainer
-from lightning.pytorch.loops import evaluation_loop, prediction_loop, training_epoch_loop
+from lightning.pytorch.loops import training_epoch_loop
 from torch import Tensor
 
-from lightning_perf import Flops, SpeedMonitor
+from lightning_perf import Flops
 from lightning_perf.patches import MethodPatch
 
 
@@ -56,16 +56,16 @@ class Replaced(Small):
             self.training_step = MethodType(without_number, self)  # type: ignore[method-assign, assignment]
 
 
-def count_inspections(monkeypatch: pytest.MonkeyPatch, loop: Any) -> list[Any]:
-    """What a loop of Lightning inspects from now on."""
+def count_inspections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the loop of training inspects from now on."""
     inspected = []
-    inspect = loop.is_param_in_hook_signature
+    inspect = training_epoch_loop.is_param_in_hook_signature
 
     def count(*args: Any, **kwargs: Any) -> bool:
         inspected.append(args)
         return inspect(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "is_param_in_hook_signature", count)
+    monkeypatch.setattr(training_epoch_loop, "is_param_in_hook_signature", count)
     return inspected
 
 
@@ -77,7 +77,7 @@ def test_each_function_is_inspected_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Small], functions: int
 ) -> None:
     """A step is called with the same arguments in every batch, and inspected once per function."""
-    inspected, calls = count_inspections(monkeypatch, training_epoch_loop), []
+    inspected, calls = count_inspections(monkeypatch), []
 
     class Watched(kind):  # type: ignore[misc, valid-type]
         def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -88,47 +88,6 @@ def test_each_function_is_inspected_once(
     assert len(calls) == 16
     assert len(inspected) == functions
     assert not isinstance(fit.fit_loop.epoch_loop._build_kwargs, MethodPatch)
-
-
-class Evaluated(Small):
-    """Its steps other than training's keep the arguments that they get besides the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.got: list[tuple[int, ...]] = []
-
-    def validation_step(self, batch: list[Tensor], *rest: int) -> None:  # type: ignore[override]
-        self.got.append(rest)
-
-    def test_step(self, batch: list[Tensor], number: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
-        self.got.append((number, dataloader_idx))
-
-    def predict_step(self, batch: list[Tensor]) -> Tensor:  # type: ignore[override]
-        self.got.append(())
-        return batch[0]
-
-
-class TwoLoaders(Evaluated):
-    def val_dataloader(self) -> Any:
-        return [self._loader(), self._loader()]
-
-    test_dataloader = val_dataloader
-
-
-@pytest.mark.parametrize("kind", [Evaluated, TwoLoaders])
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_other_steps_get_the_same_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Evaluated], stage: str
-) -> None:
-    """Steps of other stages are called as without us, and inspected once."""
-    loop = prediction_loop if stage == "predict" else evaluation_loop
-    bare, watched = kind(), kind()
-    getattr(trainer(tmp_path, limit_val_batches=3), stage)(bare)
-    inspected = count_inspections(monkeypatch, loop)
-    getattr(trainer(tmp_path, SpeedMonitor(), limit_val_batches=3), stage)(watched)
-    assert len(watched.got) >= 3
-    assert watched.got == bare.got
-    assert len(inspected) == 1
 
 
 class Marked(training_epoch_loop._TrainingEpochLoop):

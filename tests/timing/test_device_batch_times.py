@@ -108,7 +108,7 @@ def test_a_lower_bound_uses_no_host_time(
     rolling = totals.rolling(4)
     device.queued += 2.0
     device.capturing = captured
-    record = (0.001, 4, 0, None, True, False, False)
+    record = batches.BatchRecord(0.001, 4, 0, None, True, False, False)
     totals.end_batch("train", record, device_timer.end())
     device.capturing = False
     device.done = device.queued
