@@ -161,7 +161,8 @@ class TraceWriter:
         gone = [path for path in self.saved_in_run if not path.exists()]
         if gone and not self._is_mirrored(gone[0]):
             why = "they were moved or deleted after they were written"
-            message = f"files of this run are gone, {gone[0]} and {len(gone) - 1} more: {why}."
+            more = f" and {len(gone) - 1} more" if gone[1:] else ""
+            message = f"{gone[0]}{more} of this run do not exist anymore: {why}."
             self._run.digest.once(f"kinds of files are gone: {why}", message)
 
     def _leave_out(self, trace: Trace, why: str) -> None:

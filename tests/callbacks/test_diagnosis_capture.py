@@ -124,8 +124,8 @@ def test_a_capture_does_not_start_during_another_recording(tmp_path: Path) -> No
     assert "no batches of training were recorded on this rank" in page
 
 
-def test_a_deleted_trace_is_reported(tmp_path: Path) -> None:
-    """The report has the verdicts and says that the trace is missing."""
+def test_a_deleted_trace_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The report has the verdicts and says that the trace is missing; one warning names it."""
 
     class Deletes(Small):
         def on_train_end(self) -> None:
@@ -136,6 +136,9 @@ def test_a_deleted_trace_is_reported(tmp_path: Path) -> None:
     diagnosis = Diagnosis(capture=PyTorch(schedule="at 5ba for 3ba"), terminal=False)
     trainer(tmp_path, diagnosis).fit(Deletes())
     assert "FileNotFoundError" in captured(tmp_path)[0]["missing"]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "moved or deleted after they were written" in warning
+    caplog.clear()
 
 
 @pytest.mark.slow
