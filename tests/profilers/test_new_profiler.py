@@ -120,7 +120,7 @@ def test_its_arguments_are_checked() -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         CProfile(folder="{nonsense}")
     for wrong, near in {"filenam": "filename", "rank": "ranks", "tops": "top"}.items():
-        problem = f"{wrong}=1 is not an option of CProfile: did you mean {near}?"
+        problem = f"{wrong}=1 is not an option of CProfile. Did you mean {near}?"
         with pytest.raises(ConfigError, match=re.escape(problem)):
             CProfile(**{wrong: 1})  # type: ignore[arg-type]
 
