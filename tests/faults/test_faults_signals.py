@@ -21,7 +21,7 @@ from helpers.faults import Ended, ForkServer, Planted, raises
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import Profiler, always_on
-from lightning_perf.profilers.recording import Recorded, Recording
+from lightning_perf.extend import Names, Recorded, Recording
 from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.slow
@@ -41,10 +41,10 @@ APART = 1000
 class Plain(Profiler):
     """Records a constant, and completes each file slowly on the worker thread."""
 
-    further_files = {"page": ("rank{rank}.{batch}.html", None)}  # noqa: RUF012
+    further_files = {"page": Names("rank{rank}.{batch}.html", None)}  # noqa: RUF012
 
     def __init__(self) -> None:
-        super().__init__("every 4ba", None, None, "plain", "rank{rank}.{batch}.json")
+        super().__init__("every 4ba", folder="plain", filename="rank{rank}.{batch}.json")
 
     def record(self, path: Path, context: Any, warmup: int) -> Recording:
         path.write_text("recorded")

@@ -48,7 +48,7 @@ from helpers.faults import (
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import Fixed, Profiler, PyTorch, always_on
-from lightning_perf.profilers.recording import Recorded, Recording
+from lightning_perf.extend import Names, Recorded, Recording
 from lightning_perf.run import context, destination
 from lightning_perf.tracking.summary import read_summary
 
@@ -256,13 +256,10 @@ def test_files_are_whole_at_any_moment(
 class Paged(Profiler):
     """Its page takes longer than the end of a run waits for the worker."""
 
-    further_files = {"page": ("rank{rank}.{batch}.html", None)}  # noqa: RUF012
+    further_files = {"page": Names("rank{rank}.{batch}.html", None)}  # noqa: RUF012
 
     def __init__(self) -> None:
-        super().__init__(
-            Fixed(0, 1), None, None, "paged", "rank{rank}.{batch}.json", None,
-            False, False, -1, 20,
-        )  # fmt: skip
+        super().__init__(Fixed(0, 1), folder="paged", filename="rank{rank}.{batch}.json")
         self.begun, self.trained = Event(), Event()
 
     def record(self, path: Path, context: Any, warmup: int) -> Recording:
@@ -299,7 +296,7 @@ class Plain(Profiler):
     """Records a constant. ``finish`` completes each file on the worker thread."""
 
     def __init__(self, schedule: str, finish: Callable[[], None] = lambda: None) -> None:
-        super().__init__(schedule, None, None, "plain", "rank{rank}.{batch}.json")
+        super().__init__(schedule, folder="plain", filename="rank{rank}.{batch}.json")
         self.finish = finish
 
     def record(self, path: Path, context: Any, warmup: int) -> Recording:

@@ -171,6 +171,8 @@ UNITS: dict[str, Callable[[Batch], int]] = {
 
 
 def every(amount: int, unit: str, lasting: int) -> tuple[Schedule, Test]:
+    if unit == "ba":  # a longer window is refused
+        lasting = min(lasting, amount)
     schedule = Every(f"{amount}{unit}", lasting=f"{lasting}ba")
     return schedule, crossing(UNITS[unit], lambda place: place // amount, lasting)
 
