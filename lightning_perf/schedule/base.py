@@ -254,10 +254,14 @@ class All(Composed):
 
     def observe(self, moment: Moment) -> None:
         """Forward the moment to each part; events wait until the other parts select the batch."""
-        conditions = [part for part in self.schedules if not (part.fires or part.watches)]
-        selected = not self.fires or all(part(moment) for part in conditions)
+        events: list[Schedule] = []
         for part in self.schedules:
-            if selected or not part.fires:
+            if part.fires:
+                events.append(part)
+            else:
+                part.observe(moment)
+        if all(part(moment) for part in self.schedules if not part.fires):
+            for part in events:
                 part.observe(moment)
 
     def quiet_until(self, moment: Moment) -> int:

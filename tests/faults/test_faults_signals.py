@@ -21,7 +21,7 @@ from helpers.faults import Ended, ForkServer, Planted, raises
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import Profiler, always_on
-from lightning_perf.profilers.windows import Recorded, Recording
+from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.slow
