@@ -12,7 +12,6 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.callbacks.factory import written_callbacks
 from lightning_perf.cli import (
     JSON,
     TRACKING_URI,
@@ -52,15 +51,28 @@ def run(config: str | None, command: Sequence[str] = ()) -> int:
         raise Failure("there is no command. Try lightning-perf run python train.py")
     if config is not None and not Path(config).is_file():
         raise Failure(f"there is no file {config}")
-    if config is not None:
-        try:
-            written_callbacks(config)
-        except ConfigError as error:
-            raise Failure(f"{config} {error.problem}") from None
     if which(command[0]) is None:
         raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
-    os.environ["LIGHTNING_PERF"] = "1" if config is None else str(Path(config).resolve())
-    return os.execvp(command[0], list(command))  # noqa: S606  no shell
+    selected = "1" if config is None else str(Path(config).resolve())
+    environment = os.environ | {"LIGHTNING_PERF": selected}  # without what imports add
+    if config is not None:
+        _check_callbacks(config, selected)
+    return os.execvpe(command[0], list(command), environment)  # noqa: S606  no shell
+
+
+def _check_callbacks(config: str, selected: str) -> None:
+    """Refuse a file whose callbacks cannot be constructed, before the training begins without."""
+    with suppress(ImportError):  # the command's Python may be another one
+        from lightning_perf.callbacks.suite import from_environment
+
+        try:
+            from_environment(selected)
+        except ConfigError as error:
+            cause: BaseException = error
+            while inner := cause.__cause__ or cause.__context__:
+                cause = inner
+            if not isinstance(cause, ImportError):
+                raise Failure(f"{config} {error.problem}") from None
 
 
 @command(
