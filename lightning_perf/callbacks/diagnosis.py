@@ -24,7 +24,7 @@ from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict, diagnose
 from lightning_perf.diagnosis.report import document, report_page
-from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record, Setup
+from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record, Setup, Step
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.flops import is_compiled
 from lightning_perf.profilers.pytorch import PyTorch
@@ -247,7 +247,7 @@ class Diagnosis(WindowCallback):
         if stage == "train":
             first = next((record[0] for record in records if record[5]), None)
             steps = [
-                (nan if slowed else seconds, nan if cost is None else cost.total, begins)
+                Step(nan if slowed else seconds, nan if cost is None else cost.total, begins)
                 for seconds, _, _, cost, slowed, _, begins in records
             ]
             self._record.add_steps(steps, first)

@@ -107,6 +107,14 @@ class Series(NamedTuple):
     calls: Numbers
 
 
+class Step(NamedTuple):
+    """One batch; NaN for what does not count."""
+
+    seconds: float
+    flops: float
+    begins_epoch: bool
+
+
 @dataclass(frozen=True)
 class Signals:
     """Everything measured of a training so far.
@@ -426,8 +434,7 @@ class Record:
         self.origin: Costs = {}
         # Each window with the named costs up to its end.
         self._windows: list[tuple[Window, Costs]] = []
-        # Seconds and FLOPs of each, and whether it was the first of its epoch.
-        self._steps: deque[tuple[float, float, bool]] = deque(maxlen=_MOST_STEPS)
+        self._steps: deque[Step] = deque(maxlen=_MOST_STEPS)
         self._count = 0
         self._first: float | None = None
 
@@ -448,14 +455,8 @@ class Record:
             pairs = (rest[i : i + 2] for i in range(0, len(rest), 2))
             self._windows = [first, *(reduce(_merged, pair) for pair in pairs)]
 
-    def add_steps(
-        self, steps: Sequence[tuple[float, float, bool]], first: float | None = None
-    ) -> None:
-        """Add the seconds and FLOPs of batches, in order, NaN for those that do not count.
-
-        ``first`` is the time of the run's first batch, if it is among them, and the
-        third value of each says whether it began an epoch.
-        """
+    def add_steps(self, steps: Sequence[Step], first: float | None = None) -> None:
+        """Add batches, in order; ``first`` is the time of the run's first one, if it is there."""
         if not self._steps:
             self._first = first
         self._steps.extend(steps)
@@ -464,11 +465,12 @@ class Record:
     def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
         """The signals collected so far; cheap, and safe to use on another thread."""
         windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
-        steps, flops, firsts = np.array(self._steps, dtype=float).reshape(-1, 3).T
-        dropped = self._count - len(steps)
+        seconds, flops, firsts = np.array(self._steps, dtype=float).reshape(-1, len(Step._fields)).T
+        dropped = self._count - len(seconds)
         return Signals(
-            windows, costs, self.origin, steps, flops, firsts > 0, dropped, self._first, mfu, setup
-        )
+            windows, costs, self.origin, seconds, flops, firsts > 0, dropped, self._first, mfu,
+            setup,
+        )  # fmt: skip
 
 
 def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:
