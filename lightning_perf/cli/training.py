@@ -98,11 +98,11 @@ def capture(pid: int, signal: str, children: bool, json: bool) -> int:
     except LookupError as error:
         raise Failure(error, 1) from None
     signalled = []
-    for each in [pid, *(descendants(pid) if children else [])]:
+    for process in [pid, *(descendants(pid) if children else [])]:
         with suppress(OSError):  # it has ended meanwhile
-            if records_on(each, number):
-                os.kill(each, number)
-                signalled.append(each)
+            if records_on(process, number):
+                os.kill(process, number)
+                signalled.append(process)
     if not signalled:
         raise Failure(
             f"process {pid} does not record on {signal}, which could end it. Give its Trainer a "
@@ -112,7 +112,7 @@ def capture(pid: int, signal: str, children: bool, json: bool) -> int:
     if json:
         print_json({"signalled": signalled})
     else:
-        say(*(f"signalled process {each} to record" for each in signalled))
+        say(*(f"signalled process {process} to record" for process in signalled))
     return 0
 
 
@@ -243,14 +243,14 @@ def _read(folder: Path) -> Seen:
 
 def _folder_of(pid: int) -> Path | None:
     """The folder of the latest run of a process and its children; None before the first report."""
-    found: list[tuple[float, Path]] = []
-    for each in [pid, *descendants(pid)]:
+    folders: list[tuple[float, Path]] = []
+    for process in [pid, *descendants(pid)]:
         with suppress(OSError):  # the process has ended
-            for link in Path(f"/proc/{each}/fd").iterdir():
+            for link in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(OSError):
                     folder = link.readlink()
-                    found.append(((folder / FILE_NAME).stat().st_mtime, folder))
-    return max(found)[1] if found else None
+                    folders.append(((folder / FILE_NAME).stat().st_mtime, folder))
+    return max(folders)[1] if folders else None
 
 
 def _now() -> float:

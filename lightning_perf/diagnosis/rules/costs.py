@@ -339,7 +339,7 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
         return
     # Checkpoints that are written meanwhile are apart.
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
-    costs = {name: float(each.sum()) for name, each in signals.within(rows).items()}
+    costs = {name: float(seconds.sum()) for name, seconds in signals.within(rows).items()}
     compilations = [r for r in signals.actions if (r.stage, r.category) == (COMPILE, "validation")]
     if "forward" in costs:
         costs["forward"] -= float(signals.total(compilations).seconds.sum())
